@@ -51,9 +51,9 @@ HEX: Final = "0" * 32
 CHUNKS: Final = 64
 JOBS: Final = "/apis/batch/v1/namespaces/burst/jobs"
 ANNOUNCED_S: Final = 60.0
+"""Timeout for the controller to announce created Pods, and to withdraw removed ones."""
 OWNER: Final = "o" * 32
 """Secret shared by all instances."""
-"""How long the controller may take to announce what was created, and to withdraw what is gone."""
 SEED: Final = InstanceReport(
     instance_id="seed",
     model="burst",
@@ -154,18 +154,18 @@ def _row(name: str, created: Sequence[AdmissionRound], count: int) -> harness.Ro
 async def _run_concurrently(
     calls: Sequence[Callable[[], Awaitable[httpx.Response]]],
 ) -> tuple[AdmissionRound, list[Any]]:
-    """All calls, `CONNECTIONS` at a time; how long each took. Raises RforkError where one is refused."""
+    """Run all calls, `CONNECTIONS` concurrently, and measure each. Raises RforkError if one fails."""
     created, results, waiting = AdmissionRound(), [], list(reversed(calls))
 
     async def work() -> None:
         while waiting:
             call = waiting.pop()
             began = time.perf_counter()
-            answer = await call()
+            response = await call()
             created.latencies.append(time.perf_counter() - began)
-            if answer.is_error:
-                raise RforkError(f"{answer.request.url}: {answer.status_code} {answer.text[:300]}")
-            results.append(answer.json())
+            if response.is_error:
+                raise RforkError(f"{response.request.url}: {response.status_code} {response.text[:300]}")
+            results.append(response.json())
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(CONNECTIONS)))

@@ -43,14 +43,14 @@ from benchmarks import harness, netlab
 from benchmarks.chaos_checks import Finding, RoundObservation, check_round
 from benchmarks.chaos_cluster import DEADLINE_S, RATE, WINDOW, ChaosCluster
 from benchmarks.chaos_runner import ChaosRunner
-from benchmarks.chaos_scenarios import SHORT_STOP_S, generate_round
+from benchmarks.chaos_scenarios import SHORT_ROUNDS, generate_round
 from benchmarks.chaos_summary import ChaosSummary
 from benchmarks.harness import Options
 from rfork import logs
 from rfork.errors import RforkError
 
 ROUNDS: Final = 100
-QUICK: Final = SHORT_STOP_S[:4]
+QUICK: Final = SHORT_ROUNDS[:4]
 
 
 @dataclass(frozen=True)

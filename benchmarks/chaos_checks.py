@@ -12,7 +12,7 @@ from typing import Final, Literal, Self
 from benchmarks.chaos_scenarios import ChaosRound
 
 EndingType = Literal["forked", "fallback", "failed", "unclean", "killed", "hung"]
-FindingType = Literal["bytes", "hang", "leak", "repeats", "lost", "error", "books"]
+FindingType = Literal["bytes", "hang", "leak", "repeats", "lost", "error", "stale"]
 """bytes: a target that claims to be complete has other bytes; hang: something did not finish by its deadline;
 leak: threads, files or memory that remain; repeats: more was read twice than was in flight; lost: a target
 failed that had a source to read from; error: a process ended, or failed in another way than documented;
@@ -119,7 +119,7 @@ def _findings(observation: RoundObservation) -> Iterator[Finding]:
     yield from (Finding("error", f"{host} ended without being killed") for host in observation.died)
     yield from (Finding("hang", f"{host} did not become idle") for host in observation.stuck)
     yield from (Finding("error", text) for text in observation.tracebacks)
-    yield from (Finding("books", text) for text in observation.stale_records)
+    yield from (Finding("stale", text) for text in observation.stale_records)
 
 
 def _of_target(observation: RoundObservation, ending: ForkEnding) -> Iterator[Finding]:

@@ -192,7 +192,7 @@ class ChaosCluster:
         """Wait until the planner with that store responds; raises ChaosError."""
         until = time.monotonic() + STEP_S
         while True:
-            responses = self.request([PLANNER], ChaosCommand("look", model="none", planner=self.url(store)))
+            responses = self.request([PLANNER], ChaosCommand("query", model="none", planner=self.url(store)))
             if PLANNER in responses and not responses[PLANNER].error:
                 return
             if time.monotonic() > until:
@@ -211,7 +211,7 @@ class ChaosCluster:
         self._listener.listen(16)
         self._open.enter_context(self.lab)
         hosts = (PLANNER, *SEEDS, *TARGETS)
-        output = self._open.enter_context(self.log("nursery").open("w"))
+        output = self._open.enter_context(self.log("forkserver").open("w"))
         self._forkserver = subprocess.Popen(
             [sys.executable, "-c", FORKSERVER, path, str(self.folder / "disks"), *hosts],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,

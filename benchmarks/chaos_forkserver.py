@@ -55,7 +55,7 @@ def main() -> None:
         _mount_disk(Path(folder) / host)
     gc.collect()
     gc.freeze()  # pages shared with the children stay shared
-    connection = connect(path, "nursery")
+    connection = connect(path, "forkserver")
     children: set[int] = set()
     try:
         _serve(connection, path, children)

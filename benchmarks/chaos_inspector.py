@@ -32,7 +32,7 @@ class Inspector:
 
     def __init__(self, cluster: ChaosCluster) -> None:
         self.baseline: dict[str, ProcessResources] = {}
-        """Resources of nodes by host; memory is counted from the first time that a node is idle."""
+        """Resources of nodes by host; memory is responses from the first time that a node is idle."""
         self._cluster = cluster
         self._pids: dict[str, int] = {}
         self._planners: dict[StoreType, tuple[int, ProcessResources]] = {}
@@ -85,7 +85,7 @@ class Inspector:
         for _, model, store in [finished_round for finished_round in self._finished_rounds if finished_round[0] <= now]:
             self._cluster.wait_planner(store)  # it may have restarted only just now
             responses = self._cluster.request_all(
-                [PLANNER], ChaosCommand("look", model=model, planner=self._cluster.url(store))
+                [PLANNER], ChaosCommand("query", model=model, planner=self._cluster.url(store))
             )
             problems += [
                 f"{model}: the planner ({store}) still has a fork on {fork_info.host or 'no host'}"
@@ -102,7 +102,7 @@ class Inspector:
         """Return, after all rounds, the records that planners still keep and the resources that they leaked."""
         while self._finished_rounds and (left := self._finished_rounds[-1][0] - time.monotonic()) > 0:
             self._cluster.receive(left)
-        found = [Finding("books", text) for text in self.stale_records()]
+        found = [Finding("stale", text) for text in self.stale_records()]
         for store, (pid, before) in self._planners.items():
             if pid == self._cluster.planners[store].pid:
                 texts = find_leaks(before, ProcessResources.of(pid), pooled=POOLED_FILES)
@@ -110,9 +110,9 @@ class Inspector:
         return tuple(found)
 
     def _resource_snapshots(self, hosts: Iterable[str]) -> dict[str, ProcessResources]:
-        counted = self._cluster.request(hosts, ChaosCommand("census"))
+        responses = self._cluster.request(hosts, ChaosCommand("measure"))
         return {
             host: ProcessResources.of(self._cluster.nodes[host].process.pid, response.threads)
-            for host, response in counted.items()
+            for host, response in responses.items()
             if host in self._cluster.nodes
         }

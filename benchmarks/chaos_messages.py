@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from pydantic import TypeAdapter
 
-Verb = Literal["prepare", "store", "seed", "snapshot", "fork", "check", "rest", "census", "look"]
+Verb = Literal["prepare", "store", "seed", "snapshot", "fork", "check", "release", "measure", "query"]
 ResponseVerb = Verb | Literal["progress"]
 ForkOutcome = Literal["forked", "fallback", "failed", "unclean"]
 

@@ -72,13 +72,13 @@ class ChaosNode:
                 return self._fork(command)
             case "check":
                 return ChaosResponse("check", sha256=self._sha256())
-            case "rest":
+            case "release":
                 self._seed_stack.close()
                 self._module = nn.Module()
-                return ChaosResponse("rest")
-            case "census":
+                return ChaosResponse("release")
+            case "measure":
                 return _thread_names()
-            case "look":
+            case "query":
                 return _list_planner_records(command)
 
     def _sha256(self) -> str:
@@ -170,7 +170,7 @@ def _thread_names() -> ChaosResponse:
     """Return the names of live threads, after a garbage collection."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return ChaosResponse("census", threads=tuple(sorted(thread.name for thread in threading.enumerate())))
+    return ChaosResponse("measure", threads=tuple(sorted(thread.name for thread in threading.enumerate())))
 
 
 def _list_planner_records(command: ChaosCommand) -> ChaosResponse:
@@ -185,4 +185,4 @@ def _list_planner_records(command: ChaosCommand) -> ChaosResponse:
             for view in planner.forks(model=command.model)
             if view.finish is None
         )
-    return ChaosResponse("look", forks=forks, instances=tuple(hosts.values()))
+    return ChaosResponse("query", forks=forks, instances=tuple(hosts.values()))

@@ -20,7 +20,7 @@ from benchmarks.chaos_scenarios import ChaosRound
 
 GRACE_S: Final = 10.0
 """Seconds after its deadline that a fork may use to fall back or to report that it cannot."""
-REST_TIMEOUT_S: Final = 10.0
+RELEASE_TIMEOUT_S: Final = 10.0
 DUMP_S: Final = 0.5
 POLL_INTERVAL_S: Final = 0.2
 POLL_TIMEOUT_S: Final = 2.0
@@ -65,8 +65,8 @@ class ChaosRunner:
         hosts = (*round_.seed_hosts, *round_.target_hosts)
         died = self._died(set(hosts) - injector.killed - hung)
         alive = [host for host in hosts if host in cluster.nodes]
-        rest_responses = cluster.request(alive, ChaosCommand("rest"), REST_TIMEOUT_S)
-        stuck = {host for host in alive if host not in rest_responses or rest_responses[host].error}
+        released = cluster.request(alive, ChaosCommand("release"), RELEASE_TIMEOUT_S)
+        stuck = {host for host in alive if host not in released or released[host].error}
         after = inspector.wait_until_settled(set(alive) - stuck)
         self._kill_hung(stuck)
         for host in round_.target_hosts if round_.resumes else ():
@@ -150,7 +150,7 @@ class ChaosRunner:
         for host, command in commands.items():
             cluster.nodes[host].send(command)
         deadline = time.monotonic() + DEADLINE_S + GRACE_S
-        list_command = ChaosCommand("look", model=round_.name, planner=cluster.url(round_.store))
+        query = ChaosCommand("query", model=round_.name, planner=cluster.url(round_.store))
         next_poll_at = 0.0
         while True:
             now = time.monotonic()
@@ -159,14 +159,14 @@ class ChaosRunner:
             if now >= deadline + injector.max_duration_s or not (left or injector.has_pending_restarts):
                 return left
             if injector.needs_graph and now >= next_poll_at:
-                cluster.nodes[PLANNER].send(list_command)
+                cluster.nodes[PLANNER].send(query)
                 next_poll_at = now + POLL_TIMEOUT_S
             for host, response in cluster.receive(TICK_S):
                 if response.verb == "progress":
                     progress[host] = response.verified
                 elif response.verb == "fork" and host not in injector.killed:
                     responses[host] = response
-                elif response.verb == "look":
+                elif response.verb == "query":
                     next_poll_at = now + POLL_INTERVAL_S
                     if not response.error:
                         injector.set_graph(response.forks)
@@ -174,7 +174,7 @@ class ChaosRunner:
                     injector.on_response(host, response)
 
     def _drain_responses(self, injector: FaultInjector) -> None:
-        until = time.monotonic() + REST_TIMEOUT_S
+        until = time.monotonic() + RELEASE_TIMEOUT_S
         while injector.has_pending_snapshots and (left := until - time.monotonic()) > 0:
             for host, response in self._cluster.receive(left):
                 if response.verb == "snapshot":

@@ -26,7 +26,7 @@ FAULT_ROLES: Final[Sequence[tuple[FaultType, Role]]] = (
 """Faults and the roles they apply to. full: the disk that a target keeps its chunks on, or that a seed writes
 a snapshot to, has no byte left; torn: the file that one target reads for all loses its second half.
 """
-SHORT_STOP_S: Final = (1085, 1291, 288, 1216, 281, 158, 698)
+SHORT_ROUNDS: Final = (1085, 1291, 288, 1216, 281, 158, 698)
 """Rounds that cover each fault and each role on links that carry their image in two seconds; the first four
 cover each fault.
 """
@@ -35,7 +35,7 @@ COLD_PROBABILITY: Final = 0.4
 SECOND_FAULT_PROBABILITY: Final = 0.4
 """Share of rounds with two faults."""
 SIZES_MIB: Final = (32, 40, 48, 64)
-NEVER: Final = 0.3
+PERMANENT_CUT_PROBABILITY: Final = 0.3
 """Share of cut links that stay cut to the end of the round."""
 
 
@@ -151,7 +151,7 @@ def _fault(rng: random.Random, fault_role: tuple[FaultType, Role], targets: int,
     if fault_type == "stop":
         duration_s = rng.uniform(1.0, 3.0) if role in ("planner", "redis") else rng.uniform(2.5, 6.0)
     elif fault_type == "cut":
-        duration_s = rng.uniform(1.0, 6.0) if role == "planner" or rng.random() >= NEVER else None
+        duration_s = rng.uniform(1.0, 6.0) if role == "planner" or rng.random() >= PERMANENT_CUT_PROBABILITY else None
     elif role in ("planner", "redis"):
         duration_s = rng.uniform(0.0, 3.0) if fault_type == "kill" else None
     elif fault_type == "kill" and role != "seed" and resumes:

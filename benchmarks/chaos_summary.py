@@ -16,7 +16,7 @@ ENDING_LABELS: Final[Mapping[EndingType, str]] = {
 }  # fmt: skip
 FINDING_LABELS: Final[Mapping[FindingType, str]] = {
     "bytes": "wrong bytes", "hang": "hung", "leak": "leaked", "repeats": "repeated", "lost": "lost",
-    "error": "errors", "books": "books",
+    "error": "errors", "stale": "stale",
 }  # fmt: skip
 
 
@@ -84,5 +84,5 @@ class ChaosSummary:
             "chaos_repeated_over_bound": findings_by_type["repeats"],
             "chaos_lost": findings_by_type["lost"],
             "chaos_errors": findings_by_type["error"],
-            "chaos_stale_books": findings_by_type["books"],
+            "chaos_stale_books": findings_by_type["stale"],
         }

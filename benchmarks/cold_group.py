@@ -85,7 +85,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
-    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]")
+    parser.add_argument(
+        "--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]"
+    )
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help=f"processes [{COUNT}]")
     parser.add_argument("--only", metavar="PATTERN", help="run only the cases whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")

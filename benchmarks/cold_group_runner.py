@@ -39,7 +39,7 @@ class ColdGroupRunner:
         traffic = {host: _since(cluster.lab.traffic(host), before[host]) for host in watched}
         if not case.is_limit:
             self._check(responses)
-        self._all(tuple(responses), FanoutCommand("rest"))
+        self._all(tuple(responses), FanoutCommand("release"))
         if case.killed_host is not None:
             cluster.restart(case.killed_host)
         return ColdGroupOutcome(started, responses, traffic, busy)
@@ -60,9 +60,9 @@ class ColdGroupRunner:
 
     def _bare_transfer(self, case: ColdGroupCase, port: int) -> dict[str, FanoutResponse]:
         sender, receiver = self._cluster[STORE], self._cluster[case.hosts[0]]
-        sender.send(FanoutCommand("give"))
+        sender.send(FanoutCommand("send"))
         address = self._cluster.lab.address(STORE)
-        received = receiver.request(FanoutCommand("take", address=address, port=port), self._timeout_s(case))
+        received = receiver.request(FanoutCommand("receive", address=address, port=port), self._timeout_s(case))
         sender.receive()
         return {receiver.name: received}
 

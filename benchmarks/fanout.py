@@ -110,7 +110,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
-    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]")
+    parser.add_argument(
+        "--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]"
+    )
     parser.add_argument("--delay", type=float, default=0.0, help="link delay in ms in each direction [0]")
     parser.add_argument(
         "--targets",

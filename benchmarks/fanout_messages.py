@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Verb = Literal["prepare", "seed", "fork", "check", "rest", "listen", "give", "take"]
+Verb = Literal["prepare", "seed", "fork", "check", "release", "listen", "send", "receive"]
 ProgressPoint = tuple[float, int]
 """Time (`time.monotonic`, the same clock in every process of a machine) and bytes verified by then."""
 

@@ -42,8 +42,8 @@ def module_of(size: int, *, filled: bool, weights: int = 1) -> nn.Module:
         tensor = torch.zeros(part, dtype=torch.uint8)
         if filled:
             tensor.random_(generator=generator)
-        tensor_kind = "weight" if number % 2 == 0 else "norm"
-        module.register_buffer(f"layer{number // 2:04d}_{tensor_kind}", tensor)
+        tensor_type = "weight" if number % 2 == 0 else "norm"
+        module.register_buffer(f"layer{number // 2:04d}_{tensor_type}", tensor)
         left, number = left - part, number + 1
     return module
 
@@ -70,15 +70,15 @@ class FanoutNode:
                 return self._fork(command)
             case "check":
                 return FanoutResponse(sha256=image_sha256(capture(self._module)))
-            case "rest":
+            case "release":
                 self._seed_stack.close()
                 return FanoutResponse()
             case "listen":
                 self._listener = socket.create_server((self._settings.bind, 0))
                 return FanoutResponse(port=self._listener.getsockname()[1])
-            case "give":
+            case "send":
                 return self._send_image()
-            case "take":
+            case "receive":
                 return self._receive_image(command.address, command.port)
 
     def _seed(self, model: str) -> FanoutResponse:
@@ -156,7 +156,7 @@ def main() -> None:
             except (RforkError, OSError) as error:
                 response = FanoutResponse(error=f"{name}: {type(error).__name__}: {error}")
             connection.sendall(fanout_messages.encode_line(response))
-    node.handle(FanoutCommand("rest"))
+    node.handle(FanoutCommand("release"))
 
 
 def connect(path: str, name: str) -> socket.socket:

@@ -48,7 +48,7 @@ class FanoutRunner:
             traffic = {host: _since(cluster.lab.traffic(host), before[host]) for host in hosts}
         if case.mode != "limit":
             self._check(case, responses)
-        self._all(hosts, FanoutCommand("rest"))
+        self._all(hosts, FanoutCommand("release"))
         return FanoutOutcome(started, responses, traffic, cpu_busy, cpu_busy_processes)
 
     # -- preparation --------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ class FanoutRunner:
 
     def _bare_transfer(self, case: FanoutCase, port: int) -> dict[str, FanoutResponse]:
         sender, receiver = self._cluster[case.seed_hosts[0]], self._cluster[case.target_hosts[0]]
-        sender.send(FanoutCommand("give"))
+        sender.send(FanoutCommand("send"))
         received = receiver.request(
-            FanoutCommand("take", address=self._cluster.lab.address(sender.name), port=port),
+            FanoutCommand("receive", address=self._cluster.lab.address(sender.name), port=port),
             self._timeout_s(case),
         )
         sender.receive()

@@ -119,5 +119,7 @@ def warnings(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]]) -> list[str
                 if own_seconds >= cpu_busy / 2
                 else f"other processes used most of them (these {own_seconds:.0%})"
             )
-            lines.append(f"{case.name}: the CPUs were {cpu_busy:.0%} busy and limit the case as much as the links do: {why}")
+            lines.append(
+                f"{case.name}: the CPUs were {cpu_busy:.0%} busy and limit the case as much as the links do: {why}"
+            )
     return lines

@@ -1,6 +1,6 @@
-"""What every benchmark shares: its options, interleaved rounds, medians, the machine, table, JSON and plot.
+"""Shared parts of all benchmarks: options, interleaved rounds, medians, machine, table, JSON and plot.
 
-A benchmark is a module with a `main` of this shape::
+A benchmark is a module with a `main` of this form::
 
     options = harness.options("digest", __doc__)
     seconds = harness.interleave({"ours": timed(ours), "limit": timed(limit)}, options.rounds)
@@ -33,7 +33,7 @@ from rfork.errors import MissingExtra
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]
 Contender = Callable[[], float]
-"""One run of what is measured; returns the seconds it took."""
+"""One measured run; returns its seconds."""
 
 ROUNDS, QUICK_ROUNDS = 5, 3
 GB = 1e9
@@ -41,7 +41,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
+    """Options of the command line."""
 
     benchmark: str
     quick: bool
@@ -51,7 +51,7 @@ class Options:
 
 
 def options(benchmark: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
-    """Parse the options that all benchmarks have; `arguments` are the command line's unless given."""
+    """Parse the options common to all benchmarks; `arguments` default to the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
@@ -67,7 +67,7 @@ def options(benchmark: str, description: str | None, arguments: Sequence[str] | 
 
 
 def timed(call: Callable[[], None]) -> Contender:
-    """The contender that runs `call` and takes its wall time."""
+    """Return a contender that runs `call` and measures its wall time."""
 
     def contender() -> float:
         begin = time.perf_counter()
@@ -78,10 +78,10 @@ def timed(call: Callable[[], None]) -> Contender:
 
 
 def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round.
+    """Return the seconds of each contender in each round.
 
-    All contenders run once in each round, so what else the machine does hits all alike; every second
-    round runs backwards, so nobody always follows the same neighbour.
+    All contenders run once per round, so other load on the machine affects all alike; every second round runs
+    in reverse order, so no contender always follows the same one.
     """
     exit_on_sigterm()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -97,22 +97,22 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
 
 
 def exit_on_sigterm() -> None:
-    """Leave by an exception when told to end: all that was started is then ended too."""
+    """Turn SIGTERM into an exception, so that all started processes are ended too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # `timeout` tells twice: the clearing up is not to be cut short
+        signal.signal(number, signal.SIG_IGN)  # `timeout` signals twice; the second must not interrupt the cleanup
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each contender's rounds."""
+    """Return the median of each contender's rounds."""
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def machine() -> dict[str, Value]:
-    """What the figures were measured on; no names of hosts or users."""
+    """Describe the machine; no host or user names."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_model(),
@@ -126,7 +126,7 @@ def machine() -> dict[str, Value]:
 
 
 def commit() -> str:
-    """The git commit of this tree, with ``+`` when files differ from it; ``unknown`` outside of git."""
+    """Return the git commit of this tree, with ``+`` if files differ from it; ``unknown`` outside of git."""
     repository = Path(__file__).parent
     try:
         head = subprocess.run(
@@ -153,7 +153,7 @@ def publish(
     figures: Mapping[str, float],
     plot: tuple[str, str],
 ) -> None:
-    """Print the table and the figures; write JSON and plot where asked for.
+    """Print the table and the figures; write the JSON file and the plot if requested.
 
     `plot` names the columns of a bar chart: labels, and values.
     """

@@ -1,11 +1,11 @@
-"""The server that `benchmarks.planner_load` holds the planner against: FastAPI routes that do nothing.
+"""Baseline server of `benchmarks.planner_load`: FastAPI routes that do nothing.
 
-In a process of its own, with the planner's uvicorn settings and none of its middleware:
+It runs in a separate process, with the planner's uvicorn settings and none of its middleware:
 
-- ``GET /bare`` and ``POST /bare`` return a constant dict, and look at no body. The second is "the bare
+- ``GET /bare`` and ``POST /bare`` return a constant dict and read no body. The second is "the bare
   route" of the figures.
-- ``POST /models`` parses a `ForkRequest` and answers a constant `ReadPlan` of one route: what the planner's
-  own models cost, with no planning behind them.
+- ``POST /models`` parses a `ForkRequest` and returns a constant `ReadPlan` of one route: the cost of the
+  planner's own models without planning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAN: Final = Plan(
 
 
 def create_app() -> FastAPI:
-    """The three routes."""
+    """Return an application with the three routes."""
     app = FastAPI(title="bare")
 
     @app.get("/bare")
@@ -59,10 +59,10 @@ def create_app() -> FastAPI:
 
 
 def serve() -> None:
-    """Serve until a signal; prints where, in the line that ``rfork planner --json`` prints."""
+    """Serve until a signal; prints the port in the line that ``rfork planner --json`` prints."""
     settings = load(PlannerSettings, port=0)
-    # The planner's kind of socket. asyncio sets TCP_NODELAY only where the protocol is named, and without
-    # it each answer (head and body are two writes) waits 40 ms for an acknowledgement.
+    # The planner's type of socket. asyncio sets TCP_NODELAY only if the protocol is named; without it each
+    # response (head and body are two writes) waits 40 ms for an acknowledgement.
     with bind(settings) as listener:
         config = uvicorn.Config(
             create_app(), workers=1, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_S

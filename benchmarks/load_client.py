@@ -1,8 +1,8 @@
-"""The client of `benchmarks.planner_load`: HTTP/1.1 over raw sockets that stay open, on one thread.
+"""Client of `benchmarks.planner_load`: HTTP/1.1 over persistent raw sockets, on one thread.
 
-A caller is a generator: it yields a `Call` and is sent the answer's body. Each caller has a connection of
-its own and one request in flight. Requests are bytes before their time is taken, so that the client
-costs some 20 µs a call and is never what is measured.
+A caller is a generator: it yields a `Call` and receives the response's body. Each caller has its own
+connection and one request in flight. Requests are encoded before the clock starts, so the client costs about
+20 µs per call and is never the bottleneck.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ END_OF_HEAD = b"\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, whole; `due` is when to send it, on the clock of `time.perf_counter`: 0 for at once."""
+    """One complete request; `due` is when to send it, on the clock of `time.perf_counter`; 0 means
+    immediately.
+    """
 
     call_type: str
     request: bytes
@@ -39,28 +41,28 @@ Caller = Generator[Call, bytes, None]
 
 @dataclass
 class CallSamples:
-    """What a drive measured: seconds of each call from its first byte out to its last byte in, by kind."""
+    """Measurements of a drive: seconds of each call from its first byte out to its last byte in, by type."""
 
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     wall_s: float = 0.0
     client_s: float = 0.0
-    """Processor time of this process: beside `wall_s`, how far the client is from being the bottleneck."""
+    """CPU time of this process: compared with `wall_s`, it shows whether the client is the bottleneck."""
 
     def add(self, other: CallSamples) -> None:
-        """Take in the samples of another drive."""
+        """Add the samples of another drive."""
         for call_type, seconds in other.seconds.items():
             self.seconds[call_type] += seconds
         self.wall_s += other.wall_s
         self.client_s += other.client_s
 
     def rate(self, *call_types: str) -> float:
-        """Calls of these kinds, or of all, that were answered in a second."""
+        """Return the calls per second of these types, or of all."""
         counted = call_types or tuple(self.seconds)
         return sum(len(self.seconds[call_type]) for call_type in counted) / self.wall_s
 
 
 def request(method: str, path: str, body: str = "") -> bytes:
-    """The bytes of a request with a JSON body."""
+    """Encode a request with a JSON body."""
     content = body.encode()
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: {LOOPBACK}\r\nAccept: application/json\r\n"
@@ -70,7 +72,7 @@ def request(method: str, path: str, body: str = "") -> bytes:
 
 
 class _ClientConnection:
-    """One caller, its socket and the call in flight."""
+    """A caller, its socket and the call in flight."""
 
     def __init__(self, caller: Caller, port: int) -> None:
         self.caller = caller
@@ -86,11 +88,13 @@ class _ClientConnection:
         self.socket.sendall(call.request)
 
     def receive(self, samples: CallSamples) -> bytes | None:
-        """Take in what came; the body, once it is whole. Raises RforkError for any answer that is no 2xx."""
+        """Read from the socket; returns the body once it is complete. Raises RforkError for any status other
+        than 2xx.
+        """
         received = self.socket.recv(RECEIVE_BYTES)
         now = time.perf_counter()
         if self.call is None or not received:
-            raise RforkError("the server closed a connection, or spoke without being asked")
+            raise RforkError("the server closed a connection, or sent data without a request")
         self._response += received
         head, separator, body = self._response.partition(END_OF_HEAD)
         if not separator or len(body) < _content_length(head):
@@ -109,7 +113,7 @@ def _content_length(head: bytes) -> int:
 
 
 def drive(port: int, callers: Sequence[Caller]) -> CallSamples:
-    """Let all callers call until each has ended. Raises RforkError for a refusal, or if no answer comes."""
+    """Run all callers until each has ended. Raises RforkError for an error response or a timeout."""
     samples, order = CallSamples(), itertools.count()
     waiting: list[tuple[float, int, _ClientConnection, Call]] = []
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
@@ -121,7 +125,7 @@ def drive(port: int, callers: Sequence[Caller]) -> CallSamples:
         in_flight = 0
 
         def go_on(connection: _ClientConnection, body: bytes | None) -> int:
-            """Have the caller say its next call: 1 where that went out now."""
+            """Send the caller's next call: returns 1 if it was sent now."""
             try:
                 call = next(connection.caller) if body is None else connection.caller.send(body)
             except StopIteration:
@@ -142,7 +146,7 @@ def drive(port: int, callers: Sequence[Caller]) -> CallSamples:
             pause = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else RESPONSE_TIMEOUT_S
             ready = selector.select(pause)
             if not ready and not waiting:
-                raise RforkError(f"the server did not answer within {RESPONSE_TIMEOUT_S:g} s")
+                raise RforkError(f"the server did not respond within {RESPONSE_TIMEOUT_S:g} s")
             for key, _ in ready:
                 connection = key.data
                 body = connection.receive(samples)

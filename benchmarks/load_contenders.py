@@ -1,4 +1,4 @@
-"""What `benchmarks.planner_load` runs: its contenders, and the rows that each of them makes."""
+"""Contenders of `benchmarks.planner_load`, and the rows that each of them makes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.load_workload import CALL_TYPES, FORK_CALLS, HEARTBEAT, PLAN, Ca
 CONNECTIONS = 16
 FORKS_A_SECOND = 5.0
 HEARTBEAT_S = 5.0
-"""Between two heartbeats of one rank: the planner's default."""
+"""Seconds between two heartbeats of one rank: the planner's default."""
 BARE, BARE_POST, BARE_MODELS = "bare", "POST", "POST, models"
-DURATION_LABEL = "as many as it takes"
+DURATION_LABEL = "maximum rate"
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class LoadRun:
 
     samples: CallSamples
     core_s: float = 0.0
-    """Processor time of the server meanwhile."""
+    """CPU time of the server meanwhile."""
 
 
 @dataclass(frozen=True)
 class LoadRow:
-    """One row of the table: a contender, the kind of call whose times are told, those whose rate is."""
+    """One table row: a contender, the call type whose times are shown, and those whose rate is shown."""
 
     name: str
     contender: str
@@ -42,25 +42,27 @@ class LoadRow:
 
 
 class LoadBench:
-    """The contenders, the rows they make, and what each round of them measured."""
+    """The contenders, their rows, and the measurements of each round."""
 
     def __init__(self, *, quick: bool) -> None:
         self.calls, self.seconds = 20, 1.0 if quick else 5.0
         self.slices = 3 if quick else 10
         self.sequential: dict[str, Contender] = {}
-        """Contenders who call one at a time, in short slices: what the machine does hits all alike."""
+        """Contenders with one call at a time, in short slices, so that other load on the machine affects all
+        alike.
+        """
         self.concurrent: dict[str, Contender] = {}
-        """Contenders who call many at once."""
+        """Contenders with many concurrent calls."""
         self.rows: list[LoadRow] = []
         self.runs: dict[str, list[LoadRun]] = {}
 
     def measure(self, rounds: int) -> None:
-        """Run everybody; a round of those who call one at a time is many slices."""
+        """Run all contenders; a round of the sequential ones is many slices."""
         harness.interleave(self.sequential, rounds * self.slices)
         harness.interleave(self.concurrent, rounds)
 
     def contender(self, name: str, measure: Callable[[], LoadRun], *rows: LoadRow) -> Contender:
-        """A contender whose runs are kept, and the rows that it makes; `measure` is one run."""
+        """Add a contender whose runs are recorded, and its rows; `measure` is one run."""
 
         def contender() -> float:
             run = measure()
@@ -72,7 +74,7 @@ class LoadBench:
         return contender
 
     def serve_bare(self, server: ServerProcess) -> None:
-        """The routes that do nothing."""
+        """Add the routes that do nothing."""
         fleet = LoadFleet(100)
         body = fleet.fork_request(fleet.targets[0], 1).model_dump_json()
         requests = {
@@ -90,7 +92,7 @@ class LoadBench:
         self.sequential[BARE] = self.contender(BARE, drive_callers(server, lambda: [caller()]), *rows)
 
     def one_at_a_time(self, server: ServerProcess, caller_pool: CallerPool) -> None:
-        """Each kind of call, when nobody else calls."""
+        """Add each type of call without concurrent calls."""
         name = caller_pool.fleet.name
         rows = [LoadRow(f"{name}: {call_type}", name, call_type) for call_type in CALL_TYPES]
         self.sequential[name] = self.contender(
@@ -98,7 +100,7 @@ class LoadBench:
         )
 
     def under_load(self, server: ServerProcess, caller_pool: CallerPool) -> None:
-        """Many at once, and forks while the fleet heartbeats."""
+        """Add many concurrent calls, and forks while the fleet sends heartbeats."""
         name = caller_pool.fleet.name
         beats, forks = f"{name}, heartbeats", f"{name}, forks"
         self.concurrent[beats] = self.contender(
@@ -125,14 +127,14 @@ class LoadBench:
         self.concurrent[name] = self.contender(name, drive_callers(server, callers), line)
 
     def inside(self, fleet: LoadFleet) -> None:
-        """The same plans in this process."""
+        """Add the same plans computed in this process."""
         registry, name = InProcessPlanner(fleet), f"in process, {fleet.name}"
         rows = [LoadRow(f"{name}: {call_type}", name, call_type) for call_type in (REQUEST_PLAN, POLICY)]
         self.sequential[name] = self.contender(name, lambda: LoadRun(registry.rounds(self.calls)), *rows)
 
 
 def drive_callers(server: ServerProcess, callers: Callable[[], Sequence[Caller]]) -> Callable[[], LoadRun]:
-    """One round against a server; the callers are made anew each time."""
+    """Run one round against a server; the callers are created for each round."""
 
     def measure() -> LoadRun:
         used = server.cpu_seconds
@@ -143,10 +145,10 @@ def drive_callers(server: ServerProcess, callers: Callable[[], Sequence[Caller]]
 
 
 def median_seconds(runs: Sequence[LoadRun], call_type: str) -> float:
-    """The median of the runs' medians, in seconds."""
+    """Return the median of the runs' medians, in seconds."""
     return median(medians(runs, call_type))
 
 
 def medians(runs: Sequence[LoadRun], call_type: str) -> list[float]:
-    """The median of each run, in seconds."""
+    """Return the median of each run, in seconds."""
     return [median(run.samples.seconds[call_type]) for run in runs]

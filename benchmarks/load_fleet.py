@@ -1,8 +1,8 @@
-"""The fleet of `benchmarks.planner_load`: what each rank reports, and what each fork asks and tells.
+"""Fleet of `benchmarks.planner_load`: the reports of each rank, and the requests of each fork.
 
-R ranks, one a host; most are seeds that hold every chunk, the others are targets that fork for ever: each
-ends its fork and asks under a new id, as an instance that was started again would. So the planner's
-state is steady: R instances, and as many forks under way as there are targets.
+R ranks, one per host; most are seeds with every chunk, the others are targets that fork in a loop: each ends
+its fork and requests one with a new id, as a restarted instance would. So the planner's state is steady: R
+instances, and as many running forks as there are targets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HALF = ((0, CHUNKS // 2),)
 READERS = 4
 HOSTS_A_RACK, RACKS_A_ZONE = 32, 64
 MAX_TARGETS = 300
-"""Forks under way, where the fleet is large; three tenths of the ranks where it is small."""
+"""Running forks of a large fleet; of a small one, three tenths of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class LoadFleet:
     ranks: int
     keys: int = 1
     batch_s: float = 0.0
-    """The planner's window; 0: every arrival is planned at once."""
+    """The planner's batch window; 0: every arrival is planned immediately."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name of the fleet in the table."""
         parts = f" in {self.keys} groups" if self.keys > 1 else ""
         return f"{self.ranks:,} ranks{parts}" + (f", window {self.batch_s:g} s" if self.batch_s else "")
 
     @property
     def target_count(self) -> int:
-        """How many of the ranks are targets, each with a fork under way."""
+        """Number of targets, each with a running fork."""
         return min(MAX_TARGETS, self.ranks * 3 // 10)
 
     @property
@@ -59,18 +59,18 @@ class LoadFleet:
         return [number * self.ranks // self.target_count for number in range(self.target_count)]
 
     def seeds(self) -> Iterator[InstanceReport]:
-        """What the other ranks report, each with all chunks verified."""
+        """Reports of the other ranks, each with all chunks verified."""
         loading = set(self.targets)
         for number in range(self.ranks):
             if number not in loading:
                 yield self._report(number, serving=True)
 
     def fork_request(self, number: int, fork_index: int) -> ForkRequest:
-        """The target's first request in its `fork_index`: it has nothing yet."""
+        """Return the target's first request in its `fork_index`: it has nothing yet."""
         return ForkRequest(fork_id=fork_id(number, fork_index), instance=self._report(number, serving=False))
 
     def replan_request(self, first: ForkRequest, plan: Plan) -> ForkRequest:
-        """The request for a better plan half way through, with what it still reads by the one it has."""
+        """Return the replan request half way through, with the remaining assignments of the current plan."""
         update = {"weights_id": plan.weights_id, "verified": HALF}
         return ForkRequest(
             fork_id=first.fork_id,
@@ -107,19 +107,19 @@ class LoadFleet:
 
 
 def fork_id(number: int, fork_index: int) -> str:
-    """The fork that the target number so and so runs in its `fork_index`."""
+    """Return the id of a target's fork."""
     return f"fork-{number:05d}-{fork_index}"
 
 
 def progress(plan: Plan) -> ForkProgress:
-    """What a target tells half way."""
+    """Return a target's progress report half way."""
     read = CHUNKS * CHUNK_BYTES // 2
     source = plan.routes[0].source_id if plan.routes else f"checkpoint:{FILES}"
     return ForkProgress(verified=HALF, bytes_read=read, bytes_per_s=2.4e10, sources={source: read})
 
 
 def finish(plan: Plan) -> ForkResult:
-    """What a target tells at the end."""
+    """Return a target's final report."""
     return ForkResult(
         outcome="forked",
         seconds=0.75,

@@ -25,7 +25,7 @@ FOR_EVER_S = 86_400.0
 
 
 class InProcessPlanner:
-    """A registry that knows a fleet, every target with a fork under way."""
+    """Registry that knows a fleet; every target has a running fork."""
 
     def __init__(self, fleet: LoadFleet) -> None:
         options = settings.load(
@@ -44,7 +44,7 @@ class InProcessPlanner:
         asyncio.run(self._register())
 
     def rounds(self, count: int) -> CallSamples:
-        """`count` forks ended and asked for anew; each plan is made by the policy alone first."""
+        """End and restart `count` forks; each plan is first made by the policy alone."""
         return asyncio.run(self._rounds(count))
 
     async def _register(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes under load in `benchmarks.planner_load`: started, measured through /proc, ended."""
+"""Server processes of `benchmarks.planner_load`: started, measured through /proc, ended."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from rfork.errors import RforkError
 
 STOP_S = 10.0
 FOR_EVER_S = 86_400.0
-"""A time to live: a fleet that sends no heartbeats is not forgotten while its neighbours are measured."""
+"""TTL that keeps a fleet without heartbeats registered while others are measured."""
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that answers HTTP on a port of the loopback."""
+    """A process that serves HTTP on a loopback port."""
 
     pid: int
     port: int
 
     @property
     def resident_bytes(self) -> int:
-        """Its memory now."""
+        """Return its current memory."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def cpu_seconds(self) -> float:
-        """What all its threads have used so far, to a hundredth of a second."""
+        """Return the CPU time of all its threads, to a hundredth of a second."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def planner(batch_s: float) -> Iterator[ServerProcess]:
-    """``rfork planner``: its defaults, but for the window and for times to live without end."""
+    """Run ``rfork planner`` with its defaults, except for the batch window and unlimited TTLs."""
     variables = {
         "RFORK_PLANNER_BATCH_WINDOW_S": batch_s,
         "RFORK_PLANNER_INSTANCE_TTL_S": FOR_EVER_S,
@@ -55,15 +55,15 @@ def planner(batch_s: float) -> Iterator[ServerProcess]:
 
 @contextlib.contextmanager
 def bare() -> Iterator[ServerProcess]:
-    """The routes of `benchmarks.load_baseline`."""
+    """Run the routes of `benchmarks.load_baseline`."""
     with _serving(["-c", "from benchmarks.load_baseline import serve; serve()"], {}) as server:
         yield server
 
 
 @contextlib.contextmanager
 def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[ServerProcess]:
-    """Run Python with `arguments` for the time of the block. Raises RforkError where it does not start."""
-    # Nobody's own settings of a planner come in; the log goes to a file, as a service's would.
+    """Run Python with `arguments` for the block. Raises RforkError if it does not start."""
+    # The user's own planner settings are not inherited; the log goes to a file, as a service's would.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -83,7 +83,7 @@ def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator
                 raise RforkError(f"{' '.join(arguments)} did not start: {log.read()[-2000:]}")
             port = urlsplit(json.loads(line)["url"]).port
             if port is None:
-                raise RforkError(f"{' '.join(arguments)} said no port: {line}")
+                raise RforkError(f"{' '.join(arguments)} printed no port: {line}")
             yield ServerProcess(process.pid, port)
         finally:
             process.terminate()

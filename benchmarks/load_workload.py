@@ -1,4 +1,4 @@
-"""Who calls the planner in `benchmarks.planner_load`: seeds that heartbeat, targets that fork for ever."""
+"""Callers of `benchmarks.planner_load`: seeds that send heartbeats, targets that fork in a loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL_TYPES = (*FORK_CALLS, HEARTBEAT)
 
 
 class CallerPool:
-    """All ranks of one fleet, each target with the plan it has; its callers take turns at one planner."""
+    """All ranks of one fleet, each target with its current plan; its callers share one planner."""
 
     def __init__(self, fleet: LoadFleet) -> None:
         self.fleet = fleet
@@ -29,26 +29,26 @@ class CallerPool:
         self._plans: dict[int, Plan] = {}
 
     def register(self, connections: int) -> list[Caller]:
-        """Callers that together register every seed once, as fast as it goes."""
+        """Return callers that together register every seed once, as fast as possible."""
         return [self._send(self._heartbeats[part::connections]) for part in range(connections)]
 
     def request_all(self) -> Caller:
-        """Every target's first fork, each brought half way."""
+        """Return callers that start every target's first fork and bring it half way."""
         for number in self._targets:
             yield from self._begin(number)
 
     def rounds(self, count: int) -> Caller:
-        """One call of each kind, `count` times over: for what each takes when nobody else calls."""
+        """Return a caller that makes one call of each type, `count` times, without concurrent calls."""
         for _ in range(count):
             yield Call(HEARTBEAT, next(self._next_beat))
             yield from self._next_fork(self._targets[next(self._turn)])
 
     def heartbeats(self, connections: int, rate: float, seconds: float) -> list[Caller]:
-        """Callers that together send `rate` heartbeats a second (0: as many as are answered)."""
+        """Return callers that together send `rate` heartbeats per second (0: as many as possible)."""
         return [self._paced_beats(part, connections, rate, seconds) for part in range(connections)]
 
     def forks(self, connections: int, rate: float, seconds: float) -> list[Caller]:
-        """Callers that together end and begin `rate` forks a second (0: as many as are answered)."""
+        """Return callers that together end and start `rate` forks per second (0: as many as possible)."""
         return [self._paced_forks(part, connections, rate, seconds) for part in range(connections)]
 
     def _send(self, requests: Sequence[bytes]) -> Caller:
@@ -81,7 +81,7 @@ class CallerPool:
 
 
 def _times(part: int, parts: int, rate: float, seconds: float) -> Iterator[float]:
-    """When one of `parts` callers is to call, from now on for so long; 0 (at once) where `rate` is 0."""
+    """Yield when one of `parts` callers is due during the next `seconds`; 0 (immediately) if `rate` is 0."""
     began = time.perf_counter()
     for number in itertools.count(part, parts):
         due = began + number / rate if rate else 0.0
@@ -99,8 +99,8 @@ def _encode_fork_request(fork_request: ForkRequest) -> bytes:
 
 
 def _planned(body: bytes) -> Plan:
-    """The plan in an answer. Raises RforkError where it has nothing to read: no such plan is worth timing."""
+    """Return the plan in a response. Raises RforkError if it has nothing to read, which is not worth timing."""
     plan = Plan.model_validate_json(body)
     if not plan.routes:
-        raise RforkError(f"{plan.fork_id} got nothing to read: {plan.reason}")
+        raise RforkError(f"{plan.fork_id} has nothing to read: {plan.reason}")
     return plan

@@ -1,14 +1,14 @@
-"""Several hosts on one machine: a network namespace each, joined by a bridge, each link shaped both ways.
+"""Lab of several hosts on one machine: a network namespace each, joined by a bridge, with shaped links.
 
 ::
 
-    with Lab(["planner", "seed", "a"], rate=200e6) as lab:
+    with NetworkLab(["planner", "seed", "a"], rate=200e6) as lab:
         lab.start("seed", [sys.executable, "-m", "rfork", "seed", …])
         lab.cut("seed")
 
-A link is full duplex: the host's own end shapes what it sends, the bridge's end what it receives.
-Everything, the bridge too, lies in namespaces of the lab's own; nothing of the machine's network is
-touched. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; `unavailable_reason` says what is missing.
+A link is full duplex: the host's own end shapes what it sends, the bridge's end what it receives. Everything,
+the bridge included, is in the lab's own namespaces; the machine's network is not touched. Needs root
+(CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; `unavailable_reason` returns what is missing.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ PREFIX: Final = "rfl"
 NETWORK: Final = "10.77"
 BRIDGE: Final = "bridge0"
 BURST: Final = 128 << 10
-"""Bytes that a link passes at once: two segments as large as the kernel makes them."""
+"""Burst size of a link in bytes: two segments of the kernel's maximum size."""
 QUEUE_S: Final = 0.05
-"""What a full queue before a link delays a packet by."""
+"""Delay of a packet in a full queue."""
 SEGMENTS: Final = 65535
-"""Most segments that a link passes as one packet: the kernel's default."""
+"""Maximum segments that a link passes as one packet: the kernel's default."""
 STOP_S: Final = 5.0
 
 _labs = itertools.count()
 
 
 class LabError(Exception):
-    """The network of a lab could not be made or changed; its text is what `ip` or `tc` said."""
+    """The lab's network could not be created or changed; the message is the output of `ip` or `tc`."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a host sent and received, headers and repeated packets included."""
+    """Bytes that a host sent and received, headers and retransmissions included."""
 
     sent: int
     received: int
 
 
 def unavailable_reason() -> str:
-    """Why no lab can be made on this machine, in one line; empty where one can."""
+    """Return in one line why this machine cannot create a lab; empty if it can."""
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             return f"network labs need `{command}` (Debian and Ubuntu: apt-get install iproute2)"
     name = f"{PREFIX}{os.getpid()}-probe"
     probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if probe.returncode:
-        error_line = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"network labs need to make network namespaces (root, CAP_SYS_ADMIN): {error_line}"
+        error_line = (probe.stderr.strip().splitlines() or ["no reason reported"])[-1]
+        return f"network labs need permission to create network namespaces (root, CAP_SYS_ADMIN): {error_line}"
     shaped = subprocess.run(
         ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "10kb",
          "latency", "50ms"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     _run("ip", "netns", "del", name)
-    return f"network labs need to shape links: {shaped.stderr.strip()}" if shaped.returncode else ""
+    return f"network labs need traffic shaping: {shaped.stderr.strip()}" if shaped.returncode else ""
 
 
 class NetworkLab:
-    """Named hosts with one link each. A context manager: whatever happens, it leaves nothing behind."""
+    """Context manager for named hosts with one link each. It always cleans up."""
 
     def __init__(self, hosts: Sequence[str], *, rate: float | None = None, delay_s: float = 0.0) -> None:
-        """`rate` in bits a second each way, for every link; None: as fast as the machine is."""
+        """`rate` in bits per second in each direction of every link; None: unlimited."""
         self._name = f"{PREFIX}{os.getpid()}-{next(_labs)}"
         self._hosts = {host: number for number, host in enumerate(hosts, start=1)}
         if len(self._hosts) != len(hosts) or len(hosts) > 250:
-            raise ValueError("a lab has at most 250 hosts, each with a name of its own")
+            raise ValueError("a lab has at most 250 hosts with unique names")
         self._rate = rate
         self._delay_s = delay_s
         self._processes: list[subprocess.Popen[str]] = []
@@ -102,7 +102,7 @@ class NetworkLab:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs in the lab and take its network down. Safe to call twice."""
+        """Kill the lab's remaining processes and remove its network. Safe to call twice."""
         try:
             for process in self._processes:
                 self.stop(process)
@@ -111,7 +111,7 @@ class NetworkLab:
             _remove(self._name)
 
     def address(self, host: str) -> str:
-        """The host's IPv4 address."""
+        """Return the host's IPv4 address."""
         return f"{NETWORK}.0.{self._hosts[host]}"
 
     def start(
@@ -121,7 +121,7 @@ class NetworkLab:
         environment: Mapping[str, str] | None = None,
         output: IO[str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a process on a host, in a process group of its own; `output` None: thrown away."""
+        """Start a process on a host, in its own process group; `output` None: discarded."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), *command],
             env=dict(os.environ if environment is None else environment),
@@ -135,19 +135,19 @@ class NetworkLab:
         return process
 
     def stop(self, process: subprocess.Popen[str]) -> None:
-        """Kill a process of the lab, and those that it started, at once."""
+        """Kill a process of the lab and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(STOP_S)
 
     def namespace(self, host: str) -> str:
-        """The host's network namespace, as `ip netns exec` takes it."""
+        """Return the host's network namespace in the form that `ip netns exec` expects."""
         return f"{self._name}-{self._hosts[host]}"
 
     def shape(self, host: str, *, rate: float | None, loss: float = 0.0, delay_s: float | None = None) -> None:
-        """Set a host's link anew, both ways: bits a second, share of packets lost (0 to 1), delay.
+        """Change a host's link in both directions: bits per second, share of lost packets (0 to 1), delay.
 
-        A delay needs netem, which not every kernel has (LabError); rate and loss do without.
+        A delay needs netem, which not every kernel has (LabError); rate and loss do not.
         """
         delay_s = self._delay_s if delay_s is None else delay_s
         for namespace, device in self._veth_names(host):
@@ -171,7 +171,7 @@ class NetworkLab:
             _drop_packets(namespace, device, loss)
 
     def cut(self, host: str) -> None:
-        """Have the host neither send nor receive: no reset, no error, silence."""
+        """Drop everything that the host sends and receives: no reset, no error."""
         self._set_port_state(host, "down")
 
     def heal(self, host: str) -> None:
@@ -179,7 +179,7 @@ class NetworkLab:
         self._set_port_state(host, "up")
 
     def traffic(self, host: str) -> Traffic:
-        """What the host sent and received since the lab was made."""
+        """Return the bytes that the host sent and received since the lab was created."""
         statistics = _run("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "dev", "eth0")
         counters = json.loads(statistics)[0]["stats64"]
         return Traffic(int(counters["tx"]["bytes"]), int(counters["rx"]["bytes"]))
@@ -189,7 +189,7 @@ class NetworkLab:
         return f"{self._name}-br"
 
     def _veth_names(self, host: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Namespace and device of the link's two ends, the host's own first."""
+        """Return namespace and device of the link's two ends, the host's own first."""
         return (self.namespace(host), "eth0"), (self._bridge, f"p{self._hosts[host]}")
 
     def _connect(self, host: str) -> None:
@@ -206,18 +206,18 @@ class NetworkLab:
         self.shape(host, rate=self._rate)
 
     def _set_port_state(self, host: str, state: str) -> None:
-        # The bridge's end: the host's own link stays up, as when a switch dies and nobody is told.
+        # The bridge's end: the host's own link stays up, as when a switch dies without notice.
         _, (bridge, port) = self._veth_names(host)
         _run("ip", "-n", bridge, "link", "set", port, *(("master", BRIDGE) if state == "up" else ("nomaster",)))
 
 
 def _drop_packets(namespace: str, device: str, loss: float) -> None:
-    """Throw this share of what arrives at the device away, packet by packet."""
+    """Drop this share of the packets that arrive at the device."""
     subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "clsact"], capture_output=True, check=False)
-    # The kernel passes segments on glued together, and a loss of those would be one of bursts.
+    # The kernel forwards coalesced segments; losing those would be burst loss.
     _run("ip", "-n", namespace, "link", "set", device, "gso_max_segs", "1" if loss else str(SEGMENTS))
     if loss:
-        # Load a random word; below the threshold it is 2, "drop", else -1, "go on".
+        # Load a random word; below the threshold the verdict is 2, "drop", else -1, "continue".
         load, compare = f"32 0 0 {(1 << 32) - 0x1000 + 56}", f"53 0 1 {min(round(loss * 2**32), 2**32 - 1)}"
         program = f"4,{load},{compare},6 0 0 {(1 << 32) - 1},6 0 0 2"
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "clsact")
@@ -228,7 +228,7 @@ def _drop_packets(namespace: str, device: str, loss: float) -> None:
 
 
 def remove_stale_labs() -> None:
-    """Remove what labs of processes that are no more left behind, processes too."""
+    """Remove labs of processes that have ended, with their remaining processes."""
     for name in {line.partition(" ")[0].rpartition("-")[0] for line in _namespaces() if line.startswith(PREFIX)}:
         pid = name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
@@ -239,7 +239,7 @@ def _remove(lab: str) -> None:
     for line in _namespaces():
         namespace = line.partition(" ")[0]
         if namespace.rpartition("-")[0] == lab:
-            # A namespace lives on, without a name, for as long as a process runs in it.
+            # A namespace without a name exists as long as a process runs in it.
             inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
             for pid in inside.stdout.split():
                 with contextlib.suppress(ProcessLookupError):

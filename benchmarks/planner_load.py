@@ -1,28 +1,28 @@
-"""What does a plan cost where 10,000 ranks are registered, and what does a bare FastAPI route cost?
+"""Measure the cost of a plan with 10,000 registered ranks, relative to a bare FastAPI route.
 
-Every planner is ``rfork planner`` in a process of its own (one uvicorn worker, default settings, no token),
-as is the server with the bare routes. A planner knows R ranks, one a host: seeds, and up to 300 targets that
-all have a fork under way. The client is this process, on one thread: sockets that stay open, requests ready
-as bytes. "core" and "client" are the shares of one core that the server and the client used.
+Every planner is ``rfork planner`` in a separate process (one uvicorn worker, default settings, no token), as
+is the server with the bare routes. A planner knows R ranks, one per host: seeds, and up to 300 targets that
+all have a running fork. The client is this process, on one thread, with persistent sockets and pre-encoded
+requests. "core" and "client" are the shares of one core that the server and the client used.
 
-- "R ranks: plan" and so on: one call at a time over one connection, and no other calls meanwhile, in slices
-  of 20 calls of each kind that alternate with those of the other contenders. "plan" is the first plan of a
-  fork, "plan again" a better one half way through. The window for arrivals is 0; the rows that name a
-  window show what the default adds for who arrives alone.
-- "x bare" is over "bare: POST", an ``async def`` that returns a constant dict and does not read the body,
-  which is that of a plan. "bare: POST, models" parses the planner's request and gives a constant plan: no
-  route with these models is faster.
+- "R ranks: plan" and so on: one call at a time over one connection, without concurrent calls, in slices
+  of 20 calls of each type that alternate with those of the other contenders. "plan" is the first plan of a
+  fork, "plan again" a replan half way through. The batch window is 0; the rows that name a window show what
+  the default adds to a single arrival.
+- "x bare" is relative to "bare: POST", an ``async def`` that returns a constant dict and does not read the
+  body, which is that of a plan. "bare: POST, models" parses the planner's request and returns a constant plan:
+  no route with these models is faster.
 - "in process": the same plans by the registry, and by the policy alone, without HTTP.
-- "as many as it takes": heartbeats, or whole forks, over 16 connections that never pause. "calls/s" is what
-  was answered.
-- "R ranks, N heartbeats/s": forks are begun at 5 a second while seeds heartbeat at the rate that R ranks
-  have by default, or at half of it. p50 and p99 are those of "plan", calls/s is the heartbeats that were
-  answered: below N, the planner had no time left.
+- "maximum rate": heartbeats, or complete forks, over 16 connections that never pause. "calls/s" is the rate of
+  responses.
+- "R ranks, N heartbeats/s": forks start at 5 per second while seeds send heartbeats at the default rate of R
+  ranks, or at half of it. p50 and p99 are those of "plan", calls/s is the rate of heartbeat responses: below N,
+  the planner is saturated.
 
 p50 is the median of all slices' medians, p99 is over all calls; ratios are medians of each slice's ratio.
-"bytes/rank" is the planner's resident memory at the end, with the forks under way and the 1,000 ended ones
-that it keeps, less that of the same process before the first rank came, over R. Growth is p50 at 10,000
-ranks over p50 at 100; log N would allow 2.
+"bytes/rank" is the planner's resident memory at the end, with the running forks and the 1,000 finished ones
+that it keeps, minus that of the same process before the first rank, divided by R. Growth is p50 at 10,000
+ranks divided by p50 at 100; log N would allow 2.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ KEYS = 8
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options = harness.options("planner_load", __doc__)
     logs.configure(json=False, level="error")
     bench = LoadBench(quick=options.quick)
@@ -80,7 +80,7 @@ def main() -> None:
                 bench.under_load(server, caller_pool)
         for size in SIZES:
             bench.inside(LoadFleet(size))
-        # What is here now stays: were it looked through again, our pauses would be told as the planner's.
+        # Freeze existing objects: otherwise our garbage collection pauses would count as the planner's.
         gc.collect()
         gc.freeze()
         bench.measure(options.rounds)
@@ -95,19 +95,19 @@ def main() -> None:
 
 
 def fleets(quick: bool) -> list[LoadFleet]:
-    """Who registers; the quick form leaves out what no figure needs."""
-    one_group, largest_size = [LoadFleet(size) for size in SIZES], SIZES[-1]
+    """Return the fleets; the quick form has only those that figures need."""
+    one_group, max_size = [LoadFleet(size) for size in SIZES], SIZES[-1]
     if quick:
         return one_group
     return [
         *one_group,
-        LoadFleet(largest_size, keys=KEYS),
-        LoadFleet(largest_size, batch_s=load(PlannerSettings).batch_window_s),
+        LoadFleet(max_size, keys=KEYS),
+        LoadFleet(max_size, batch_s=load(PlannerSettings).batch_window_s),
     ]
 
 
 def row(line: LoadRow, bench: LoadBench, memory: Mapping[str, float]) -> Row:
-    """One line of the table."""
+    """Return a table row."""
     runs = bench.runs[line.contender]
     every = [seconds for run in runs for seconds in run.samples.seconds[line.call_type]]
     wall_s = sum(run.samples.wall_s for run in runs)
@@ -127,25 +127,27 @@ def row(line: LoadRow, bench: LoadBench, memory: Mapping[str, float]) -> Row:
 
 
 def ratio(bench: LoadBench, numerator: tuple[str, str], denominator: tuple[str, str]) -> float:
-    """p50 of `numerator` (contender and kind of call) over that of `denominator` in the same slice: the median of all."""
+    """Return the ratio of the p50 of `numerator` to `denominator` (contender and call type): the median over
+    all slices.
+    """
     upper, lower = (medians(bench.runs[name], call_type) for name, call_type in (numerator, denominator))
     return median(above / below for above, below in zip(upper, lower, strict=True))
 
 
 def figures(bench: LoadBench, memory: Mapping[str, float]) -> dict[str, float]:
-    """The figures that design section 8 names, and what they are made of."""
-    smallest_fleet, largest_fleet = LoadFleet(SIZES[0]), LoadFleet(SIZES[-1])
+    """Return the figures of DESIGN section 11, and their components."""
+    small_fleet, large_fleet = LoadFleet(SIZES[0]), LoadFleet(SIZES[-1])
 
-    plan, bare = (largest_fleet.name, PLAN), (BARE, BARE_POST)
-    growth = ratio(bench, plan, (smallest_fleet.name, PLAN))
-    allowed = math.log(largest_fleet.ranks) / math.log(smallest_fleet.ranks)
-    beats = bench.runs[f"{largest_fleet.name}, heartbeats"]
-    forks = bench.runs[f"{largest_fleet.name}, forks"]
+    plan, bare = (large_fleet.name, PLAN), (BARE, BARE_POST)
+    growth = ratio(bench, plan, (small_fleet.name, PLAN))
+    allowed = math.log(large_fleet.ranks) / math.log(small_fleet.ranks)
+    beats = bench.runs[f"{large_fleet.name}, heartbeats"]
+    forks = bench.runs[f"{large_fleet.name}, forks"]
     return {
         "plan_cost_vs_bare_route": ratio(bench, plan, bare),
-        "plan_again_cost_vs_bare_route": ratio(bench, (largest_fleet.name, REPLAN), bare),
+        "plan_again_cost_vs_bare_route": ratio(bench, (large_fleet.name, REPLAN), bare),
         "plan_cost_vs_bare_models": ratio(bench, plan, (BARE, BARE_MODELS)),
-        "plan_bytes_per_rank": memory[largest_fleet.name],
+        "plan_bytes_per_rank": memory[large_fleet.name],
         "plan_growth_10000_vs_100": growth,
         "plan_growth_vs_log": growth / allowed,
         "heartbeats_per_s": median(run.samples.rate(HEARTBEAT) for run in beats),

@@ -1,23 +1,23 @@
-"""How fast does one instance pull an image from another, and what would bare sockets allow?
+"""Measure how fast one instance pulls an image from another, and the limit that bare sockets set.
 
 Two images on one machine: a dense one of a Llama's shapes, and 20,000 small tensors. Contenders run
-interleaved, each with four connections or reads in flight, and fill the same tensors of this process
-with the same bytes from one other process. Before each run the tensors are zeroed and after it every
-byte is checked against the digests (both untimed), so nobody is timed for wrong bytes.
+interleaved, each with four connections or reads in flight, and fill the same tensors of this process with the
+same bytes from one other process. Before each run the tensors are zeroed and after it every byte is checked
+against the digests (both untimed), so wrong bytes are never timed.
 
-- "rfork": `rfork.fork` as a user calls it, with a planner process of its own; "seconds" is the report's
-  transfer phase (plan, channel, bytes, verification), "whole call" has the capture and all else too.
-  "shared_memory, map" puts the source's pages in place of the target's own, copy on write, and reads them
+- "rfork": `rfork.fork` as a user calls it, with its own planner process; "seconds" is the report's
+  transfer phase (plan, channel, bytes, verification), "full call" includes the capture and everything else.
+  "shared_memory, map" replaces the target's pages with the source's, copy on write, and reads them
   once to verify them; "copy" copies them. gloo is `torch.distributed`'s, over loopback TCP. Both
   for the dense image only.
 - "bare sockets": sendmsg from the tensors' memory, recvmsg into it, one quarter of the image for each
-  of four connections that are open already. Plain Python, no protocol, nothing is checked.
-- "Mooncake, a batch": one `batch_transfer_sync_read` with one entry a tensor, as engines use it today: what
-  `pull_te_vs_mooncake` compares with. "Mooncake, merged": what is adjacent merged, reads of at most
-  64 MiB, four in flight. It opens connections as it likes.
+  of four open connections. Plain Python, no protocol, no verification.
+- "Mooncake, a batch": one `batch_transfer_sync_read` with one entry per tensor, as engines use it today: what
+  `pull_te_vs_mooncake` compares with. "Mooncake, merged": adjacent tensors merged, reads of at most
+  64 MiB, four in flight. It opens connections as it needs.
 - "limit: memcpy": the same bytes copied on one core, from tensors of this process.
 
-GB/s are 1e9 image bytes a second, over the median of the rounds.
+GB/s are 1e9 image bytes per second, for the median of the rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SOCKETS, BATCH, MERGED, MEMCPY = (
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options = harness.options("pull", __doc__)
     logs.configure(json=False, level="warning")
     reports: dict[str, list[ForkReport]] = {}
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def rfork_name(transport: str, *, verify: bool) -> str:
-    """The name of rfork's contender over a transport."""
+    """Return the name of rfork's contender over a transport."""
     return f"rfork {transport}" + ("" if verify else ", unverified")
 
 
@@ -94,7 +94,7 @@ def contenders_of(
     connections: list[socket.socket],
     reports: dict[str, list[ForkReport]],
 ) -> dict[str, Contender]:
-    """Everybody who fills this target, by name; what rfork reports is kept under the same name."""
+    """Return the contenders that fill this target, by name; rfork's reports are stored under the same names."""
     pulls: dict[str, Callable[[], float | None]] = {}
     for transport in transports():
         for verify in (True, False):
@@ -116,7 +116,7 @@ def contenders_of(
 
 
 def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkReport]) -> Row:
-    """One line of the table; "whole call" and "capture" are rfork's alone, in seconds."""
+    """Return a table row; "full call" and "capture" exist for rfork only, in seconds."""
     speeds = [size / GB / value for value in seconds]
     values: dict[str, harness.Value] = {
         "contender": name,
@@ -124,17 +124,17 @@ def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkRe
         "least": min(speeds),
         "most": max(speeds),
         "seconds": median(seconds),
-        "whole call": None,
+        "full call": None,
         "capture": None,
     }
     if reports:
-        values["whole call"] = median(report.seconds for report in reports)
+        values["full call"] = median(report.seconds for report in reports)
         values["capture"] = median(report.phases["capture"] for report in reports)
     return values
 
 
 def figures(speed: Mapping[str, float]) -> dict[str, float]:
-    """The ratios that design section 8 names, and beside them those for the other image and form."""
+    """Return the figures of DESIGN section 11, and those for the other image and form."""
 
     def ratio(one: str, other: str) -> float:
         return speed[one] / speed[other]

@@ -1,7 +1,7 @@
-"""The other side of `benchmarks.pull`: the process that gives, and the planner's.
+"""Source and planner processes of `benchmarks.pull`.
 
-The giving process offers the same tensors in three ways: as rfork's own seeds, over bare sockets, and
-through a Mooncake engine that nothing of rfork stands in front of.
+The source process offers the same tensors in three forms: as rfork's own seeds, over bare sockets, and
+through a plain Mooncake engine without rfork.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rfork.transport.selection import TRANSPORTS
 IN_FLIGHT = 4
 """Connections, or reads in flight, of every contender; rfork's `window`."""
 REQUEST_BYTES = 64
-"""A request to the bare socket server: image and part, padded with spaces."""
+"""Size of a request to the bare socket server: image and part, padded with spaces."""
 SAME_HOST_TRANSPORTS = ("shared_memory", "gloo")
 READY_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
@@ -46,36 +46,36 @@ MessageT = TypeVar("MessageT")
 
 
 class PlainEngine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`."""
+    """The methods of `mooncake.engine.TransferEngine` that are used here."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
-        """Start it; 0 means done."""
+        """Start it; 0 means success."""
         ...
 
     def get_rpc_port(self) -> int:
-        """The port of its session."""
+        """Return the port of its session."""
         ...
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """Let peers read these areas; 0 means done."""
+        """Let peers read these areas; 0 means success."""
         ...
 
     def batch_transfer_sync_read(self, session: str, local: list[int], remote: list[int], lengths: list[int]) -> int:
-        """Read all and return; 0 means done."""
+        """Read everything and return; 0 means success."""
         ...
 
     def batch_transfer_async_read(self, session: str, local: list[int], remote: list[int], lengths: list[int]) -> int:
-        """Start reading; the batch's number."""
+        """Start reading; returns the batch's number."""
         ...
 
     def transfer_check_status(self, batch: int) -> int:
-        """1: done; 0: under way; less: failed."""
+        """Return 1: done; 0: running; less: failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PullOffer:
-    """What the giving process offers besides rfork: socket port, Mooncake session, each tensor's place."""
+    """Offer of the source process besides rfork: socket port, Mooncake session, each tensor's address."""
 
     port: int
     session: str
@@ -85,7 +85,7 @@ class PullOffer:
 def settings_for(
     planner: str, transports: Sequence[str], *, verify: bool = True, shared_memory: str | None = None
 ) -> InstanceSettings:
-    """rfork's settings, the same on both sides."""
+    """Return rfork's settings, the same on both sides."""
     return settings.load(
         InstanceSettings,
         planner=planner,
@@ -99,18 +99,18 @@ def settings_for(
 
 
 def transports() -> tuple[str, ...]:
-    """rfork's transports that can run here."""
+    """Return rfork's transports that can run here."""
     return ("http",) if library_state().error else ("http", "transfer_engine")
 
 
 def same_host_transports() -> tuple[str, ...]:
-    """Those of rfork's other transports that can run here, which nothing else in the table compares with."""
+    """Return rfork's other transports that can run here, to which no other contender compares."""
     options = settings_for("", ("http",))
     return tuple(name for name in SAME_HOST_TRANSPORTS if TRANSPORTS[name](options).availability().usable)
 
 
 def plain_engine() -> PlainEngine:
-    """A TransferEngine over TCP, started as its own users start one. Raises RforkError."""
+    """Return a TransferEngine over TCP, started as its own users start one. Raises RforkError."""
     engine = cast(PlainEngine, importlib.import_module("mooncake.engine").TransferEngine())
     if engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
         raise RforkError("Mooncake did not start over TCP")
@@ -118,19 +118,19 @@ def plain_engine() -> PlainEngine:
 
 
 def areas_of(module: nn.Module) -> list[MemoryArea]:
-    """Where each tensor of the module lies, in the same order in every process."""
+    """Return the address of each tensor of the module, in the same order in every process."""
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in shapes.tensors_of(module)]
 
 
 def part_of(image: Image, part: int) -> tuple[int, int]:
-    """The image range that socket connection number `part` carries."""
+    """Return the image range that socket connection number `part` carries."""
     size = image.layout.image_bytes
     return size * part // IN_FLIGHT, size * (part + 1) // IN_FLIGHT
 
 
 @contextlib.contextmanager
 def source_process(quick: bool) -> Iterator[tuple[str, PullOffer]]:
-    """A planner and a giving process for the time of the block: the planner's URL, and the offer."""
+    """Run a planner and a source process for the block; yields the planner's URL and the offer."""
     with contextlib.ExitStack() as processes:
         url: str = processes.enter_context(process(planner_main))
         offer: PullOffer = processes.enter_context(process(_source_main, url, quick))
@@ -157,7 +157,7 @@ def process(main: Callable[..., None], *arguments: object) -> Iterator[MessageT]
 
 
 def planner_main(ready: Connection) -> None:
-    """The planner's process: sends its URL once it serves."""
+    """Run the planner: sends its URL once it serves."""
     from planner.server import serve
 
     logs.configure(json=False, level="warning")
@@ -173,7 +173,7 @@ def _source_main(ready: Connection, planner: str, quick: bool) -> None:
     if "transfer_engine" in transports():
         engine = plain_engine()
         for image in images.values():
-            # One by one, 20,000 tensors would pass the engine's limit of about 12,000 regions.
+            # Registered individually, 20,000 tensors would exceed the engine's limit of about 12,000 regions.
             addresses, lengths = zip(*registered_areas(image), strict=True)
             if engine.batch_register_memory(list(addresses), list(lengths)) != 0:
                 raise RforkError("Mooncake could not register the tensors")
@@ -183,7 +183,7 @@ def _source_main(ready: Connection, planner: str, quick: bool) -> None:
         for name, module in modules.items():
             seed = seeds.enter_context(rfork.seed(module, model=name, settings=options))
             if not seed.wait_registered(READY_TIMEOUT_S):
-                raise RforkError("the planner did not answer the seed")
+                raise RforkError("the planner did not respond to the seed")
         areas = {name: areas_of(module) for name, module in modules.items()}
         ready.send(PullOffer(listener.getsockname()[1], session, areas))
         while True:
@@ -192,7 +192,7 @@ def _source_main(ready: Connection, planner: str, quick: bool) -> None:
 
 
 def _serve_requests(connected: socket.socket, images: Mapping[str, Image]) -> None:
-    """The bare socket server: after each request, the bytes of one part, out of the tensors' memory."""
+    """Serve bare sockets: for each request, send the bytes of one part from the tensors' memory."""
     with connected:
         while request := connected.recv(REQUEST_BYTES, socket.MSG_WAITALL):
             name, part = request.decode().split()
@@ -201,7 +201,7 @@ def _serve_requests(connected: socket.socket, images: Mapping[str, Image]) -> No
 
 
 def transfer_views(views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
-    """Move all views' bytes with as few system calls as IOV_MAX allows; `call` says how many it moved."""
+    """Transfer all views with as few system calls as IOV_MAX allows; `call` returns the number of bytes."""
     waiting = list(views)[::-1]
     while waiting:
         window = waiting[-MAX_VIEWS:][::-1]

@@ -1,4 +1,4 @@
-"""This side of `benchmarks.pull`: one module to fill, and every way to fill it."""
+"""Target process of `benchmarks.pull`: one module, and all contenders that fill it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MERGED_BYTES = 64 << 20
 POLL_S = 0.0002
 
 TransferPiece = tuple[int, int, int]
-"""Of one tensor: local address, remote address, length in bytes."""
+"""Piece of a tensor: local address, remote address, length in bytes."""
 
 
 class PullTarget:
-    """One module of this process, what it must hold, and the ways to fill it."""
+    """A module of this process, its expected bytes, and the contenders that fill it."""
 
     def __init__(self, name: str, make: Callable[[bool], nn.Module], quick: bool, offer: PullOffer) -> None:
         self.name = name
@@ -49,7 +49,9 @@ class PullTarget:
         ]
 
     def run_checked(self, pull: Callable[[], float | None]) -> Contender:
-        """`pull` into zeroed tensors, every byte checked; the seconds it tells, else its wall time."""
+        """Run `pull` into zeroed tensors and check every byte; returns the seconds that it reports, else its
+        wall time.
+        """
 
         def run() -> float:
             for region in self.image.regions:
@@ -72,7 +74,9 @@ class PullTarget:
         keep: Callable[[ForkReport], None],
         shared_memory: str | None = None,
     ) -> Callable[[], float]:
-        """A fork, as a user of rfork calls it: seconds of its transfer phase. `keep` is told each report."""
+        """Fork as a user of rfork does; returns the seconds of its transfer phase. `keep` receives each
+        report.
+        """
         options = settings_for(planner, (transport,), verify=verify, shared_memory=shared_memory)
 
         def pull() -> float:
@@ -87,7 +91,7 @@ class PullTarget:
         return pull
 
     def sockets(self, connections: list[socket.socket]) -> Callable[[], None]:
-        """Four bare sockets, each for a quarter of the image."""
+        """Read over four bare sockets, each for a quarter of the image."""
 
         def receive(part: int) -> None:
             connection = connections[part]
@@ -102,7 +106,7 @@ class PullTarget:
         return pull
 
     def mooncake_batch(self, engine: PlainEngine, session: str) -> Callable[[], None]:
-        """One batch with one entry a tensor."""
+        """Read one batch with one entry per tensor."""
         local, remote, lengths = (list(column) for column in zip(*self.pieces, strict=True))
 
         def pull() -> None:
@@ -112,7 +116,7 @@ class PullTarget:
         return pull
 
     def mooncake_merged(self, engine: PlainEngine, session: str) -> Callable[[], None]:
-        """Reads of what is adjacent on both sides, four in flight."""
+        """Read pieces that are adjacent on both sides, four in flight."""
 
         def pull() -> None:
             waiting = deque(merge_pieces(self.pieces))
@@ -132,7 +136,7 @@ class PullTarget:
         return pull
 
     def memcpy(self) -> Callable[[], None]:
-        """The limit: tensor by tensor from this process's own memory, on one core."""
+        """Copy tensor by tensor from this process's own memory, on one core: the limit."""
         copies = [
             (local, source, length)
             for (local, length), (source, _) in zip(areas_of(self.module), areas_of(self.original), strict=True)
@@ -146,7 +150,9 @@ class PullTarget:
 
 
 def merge_pieces(pieces: Sequence[TransferPiece]) -> Iterator[TransferPiece]:
-    """The same bytes: neighbours on both sides joined, what is large cut to MERGED_BYTES."""
+    """Return the same bytes with pieces joined that are adjacent on both sides, in parts of at most
+    MERGED_BYTES.
+    """
     runs: list[TransferPiece] = []
     for local, remote, length in sorted(pieces):
         if runs and (local, remote) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):

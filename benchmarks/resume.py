@@ -1,16 +1,16 @@
-"""What does a process that dies in mid-fork and comes back have to fetch, and what does keeping cost?
+"""Measure what a process that dies in mid-fork and restarts has to fetch, and the cost of keeping chunks.
 
-One image of a Llama's shapes, over http from another process, on an open loopback and from a seed that gives
-at most LINK_BYTES a second. Contenders run interleaved and fill the same zeroed tensors; after each run
-every byte is checked (both untimed). "seconds" is the whole call of `rfork.fork`.
+One image of a Llama's shapes, over http from another process, on an unlimited loopback and from a seed
+limited to LINK_BYTES per second. Contenders run interleaved and fill the same zeroed tensors; after each run
+every byte is checked (both untimed). "seconds" is the full call of `rfork.fork`.
 
-- "fresh": the setting `resume` is off. "fresh, kept on …": it is on, and nothing was there before.
-- "50 % on …", "90 % on …": so much of the image is there, as a process leaves it that is killed after
-  so many chunks, each written and recorded. "cold": on disk, and no longer in the page cache.
-- "fetched / missing": bytes that came over the network, over those that were not there.
-- "kept": share of the chunks that were on the folder's side when the fork ended. What the cores leave is
-  what the writer has: where seed, planner and target fill them, it falls behind instead of slowing them.
-- "limit: memcpy" copies the whole image on one core; "limit: disk read" reads the file's whole image, cold.
+- "fresh": the setting `resume` is off. "fresh, kept on …": it is on, with an empty folder.
+- "50 % on …", "90 % on …": that share of the image exists, as left by a process that was killed after
+  as many chunks, each written and recorded. "cold": on disk, and not in the page cache.
+- "fetched / missing": bytes that came over the network, divided by those that were missing.
+- "kept": share of the chunks that were in the spool when the fork ended. The writer uses idle cores: if seed,
+  planner and target use them all, it falls behind instead of slowing them down.
+- "limit: memcpy" copies the complete image on one core; "limit: disk read" reads the complete file, cold.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool
 from rfork.storage.spool_lock import acquire_spool
 
-MODEL, LINKED = "dense", "dense behind a link"
+MODEL, LINKED = "dense", "dense over a slow link"
 LINK_BYTES = 256 << 20
-"""Bytes a second of the slow seed: 2 Gbit/s."""
+"""Bytes per second of the slow seed: 2 Gbit/s."""
 SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 8 << 20
 OPEN, LINK = "loopback", "link"
@@ -52,20 +52,20 @@ OPEN, LINK = "loopback", "link"
 
 @dataclass
 class ResumeCase:
-    """One way to fork: over which road, with which folder, and what lies there before."""
+    """A case: the network path, the spool folder, and the chunks in it before the fork."""
 
     network_path: str
     spool_location: str | None = None
     percent: int = 0
     cold: bool = False
     fetched: list[float] = field(default_factory=list)
-    """Of each run, bytes fetched over bytes missing."""
+    """Bytes fetched divided by bytes missing, of each run."""
     spool_cost: list[float] = field(default_factory=list)
-    """Of each run, the share of the chunks that were in the spool at its end."""
+    """Share of the chunks that were in the spool at the end of each run."""
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """Name of the case in the table."""
         if self.spool_location is None:
             return f"{self.network_path}: fresh"
         if not self.percent:
@@ -74,7 +74,7 @@ class ResumeCase:
 
 
 def cases() -> list[ResumeCase]:
-    """Everybody, in the order of the table."""
+    """Return all cases, in the order of the table."""
     made: list[ResumeCase] = []
     for network_path in (OPEN, LINK):
         made += [ResumeCase(network_path), ResumeCase(network_path, "disk"), ResumeCase(network_path, "shm")]
@@ -87,7 +87,7 @@ def cases() -> list[ResumeCase]:
 
 
 class ResumeBench:
-    """The target, what it must hold, and the folders."""
+    """The target, its expected bytes, and the folders."""
 
     def __init__(self, target: PullTarget, planner: str, folders: dict[str, Path]) -> None:
         self.target = target
@@ -97,7 +97,7 @@ class ResumeBench:
         self.chunks = self.original.layout.chunks
 
     def contender(self, case: ResumeCase) -> Contender:
-        """Lay out what is there before (untimed), then fork, and check every byte (untimed)."""
+        """Prepare the spool (untimed), then fork, and check every byte (untimed)."""
         checked = self.target.run_checked(partial(self._fork, case))
 
         def run() -> float:
@@ -128,7 +128,7 @@ class ResumeBench:
         case.spool_cost.append((before + spool_cost) / len(self.chunks))
 
     def _leave_spool(self, spool_location: str, case: ResumeCase, *, cold: bool) -> Path:
-        """What a process leaves that dies with the first so many chunks."""
+        """Leave the spool of a process that was killed after the first chunks of the case."""
         spool = acquire_spool(
             self.folders[spool_location],
             spool_name(InstanceIdentity(model_of(case.network_path))),
@@ -145,7 +145,7 @@ class ResumeBench:
         return spool.path
 
     def disk_read(self) -> Contender:
-        """The limit of a cold start: the whole file, from the disk, in order."""
+        """Read the complete file from disk, sequentially: the limit of a cold start."""
         path = self._leave_spool("disk", ResumeCase("limit", "disk", 100), cold=False)
         scratch = memoryview(bytearray(BLOCK_BYTES))
 
@@ -162,7 +162,7 @@ class ResumeBench:
 
 @contextlib.contextmanager
 def measured_cases() -> Iterator[list[int]]:
-    """The chunks that are kept while the block runs."""
+    """Record the chunks that are kept during the block."""
     record, spool_cost = Spool.record, list[int]()
 
     def recording(self: Spool, chunk: int, digest: bytes) -> None:
@@ -174,12 +174,12 @@ def measured_cases() -> Iterator[list[int]]:
 
 
 def model_of(network_path: str) -> str:
-    """The name under which a road's seed gives."""
+    """Return the model name that the seed of a network path serves."""
     return MODEL if network_path == OPEN else f"{LINKED} ({network_path})"
 
 
 def evict(path: Path) -> None:
-    """Have a file on disk, and not in the page cache."""
+    """Write a file to disk and drop it from the page cache."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -190,7 +190,7 @@ def evict(path: Path) -> None:
 
 @contextlib.contextmanager
 def folders() -> Iterator[dict[str, Path]]:
-    """An empty folder on disk and one in shared memory, for the time of the block."""
+    """Yield an empty folder on disk and one in shared memory, for the block."""
     made = {"disk": Path(tempfile.mkdtemp()), "shm": Path(tempfile.mkdtemp(dir=SHARED_MEMORY))}
     try:
         yield made
@@ -200,7 +200,7 @@ def folders() -> Iterator[dict[str, Path]]:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options = harness.options("resume", __doc__)
     logs.configure(json=False, level="warning")
     # The image of about 256 MiB is the quick one of `benchmarks.pull`.
@@ -208,11 +208,11 @@ def main() -> None:
         planner, offer = stack.enter_context(source_process(True))
         target = PullTarget(MODEL, shapes.dense, True, offer)
         bench = ResumeBench(target, planner, stack.enter_context(folders()))
-        # In this process, where a rate that leaves the cores idle disturbs nobody.
+        # In this process: a rate that leaves the cores idle disturbs nothing.
         slow = bench.options.model_copy(update={"max_egress_bytes_per_s": LINK_BYTES})
         seed = stack.enter_context(rfork.seed(target.original, model=model_of(LINK), settings=slow))
         if not seed.wait_registered(READY_TIMEOUT_S):
-            raise RforkError("the planner did not answer the seed")
+            raise RforkError("the planner did not respond to the seed")
         all_cases = cases()
         contenders: dict[str, Contender] = {case.name: bench.contender(case) for case in all_cases}
         contenders["limit: memcpy"] = target.run_checked(target.memcpy())
@@ -236,7 +236,7 @@ def main() -> None:
 
 
 def row(name: str, seconds: Sequence[float], size: int, all_cases: Sequence[ResumeCase]) -> Row:
-    """One line of the table."""
+    """Return a table row."""
     case = next((case for case in all_cases if case.name == name), None)
     values: dict[str, harness.Value] = {
         "contender": name,
@@ -254,7 +254,9 @@ def row(name: str, seconds: Sequence[float], size: int, all_cases: Sequence[Resu
 
 
 def figures(seconds: dict[str, float], all_cases: Sequence[ResumeCase]) -> dict[str, float]:
-    """The worst of disk and shared memory; costs are shares of the time of a fork that keeps nothing."""
+    """Return the figures: the worse of disk and shared memory; costs are relative to a fork that keeps
+    nothing.
+    """
 
     def worst(chosen: Callable[[ResumeCase], bool]) -> float:
         return max(

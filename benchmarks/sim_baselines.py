@@ -1,8 +1,8 @@
-"""What other schedules take, and what none can beat: T in multiples of S/B.
+"""Times of other schedules and the lower bound of all schedules: T in multiples of S/B.
 
-Exact in the model of `benchmarks.sim_network` where all links are equal, nobody fails, all arrive
-together and a chunk costs no latency (tests compare them). With M seeds each serves its part of the
-targets; T is that of the largest part.
+Exact in the model of `benchmarks.sim_network` if all links are equal, no node fails, all targets arrive
+together and a chunk has no latency (tests compare them). With M seeds each serves its part of the targets; T
+is that of the largest part.
 
 N targets, M seeds, k chunks.
 """
@@ -13,26 +13,26 @@ from math import ceil, log2
 
 
 def star(targets: int, seeds: int, chunks: int) -> float:
-    """Everybody reads from a seed: N/M (R-Fork with a fixed seed)."""
+    """All targets read from a seed: N/M (R-Fork with a fixed seed)."""
     return float(ceil(targets / seeds))
 
 
 def doubling(targets: int, seeds: int, chunks: int) -> float:
-    """Whole copies, one at a time from each holder: ceil(log2(N/M + 1))."""
+    """Complete copies, one at a time from each holder: ceil(log2(N/M + 1))."""
     return float(ceil(log2(ceil(targets / seeds) + 1)))
 
 
 def chain(targets: int, seeds: int, chunks: int) -> float:
-    """One pipelined chain a seed: (k + N/M - 1)/k (BlitzScale)."""
+    """One pipelined chain per seed: (k + N/M - 1)/k (BlitzScale)."""
     return (chunks + ceil(targets / seeds) - 1) / chunks
 
 
 def binomial_pipeline(targets: int, seeds: int, chunks: int) -> float:
     """The binomial pipeline of P. Ganesan, M. Seshadri ("On cooperative content distribution", ICDCS 2005).
 
-    For a seed and a power of two less one of targets the hypercube schedule itself is run, tick by
-    tick; for other numbers this is their bound, (k + ceil(log2(N + 1)) - 1)/k, which they reach by
-    putting two targets on some corners. A real network would have to keep in step for it.
+    For a seed and a power of two minus one of targets the hypercube schedule itself is run, tick by tick; for
+    other numbers this is their bound, (k + ceil(log2(N + 1)) - 1)/k, which they reach by putting two targets
+    on some corners. On a real network all nodes would have to stay synchronized.
     """
     part = ceil(targets / seeds)
     dimensions = ceil(log2(part + 1))
@@ -42,11 +42,11 @@ def binomial_pipeline(targets: int, seeds: int, chunks: int) -> float:
 
 
 def hypercube_ticks(dimensions: int, chunks: int) -> int:
-    """Ticks (of S/(kB)) until all of 2**dimensions nodes hold every chunk.
+    """Return the ticks (of S/(kB)) until all of 2**dimensions nodes have every chunk.
 
-    Node 0 is the seed. In tick t each node swaps with its neighbour along dimension t mod `dimensions`:
-    the seed sends chunk t (the last chunk when there is no more), the others the highest they hold.
-    Chunks are bits.
+    Node 0 is the seed. In tick t each node swaps with its neighbour along dimension t mod `dimensions`: the
+    seed sends chunk t (the last chunk when there is no more), the others their highest chunk. Chunks are
+    bits.
     """
     all_chunks = (1 << chunks) - 1
     chunk_sets = [all_chunks] + [0] * ((1 << dimensions) - 1)
@@ -61,11 +61,10 @@ def hypercube_ticks(dimensions: int, chunks: int) -> int:
 
 
 def floor(targets: int, seeds: int, chunks: int) -> float:
-    """What no schedule of whole chunks beats, however it spreads them.
+    """Lower bound of all schedules of complete chunks.
 
-    In the time of one chunk every holder of anything sends one chunk at most, so there are at most
-    M, 2M, 4M, … holders that send, and never more than N targets that receive; N·k chunks must arrive.
-    Without chunks, T is 1 whatever N.
+    In the time of one chunk every node with a chunk sends at most one, so at most M, 2M, 4M, … nodes send,
+    and never more than N targets receive; N·k chunks must arrive. Without chunks, T is 1 for any N.
     """
     left, senders, ticks = targets * chunks, seeds, 0
     while left > 0 and senders < targets:

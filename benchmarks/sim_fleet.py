@@ -1,8 +1,8 @@
-"""The simulated instances: which chunks each holds, and what it reads from whom.
+"""Simulated instances: the chunks of each, and what it reads from which source.
 
-A target reads from each of its sources a window of chunks at a time, the lowest first of those it was
-assigned and the source has. A chunk can be given onwards as soon as it is whole. The nodes of one host
-share its link to the network; among themselves each has links of its own. Sets of chunks are the bits of
+A target reads a window of chunks at a time from each of its sources, the lowest first of those that are
+assigned to it and that the source has. A chunk can be served as soon as it is complete. The nodes of one host
+share its link to the network; among themselves they have separate links. Sets of chunks are the bits of
 integers. Times and sizes are those of `benchmarks.sim_network`.
 """
 
@@ -14,7 +14,7 @@ from benchmarks.sim_network import Flow, Link, Network
 
 
 class SimHost:
-    """What the nodes of one machine share: its link to the network."""
+    """The machine that several nodes share, with its link to the network."""
 
     __slots__ = ("egress", "ingress")
 
@@ -24,7 +24,7 @@ class SimHost:
 
 
 class SimNode:
-    """An instance: a seed that holds all chunks, or a target."""
+    """An instance: a seed with all chunks, or a target."""
 
     __slots__ = (
         "alive",
@@ -61,7 +61,7 @@ class SimNode:
 
 
 class SimRoute:
-    """What one target still wants from one source, and what it is reading from it."""
+    """The chunks that one target still needs from one source, and those in flight."""
 
     __slots__ = ("flows", "missing_chunks", "source", "target")
 
@@ -73,7 +73,7 @@ class SimRoute:
 
 
 class SimRead:
-    """One chunk (as its bit) on its way over one route."""
+    """One chunk (as its bit) in flight on one route."""
 
     __slots__ = ("chunk", "route")
 
@@ -83,7 +83,7 @@ class SimRead:
 
 
 class SimFleet:
-    """All nodes of a run, and what moves between them; `finished` is told each target that is complete."""
+    """All nodes of a run and the transfers between them; `finished` is called with each complete target."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class SimFleet:
         self._finished = finished
 
     def seed(self, name: str, rate: float = 1.0) -> SimNode:
-        """Add a node that holds every chunk; `rate` in images a unit of time, each direction."""
+        """Add a node with every chunk; `rate` in images per unit of time, in each direction."""
         return self._add(SimNode(name, self.every_chunk, SimHost(rate), self._local_rate))
 
     def target(self, name: str, rate: float = 1.0, host: SimHost | None = None) -> SimNode:
-        """Add a node that holds nothing yet, on a host of its own unless one is given."""
+        """Add a node without chunks, on a separate host unless one is passed."""
         return self._add(SimNode(name, 0, host or SimHost(rate), self._local_rate))
 
     def apply_shares(self, target: SimNode, shares: Mapping[str, int]) -> None:
-        """Follow a new plan: chunks by source. What is in flight stays with the source that sends it."""
+        """Follow a new plan: chunks by source. Chunks in flight stay with the source that sends them."""
         missing = self.every_chunk & ~target.chunks & ~target.in_flight
         for route in list(target.routes.values()):
             route.missing_chunks = 0
@@ -128,7 +128,7 @@ class SimFleet:
                 del target.routes[route.source], route.source.readers[route]
 
     def kill(self, node: SimNode) -> list[SimNode]:
-        """End a node: what it sent or read stops in mid-chunk. Returns those that read from it."""
+        """End a node: its transfers stop in mid-chunk. Returns its readers."""
         node.alive = False
         for route in list(node.routes.values()):
             self._drop(route)
@@ -138,7 +138,7 @@ class SimFleet:
         return [route.target for route in readers]
 
     def shares(self, target: SimNode) -> dict[str, int]:
-        """What the target reads, or is yet to read, from each source."""
+        """Return the chunks that the target reads, or has yet to read, from each source."""
         return {
             source.name: route.missing_chunks | sum(flow.tag.chunk for flow in route.flows)
             for source, route in target.routes.items()
@@ -156,7 +156,7 @@ class SimFleet:
         del route.target.routes[route.source], route.source.readers[route]
 
     def _arrived(self, flows: Sequence[Flow[SimRead]]) -> None:
-        # Everything that came in this instant is held before anything new is chosen.
+        # All chunks that arrived at this instant are recorded before new ones are chosen.
         waiting_routes: dict[SimRoute, None] = {}
         complete: list[SimNode] = []
         for flow in flows:
@@ -182,7 +182,7 @@ class SimFleet:
             self._finished(target)
 
     def _start_reads(self, route: SimRoute) -> None:
-        """Begin what the route's window has room for."""
+        """Start reads until the route's window is full."""
         while len(route.flows) < self._window:
             ready = route.missing_chunks & route.source.chunks
             if not ready:
@@ -201,5 +201,5 @@ class SimFleet:
 
 
 def bits(indices: Iterable[int]) -> int:
-    """The set of these chunks."""
+    """Return the set of these chunks."""
     return sum(1 << index for index in indices)

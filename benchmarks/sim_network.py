@@ -1,10 +1,9 @@
-"""The simulated network: links that are shared equally, flows over them, and the one clock of a run.
+"""Simulated network: links shared equally, flows over them, and the one clock of a run.
 
-Each node has two links, one a direction (full duplex). Sizes are parts of the image, rates are images
-a unit of time: with links of rate 1 the unit is S/B. The rate of a flow is the lesser of the equal
-shares that its two ends give it; what one end cannot use is not handed to the other flows there, so a
-simulated flow is never faster than a real one could be. When a flow begins or ends only the flows that
-share one of its links change.
+Each node has two links, one per direction (full duplex). Sizes are parts of the image, rates are images per
+unit of time: with links of rate 1 the unit is S/B. The rate of a flow is the smaller of the equal shares at
+its two ends; what one end cannot use is not given to the other flows there, so a simulated flow is never
+faster than a real one could be. When a flow begins or ends only the flows that share one of its links change.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 INSTANT: Final = 1e-9
-"""Events this close together are of one instant: sums of rounded numbers differ by less."""
+"""Events closer together than this belong to one instant: sums of rounded numbers differ by less."""
 
 TagT = TypeVar("TagT")
 
 
 class Link(Generic[TagT]):
-    """One direction of a node's connection to the network; `carried` counts what it has moved so far."""
+    """One direction of a node's connection to the network; `carried` counts what it has transferred so far."""
 
     __slots__ = ("carried", "flows", "rate", "share", "updated_at")
 
@@ -33,7 +32,7 @@ class Link(Generic[TagT]):
 
 
 class Flow(Generic[TagT]):
-    """A transfer over two links; `tag` is what its owner knows it by."""
+    """A transfer over two links; `tag` identifies it to its owner."""
 
     __slots__ = ("active", "egress", "ingress", "rate", "remaining", "serial", "since", "size", "tag")
 
@@ -50,7 +49,7 @@ class Flow(Generic[TagT]):
 
 
 class Network(Generic[TagT]):
-    """Runs flows and calls, in order of time; `arrived` is told all flows that ended in one instant."""
+    """Runs flows and calls in order of time; `arrived` is called with all flows that ended in one instant."""
 
     def __init__(self, arrived: Callable[[Sequence[Flow[TagT]]], None], *, latency: float = 0.0) -> None:
         self.now = 0.0
@@ -62,26 +61,26 @@ class Network(Generic[TagT]):
         self._fresh: list[Flow[TagT]] = []
 
     def start(self, flow: Flow[TagT]) -> None:
-        """Begin to send: the first byte leaves after the latency."""
+        """Start to send: the first byte leaves after the latency."""
         if self._latency:
             self._schedule(self.now + self._latency, flow)
         else:
             self._join(flow)
 
     def cancel(self, flow: Flow[TagT]) -> None:
-        """End the flow before its last byte; nobody is told."""
+        """End the flow before its last byte, without a callback."""
         flow.serial = -1
         if flow.active:
             left = flow.remaining - flow.rate * (self.now - flow.since)
             self._detach(flow, flow.size - left)
 
     def call(self, time: float, callback: Callable[[], None]) -> None:
-        """Have `callback` called at `time`."""
+        """Schedule `callback` at `time`."""
         self._serial += 1
         heapq.heappush(self._heap, (time, self._serial, callback))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Let time pass until the condition holds after an instant, or nothing is left to happen."""
+        """Advance time until the condition is true after an instant, or no event is left."""
         heap, pop = self._heap, heapq.heappop
         self._update_rates()
         while heap and not until():
@@ -129,10 +128,10 @@ class Network(Generic[TagT]):
         self._changed[flow.egress] = self._changed[flow.ingress] = None
 
     def _update_rates(self) -> None:
-        """Give the flows of every link whose number of flows changed their new rates."""
+        """Update the rates of the flows on every link whose number of flows changed."""
         if not self._changed:
             return
-        # A flow that took the place of one that ended changes nothing for its neighbours.
+        # A flow that replaced one that ended changes nothing for its neighbours.
         affected: dict[Flow[TagT], None] = dict.fromkeys(self._fresh)
         self._fresh.clear()
         for link in self._changed:

@@ -1,8 +1,8 @@
-"""The planner in the simulation: the policy itself, over the index that the planner keeps of a group.
+"""Planner in the simulation: the real policy, over the index that the planner keeps of a group.
 
-What a registry does with instances' reports, forks' progress and faults is done here without records of
-leases, tokens or logs; who reads what from whom is decided by `planner.policy.group_plan` alone. Sets of chunks
-come and go as bits; times come in S/B and are told to the policy in seconds.
+The registry's handling of reports, progress and faults is simplified here: no leases, tokens or logs.
+`planner.policy.group_plan` alone decides which target reads what from which source. Sets of chunks are passed
+as bits; times are in S/B and are passed to the policy in seconds.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rfork.schema import Rank
 LAYOUT, WEIGHTS, VERSION, RANK = "layout", "weights", "v1", Rank()
 LINK_BYTES_PER_S: Final = 10e9
 IMAGE_SECONDS: Final = 10.0
-"""S/B as the policy sees it; its own constants are in seconds."""
+"""S/B in seconds, for the policy, whose constants are in seconds."""
 MAX_READERS: Final = 4
 NEVER: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SimPlanRequest:
-    """One target that needs a plan."""
+    """A target that needs a plan."""
 
     name: str
     chunks: int
     excluded: frozenset[str]
     current: Mapping[str, int]
-    """Chunks that it still reads by the plan it has, by source."""
+    """Chunks that it still has to read by its current plan, by source."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimPlanResponse:
-    """What a target is told to read, by source; `replan_suggested`: whether to ask again soon."""
+    """Chunks for a target, by source; `replan_suggested`: whether to request a plan again soon."""
 
     shares: Mapping[str, int]
     replan_suggested: bool
@@ -50,7 +50,7 @@ class SimPlanResponse:
 
 
 class SimPlanner:
-    """Plans for one group; counts the wall time of planning, and of looking for stragglers."""
+    """Plans for one group; counts the wall time of planning and of straggler detection."""
 
     def __init__(self, chunk_count: int, *, heartbeat: float) -> None:
         self.plan_seconds = 0.0
@@ -62,9 +62,9 @@ class SimPlanner:
         self._forks: dict[str, ForkRecord] = {}
 
     def join(self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None) -> None:
-        """Register an instance, on a host of its own unless one is named.
+        """Register an instance, on a separate host unless one is named.
 
-        `measured` is the rate it was seen to read at before, as a part of B.
+        `measured` is its known read rate, as a part of B.
         """
         source = Source(
             instance_id=name,
@@ -84,16 +84,18 @@ class SimPlanner:
         if complete:
             self._put(source)
         else:
-            self._sources[name] = source  # in the group once it has a plan
+            self._sources[name] = source  # joins the group once it has a plan
 
     def progress(self, name: str, chunks: int) -> None:
-        """A target tells what it has verified, and how fast it read since it last told."""
+        """Report the chunks that a target has verified; its read rate since the last report is derived from
+        them.
+        """
         source = self._sources[name]
         new_chunks = chunks.bit_count() - source.watermark
         rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
         fork = self._forks.get(name)
         if fork is not None and any(is_same_host_route(read.transports) for read in fork.reads):
-            rate = 0.0  # it says nothing of its link
+            rate = 0.0  # shows nothing about its link
         self._put(
             replace(
                 source,
@@ -104,13 +106,13 @@ class SimPlanner:
         )
 
     def finished(self, name: str) -> None:
-        """A target holds everything: its fork ends, and it serves."""
+        """Record that a target has everything: its fork ends, and it serves."""
         self._group.end_fork(self._forks.pop(name))
         all_chunks = ((0, self._chunk_count),)
         self._put(replace(self._sources[name], weights_id=WEIGHTS, verified=all_chunks, state="serving"))
 
     def remove(self, name: str) -> None:
-        """An instance was found dead: forget it and its fork."""
+        """Remove a dead instance and its fork."""
         fork = self._forks.pop(name, None)
         if fork is not None:
             self._group.end_fork(fork)
@@ -118,7 +120,7 @@ class SimPlanner:
             self._group.remove(name)
 
     def stragglers(self, now: float) -> list[str]:
-        """Mark the relays that fall behind their sources; returns those that were not marked before."""
+        """Mark the relays that fall behind their sources; returns the newly marked ones."""
         begin = time.perf_counter()
         slow = [
             name
@@ -131,7 +133,7 @@ class SimPlanner:
         return slow
 
     def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
-        """One plan for all that ask, by name."""
+        """Make one plan for all requests; returns the responses by name."""
         begin = time.perf_counter()
         demands = [self._demand(request) for request in requests]
         decisions = group_plan.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
@@ -187,7 +189,7 @@ class SimPlanner:
 
 
 def ranges_of(chunks: int) -> tuple[Range, ...]:
-    """The ranges of a set of chunks."""
+    """Return the ranges of a set of chunks."""
     found: list[Range] = []
     begin = 0
     while chunks:
@@ -201,5 +203,5 @@ def ranges_of(chunks: int) -> tuple[Range, ...]:
 
 
 def bits_of(ranges: Sequence[Range]) -> int:
-    """The set of the chunks in these ranges."""
+    """Return the set of the chunks in these ranges."""
     return sum((1 << end) - (1 << begin) for begin, end in ranges)

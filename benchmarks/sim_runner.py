@@ -1,7 +1,7 @@
-"""One run of the simulation: arrivals, deaths and heartbeats between the fleet and the planner.
+"""Runs one simulation: arrivals, deaths and heartbeats between the fleet and the planner.
 
-Times are in S/B. Progress costs nothing and is told to the planner every heartbeat; who dies is noticed
-by its readers alone, after `detect`, and told to the planner with the question for a new plan.
+Times are in S/B. Progress costs nothing and reaches the planner with every heartbeat; only the readers of a
+dead node notice its death, after `detect`, and report it to the planner when they request a new plan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from planner.request_batcher import window_s
 from rfork.errors import RforkError, SettingsError
 
 MAX_TIME: Final = 100.0
-"""A run that takes longer (at the slowest link's rate) is stuck: some target has no way to its chunks."""
+"""A longer run (at the slowest link's rate) is stuck: some target has no path to its chunks."""
 
 
 DefaultT = TypeVar("DefaultT")
 
 
 def _option(default: DefaultT, meaning: str) -> DefaultT:
-    """A field that is an option of the command line too."""
+    """Return a field that is also a command-line option."""
     made: DefaultT = field(default=default, metadata={"help": meaning})
     return made
 
@@ -36,24 +36,24 @@ class SimScenario:
     targets: int = _option(7, "N")
     seeds: int = _option(1, "M")
     chunks: int = _option(64, "k")
-    hosts: int = _option(0, "the targets share so many hosts, and each host one link; 0: each has its own")
-    local_rate: float = _option(8.0, "the rate between two targets of one host, as a part of B")
+    hosts: int = _option(0, "number of hosts that the targets share, each with one link; 0: one host per target")
+    local_rate: float = _option(8.0, "rate between two targets on one host, as a part of B")
     window: int = _option(1, "chunks that a target reads from one source at a time")
-    latency: float = _option(0.0, "of each chunk, before its first byte (S/B)")
-    heartbeat: float = _option(0.1, "between a target's reports of its progress (S/B)")
-    detect: float = _option(0.01, "from a death to the moment its readers know (S/B)")
+    latency: float = _option(0.0, "latency of each chunk before its first byte (S/B)")
+    heartbeat: float = _option(0.1, "interval between a target's progress reports (S/B)")
+    detect: float = _option(0.01, "time until the readers of a dead node notice (S/B)")
     batch: float = _option(
         0.0,
-        "how long the first question waits for others (S/B); 0: one instant is one plan",
+        "time that the first request waits for others (S/B); 0: one plan per instant",
     )
-    retry: float = _option(0.05, "until a target asks again for chunks that got no source (S/B)")
-    deaths: float = _option(0.0, "share of targets that die, each at a random moment of its first S/B")
+    retry: float = _option(0.05, "time until a target requests a plan again for chunks without a source (S/B)")
+    deaths: float = _option(0.0, "share of targets that die, each at a random time of its first S/B")
     stragglers: float = _option(0.0, "share of targets on slow links")
-    straggler_rate: float = _option(0.25, "the rate of those links, as a part of B")
-    measured: bool = _option(False, "the planner knows every target's rate beforehand")
+    straggler_rate: float = _option(0.25, "rate of those links, as a part of B")
+    measured: bool = _option(False, "the planner knows every target's rate in advance")
     late: float = _option(0.0, "share of targets that arrive late")
-    late_at: float = _option(0.25, "when they arrive (S/B)")
-    spread: float = _option(0.0, "the others arrive at random moments within this time (S/B)")
+    late_at: float = _option(0.25, "time of their arrival (S/B)")
+    spread: float = _option(0.0, "the others arrive at random times within this period (S/B)")
     draw: int = _option(0, "random seed")
 
     def __post_init__(self) -> None:
@@ -68,42 +68,42 @@ class SimScenario:
             "local_rate",
         ):
             if getattr(self, name) <= 0:
-                raise SettingsError(f"--{name.replace('_', '-')} must be more than 0")
+                raise SettingsError(f"--{name.replace('_', '-')} must be greater than 0")
         if self.hosts < 0 or (self.hosts and self.stragglers):
-            raise SettingsError("--hosts must not be less than 0, and goes without --stragglers")
+            raise SettingsError("--hosts must be at least 0, and cannot be combined with --stragglers")
         for name in ("deaths", "stragglers", "late"):
             if not 0 <= getattr(self, name) < 1:
-                raise SettingsError(f"--{name} is a share of the targets: at least 0, less than 1")
+                raise SettingsError(f"--{name} is a share of the targets: it must be at least 0 and less than 1")
 
 
 @dataclass(frozen=True)
 class SimOutcome:
-    """What came of a run; times in S/B, sizes in S."""
+    """Outcome of a run; times in S/B, sizes in S."""
 
     total: float
-    """From the first arrival until the last target that lived is complete."""
+    """From the first arrival until the last surviving target is complete."""
     healthy: float
     """The same without stragglers."""
     late: float | None
-    """The longest that a late joiner took, from its own arrival."""
+    """Maximum time of a late joiner from its own arrival."""
     max_egress: float
-    """The most that any host sent over the network."""
+    """Maximum that any host sent over the network."""
     max_ingress: float
-    """The most that any host read over the network: 1.0 where each byte came once."""
+    """Maximum that any host read over the network: 1.0 if each byte came once."""
     plans: int
-    """Answers given by the planner."""
+    """Number of plans in the planner's responses."""
     plan_seconds: float
-    """Wall time of making them: the policy and its index."""
+    """Wall time of planning: the policy and its index."""
     watch_seconds: float
-    """Wall time of looking for stragglers, once a heartbeat."""
+    """Wall time of straggler detection, once per heartbeat."""
 
 
 class SimulationStuck(RforkError):
-    """A simulated target never got all of its chunks."""
+    """A simulated target never received all of its chunks."""
 
 
 class SimRun:
-    """A fleet and a planner, wired together for one scenario."""
+    """A fleet and a planner, connected for one scenario."""
 
     def __init__(self, scenario: SimScenario) -> None:
         self.scenario = scenario
@@ -126,7 +126,7 @@ class SimRun:
         self._create_nodes()
 
     def run(self) -> SimOutcome:
-        """Let it happen; raises Stuck where some target would never be complete."""
+        """Run the scenario; raises SimulationStuck if some target would never be complete."""
         limit = MAX_TIME / min(1.0, self.scenario.straggler_rate)
         self._network.run(lambda: not self._waiting or self._network.now > limit)
         if self._waiting:
@@ -147,7 +147,7 @@ class SimRun:
             watch_seconds=self._planner.watch_seconds,
         )
 
-    # -- who takes part -----------------------------------------------------------------------------
+    # -- nodes --------------------------------------------------------------------------------------
 
     def _create_nodes(self) -> None:
         scenario = self.scenario
@@ -188,7 +188,7 @@ class SimRun:
         del self._reading[target]
         self._planner.finished(target.name)
 
-    # -- questions and answers ----------------------------------------------------------------------
+    # -- plan requests ------------------------------------------------------------------------------
 
     def _request_plan(self, target: SimNode, blamed: str | None = None) -> None:
         if not target.alive or target.done_at is not None:
@@ -200,7 +200,7 @@ class SimRun:
             faults.add(blamed)
 
     def _window(self) -> float:
-        """How long the planner waits for others; targets arrive within one rush."""
+        """Return how long the planner waits for others; targets arrive within one rush."""
         if not self.scenario.batch:
             return 0.0
         return window_s(self._network.now * IMAGE_SECONDS, self.scenario.batch * IMAGE_SECONDS) / IMAGE_SECONDS
@@ -225,7 +225,7 @@ class SimRun:
             if response.replan_suggested or target.chunks | sum(reading) != self.fleet.every_chunk:
                 self._network.call(self._network.now + self.scenario.retry, partial(self._request_plan, target))
 
-    # -- what goes wrong, and what is told ----------------------------------------------------------
+    # -- faults and reports -------------------------------------------------------------------------
 
     def _die(self, target: SimNode) -> None:
         if target.done_at is None:
@@ -252,6 +252,6 @@ class SimRun:
         self._network.call(then, self._heartbeat)
 
     def _on_stragglers(self, slow: SimNode) -> None:
-        """The answer to its readers' next reports: there is a better plan by now."""
+        """Suggest a new plan to its readers with the response to their next reports."""
         for route in slow.readers:
             self._request_plan(route.target)

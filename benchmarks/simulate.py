@@ -1,19 +1,20 @@
-"""How long does a fan-out take that the planner's own policy plans, for fleets that no machine here can hold?
+"""Simulate fan-outs planned by the planner's own policy, for fleets too large for one machine.
 
-A discrete-event simulation of N targets, M seeds and k chunks on full-duplex links of rate B that are
-shared equally (`benchmarks.sim_network`), with deaths, stragglers and late arrivals; who reads what
-from whom is decided by `planner.policy.group_plan` over the planner's own index. T is in multiples of S/B, from the
-first arrival until the last target that lived is complete; one of 1.0 reads at the full speed of its link.
+A discrete-event simulation of N targets, M seeds and k chunks on full-duplex links of rate B that are shared
+equally (`benchmarks.sim_network`), with deaths, stragglers and late arrivals; `planner.policy.group_plan`
+over the planner's own index decides which target reads what from which source. T is in multiples of S/B, from
+the first arrival until the last surviving target is complete; a T of 1.0 means reading at the full rate of
+the link.
 
-Beside it, for undisturbed rows, the exact times of other schedules (`benchmarks.sim_baselines`): star,
-doubling, chain, binomial pipeline, and the floor for whole chunks. In disturbed rows "rfork" is the
-median and "worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is
-the longest that a late joiner took from its own arrival. "on 4 hosts" are targets that share 4 hosts, each
-with one link to the network and faster ones within. "most sent" and "most read" are the most that any
-host sent and read over the network, in S, "plans" how many the policy made, "plan s" the wall time they
-took and "watch s" that of looking for stragglers. Without --quick: more draws.
+Undisturbed rows also show the exact times of other schedules (`benchmarks.sim_baselines`): star, doubling,
+chain, binomial pipeline, and the floor for complete chunks. In disturbed rows "rfork" is the median and
+"worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is the maximum
+time of a late joiner from its own arrival. "on 4 hosts" are targets that share 4 hosts, each with one link to
+the network and faster ones within. "max sent" and "max read" are the maximum that any host sent and read over
+the network, in S; "plans" is the number of plans, "plan s" the wall time of planning and "watch s" that of
+straggler detection. Without --quick: more draws.
 
-`--targets N` asks one question instead: `python -m benchmarks.simulate --targets 1000 --deaths 0.01`.
+`--targets N` simulates one scenario instead: `python -m benchmarks.simulate --targets 1000 --deaths 0.01`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class SimulationCase:
-    """A scenario and its outcomes, one a random draw."""
+    """A scenario and its outcomes, one per random draw."""
 
     name: str
     scenario: SimScenario
@@ -61,7 +62,7 @@ class SimulationCase:
 
     @property
     def max_total(self) -> float:
-        """The largest T."""
+        """Maximum T."""
         return max(outcome.total for outcome in self.outcomes)
 
     @property
@@ -71,22 +72,22 @@ class SimulationCase:
 
     @property
     def late(self) -> float | None:
-        """What the slowest late joiner took."""
+        """Time of the slowest late joiner."""
         times = [outcome.late for outcome in self.outcomes if outcome.late is not None]
         return median(times) if times else None
 
     @property
     def max_egress(self) -> float:
-        """The most that any host sent, in S."""
+        """Maximum that any host sent, in S."""
         return max(outcome.max_egress for outcome in self.outcomes)
 
     @property
     def max_ingress(self) -> float:
-        """The most that any host read over the network, in S."""
+        """Maximum that any host read over the network, in S."""
         return max(outcome.max_ingress for outcome in self.outcomes)
 
     def rows(self) -> list[Row]:
-        """The case as lines of the table."""
+        """Return the table rows of the case."""
         scenario = self.scenario
         disturbed = _disturbed(scenario)
         exact = not disturbed and scenario.latency == 0 and not scenario.hosts
@@ -97,8 +98,8 @@ class SimulationCase:
             row[name] = round(baseline_time, 3) if exact else None
         row |= {
             "worst": round(self.max_total, 3) if disturbed else None,
-            "most sent": round(self.max_egress, 3),
-            "most read": round(self.max_ingress, 3),
+            "max sent": round(self.max_egress, 3),
+            "max read": round(self.max_ingress, 3),
             "plans": round(median(outcome.plans for outcome in self.outcomes)),
             "plan s": median(outcome.plan_seconds for outcome in self.outcomes),
             "watch s": median(outcome.watch_seconds for outcome in self.outcomes),
@@ -112,10 +113,12 @@ class SimulationCase:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, print, and write what was asked for; `arguments` are the command line's unless given."""
+    """Run the simulation, print the table and write the requested files. `arguments` default to the command
+    line.
+    """
     options, base, one = parse(arguments)
     if one:
-        cases = [simulate("asked for", base, options.rounds if _disturbed(base) else 1)]
+        cases = [simulate("one scenario", base, options.rounds if _disturbed(base) else 1)]
         figures = {"sim_asked": cases[0].total}
     else:
         cases = table(base, options)
@@ -133,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, SimScenario, bool]:
-    """The options of all benchmarks, the scenario that was asked for, and whether it is the one question."""
+    """Parse the common benchmark options and the scenario; returns also whether only that scenario is to be
+    simulated.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.simulate", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -152,7 +157,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, SimScenario,
 
 
 def table(base: SimScenario, options: Options) -> list[SimulationCase]:
-    """All the questions of the benchmark; `base` says how the network and the planner behave in each."""
+    """Return all cases of the benchmark; `base` sets the behaviour of the network and the planner in each."""
     few_seeds, many_chunks = (1, options.rounds) if options.quick else (options.rounds, options.rounds)
     large = replace(base, targets=LARGE)
     questions: list[tuple[str, SimScenario, int]] = [
@@ -173,10 +178,11 @@ def table(base: SimScenario, options: Options) -> list[SimulationCase]:
 
 
 def simulate(name: str, scenario: SimScenario, seed_numbers: int) -> SimulationCase:
-    """Run a scenario with several random seeds. Raises Stuck where a target is never complete."""
+    """Run a scenario with several random seeds. Raises SimulationStuck if a target is never complete."""
     outcomes: list[SimOutcome] = []
     for seed_number in range(seed_numbers):
-        # A run makes millions of values and frees them at its end: the collector would only look on.
+        # A run creates millions of values and frees them at its end: the garbage collector would only cost
+        # time.
         gc.collect()
         gc.disable()
         try:
@@ -187,7 +193,7 @@ def simulate(name: str, scenario: SimScenario, seed_numbers: int) -> SimulationC
 
 
 def figures_of(cases: Sequence[SimulationCase]) -> dict[str, float]:
-    """The figures that DESIGN names, and what else tells how the policy does."""
+    """Return the figures of DESIGN section 11, and further ones about the policy."""
     plain = {(each.scenario.targets, each.scenario.seeds): each for each in cases if each.name == UNDISTURBED}
     named = {case.name: case for case in cases if case.name != UNDISTURBED}
     seeds = min(number for _, number in plain)
@@ -207,7 +213,7 @@ def figures_of(cases: Sequence[SimulationCase]) -> dict[str, float]:
 
 
 def plot(path: Path, base: SimScenario, measured: Mapping[int, float]) -> None:
-    """T over N for all contenders."""
+    """Plot T over N for all contenders."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

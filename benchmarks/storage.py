@@ -1,46 +1,46 @@
-"""How fast do tensor files become tensors, beside every loader that people use, and what do the media allow?
+"""Measure how fast tensor files become tensors, compared with all common loaders and with the limits of the
+media.
 
-Two images: "dense" has a Llama's shapes, 4 GB in four shards; "small" is 20,000 tensors in 1 GB. From a
-disk of which nothing is in the page cache ("cold", seen by cachestat before each run), from the page cache
-("warm"), and from S3: SeaweedFS on this machine, over loopback, its own files in the page cache as far as
-that has room.
+Two images: "dense" has a Llama's shapes, 4 GB in four shards; "small" is 20,000 tensors in 1 GB. They are
+loaded from a disk with an empty page cache ("cold", checked by cachestat before each run), from the page
+cache ("warm"), and from S3: SeaweedFS on this machine, over loopback, its own files in the page cache as far
+as they fit.
 
-What is counted. Each run is a process of its own. Imports, tensors that exist and the module come before
-the clock; headers, connections, clients and the allocation of new tensors under it. Everybody loads all
-tensors, and the clock stops when one byte of each page of each was read, so that nobody is timed for what
-is only mapped. Then every byte is checked. Contenders run interleaved, every second round backwards. Between
-runs as much memory as the image takes is held, and freed right before the clock: a virtual machine that
-gives free memory back to its host gets it again at a tenth of its speed, and nobody is to pay for that by
-chance.
+What is counted. Each run is a separate process. Imports, existing tensors and the module are created before
+the clock starts; headers, connections, clients and the allocation of new tensors count. Every contender loads
+all tensors, and the clock stops when one byte of each page of each was read, so that mapping alone does not
+count as loading. Then every byte is checked. Contenders run interleaved, every second round in reverse order.
+Between runs the benchmark keeps as much memory allocated as the image needs, and frees it right before the
+clock starts: a virtual machine that returns free memory to its host gets it back at a tenth of its speed, and
+no contender should pay for that by chance.
 
-Where the tensors go. "fresh": new ones in memory of the process's own; "existing": a model's that are there
-already, one allocation each; "mapped": they are the files' pages in the page cache, which costs no copy and
-holds for as long as nobody truncates the file. Who only maps is cloned, or copied, for the other two.
+Destinations. "fresh": new tensors in the process's own memory; "existing": a model's existing tensors, one
+allocation each; "mapped": the files' pages in the page cache, which costs no copy and is valid as long as the
+file is not truncated. The tensors of loaders that only map are cloned or copied for the other two.
 
-Who runs. "rfork" is `rfork.load` and its like at the default settings; "direct=always", "=never": past the
-page cache, or through it, where the default chooses by what it measures. "rfork snapshot" checks every chunk
-against its digest, as "tensorizer, hashes" checks every tensor: these two are compared with each other, in
-`storage_verified_vs_best_peer`; nothing else here checks anything. Peers run at the best settings that
-were found (`benchmarks/storage_other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which
-rfork is not given. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the
-limit (cold), preadv by two threads (warm), range requests over eight bare sockets (S3). Who could not run
-is named below the table.
+Contenders. "rfork" is `rfork.load` and related functions at the default settings; "direct=always", "=never":
+bypassing the page cache, or through it, where the default decides by measurement. "rfork snapshot" checks
+every chunk against its digest, as "tensorizer, hashes" checks every tensor: these two are compared with each
+other in `storage_verified_vs_best_peer`; nothing else here verifies anything. Peers run at the best settings
+found (`benchmarks/storage_other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which
+rfork does not get. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the
+limit (cold), preadv by two threads (warm), range requests over eight bare sockets (S3). Contenders that could
+not run are listed below the table.
 
-What the columns say. "GB/s" are 1e9 bytes of tensors a second, over the median of the runs; "CPU s" user and
-system time of the process and its children; "+MiB" the most memory (VmHWM) that the process had in any run,
-beside what it had before and the tensors themselves; "spread" the slowest run's time less the fastest's,
-over the median; "runs" how many there were: three at most from S3, of what is only mapped, and of who is far
-behind.
+Columns. "GB/s" are 1e9 bytes of tensors per second, for the median of the runs; "CPU s" user and system time
+of the process and its children; "+MiB" the peak memory (VmHWM) of the process in any run, minus what it had
+before and the tensors themselves; "spread" the slowest run's time minus the fastest's, divided by the median;
+"runs" the number of runs: at most three from S3, of mapped loads, and of contenders that are far slower.
 
-What a reader may object to. SeaweedFS shares the processors with who reads it, so that S3 rows are about
-processor time as much as about the network. Loaders made for GPUs run on a CPU here. Files are new, and of
-random bytes; the disk is a virtual machine's, and its host may cache too. Who reads a checkpoint into tensors
-that exist goes through a library's own call where it has one, and through `copy_` where not.
+Known limits. SeaweedFS shares the CPUs with its readers, so S3 rows measure CPU time as much as the network.
+Loaders made for GPUs run on a CPU here. Files are new and of random bytes; the disk is a virtual machine's,
+and its host may cache too. Reading a checkpoint into existing tensors uses a library's own call if it has
+one, and `copy_` otherwise.
 
-`storage_vs_best_peer` is the worst row of ours: the best peer's time over ours, of the same image and
-medium, into the same kind of memory. `storage_cold_vs_medium` is the worse of fresh and existing over the
-disk's limit, of the dense image; `storage_small_vs_dense` is GB/s of small tensors over dense, the worse of
-both, cold. `storage_peak_rss_over` is the most of "+MiB" in any row of rfork.
+`storage_vs_best_peer` is rfork's worst row: the best peer's time divided by rfork's, for the same image and
+medium, into the same type of memory. `storage_cold_vs_medium` is the worse of fresh and existing relative to
+the disk's limit, of the dense image; `storage_small_vs_dense` is GB/s of small tensors relative to dense, the
+worse of both, cold. `storage_peak_rss_over` is the maximum of "+MiB" in any row of rfork.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from rfork import logs
 from rfork.errors import RforkError
 
 SLOW: Part = (SMALL, "s3")
-"""Left out of --quick, but where it is asked for."""
+"""Left out of --quick unless requested."""
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options, parts = parse()
     logs.configure(json=False, level="warning")
     harness.exit_on_sigterm()
@@ -89,7 +89,7 @@ def main() -> None:
                 write_snapshot(stored)
         bench = StorageBench(images, options)
         bench.run([part for part in parts if part not in in_s3], {})
-        # The server comes last: until then its files would take the memory of the page cache.
+        # The server starts last: until then its files would use the memory of the page cache.
         if in_s3:
             with serving(images, formats_by_image(in_s3, options.quick), folder) as buckets:
                 bench.run(in_s3, buckets)
@@ -114,10 +114,10 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list[Part]]:
-    """The options of all benchmarks, and which images and media are run."""
+    """Parse the common benchmark options, and the images and media to run."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="run where IMAGE/MEDIUM has it: dense/cold, small/, s3"
+        "--only", metavar="TEXT", default="", help="run only if IMAGE/MEDIUM contains this: dense/cold, small/, s3"
     )
     chosen, rest = parser.parse_known_args(arguments)
     options = harness.options("storage", f"{__doc__}\n{parser.format_help()}", rest)

@@ -1,4 +1,4 @@
-"""All that `benchmarks.storage` runs: for each image and medium everybody in turn, round after round."""
+"""Runs `benchmarks.storage`: for each image and medium all contenders in turn, round after round."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from benchmarks.storage_process import LoadFailed, LoadJob
 
 FAILED = float("nan")
 GUESSED_SPEED: Mapping[Medium, float] = {"cold": 0.8e9, "warm": 1.2e9, "s3": 0.25e9}
-"""Bytes a second of a loader, all that is done before and after it counted; for the estimate alone."""
+"""Estimated bytes per second of a loader, including everything before and after it; only for the time
+estimate.
+"""
 GUESSED_RUN_S = 0.4
 WRITTEN_SPEED, UPLOADED_SPEED = 0.7e9, 0.25e9
 
 
 def contenders(quick: bool) -> list[StorageContender]:
-    """Everybody; with `quick` the fewest that make a picture."""
+    """Return all contenders; with `quick` the smallest meaningful set."""
     all_contenders = [
         *storage_rfork.contenders(),
         *storage_other_loaders.contenders(),
@@ -44,7 +46,7 @@ def contenders(quick: bool) -> list[StorageContender]:
 
 
 def entries(part: Part, quick: bool) -> list[tuple[StorageCase, StorageContender]]:
-    """Who runs in a part, in the order of the table."""
+    """Return the contenders of a part, in the order of the table."""
     image, medium = part
     wanted = _destinations(part) if quick else ALL_DESTINATIONS
     return [
@@ -59,7 +61,7 @@ def entries(part: Part, quick: bool) -> list[tuple[StorageCase, StorageContender
 
 
 def formats_by_image(parts: Iterable[Part], quick: bool) -> dict[str, frozenset[FileFormat]]:
-    """The formats that are read, of each image."""
+    """Return the formats that are read, by image."""
     read: dict[str, frozenset[FileFormat]] = {}
     for part in parts:
         found = {contender.reads for _, contender in entries(part, quick)}
@@ -68,14 +70,14 @@ def formats_by_image(parts: Iterable[Part], quick: bool) -> dict[str, frozenset[
 
 
 def rounds_of(case: StorageCase, contender: StorageContender, rounds: int) -> int:
-    """How many of `rounds` a case runs."""
+    """Return how many of `rounds` a case runs."""
     is_side_case = case.medium == "s3" or case.destination == "mapped"
     max_rounds = SIDE_ROUNDS if is_side_case else contender.max_rounds
     return rounds if max_rounds is None else min(rounds, max_rounds)
 
 
 def written_bytes(parts: Sequence[Part], quick: bool) -> tuple[int, int]:
-    """What is written to the disk in the images' formats, and what of it goes to S3's server once more."""
+    """Return the bytes that are written to disk in the images' formats, and again to the S3 server."""
     sizes = {image: bytes_of(shapes_of(image, quick)) for image, _ in parts}
     local = sum(sizes[image] * len(read) for image, read in formats_by_image(parts, quick).items())
     in_s3 = [part for part in parts if part[1] == "s3"]
@@ -83,7 +85,7 @@ def written_bytes(parts: Sequence[Part], quick: bool) -> tuple[int, int]:
 
 
 def estimate_s(parts: Sequence[Part], options: harness.Options) -> float:
-    """About how long it takes, in seconds, on a machine with two cores and a disk of 2 GB/s."""
+    """Estimate the duration in seconds on a machine with two cores and a disk of 2 GB/s."""
     local, uploaded = written_bytes(parts, options.quick)
     seconds = local / WRITTEN_SPEED + uploaded / UPLOADED_SPEED
     for part in parts:
@@ -95,7 +97,7 @@ def estimate_s(parts: Sequence[Part], options: harness.Options) -> float:
 
 
 class StorageBench:
-    """The images, and what every case came to."""
+    """The images and the results of every case."""
 
     def __init__(self, images: Mapping[str, StoredImage], options: harness.Options) -> None:
         self._images = images
@@ -107,16 +109,18 @@ class StorageBench:
         self._notes: dict[StorageCase, str] = {}
 
     def run(self, parts: Iterable[Part], buckets: Mapping[str, Bucket]) -> None:
-        """Run these. Raises LoadFailed where rfork fails; who else fails is noted, and not run again."""
+        """Run these parts. Raises LoadFailed if rfork fails; the failure of another loader is noted, and it
+        is not run again.
+        """
         for part in parts:
-            # What no row of this part reads would only take the memory of the page cache.
+            # A file that no row of this part reads would only use the memory of the page cache.
             for each in self._images.values():
                 make_cold(path for paths in each.files.values() for path in paths)
             self._reserve.acquire(self._images[part[0]].bytes)
             harness.interleave(dict(self._contenders(part, buckets)), self._options.rounds)
 
     def results(self, parts: Sequence[Part]) -> list[StorageResult]:
-        """Of every case that was to run, part by part."""
+        """Return the results of every case, part by part."""
         found = [
             StorageResult(case, self._bytes.get(case, 0), tuple(runs), self._notes.get(case, ""))
             for case, runs in self._runs.items()
@@ -181,7 +185,7 @@ class StorageBench:
 
 
 def _destinations(part: Part) -> tuple[Destination, ...]:
-    """With --quick: what there is time for."""
+    """Return the destinations that --quick has time for."""
     image, medium = part
     if medium == "s3":
         return ("fresh",)
@@ -189,5 +193,5 @@ def _destinations(part: Part) -> tuple[Destination, ...]:
 
 
 def minutes(seconds: float) -> str:
-    """For people."""
+    """Format seconds for people."""
     return f"{math.ceil(seconds / 60)} min" if seconds > 90 else f"{math.ceil(seconds / 10) * 10} s"

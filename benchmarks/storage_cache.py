@@ -1,4 +1,4 @@
-"""The page cache, as `benchmarks.storage` needs it: what is in it, and how it gets in and out. Linux 6.5."""
+"""Control of the page cache for `benchmarks.storage`: query, drop and fill it. Linux 6.5."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ class _Counts(ctypes.Structure):
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file is in the page cache. Raises RforkError where the kernel cannot tell."""
+    """Return how many bytes of a file are in the page cache. Raises RforkError if the kernel cannot report
+    it.
+    """
     counts = _Counts()
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # A length of 0 means: to the end of the file.
+        # A length of 0 means to the end of the file.
         failed = _libc.syscall(
             CACHESTAT, descriptor, ctypes.byref(_Range(0, 0)), ctypes.byref(counts), ctypes.c_uint(0)
         )
     finally:
         os.close(descriptor)
     if failed:
-        raise RforkError(f"cannot see what is in the page cache: {os.strerror(ctypes.get_errno())}")
+        raise RforkError(f"cannot query the page cache: {os.strerror(ctypes.get_errno())}")
     return int(counts.cached) * PAGE
 
 
 def make_cold(paths: Iterable[Path]) -> None:
-    """Put files out of the page cache, and see that they are. Raises RforkError where something stays."""
+    """Drop files from the page cache and check it. Raises RforkError if something remains."""
     for path in paths:
         for _ in range(ATTEMPTS):
             descriptor = os.open(path, os.O_RDONLY)
@@ -57,11 +59,11 @@ def make_cold(paths: Iterable[Path]) -> None:
             if cached_bytes(path) == 0:
                 break
         else:
-            raise RforkError(f"{cached_bytes(path)} bytes of {path.name} stay in the page cache")
+            raise RforkError(f"{cached_bytes(path)} bytes of {path.name} remain in the page cache")
 
 
 def make_warm(paths: Iterable[Path]) -> None:
-    """Read files until all of them is in the page cache. Raises RforkError where it does not fit."""
+    """Read files until they are completely in the page cache. Raises RforkError if they do not fit."""
     block = bytearray(BLOCK_BYTES)
     for path in paths:
         size = path.stat().st_size
@@ -72,4 +74,4 @@ def make_warm(paths: Iterable[Path]) -> None:
                 while file.readinto(block):
                     pass
         else:
-            raise RforkError(f"{path.name} does not stay in the page cache: too little memory is free")
+            raise RforkError(f"{path.name} does not stay in the page cache: too little free memory")

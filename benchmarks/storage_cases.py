@@ -1,4 +1,4 @@
-"""The words of `benchmarks.storage`: what is loaded, from where, into what, by whom, and what came of it."""
+"""Types of `benchmarks.storage`: images, media, destinations, loaders and results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from benchmarks.storage_images import FileFormat, StoredImage, Tensors
 
 Medium = Literal["cold", "warm", "s3"]
 Destination = Literal["fresh", "existing", "mapped", "none"]
-"""New tensors in memory of the process's own; tensors that are there already, a model's; views of the files'
-pages in the page cache, which nobody may truncate from then on; or nowhere: a limit."""
+"""New tensors in the process's own memory; existing tensors of a model; views of the files' pages in the page
+cache, which must not be truncated from then on; or nothing: a limit.
+"""
 Role = Literal["ours", "ours otherwise", "peer", "limit", "shown"]
-"""`ours otherwise`: rfork by other settings, or with more work to do; not compared with who does less.
-`limit`: what the medium allows. `shown`: for the reader alone."""
+"""`ours otherwise`: rfork with other settings or more work, not compared with loaders that do less. `limit`:
+the limit of the medium. `shown`: for information only.
+"""
 
 SIDE_ROUNDS = 3
-"""Of rows that are far from the best, or of no figure, and of all that read S3."""
+"""Rounds of rows that are far from the best or in no figure, and of all that read S3."""
 Part = tuple[str, Medium]
-"""An image, and where it is read from: everybody who does that runs in turn."""
+"""An image and the medium it is read from: all contenders of a part run in turn."""
 
 MEDIA: tuple[Medium, ...] = ("cold", "warm", "s3")
 DESTINATIONS: tuple[Destination, ...] = ("fresh", "existing")
@@ -30,49 +32,49 @@ LOCAL: tuple[Medium, ...] = ("cold", "warm")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Where an image lies in S3, and how it is reached there."""
+    """An image in S3, and its access settings."""
 
     name: str
     prefix: str
     environment: Mapping[str, str] = field(repr=False)
-    """What the tools of AWS, those that are like them, and rfork read."""
+    """Variables that AWS's tools, similar tools and rfork read."""
     presigned: Mapping[str, str] = field(repr=False)
-    """A signed URL for each safetensors file, by its name: for those who speak plain HTTP."""
+    """A signed URL for each safetensors file, by name, for loaders that use plain HTTP."""
 
     def uri(self, file_format: str, file: str = "") -> str:
-        """Of a file, or of the folder, of one format."""
+        """Return the URI of a file, or of the folder, of one format."""
         return f"s3://{self.name}/{self.key(file_format, file)}"
 
     def key(self, file_format: str, file: str) -> str:
-        """Of a file of one format."""
+        """Return the key of a file of one format."""
         return f"{self.prefix}/{file_format}/{file}"
 
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What a loader is given: the files, or the bucket with the same ones, and where the tensors go."""
+    """Input of a loader: the files, or the bucket with the same ones, and the destination of the tensors."""
 
     stored: StoredImage
     bucket: Bucket | None
     destination: Destination
     destination_tensors: Tensors | None = None
-    """The tensors that exist."""
+    """The existing tensors."""
 
     def uris(self, file_format: FileFormat) -> list[str]:
-        """Of the files of one format: paths, or in S3 URIs."""
+        """Return the paths, or S3 URIs, of the files of one format."""
         paths = self.stored.files[file_format]
         return [self.bucket.uri(file_format, path.name) if self.bucket else str(path) for path in paths]
 
 
 Load = Callable[[], Tensors]
-"""Runs under the clock: all tensors."""
+"""Loads all tensors; runs under the clock."""
 Prepare = Callable[[LoadTarget], Load]
-"""Imports what is needed, before the clock."""
+"""Imports what is needed, before the clock starts."""
 
 
 @dataclass(frozen=True)
 class StorageContender:
-    """Somebody who loads; `prepare` runs in a process of its own for each run, with `environment` set."""
+    """A loader; `prepare` runs in a separate process for each run, with `environment` set."""
 
     name: str
     prepare: Prepare
@@ -82,18 +84,18 @@ class StorageContender:
     environment: Mapping[str, str] = field(default_factory=dict)
     reads: FileFormat = "safetensors"
     raw: bool = False
-    """Fills one buffer a file and no tensors: a limit."""
+    """Fills one buffer per file and no tensors: a limit."""
     verified: bool = False
     """Checks the bytes against digests as it loads."""
     quick: bool = False
-    """Runs with --quick too."""
+    """Also runs with --quick."""
     max_rounds: int | None = None
-    """Where it runs no more than so many."""
+    """Maximum number of rounds, if limited."""
 
 
 @dataclass(frozen=True)
 class StorageCase:
-    """What one row of the table is of."""
+    """Key of a table row."""
 
     image: str
     medium: Medium
@@ -104,19 +106,21 @@ class StorageCase:
 
     @property
     def comparison_key(self) -> tuple[str, Medium, Destination]:
-        """Rows with the same one can be compared."""
+        """Rows with equal keys can be compared."""
         return self.image, self.medium, self.destination
 
     @property
     def label(self) -> str:
-        """In the plot, and while it runs."""
+        """Label in the plot and in progress output."""
         destination_label = "" if self.destination == "none" else f" {self.destination}"
         return f"{self.image} {self.medium}{destination_label}: {self.contender}"
 
 
 @dataclass(frozen=True)
 class LoadMeasurement:
-    """One run: wall and processor seconds, and the most memory beside what was there and what was loaded."""
+    """Measurements of one run: wall and CPU seconds, and peak memory beyond the initial memory and the
+    tensors.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -125,7 +129,7 @@ class LoadMeasurement:
 
 @dataclass(frozen=True)
 class StorageResult:
-    """All runs of a case; `note` says why there are none."""
+    """All runs of a case; `note` is the reason if there are none."""
 
     case: StorageCase
     bytes: int
@@ -134,20 +138,20 @@ class StorageResult:
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """Median wall time."""
         return median(run.seconds for run in self.runs)
 
     @property
     def speed(self) -> float:
-        """Bytes a second, by the median."""
+        """Median bytes per second."""
         return self.bytes / self.seconds
 
     @property
     def cpu_seconds(self) -> float:
-        """The median."""
+        """Median CPU time."""
         return median(run.cpu_seconds for run in self.runs)
 
     @property
     def extra_bytes(self) -> int:
-        """The worst."""
+        """Maximum extra memory."""
         return max(run.extra_bytes for run in self.runs)

@@ -1,8 +1,8 @@
-"""What `benchmarks.storage` loads: two images, written once in every format that somebody reads.
+"""Images of `benchmarks.storage`: two images, written once in every format that a loader reads.
 
-"dense" has a Llama's shapes, 4.03 GB in four shards as Hugging Face writes them; "small" is 20,000 tensors
-of 48 to 56 KiB, 1.06 GB in one file. With --quick 0.28 GB, and 2,400 of the small ones, 0.13 GB. All of
-bfloat16, all of random bytes.
+"dense" has a Llama's shapes, 4.03 GB in four shards as Hugging Face writes them; "small" is 20,000 tensors of
+48 to 56 KiB, 1.06 GB in one file. With --quick 0.28 GB, and 2,400 of the small ones, 0.13 GB. All are
+bfloat16 and random bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL_TENSORS, QUICK_SMALL_TENSORS = 20_000, 2_400
 SMALL_ROWS = (24, 26, 28)
 SMALL_ELEMENTS = 1024
 MAX_TENSORIZER_TENSORS = 2000
-"""Tensors in one .tensors file: its index takes about 2,500 of such names and no more."""
+"""Maximum tensors in one .tensors file: its index fits about 2,500 of these names."""
 FILE_FORMATS: frozenset[FileFormat] = frozenset(get_args(FileFormat))
 SPARE_BYTES = 2 << 30
 
@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One image on the disk: where each format lies, and what must come out of it."""
+    """One image on disk: the path of each format, and the expected tensors."""
 
     name: str
     folder: Path
@@ -48,18 +48,18 @@ class StoredImage:
     tensorizer: tuple[Path, ...]
     pickled: tuple[Path, ...]
     fingerprint: str
-    """Of the tensors by name."""
+    """Fingerprint of the tensors by name."""
     file_fingerprint: str
-    """Of the safetensors files, each as one uint8 tensor by its file's name."""
+    """Fingerprint of the safetensors files, each as one uint8 tensor under its file name."""
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the safetensors files, as Hugging Face lays it out."""
+        """Folder of the safetensors files, in Hugging Face's layout."""
         return self.safetensors[0].parent
 
     @property
     def files(self) -> Mapping[FileFormat, tuple[Path, ...]]:
-        """The files of each format that hold tensors; none where a format was not wanted."""
+        """Tensor files of each format; none for a format that was not requested."""
         return {
             "safetensors": self.safetensors,
             "tensorizer": self.tensorizer,
@@ -69,12 +69,12 @@ class StoredImage:
 
     @property
     def snapshot(self) -> Path:
-        """rfork's own."""
+        """rfork's own snapshot."""
         return self.folder / "snapshot" / "model.safetensors"
 
 
 def shapes_of(name: str, quick: bool) -> dict[str, tuple[int, ...]]:
-    """The shapes of an image's tensors, by name, in the order of its files."""
+    """Return the shapes of an image's tensors, by name, in the order of its files."""
     if name == DENSE and quick:
         return shapes.llama(layers=5, hidden=1024, intermediate=4096, key_value=256)
     if name == DENSE:
@@ -86,12 +86,12 @@ def shapes_of(name: str, quick: bool) -> dict[str, tuple[int, ...]]:
 
 
 def bytes_of(named: Mapping[str, tuple[int, ...]]) -> int:
-    """What tensors of these shapes take, in bfloat16."""
+    """Return the bytes of tensors of these shapes, in bfloat16."""
     return sum(int(np.prod(shape)) for shape in named.values()) * torch.bfloat16.itemsize
 
 
 def split_shards(named: Mapping[str, tuple[int, ...]], parts: int) -> list[dict[str, tuple[int, ...]]]:
-    """The same, in so many shards of about the same bytes."""
+    """Split the shapes into shards of about equal bytes."""
     total_bytes, done = bytes_of(named), 0
     shards: list[dict[str, tuple[int, ...]]] = [{} for _ in range(parts)]
     for name, shape in named.items():
@@ -101,20 +101,22 @@ def split_shards(named: Mapping[str, tuple[int, ...]], parts: int) -> list[dict[
 
 
 def check_free_space(folder: Path, needed: int) -> None:
-    """Raise RforkError, one line, where the disk has no room for so many bytes and some more."""
+    """Raise RforkError, in one line, unless the disk has room for `needed` bytes and a margin."""
     needed += SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RforkError(
             f"{folder} has {free / 1e9:.1f} GB free and the benchmark writes {needed / 1e9:.1f} GB: "
-            "make room, name another disk by TMPDIR, or take --quick"
+            "free some space, choose another disk with TMPDIR, or use --quick"
         )
 
 
 def write_image(
     name: str, quick: bool, folder: Path, file_formats: frozenset[FileFormat] = FILE_FORMATS
 ) -> StoredImage:
-    """Make an image and write it below `folder`: as safetensors, as `tensorizer` and `pickled` if wanted."""
+    """Make an image and write it below `folder`: as safetensors, and as `tensorizer` and `pickled` if
+    requested.
+    """
     generator = torch.Generator().manual_seed(len(name))
     shards = split_shards(shapes_of(name, quick), SHARDS[name])
     written: dict[str, list[Path]] = {"safetensors": [], "tensorizer": [], "pickled": []}
@@ -150,7 +152,7 @@ def write_image(
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-    """Of each tensor: its name, dtype, shape, and every byte."""
+    """Return a digest per tensor: of its name, dtype, shape, and every byte."""
     for name, tensor in tensors:
         digest = xxhash.xxh3_128(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -158,12 +160,12 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
 
 
 def fingerprint(digests: Iterable[str]) -> str:
-    """One digest of many, whatever their order."""
+    """Combine digests into one, independent of their order."""
     return xxhash.xxh3_128("\n".join(sorted(digests)).encode()).hexdigest()
 
 
 def _serialized(tensors: Tensors, stem: Path) -> Iterator[Path]:
-    # Here, as the processes that run loaders fork from one that has imported this module and no loader.
+    # Imported here, because the loader processes fork from one that has imported this module and no loader.
     from tensorizer import TensorSerializer
 
     for part, names in enumerate(_batches(list(tensors), MAX_TENSORIZER_TENSORS)):

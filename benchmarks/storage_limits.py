@@ -1,4 +1,4 @@
-"""What the media allow, for `benchmarks.storage`: no tensors, and the fewest calls that move the bytes."""
+"""Limits of the media for `benchmarks.storage`: no tensors, and the fewest calls that transfer the bytes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COPIERS, CONNECTIONS = 2, 8
 FIO, DIRECT_IO_LIMIT = "limit: fio", "limit: O_DIRECT, huge pages"
 
 Disk = Callable[[Sequence[Path]], tuple[float, int]]
-"""Reads files past the page cache, four readers at once: seconds, and bytes that were read."""
+"""Reads files past the page cache with four readers: seconds, and bytes that were read."""
 FileRange = tuple[Path, int, int]
-"""A file, and the range of it from one offset to another."""
+"""A file, and the begin and end offset of a range in it."""
 
 
 def contenders() -> list[StorageContender]:
-    """Those that run as loaders do; the disk's are `disks`."""
+    """Return the limits that run as loaders do; those of the disk are in `disks`."""
     return [
         StorageContender("limit: preadv", preadv, "limit", media=("warm",), raw=True, quick=True),
         StorageContender("limit: memcpy", memcpy, "shown", ("warm",), ("existing",), raw=True, max_rounds=SIDE_ROUNDS),
@@ -43,13 +43,13 @@ def contenders() -> list[StorageContender]:
 
 
 def disks() -> dict[str, Disk]:
-    """Who measures the disk: fio where it is, and a reader whose memory is of huge pages, as fio's is not."""
+    """Return the readers that measure the disk: fio if installed, and one with huge pages, which fio lacks."""
     fio = {FIO: lambda paths: _fio(list(split_jobs(paths)))} if shutil.which("fio") else {}
     return {**fio, DIRECT_IO_LIMIT: lambda paths: _direct(list(split_jobs(paths)))}
 
 
 def split_jobs(paths: Sequence[Path]) -> Iterator[FileRange]:
-    """The files in JOBS parts, of whole blocks: one file is cut, several are a part each."""
+    """Split the files into JOBS parts of complete blocks: a single file is cut, several are one part each."""
     each = -(-JOBS // len(paths))
     for path in paths:
         blocks = path.stat().st_size // BLOCK_BYTES
@@ -60,7 +60,7 @@ def split_jobs(paths: Sequence[Path]) -> Iterator[FileRange]:
 
 
 def preadv(target: LoadTarget) -> Load:
-    """Two threads, out of the page cache."""
+    """Read from the page cache with two threads."""
     paths = {path.name: path for path in target.stored.safetensors}
 
     def read(name: str, offset: int, view: memoryview) -> None:
@@ -76,7 +76,7 @@ def preadv(target: LoadTarget) -> Load:
 
 
 def memcpy(target: LoadTarget) -> Load:
-    """Two threads, out of this process's own memory."""
+    """Copy from this process's own memory with two threads."""
     destination = {
         path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         for path in target.stored.safetensors
@@ -90,7 +90,7 @@ def memcpy(target: LoadTarget) -> Load:
 
 
 def ranged(target: LoadTarget) -> Load:
-    """HTTP range requests on presigned URLs over eight bare connections, received where the bytes belong."""
+    """Read presigned URLs with HTTP range requests over eight bare connections, received in place."""
     if target.bucket is None:
         raise RforkError("there is no bucket to read")
     urls = {name: urlsplit(url) for name, url in target.bucket.presigned.items()}
@@ -109,7 +109,7 @@ def ranged(target: LoadTarget) -> Load:
             while b"\r\n\r\n" not in head:
                 more = connection.recv(1 << 16)
                 if not more:
-                    raise RforkError("the server hung up")
+                    raise RforkError("the server closed the connection")
                 head += more
             head, _, begun = head.partition(b"\r\n\r\n")
             if b" 206 " not in head.partition(b"\r\n")[0]:
@@ -117,7 +117,7 @@ def ranged(target: LoadTarget) -> Load:
             view[: len(begun)] = begun
             rest = view[len(begun) :]
             if len(rest) and connection.recv_into(rest, len(rest), socket.MSG_WAITALL) != len(rest):
-                raise RforkError("the server hung up")
+                raise RforkError("the server closed the connection")
 
         return get
 
@@ -125,7 +125,7 @@ def ranged(target: LoadTarget) -> Load:
 
 
 def _blockwise(target: LoadTarget, threads: int, start: Callable[[], Callable[[str, int, memoryview], None]]) -> Load:
-    """All files block by block: `start` gives each thread its own `read(name, offset, view)`."""
+    """Read all files block by block: `start` returns a `read(name, offset, view)` for each thread."""
     sizes = {path.name: path.stat().st_size for path in target.stored.safetensors}
     blocks = [(name, offset) for name, size in sizes.items() for offset in range(0, size, BLOCK_BYTES)]
 
@@ -171,7 +171,7 @@ def _direct(parts: Sequence[FileRange]) -> tuple[float, int]:
         path, begin, end = part
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            # Private, or it is a file's memory, which takes no huge pages.
+            # Private memory: that of a file cannot use huge pages.
             with mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
                 block.madvise(mmap.MADV_HUGEPAGE)
                 for offset in range(begin, end, BLOCK_BYTES):

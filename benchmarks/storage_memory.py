@@ -1,4 +1,4 @@
-"""Memory of the process that loads: what its peak was, and that every byte it got is really there."""
+"""Memory of the loading process: its peak, and checks that every byte is really in memory."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ SPARE = 1 << 30
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now (VmRSS)."""
+    """Return the bytes of this process that are in memory now (VmRSS)."""
     return _field(STATUS, "VmRSS")
 
 
 def peak_resident() -> int:
-    """The most of them since `reset_peak` (VmHWM)."""
+    """Return the peak since `reset_peak` (VmHWM)."""
     return _field(STATUS, "VmHWM")
 
 
 def reset_peak() -> None:
-    """Let the peak begin at what is in memory now."""
+    """Reset the peak to what is in memory now."""
     CLEAR_REFS.write_text(RESET_PEAK)
 
 
 def cpu_seconds() -> float:
-    """Processor time, user and system, of this process and of the children that it waited for."""
+    """Return the CPU time, user and system, of this process and its finished children."""
     usages = (resource.getrusage(usage_scope) for usage_scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class MemoryReserve:
-    """Memory that is held between runs, written to, and freed right before each.
+    """Memory that is allocated and written to between runs, and freed right before each.
 
-    A virtual machine may give free memory back to its host within seconds, and get it again page by page
-    when somebody writes there: at a tenth of the speed of memory and less. What was just freed is not yet
-    given back, so that who runs next does not pay for it.
+    A virtual machine may return free memory to its host within seconds, and get it back page by page when it
+    is written to, at a tenth of the speed of memory and less. Memory that was just freed has not been
+    returned yet, so the next run does not pay for it.
     """
 
     def __init__(self) -> None:
         self._area: mmap.mmap | None = None
 
     def acquire(self, size: int) -> int:
-        """Hold `size` bytes, or what is free but for a GiB: the page cache is to lose nothing for it."""
+        """Allocate `size` bytes, or what is free except for a GiB, so that the page cache loses nothing."""
         self.release()
         size = min(size, _field(MEMINFO, "MemFree") - SPARE)
         if size <= 0:
@@ -62,14 +62,14 @@ class MemoryReserve:
         return size
 
     def release(self) -> None:
-        """Free it."""
+        """Free the memory."""
         if self._area is not None:
             self._area.close()
             self._area = None
 
 
 def touch(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Read one byte of every page of every tensor, so that what was only mapped is read by then."""
+    """Read one byte of every page of every tensor, so that mapped pages are read too."""
     total = 0
     for begin, end in spans((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values()):
         pages = (ctypes.c_uint8 * (end - begin)).from_address(begin)
@@ -78,7 +78,9 @@ def touch(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def spans(areas: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Runs of whole pages, as begin and end, that cover these areas (address, length), and no other page."""
+    """Return the runs of complete pages, as begin and end, that cover these areas (address, length), and no
+    other page.
+    """
     page = mmap.PAGESIZE
     begin = end = 0
     for address, length in sorted(areas):
@@ -97,7 +99,7 @@ def spans(areas: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def are_mapped(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether any of them lies in a mapped file, not in memory of this process's own."""
+    """Return whether any of them is in a mapped file, not in this process's own memory."""
     begins, ends = [], []
     for line in MAPS.read_text().splitlines():
         area, _, _, _, inode, *_ = line.split()

@@ -1,14 +1,14 @@
-"""The loaders that people use, each as its documentation says.
+"""Other common loaders, each used as its documentation recommends.
 
 Each function here is the `Prepare` of a contender: it imports the library in the process that runs, before
-the clock. Who cannot write into memory that exists loads, and copies tensor by tensor as they come; who
-only maps files is cloned where the tensors are to be the process's own.
+the clock starts. A loader that cannot write into existing memory loads, and its tensors are copied one by one
+as they arrive; mapped tensors are cloned if they are to be the process's own.
 
-What was tried, into new tensors of a dense image, on two cores with other work on them, twice each: Run:ai
-with 4, 8 and 16 threads, by its own choice and buffered, and its two io_uring strategies with 8 (kept: its
-own choice with 8 on a cold disk, buffered with 16 out of the page cache, 2.5 times as fast there);
-fastsafetensors with 2, 4 and 16 threads, bound to a NUMA node and not; tensorizer with 1, 2 and 4 readers.
-The last two are run at their defaults, as nothing else was clearly faster.
+Settings tried, into new tensors of a dense image, on two cores with other load, twice each: Run:ai with 4, 8
+and 16 threads, with its own choice and buffered, and its two io_uring strategies with 8 (kept: its own choice
+with 8 on a cold disk, buffered with 16 from the page cache, 2.5 times as fast there); fastsafetensors with 2,
+4 and 16 threads, bound to a NUMA node and not; tensorizer with 1, 2 and 4 readers. The last two run at their
+defaults, as nothing else was clearly faster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONNECTIONS = 8
 
 
 def load_named(target: LoadTarget, named: NamedTensors, *, mapped: bool = False) -> Tensors:
-    """All of them where they are to be: copied into those that exist, cloned if `mapped`, or as they are."""
+    """Deliver all tensors to their destination: copied into existing ones, cloned if `mapped`, or unchanged."""
     if target.destination_tensors is None:
         clone = mapped and target.destination == "fresh"
         return {name: tensor.clone() for name, tensor in named} if clone else dict(named)
@@ -48,8 +48,8 @@ def load_named(target: LoadTarget, named: NamedTensors, *, mapped: bool = False)
 
 
 def contenders() -> list[StorageContender]:
-    """Every peer, in the order of the table."""
-    # Its own choice reads past the page cache, so that it is no faster when all is there.
+    """Return every peer, in the order of the table."""
+    # Its own choice bypasses the page cache, so it is no faster when everything is cached.
     cold = {"RUNAI_STREAMER_CONCURRENCY": "8"}
     warm = {"RUNAI_STREAMER_CONCURRENCY": "16", "RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
     in_s3 = {"RUNAI_STREAMER_CONCURRENCY": "16", "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
@@ -89,7 +89,7 @@ def contenders() -> list[StorageContender]:
 
 
 def load_file(backend: str, target: LoadTarget) -> Load:
-    """safetensors' own, a file after the other; `mmap` (its default) or `pread`."""
+    """Load with safetensors' own function, file by file; `mmap` (its default) or `pread`."""
     from safetensors.torch import load_file as load
 
     def run() -> Tensors:
@@ -100,7 +100,7 @@ def load_file(backend: str, target: LoadTarget) -> Load:
 
 
 def safe_open(target: LoadTarget) -> Load:
-    """safetensors' own, tensor by tensor, as engines do that load into a model."""
+    """Load with safetensors' own function, tensor by tensor, as engines do that load into a model."""
     from safetensors import safe_open as opened
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,7 +113,9 @@ def safe_open(target: LoadTarget) -> Load:
 
 
 def run_ai(target: LoadTarget) -> Load:
-    """Run:ai Model Streamer, all files in one request; what is copied on comes unowned, out of its ring."""
+    """Load with Run:ai Model Streamer, all files in one request; yielded tensors are views of its ring, and
+    copied.
+    """
     from runai_model_streamer import SafetensorsStreamer
 
     def run() -> Tensors:
@@ -125,7 +127,7 @@ def run_ai(target: LoadTarget) -> Load:
 
 
 def fastsafetensors(target: LoadTarget) -> Load:
-    """fastsafetensors on a CPU: pread with its own threads."""
+    """Load with fastsafetensors on a CPU: pread with its own threads."""
     from fastsafetensors import SafeTensorsFileLoader
 
     def run() -> Tensors:
@@ -142,7 +144,7 @@ def fastsafetensors(target: LoadTarget) -> Load:
 
 
 def torch_load(target: LoadTarget) -> Load:
-    """torch.load of state dicts, mapped."""
+    """Load state dicts with torch.load, mapped."""
 
     def run() -> Tensors:
         files = (torch.load(path, mmap=True, weights_only=True) for path in target.uris("pickled"))
@@ -152,7 +154,9 @@ def torch_load(target: LoadTarget) -> Load:
 
 
 def tensorizer(verify: bool, target: LoadTarget) -> Load:
-    """tensorizer, with its default number of readers; with `verify` every tensor's hashes are checked."""
+    """Load with tensorizer and its default number of readers; with `verify` every tensor's hashes are
+    checked.
+    """
     from tensorizer import TensorDeserializer, stream_io
 
     bucket = target.bucket
@@ -178,7 +182,7 @@ def tensorizer(verify: bool, target: LoadTarget) -> Load:
 
 
 def instanttensor(target: LoadTarget) -> Load:
-    """InstantTensor; it says by itself that it takes no CPU."""
+    """Load with InstantTensor; it reports itself that it does not support CPUs."""
     from instanttensor import safe_open as opened
 
     def run() -> Tensors:
@@ -189,7 +193,7 @@ def instanttensor(target: LoadTarget) -> Load:
 
 
 def boto3_load(target: LoadTarget) -> Load:
-    """boto3's own parallel download into memory, then safetensors on those bytes."""
+    """Download in parallel with boto3 into memory, then load the bytes with safetensors."""
     import boto3
     from boto3.s3.transfer import TransferConfig
     from safetensors.torch import load
@@ -208,7 +212,7 @@ def boto3_load(target: LoadTarget) -> Load:
 
 
 def boto3_download(target: LoadTarget) -> Load:
-    """boto3's own parallel download to the disk, then safetensors' load_file, out of its page cache."""
+    """Download in parallel with boto3 to disk, then load_file with safetensors, from the page cache."""
     import boto3
     from boto3.s3.transfer import TransferConfig
     from safetensors.torch import load_file as load
@@ -233,5 +237,5 @@ def boto3_download(target: LoadTarget) -> Load:
 
 def _in_s3(target: LoadTarget) -> Bucket:
     if target.bucket is None:
-        raise RforkError("this one only reads S3")
+        raise RforkError("this loader reads only S3")
     return target.bucket

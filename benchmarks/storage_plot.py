@@ -1,4 +1,4 @@
-"""The plot of `benchmarks.storage`: a panel for each question, with everybody who answers it."""
+"""Plot of `benchmarks.storage`: a panel per image, medium and destination, with all its contenders."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One run of one loader, in a process of its own.
+"""Runs one loader once, in a separate process.
 
-The process is a fork of a server that has imported torch, rfork and safetensors, and no other loader; it
-sets the loader's environment, imports it, allocates (and touches) the tensors to fill where there are some,
-and waits until the page cache is as it should be. Where the tensors are to be new, torch is told to take
-huge pages for all but rfork (THP_MEM_ALLOC_ENABLE): peers run at their best, rfork as it comes. The clock
-begins then and ends when one byte of every page of every tensor was read. After that all bytes are compared
-with what was written.
+The process is a fork of a server that has imported torch, rfork and safetensors, and no other loader. It sets
+the loader's environment, imports it, allocates (and touches) the tensors to fill, if any, and waits until the
+page cache is prepared. If the tensors are to be new, torch is configured to use huge pages for all loaders
+but rfork (THP_MEM_ALLOC_ENABLE): peers run at their best, rfork at its defaults. The clock starts then and
+stops when one byte of every page of every tensor was read. After that all bytes are compared with what was
+written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRELOADED = ["benchmarks.storage_bench"]
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What a process is told."""
+    """Job of a process."""
 
     contender: StorageContender
     stored: StoredImage
@@ -52,11 +52,11 @@ class LoadJob:
 
 
 class LoadFailed(RforkError):
-    """A loader could not do it; the text is its own."""
+    """A loader failed; the message is its own."""
 
 
 def server() -> ForkServerContext:
-    """What starts the processes: torch is imported there once, and each is a fork of it."""
+    """Return the fork server of the processes, which imports torch once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -65,9 +65,9 @@ def server() -> ForkServerContext:
 def run(
     context: ForkServerContext, job: LoadJob, before: Callable[[], None], reserve: MemoryReserve
 ) -> LoadMeasurement:
-    """Run a job; `before` (the page cache) is called once the process is ready. Raises LoadFailed.
+    """Run a job; `before` (prepares the page cache) is called once the process is ready. Raises LoadFailed.
 
-    The reserve is given free for the run, and is of one image after it.
+    The reserve is freed for the run, and has the size of one image after it.
     """
     parent_pipe, child_pipe = context.Pipe()
     process = context.Process(target=_work, args=(child_pipe, job), daemon=True)
@@ -89,7 +89,7 @@ def run(
 
 def _receive_result(parent_pipe: Connection, job: LoadJob) -> LoadMeasurement:
     if not parent_pipe.poll(RESULT_TIMEOUT_S):
-        raise LoadFailed(f"{job.contender.name} took more than {RESULT_TIMEOUT_S:g} s")
+        raise LoadFailed(f"{job.contender.name} timed out after {RESULT_TIMEOUT_S:g} s")
     try:
         result: LoadMeasurement | str = parent_pipe.recv()
     except EOFError:
@@ -106,14 +106,14 @@ def _work(child_pipe: Connection, job: LoadJob) -> None:
     if job.destination == "fresh" and not job.contender.role.startswith("ours"):
         os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # some open a descriptor for each range
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # some loaders open a descriptor per range
     try:
         into = _allocated(job) if job.destination == "existing" else None
         load = job.contender.prepare(LoadTarget(job.stored, job.bucket, job.destination, into))
         child_pipe.send(LoadMeasurement(0.0, 0.0, 0))
         child_pipe.recv()
         child_pipe.send(_measured(job, load))
-    except Exception as error:  # whatever a loader raises is its result
+    except Exception as error:  # any error of a loader is its result
         first = next(iter(str(error).splitlines()), "")
         child_pipe.send(f"{type(error).__name__}: {first}"[:200])
 
@@ -130,15 +130,15 @@ def _measured(job: LoadJob, load: Load) -> LoadMeasurement:
     cpu = cpu_seconds() - cpu
     extra_bytes = peak_resident() - base - (0 if job.destination == "existing" else stored.bytes)
     if are_mapped(loaded) != (job.destination == "mapped"):
-        raise RforkError(f"what it loaded is not {job.destination}")
+        raise RforkError(f"the loaded tensors are not {job.destination}")
     expected = stored.file_fingerprint if job.contender.raw else stored.fingerprint
     if fingerprint(digests_of(loaded.items())) != expected:
-        raise RforkError("the bytes it loaded are wrong")
+        raise RforkError("the loaded bytes are wrong")
     return LoadMeasurement(seconds, cpu, max(extra_bytes, 0))
 
 
 def _allocated(job: LoadJob) -> Tensors:
-    """A model's tensors, or files' buffers: one allocation each, every page of it there."""
+    """Allocate a model's tensors, or files' buffers: one allocation each, with every page in memory."""
     if job.contender.raw:
         files = job.stored.safetensors
         return {path.name: torch.zeros(path.stat().st_size, dtype=torch.uint8) + 1 for path in files}

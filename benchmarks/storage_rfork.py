@@ -1,4 +1,4 @@
-"""rfork's own loaders, as `benchmarks.storage` runs them: by what a user calls, at its default settings."""
+"""rfork's own loaders for `benchmarks.storage`: public functions at the default settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "rfork"
 
 
 def contenders() -> list[StorageContender]:
-    """rfork as it comes; by force past the page cache, or through it; and with every chunk verified."""
+    """Return rfork at its defaults, forced past the page cache or through it, and with every chunk verified."""
     return [
         StorageContender(NAME, checkpoint, "ours", media=("cold", "warm", "s3"), quick=True),
         *(
@@ -48,7 +48,7 @@ def contenders() -> list[StorageContender]:
 
 
 def checkpoint(target: LoadTarget) -> Load:
-    """A Hugging Face folder: into a module that exists, or into new tensors."""
+    """Load a Hugging Face folder into an existing module, or into new tensors."""
     folder = target.bucket.uri("safetensors") if target.bucket else str(target.stored.checkpoint)
     if target.destination_tensors is not None:
         return _into_module(target.destination_tensors, folder)
@@ -61,7 +61,7 @@ def checkpoint(target: LoadTarget) -> Load:
 
 
 def snapshot(target: LoadTarget) -> Load:
-    """A snapshot of just that module."""
+    """Restore a snapshot of the module."""
     if target.destination_tensors is None:
         raise RforkError("a snapshot is restored into a module")
     return _into_module(target.destination_tensors, target.uris("snapshot")[0], verified=True)
@@ -76,7 +76,7 @@ def write_snapshot(stored: StoredImage) -> None:
 
 
 def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module whose parameters these tensors are."""
+    """Return a module with these tensors as parameters."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, leaf = name.split(".")

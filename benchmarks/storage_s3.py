@@ -1,4 +1,4 @@
-"""The S3 server of `benchmarks.storage`: SeaweedFS over loopback, with both images in it."""
+"""S3 server of `benchmarks.storage`: SeaweedFS over loopback, with both images."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UPLOADS = 4
 def serving(
     images: Mapping[str, StoredImage], formats_by_image: Mapping[str, frozenset[FileFormat]], folder: Path
 ) -> Iterator[dict[str, Bucket]]:
-    """A server with these images, of each the formats that are wanted, for the time of the block; by name."""
-    # Here, as the processes that run loaders fork from one that has imported this module and no client.
+    """Run a server with these images in the requested formats for the block; yields the buckets by name."""
+    # Imported here, because the loader processes fork from one that has imported this module and no client.
     import boto3
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
@@ -39,7 +39,7 @@ def serving(
         for name, file_formats in formats_by_image.items():
             stored = images[name]
             bucket = Bucket(BUCKET, name, server.environment(), {})
-            # Beside the tensors' files lie their index, and a snapshot's manifest.
+            # Includes the index of the tensors' files, and a snapshot's manifest.
             folders = [stored.folder / file_format for file_format in sorted(file_formats)]
             for path in sorted(path for folder in folders for path in folder.iterdir()):
                 key = f"{name}/{path.relative_to(stored.folder)}"
@@ -53,5 +53,5 @@ def serving(
                 for path in stored.safetensors
             }
             buckets[name] = Bucket(BUCKET, name, server.environment(), presigned)
-        os.sync()  # or what was written is still on its way to the disk while the first ones run
+        os.sync()  # otherwise written data is still being flushed to disk during the first runs
         yield buckets

@@ -1,4 +1,4 @@
-"""The rows and the figures of `benchmarks.storage`, of what was measured. Pure."""
+"""Rows and figures of `benchmarks.storage`, computed from the measurements. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ VERSUS, VERIFIED_VERSUS = "storage_vs_best_peer", "storage_verified_vs_best_peer
 
 @dataclass(frozen=True)
 class Comparison:
-    """Our row beside the best of the others' that answer the same question."""
+    """Our row and the best comparable row of another loader."""
 
     rfork_case: StorageCase
     other: StorageCase
     ratio: float
-    """How many times as long the other takes."""
+    """The other loader's time divided by ours."""
 
     @property
     def line(self) -> str:
-        """In words."""
+        """The comparison in words."""
         return f"{self.rfork_case.label} / {self.other.contender}: {self.ratio:.3f}"
 
 
 def row(result: StorageResult) -> Row:
-    """One line of the table, of a case that ran."""
+    """Return the table row of a case that ran."""
     case = result.case
     seconds = [run.seconds for run in result.runs]
     limit = case.destination == "none"
@@ -48,9 +48,10 @@ def row(result: StorageResult) -> Row:
 
 
 def against_peers(results: Iterable[StorageResult], *, verified: bool = False) -> list[Comparison]:
-    """Each of our rows against the fastest peer with the same image, medium and destination, the worst first.
+    """Compare each of our rows with the fastest peer of the same image, medium and destination, the worst
+    first.
 
-    With `verified`, what checks digests as it loads, on both sides.
+    With `verified`, compare only loaders that check digests as they load, on both sides.
     """
     fastest: dict[tuple[str, Medium, Destination], StorageResult] = {}
     completed = [result for result in results if result.runs]
@@ -77,7 +78,7 @@ def against_peers(results: Iterable[StorageResult], *, verified: bool = False) -
 
 
 def figures(results: Sequence[StorageResult]) -> dict[str, float]:
-    """The figures that design section 8 names, and beside them those for the other media."""
+    """Return the figures of DESIGN section 11, and those for the other media."""
     completed = [result for result in results if result.runs]
     rfork_case = {result.case.comparison_key: result.speed for result in completed if result.case.role == "ours"}
     named: dict[str, float] = {}
@@ -108,25 +109,25 @@ def figures(results: Sequence[StorageResult]) -> dict[str, float]:
 
 
 def limits_of(results: Iterable[StorageResult], medium: Medium) -> dict[Destination, float]:
-    """What the medium allows of the dense image, bytes a second, for each destination."""
+    """Return the limit of the medium for the dense image, in bytes per second, for each destination."""
     found: dict[Destination, float] = {}
     for result in results:
         case = result.case
         if case.role == "limit" and result.runs and (case.image, case.medium) == (DENSE, medium):
-            # A limit that goes nowhere counts for every destination; of several, what the medium can do.
+            # A limit without a destination counts for every destination; of several, the fastest counts.
             for destination in DESTINATIONS if case.destination == "none" else (case.destination,):
                 found[destination] = max(found.get(destination, 0.0), result.speed)
     return found
 
 
 def notes(results: Sequence[StorageResult]) -> dict[str, Value]:
-    """Which rows the figures are of, in words; for the settings."""
+    """Return in words the rows that the figures come from; for the settings."""
     note_rows: dict[str, Value] = {}
     for name, verified in ((VERSUS, False), (VERIFIED_VERSUS, True)):
         comparison = against_peers(results, verified=verified)
         if comparison:
             note_rows[f"{name}_worst_row"] = comparison[0].line
-            note_rows[f"{name}_rows_behind"] = "; ".join(each.line for each in comparison if each.ratio < 1)
+            note_rows[f"{name}_slower_rows"] = "; ".join(each.line for each in comparison if each.ratio < 1)
     rfork_case = [result for result in results if result.runs and result.case.role.startswith("ours")]
     if rfork_case:
         note_rows["storage_peak_rss_over_row"] = max(rfork_case, key=lambda result: result.extra_bytes).case.label

@@ -1,4 +1,4 @@
-"""``python -m rfork`` is the `rfork` command."""
+"""Entry point of ``python -m rfork``: the `rfork` command."""
 
 from rfork.cli.app import main
 

@@ -107,7 +107,7 @@ class CheckpointError(UserError):
 
 
 class ModelError(UserError):
-    """A model folder cannot be built into a module."""
+    """A module cannot be built from a model folder."""
 
 
 class EngineMismatch(UserError):
@@ -190,7 +190,7 @@ class PlannerUnreachable(NetworkError):
 
 
 class PlannerRejected(NetworkError):
-    """The planner answered with a problem document (RFC 9457).
+    """The planner returned a problem document (RFC 9457).
 
     `status` is the HTTP status; `problem` is the last part of the problem's type URI.
     """
@@ -207,7 +207,7 @@ class SourceUnreachable(NetworkError):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            hint="a firewall or network policy drops packets between the two, or large packets are lost:"
+            hint="a firewall or network policy drops packets between the two hosts, or large packets are lost:"
             " compare the MTU of both ends (`ip link`, `ping -M do -s 1472 HOST`)",
         )
 

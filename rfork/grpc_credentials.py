@@ -16,7 +16,7 @@ from rfork.settings import TlsSettings
 
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
-CREDENTIALS_ERROR: Final = "the TLS files (RFORK_TLS_*) cannot be used"
+CREDENTIALS_ERROR: Final = "unusable TLS files (RFORK_TLS_*)"
 PEM_HINT: Final = (
     "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are a matching pair of PEM files; RFORK_TLS_CA is a PEM file too"
 )
@@ -57,7 +57,7 @@ class _Renewal:
             files = _read(self._tls)
         except OSError as error:
             # For example an incomplete renewal: a certificate that does not match the key yet.
-            if str(error) != self._last_problem:  # not at each handshake
+            if str(error) != self._last_problem:  # once per problem, not at each handshake
                 logger("rfork.tls").warning(CREDENTIALS_ERROR, reason=str(error), used="the previous files")
             self._last_problem = str(error)
             return None
@@ -103,7 +103,7 @@ def _naming(variable: str, files: str) -> Iterator[None]:
     """Add the variable and its files to an OSError raised in the block."""
     try:
         yield
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise OSError(f"{variable}: cannot use {files}: {error.strerror or error}") from error
 
 

@@ -12,7 +12,7 @@ from rfork.logs import logger
 log = logger(__name__)
 
 SERVING_THREAD_NICE: Final = 5
-"""Niceness of the threads that serve readers, so that the engine has precedence; measured below."""
+"""Niceness of the threads that serve readers, so that the engine has priority; measured below."""
 
 
 def lower_thread_priority(nice: int) -> None:

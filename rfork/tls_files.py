@@ -62,7 +62,7 @@ class CurrentContext:
         try:
             self._context = self._make(self._tls)
         except (SettingsError, OSError) as error:
-            self._log.warning("TLS files cannot be used, keeping those read before", reason=str(error))
+            self._log.warning("unusable TLS files, using the previous ones", reason=str(error))
             return
         self._warned_at = 0.0
         self._log.info("TLS files reloaded", certificate=str(self._tls.certificate))
@@ -130,7 +130,7 @@ def _show_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
         raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
     try:
         context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         pair = f"{tls.certificate} with {tls.key}"
         raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {error}") from error
 

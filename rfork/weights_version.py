@@ -28,7 +28,7 @@ UNSTATED: Final = "this target states none"
 
 
 def of_weights(weights_id: str) -> str:
-    """Return the version of the weights of a replica with one rank, by the digest of all their bytes."""
+    """Return the version of a single-rank replica's weights, derived from the digest of all their bytes."""
     return f"weights:{weights_id}"
 
 

@@ -9,15 +9,15 @@ from tests.processes import RforkProcess, startup_patch
 
 GATE_PATCH = """
 from rfork.planner_client.client import PlannerClient
-ask, gates = PlannerClient.ask, [{gate!r}]
+request_plan, gates = PlannerClient.request_plan, [{gate!r}]
 
 def gated(client, request, **options):
     if gates:
-        print("asks", flush=True)
+        print("gate reached", flush=True)
         open(gates.pop()).read()
-    return ask(client, request, **options)
+    return request_plan(client, request, **options)
 
-PlannerClient.ask = gated
+PlannerClient.request_plan = gated
 """
 """Startup patch of such a fork: opening a FIFO waits for a writer."""
 
@@ -34,7 +34,7 @@ class PlanGate:
 
     def wait_reached(self, process: RforkProcess) -> None:
         """Wait until the process, which has printed nothing else, reaches the gate."""
-        process.wait_for("^asks$")
+        process.wait_for("^gate reached$")
 
     def open(self) -> None:
         """Let the process continue."""

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if sys.version_info[:2] < MIN_PYTHON:
         python_version = ".".join(map(str, sys.version_info[:2]))
-        print(f"{sys.executable} is Python {python_version}; Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is required")
+        print(
+            f"{sys.executable} is Python {python_version}; Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is required"
+        )
         return 1
     testing = arguments[0] == "test"
     until = time.monotonic() + (TEST_S if testing else float(os.environ.get("GPU_BENCH_S", BENCH_S)))
@@ -124,7 +126,7 @@ def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> in
     except subprocess.TimeoutExpired:
         print(f"{' '.join(command[1:4])}: ended after more than {seconds:.0f} s")
         _end(process)
-        output, _ = process.communicate()  # all that wrote is gone
+        output, _ = process.communicate()  # all writers have ended
     finally:
         _end(process)
     if keep:
@@ -136,7 +138,7 @@ def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> in
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Nothing of its group is left."""
+    """End a process and its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -150,7 +152,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def machine_folder(python: str) -> str:
-    """The name of this machine's results."""
+    """Return the folder name of this machine's results."""
     cpu = ""
     for text in Path("/proc/cpuinfo").read_text().splitlines():
         if text.startswith("model name"):
@@ -160,7 +162,7 @@ def machine_folder(python: str) -> str:
 
 
 def folder_name(gpus: Sequence[str], cpu: str, cores: int) -> str:
-    """As ``h100-epyc-16core``, ``8xa100-xeon-96core``, ``epyc-2core``: GPU, CPU and cores."""
+    """Return GPU, CPU and cores as ``h100-epyc-16core``, ``8xa100-xeon-96core`` or ``epyc-2core``."""
     parts: list[str] = []
     if gpus:
         model = next(re.finditer(r"(?:[RG]TX )?[A-Z]*\d+\w*", gpus[0].upper()), None)

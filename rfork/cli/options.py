@@ -45,7 +45,7 @@ EgressOption = Annotated[
     ),
 ]
 HostOption = Annotated[
-    str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_NODE_NAME]")
+    str | None, typer.Option("--node-name", metavar="NAME", help="Name of this node [env: RFORK_NODE_NAME]")
 ]
 
 

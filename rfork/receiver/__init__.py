@@ -1,1 +1,1 @@
-"""The receiving side: one rank's run from "I have a layout and no bytes" to "every chunk verified"."""
+"""The target side: one rank's fork from "layout without bytes" to "all chunks verified"."""

@@ -1,6 +1,6 @@
-"""The sources of one fork: whom it reads from now, who failed and how, and what each gave.
+"""The active sources of one fork, their failures, and the bytes that each served.
 
-Runs on the target. The puller holds its lock around every call here.
+Runs on the target. The transfer holds its lock around every call here.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from rfork.transport.base import CONNECT_TIMEOUT_S
 log = logger(__name__)
 
 MAX_FAILURES = 3
-"""A source that failed this often is not asked again by this fork, whoever was at fault."""
+"""A fork does not retry a source after this many failures, whoever was at fault."""
 MOVE_AFTER_S = 0.5
-"""A source that has given nothing for so long may lose its chunks to others that have nothing to read."""
+"""If a source has served nothing for this long, its chunks may be read from idle sources."""
 
 
 class SourceFactoryProtocol(Protocol):
-    """Makes the (not yet started) feeds of a plan."""
+    """Creates the sources of a plan, not yet started."""
 
     def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
-        """The feed of one route."""
+        """Return the source for one route."""
         ...
 
     def open_storage(self, read: StorageAssignment, listener: SourceListener) -> StorageSource:
-        """The feed of this instance's own storage."""
+        """Return the source for this instance's own storage."""
         ...
 
     def exclude(self, name: str) -> None:
-        """The storage of that name failed: it is not to be offered again."""
+        """Do not offer the storage of this name again: it failed."""
         ...
 
 
 class ActiveSources:
-    """Keeps the feeds in step with the plan and the schedule."""
+    """Keeps the open sources in step with the plan and the scheduler."""
 
     def __init__(
         self,
@@ -69,53 +69,54 @@ class ActiveSources:
         self._shares: dict[str, SourceShare] = {}
 
     def apply_plan(self, routes: Sequence[Route], reads: Sequence[StorageAssignment]) -> None:
-        """Follow a plan: feeds that it names are kept or opened, those that nothing is wanted of end."""
+        """Follow a plan: keep or open the sources that it names, and close those without assigned chunks."""
         for route in routes:
             source = self._active.get(route.source_id)
             if isinstance(source, PeerSource):
                 source.renew(route.lease)
             else:
                 self._add(route.source_id, self._source_factory.open_peer(route, self._listener))
-        wanted = {route.source_id: route.chunks for route in routes}
+        assigned = {route.source_id: route.chunks for route in routes}
         for read in reads:
             name = storage_name(read.kind, read.uri)
             if name not in self._active:
                 self._add(name, self._source_factory.open_storage(read, self._listener))
-            wanted[name] = ranges.normalise((*wanted.get(name, ()), *read.chunks))
-        self._scheduler.assign(wanted)
+            assigned[name] = ranges.normalise((*assigned.get(name, ()), *read.chunks))
+        self._scheduler.assign(assigned)
         for source_id in [name for name in self._active if not self._scheduler.has_assigned(name)]:
             self._retire(source_id)
 
     def _add(self, source_id: str, source: ChunkSource) -> None:
-        # What an earlier feed of this source offered is void: nothing can be read before this one is up.
+        # Chunks that an earlier connection to this source offered are void: nothing can be read until this
+        # one is open.
         self._scheduler.fail(source_id)
         self._active[source_id] = source
         source.start()
 
     def close_all(self) -> None:
-        """Read from nobody any more."""
+        """Stop reading from all sources."""
         for source_id in list(self._active):
             self._scheduler.fail(source_id)
             self._retire(source_id)
 
     def find(self, source_id: str) -> ChunkSource | None:
-        """The feed of a source that is read from now."""
+        """Return the active source of this id."""
         return self._active.get(source_id)
 
     def renew(self, leases: Mapping[str, Lease]) -> None:
-        """Newer lease tokens, by source."""
+        """Replace the lease tokens, by source."""
         for source_id, lease in leases.items():
             source = self._active.get(source_id)
             if isinstance(source, PeerSource):
                 source.renew(lease)
 
     def fail(self, source: ChunkSource, error: RforkError) -> None:
-        """Give up on a source, and keep its fault for the planner."""
+        """Give up on a source, and record its fault for the planner."""
         if self._active.get(source.source_id) is not source:
-            return  # it failed already, and this is the echo on another thread
+            return  # already failed; a second report from another thread
         self._scheduler.fail(source.source_id)
         self._retire(source.source_id)
-        source.reading.fail(error)
+        source.source_span.fail(error)
         if isinstance(source, StorageSource):
             self.fail_storage(source.source_id, source.instance_id, error)
             return
@@ -124,12 +125,16 @@ class ActiveSources:
         self._record_fault(source.source_id, source.instance_id, fault, error)
 
     def fail_storage(self, name: str, instance_id: str, error: RforkError) -> None:
-        """This instance cannot read the storage of that name: somebody else has to, or it reads another."""
+        """Record that this instance cannot read the storage of that name: another instance must, or it reads
+        other storage.
+        """
         self._source_factory.exclude(name)
         self._record_fault(name, instance_id, "storage", error)
 
     def record_unavailable_transport(self, error: TransportUnavailable) -> None:
-        """A transport cannot be used with a source that others reach: said once, and nobody is blamed."""
+        """Record once that a transport cannot be used with a source that other targets reach; no party is
+        blamed.
+        """
         if all(str(error) != str(each) for each in self.reasons):
             self.reasons.append(error)
 
@@ -141,17 +146,18 @@ class ActiveSources:
         )
 
     def fail_stalled(self, now: float) -> None:
-        """Give up on sources that something is wanted of and that are silent or stand still."""
+        """Give up on sources that have assigned chunks and are silent or make no progress."""
         for source_id, source in list(self._active.items()):
             stall = source.check(now, starved=self._scheduler.is_starved(source_id))
             if stall is not None and self._scheduler.has_assigned(source_id):
                 self.fail(source, stall)
 
     def find_stragglers(self, now: float) -> bool:
-        """Find the sources that give nothing while others do; returns whether there are new ones.
+        """Find the sources that serve nothing while others do; returns whether there are new ones.
 
-        Others may read their chunks after `MOVE_AFTER_S`. After `CONNECT_TIMEOUT_S` one is given up whose remaining
-        chunks cannot be moved, since they are being read from it: others can give them all.
+        After `MOVE_AFTER_S`, other sources may serve their chunks. After `CONNECT_TIMEOUT_S`, a source is
+        given up if its remaining chunks cannot be moved because they are being read from it: the other
+        sources can serve all of them.
         """
         silent = {
             name: source
@@ -163,11 +169,13 @@ class ActiveSources:
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
                 if self._scheduler.has_assigned(name) and now - source.began_at >= CONNECT_TIMEOUT_S:
-                    self.fail(source, SourceUnreachable(f"{source.address}: no byte came within {CONNECT_TIMEOUT_S:g} s"))
+                    self.fail(
+                        source, SourceUnreachable(f"{source.address}: no byte received within {CONNECT_TIMEOUT_S:g} s")
+                    )
         return bool(self._scheduler.late - before)
 
     def record_verified(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:
-        """This many chunks from this source are verified."""
+        """Count chunks from this source that were verified."""
         share = self._shares.get(source_id) or SourceShare(source_id, host, transport, 0, 0)
         self._shares[source_id] = replace(
             share,
@@ -178,7 +186,7 @@ class ActiveSources:
 
     @property
     def current_assignments(self) -> tuple[ChunkAssignment, ...]:
-        """What is read from whom by the plan there is; this instance's own id stands for its storage."""
+        """Chunks by source under the current plan; this instance's own id stands for its storage."""
         chunks: dict[str, tuple[ranges.Range, ...]] = {}
         for source_id, part in self._scheduler.shares.items():
             if (source := self._active.get(source_id)) is not None:
@@ -188,72 +196,71 @@ class ActiveSources:
 
     @property
     def storage_activity(self) -> tuple[float, bool] | None:
-        """When storage that something is wanted of, be it own or a source's, last gave something.
-
-        And whether it is that of a source.
+        """Time of the last activity of any storage with assigned chunks, local or upstream, and whether it
+        was upstream.
         """
-        wanted = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
+        assigned = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
         found = [
             (source.last_storage_activity_at, isinstance(source, PeerSource))
-            for source in wanted
+            for source in assigned
             if source.last_storage_activity_at is not None
         ]
         return max(found, default=None)
 
     @property
     def last_storage_block_at(self) -> float | None:
-        """When own storage that something is wanted of last gave a block; None: none has."""
-        wanted = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
-        found = [source.last_block_at for source in wanted if isinstance(source, StorageSource)]
+        """Time of the last block from local storage with assigned chunks; None before the first block."""
+        assigned = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
+        found = [source.last_block_at for source in assigned if isinstance(source, StorageSource)]
         return max((at for at in found if at is not None), default=None)
 
     @property
     def any_active(self) -> bool:
-        """Whether a source is left, if only to say what its image holds."""
+        """Whether any source is left, even one that can only send its manifest."""
         return bool(self._active)
 
     def others_have_work(self, source: ChunkSource) -> bool:
-        """Whether another source is left that something is wanted of."""
+        """Return whether another active source has assigned chunks."""
         return any(other is not source and self._scheduler.has_assigned(name) for name, other in self._active.items())
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
-        """What each source gave so far, most first."""
+        """Chunks and bytes that each source served, sorted by bytes in descending order."""
         return tuple(sorted(self._shares.values(), key=lambda share: -share.verified_bytes))
 
     @property
     def weights_changing(self) -> bool:
-        """Whether the last that failed did so as its weights changed: it may soon give others."""
+        """Whether the last failure was a change of the source's weights: it may soon serve the new ones."""
         failures = (each for each in reversed(self.reasons) if not isinstance(each, TransportUnavailable))
         return isinstance(next(failures, None), SourceWeightsChanged)
 
     @property
     def has_work(self) -> bool:
-        """Whether a source is left that something is wanted of."""
+        """Whether an active source has assigned chunks."""
         return any(self._scheduler.has_assigned(source_id) for source_id in self._active)
 
     @property
     def faults(self) -> tuple[SourceFault, ...]:
-        """Faults that the planner has not heard of yet."""
+        """Faults that were not yet reported to the planner."""
         return tuple(self._faults)
 
     def mark_reported(self, faults: Sequence[SourceFault]) -> None:
-        """The planner has heard of these, the oldest."""
+        """Remove faults, the oldest ones, that were reported to the planner."""
         del self._faults[: len(faults)]
 
     @property
     def any_retired(self) -> bool:
-        """Whether `pop_retired` has something to give."""
+        """Whether `pop_retired` would return any source."""
         return bool(self._closing)
 
     def pop_retired(self) -> list[ChunkSource]:
-        """Feeds that ended since the last call, for the caller to close without the lock."""
+        """Return the sources retired since the last call, for the caller to close without the lock."""
         closing, self._closing = self._closing, []
         return closing
 
     @property
     def all_sources(self) -> tuple[ChunkSource, ...]:
-        """All feeds that ever were, to be closed and joined at the end."""
+        """All sources opened so far, to close and join at the end."""
         return (*self._active.values(), *self._retired)
 
     def _retire(self, source_id: str) -> None:

@@ -1,8 +1,9 @@
-"""Which chunk is read next, and from whom: the state of one fork, without threads, clocks or sockets.
+"""Decides which chunk is read next and from which source: pure state of one fork, without threads, clocks or
+sockets.
 
-The puller holds its lock around every call here. A chunk is in one of these states: verified; in
-flight (one reader fills it); assigned to a source by the newest plan, or by a claim, which plans do not
-change; unassigned (its source failed, and a new plan is wanted).
+The transfer holds its lock around every call here. A chunk is in one of these states: verified; in flight
+(exactly one reader fills it); assigned to a source by the newest plan, or reserved, which plans do not
+change; unassigned (its source failed, and a new plan is needed).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rfork.image.ranges import Range
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """One chunk to be read from one source."""
+    """One chunk to read from one source."""
 
     source_id: str
     chunk: int
@@ -29,7 +30,7 @@ def _unlimited(_source_id: str) -> int:
 
 
 class ChunkScheduler:
-    """The chunks of one fork; every chunk is read by at most one reader at a time."""
+    """The chunks of one fork; each chunk has at most one reader at a time."""
 
     def __init__(self, chunk_count: int, verified: Iterable[Range] = ()) -> None:
         self.chunk_count = chunk_count
@@ -38,13 +39,13 @@ class ChunkScheduler:
         self._reserved: dict[int, str] = {}
         self._in_flight: dict[int, str] = {}
         self._readable: dict[str, set[int]] = {}
-        self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `next_read`
+        self._ready: dict[str, list[int]] = {}  # heaps; `next_read` discards outdated entries
         self._attempts: dict[int, int] = {}
         self.late: frozenset[str] = frozenset()
-        """Sources that have given nothing yet, though others have: these may read their chunks meanwhile."""
+        """Sources that have served nothing yet while others have: the others may read their chunks."""
 
     def assign(self, routes: Mapping[str, Iterable[Range]]) -> None:
-        """Follow a new plan: chunk ranges by source. What is in flight stays with its reader."""
+        """Follow a new plan: chunk ranges by source. Chunks in flight stay with their reader."""
         self._assigned = {
             chunk: source
             for source, parts in routes.items()
@@ -58,21 +59,20 @@ class ChunkScheduler:
             self._queue(chunk)
 
     def mark_available(self, source_id: str, chunks: Iterable[Range]) -> None:
-        """A source says that these chunks can be read from it."""
+        """Record that these chunks can be read from a source."""
         readable = self._readable.setdefault(source_id, set())
-        # Clipped first: a source that offers 2**60 chunks must not cost the memory to list them.
+        # Clip first: a source that offers 2**60 chunks must not cost the memory to list them.
         for chunk in ranges.indices(ranges.intersect(chunks, ((0, self.chunk_count),))):
             if chunk not in readable:
                 readable.add(chunk)
                 self._queue(chunk)
 
     def next_read(self, window: Callable[[str], int] = _unlimited) -> ChunkRead | None:
-        """The next read, now in flight; None when no assigned chunk is readable yet.
+        """Return the next read, now in flight, or None if no assigned chunk is readable yet.
 
-        From no source that as many reads as its `window` are under way from already.
-
-        From the source that has the fewest reads under way, so that several sources are drawn on at
-        once, and of its chunks the lowest, so that a chain of relays stays in step.
+        Skips sources that already have `window` reads in flight. Chooses the source with the fewest reads in
+        flight, so that several sources are used concurrently, and its lowest chunk, so that a chain of relays
+        stays in step.
         """
         load = Counter(self._in_flight.values())
         first = {
@@ -91,7 +91,7 @@ class ChunkScheduler:
         return ChunkRead(source, chunk)
 
     def _reassign_from_slowest(self, load: Mapping[str, int], window: Callable[[str], int]) -> bool:
-        """Assign one chunk of a late source to another, which has nothing else to read; whether one was."""
+        """Assign one chunk of a late source to an idle one; returns whether a chunk was moved."""
         for source, readable in self._readable.items():
             if source in self.late or load.get(source, 0) >= window(source):
                 continue
@@ -104,7 +104,9 @@ class ChunkScheduler:
         return False
 
     def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
-        """The chunks that are read from this source now, and the next `count` that `next_read` will give of it."""
+        """Return the chunks in flight from this source, and the next `count` that `next_read` will return for
+        it.
+        """
         waiting = (
             chunk
             for chunk in self._ready.get(source_id, ())
@@ -114,13 +116,17 @@ class ChunkScheduler:
         return in_flight_chunks, heapq.nsmallest(count, set(waiting))
 
     def reserve(self, source_id: str, chunks: Iterable[int]) -> None:
-        """These are read from a source that no plan names, whatever plans say; not what is in flight."""
+        """Reserve chunks for a source that no plan names; later plans do not change this. Skips chunks in
+        flight.
+        """
         for chunk in chunks:
             if chunk not in self._verified and chunk not in self._in_flight:
                 self._assigned[chunk] = self._reserved[chunk] = source_id
 
     def next_reserved(self) -> ChunkRead | None:
-        """The next read of a claimed chunk, now in flight; None: all are in flight, or there is none."""
+        """Return the next read of a reserved chunk, now in flight, or None if all are in flight or none is
+        reserved.
+        """
         chunk = next((chunk for chunk in self._reserved if chunk not in self._in_flight), None)
         if chunk is None:
             return None
@@ -129,51 +135,53 @@ class ChunkScheduler:
 
     @property
     def reserved(self) -> list[int]:
-        """What `next_reserved` has still to give, in order."""
+        """Chunks that `next_reserved` has yet to return, in order."""
         return [chunk for chunk in self._reserved if chunk not in self._in_flight]
 
     def unreserve(self, chunks: Iterable[int] | None = None) -> None:
-        """These chunks, or all, are claimed no more: a new plan says from whom they are read."""
+        """Release the reservation of these chunks, or of all: a new plan assigns them."""
         for chunk in list(self._reserved if chunks is None else chunks):
             if self._reserved.pop(chunk, None) is not None:
                 self._assigned.pop(chunk, None)
 
     def _queue(self, chunk: int) -> None:
-        """Have the chunk taken, if its source is known and it can be read from there."""
+        """Queue the chunk if it is assigned to a source and readable from it."""
         source = self._assigned.get(chunk)
         if source is not None and chunk not in self._in_flight and chunk in self._readable.get(source, ()):
             heapq.heappush(self._ready.setdefault(source, []), chunk)
 
     def _is_current(self, source: str, heap: list[int]) -> bool:
-        """Drop what can no longer be taken from the heap's top; whether anything is left."""
+        """Drop outdated entries from the top of the heap; returns whether any entry is left."""
         while heap and (self._assigned.get(heap[0]) != source or heap[0] in self._in_flight):
             heapq.heappop(heap)
         return bool(heap)
 
     def verified(self, read: ChunkRead) -> None:
-        """The read ended with the right bytes."""
+        """Record that the read delivered the right bytes."""
         self._in_flight.pop(read.chunk, None)
         self._assigned.pop(read.chunk, None)
         self._reserved.pop(read.chunk, None)
         self._verified.add(read.chunk)
 
     def dropped(self, read: ChunkRead) -> None:
-        """The read ended without the right bytes: the chunk is read again, from whoever it is assigned to."""
+        """Record that the read failed: the chunk is read again from the source that it is assigned to."""
         self._in_flight.pop(read.chunk, None)
         self._queue(read.chunk)
 
     def fail(self, source_id: str) -> None:
-        """Take all chunks back from a source; those in flight are dropped by their readers."""
+        """Unassign all chunks of a source; its readers drop those in flight."""
         self._assigned = {chunk: source for chunk, source in self._assigned.items() if source != source_id}
         self._readable.pop(source_id, None)
         self._ready.pop(source_id, None)
 
     def invalidate(self, chunks: Iterable[int]) -> None:
-        """These verified chunks turned out wrong: they are read again, once a plan says from whom."""
+        """Mark verified chunks as wrong: they are read again once a plan assigns them."""
         self._verified.difference_update(chunks)
 
     def mark_found(self, chunks: Iterable[int]) -> list[int]:
-        """These hold the right bytes already; returns them without those verified before or in flight."""
+        """Mark chunks that already contain the right bytes; returns them without those already verified or in
+        flight.
+        """
         fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
         for chunk in fresh:
             self._assigned.pop(chunk, None)
@@ -182,32 +190,32 @@ class ChunkScheduler:
         return fresh
 
     def mark_all_verified(self) -> None:
-        """Every chunk was verified by other means; nothing is in flight."""
+        """Mark every chunk as verified by other means; nothing is in flight."""
         self._verified.update(range(self.chunk_count))
         self._assigned.clear()
         self._reserved.clear()
 
     @property
     def shares(self) -> dict[str, tuple[Range, ...]]:
-        """What is read, or will be by the newest plan, by source."""
+        """Chunks in flight, or assigned by the newest plan, by source."""
         chunks: dict[str, list[int]] = {}
         for chunk, source in (self._assigned | self._in_flight).items():
             chunks.setdefault(source, []).append(chunk)
         return {source: ranges.from_indices(indices) for source, indices in chunks.items()}
 
     def has_assigned(self, source_id: str) -> bool:
-        """Whether the newest plan, or a reader, still needs something of this source."""
+        """Return whether the newest plan, or a reader, still needs chunks of this source."""
         return source_id in self._assigned.values() or source_id in self._in_flight.values()
 
     def is_starved(self, source_id: str) -> bool:
-        """Whether chunks are assigned to this source and none of them can be read or is being read."""
+        """Return whether this source has assigned chunks, but none that is readable or being read."""
         readable = self._readable.get(source_id, set())
         wanted = {chunk for chunk, source in self._assigned.items() if source == source_id}
         return bool(wanted) and not wanted & readable and source_id not in self._in_flight.values()
 
     @property
     def unassigned(self) -> bool:
-        """Whether a chunk is missing that no source is asked for: a new plan is needed."""
+        """Whether a missing chunk has no source, so that a new plan is needed."""
         covered = self._verified | self._assigned.keys() | self._in_flight.keys()
         return len(covered) < self.chunk_count
 
@@ -217,15 +225,15 @@ class ChunkScheduler:
         return len(self._verified) == self.chunk_count
 
     def inflight_with(self, read: ChunkRead) -> int:
-        """How many other reads are under way from the same source."""
+        """Return the number of other reads in flight from the same source."""
         return Counter(self._in_flight.values())[read.source_id] - 1
 
     @property
     def in_flight(self) -> int:
-        """How many reads are under way."""
+        """Number of reads in flight."""
         return len(self._in_flight)
 
     @property
     def rereads(self) -> dict[int, int]:
-        """Chunks that were read more than once, and how many times more."""
+        """Chunks that were read more than once, with the number of extra reads."""
         return {chunk: count - 1 for chunk, count in self._attempts.items() if count > 1}

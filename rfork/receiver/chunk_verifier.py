@@ -1,13 +1,15 @@
-"""What each chunk of one fork must hold: by the manifest, or by the draft while there is none.
+"""Expected digest of each chunk of one fork, from the manifest or, until it is known, from the provisional
+image.
 
-Runs on the target. The puller holds its lock around every call here. A draft is what an instance that
-reads files without a manifest has found so far: it digests each chunk, and tells the digest with the
-chunk. All chunks on the board are of one draft, until a manifest is known; then those that differ from
-it are dropped, and read again.
+Runs on the target. The transfer holds its lock around every call here. An instance that reads files without a
+manifest builds a provisional image: it digests each chunk and sends the digest with it. All verified chunks
+belong to one provisional image until a manifest is known; then chunks that differ from the manifest are
+dropped and read again.
 
-A draft has the name of its files' origin, so several may read on where one died. Where files of one
-origin turn out to differ all the same, whoever finds it drops what it holds and goes on under another
-name, ``ORIGIN-…``: whoever holds chunks of the first then drops them too.
+A provisional image is named after the origin of its files, so that another instance can continue if its
+reader dies. If files of one origin turn out to differ, the instance that finds the difference drops its
+chunks and continues under another name, ``ORIGIN-…``, and instances with chunks of the first image then drop
+them too.
 """
 
 from __future__ import annotations
@@ -28,27 +30,29 @@ log = logger(__name__)
 
 
 class ServingState(Protocol):
-    """This instance's giving side, as the fork that fills it sees it."""
+    """Interface of the fork to this instance's seed."""
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """What the image must hold is known."""
+        """Set the manifest of the image."""
         ...
 
     def invalidate(self, chunks: Sequence[int]) -> None:
-        """These chunks were offered and are wrong: whoever read them has to know."""
+        """Notify readers that these chunks, which were offered, are wrong."""
         ...
 
     def fence(self) -> None:
-        """Nothing is held any more, and what the image must hold is not known."""
+        """Drop all chunks and the manifest."""
         ...
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
-        """When storage last gave something, here or (`relayed`) to whom this instance waits for."""
+        """Set the time of the last storage activity, local or (`relayed`) of a source that this instance
+        waits for.
+        """
         ...
 
 
 class ChunkVerifier:
-    """The manifest or the draft of one fork, and what each source says of its own chunks."""
+    """The manifest or the provisional image of one fork, and the digests that each source reported."""
 
     def __init__(
         self, image: Image, chunk_state: ChunkState, scheduler: ChunkScheduler, serving_state: ServingState
@@ -61,34 +65,34 @@ class ChunkVerifier:
         self._provisional_by_source: dict[str, dict[int, bytes]] = {}
         self._storage_readers: set[str] = set()
         self._from_local_files: set[int] = set()
-        """Chunks that own files hold too: found there, or read from there."""
+        """Chunks that the local files contain too: compared with them, or read from them."""
         self._previous_digests: dict[int, bytes] = {}
-        """Digests of what is in the image still from the weights before."""
+        """Digests of chunks that the image still contains from the previous weights."""
 
-    # -- what sources say -------------------------------------------------------------------------
+    # -- reports from sources -------------------------------------------------------------------------
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """The manifest is known: chunks that do not match it are dropped."""
+        """Set the manifest, and drop chunks that do not match it."""
         before = self.manifest
         if before is not None and before.weights_id == manifest.weights_id:
             return
         self.manifest = manifest
-        self._scheduler.unreserve()  # what was claimed is of the manifest before
+        self._scheduler.unreserve()  # chunks were reserved for the previous manifest
         wrong = [index for index, digest in self._chunk_state.digests.items() if digest != manifest.digests[index]]
         if wrong:
-            self._chunk_state.set_provisional_id(None)  # what is left is not what its files hold
+            self._chunk_state.set_provisional_id(None)  # the remaining chunks are not those of its files
         self.invalidate(wrong, f"not of weights {manifest.weights_id}")
         if before is not None and not wrong:
-            self._serving_state.invalidate(())  # whoever waits here was told of other weights, and has to hear of it
+            self._serving_state.invalidate(())  # waiting readers know the previous weights, and need a new generation
         self._serving_state.set_manifest(manifest)
         self._reuse_unchanged_chunks(manifest)
 
     def add_provisional_digests(
         self, source_id: str, provisional_id: str, digests: Mapping[int, bytes], *, alone: bool
     ) -> None:
-        """A source without a manifest says what it holds; `alone`: nothing is wanted of any other.
+        """Record the digests of a source without a manifest; `alone`: no other source has assigned chunks.
 
-        Raises SourceWeightsChanged where these chunks and those of this fork are not of one image.
+        Raises SourceWeightsChanged if these chunks and those of this fork belong to different images.
         """
         if self.manifest is not None:
             if any(self.manifest.digests[chunk] != digest for chunk, digest in digests.items()):
@@ -100,7 +104,8 @@ class ChunkVerifier:
         ):
             if self._chunk_state.provisional_id is not None and not alone:
                 raise SourceWeightsChanged(
-                    f"its chunks are of draft {provisional_id}, here they are of {self._chunk_state.provisional_id}"
+                    f"its chunks belong to provisional image {provisional_id}, those of this fork to "
+                    f"{self._chunk_state.provisional_id}"
                 )
             self._start_provisional(provisional_id)
         self._provisional_by_source.setdefault(source_id, {}).update(digests)
@@ -108,14 +113,14 @@ class ChunkVerifier:
     def verify_local_files(
         self, source_id: str, origin: str, compared: Mapping[int, bytes], *, agrees: bool
     ) -> Mapping[int, bytes]:
-        """This instance reads files of `origin` by itself; whether they hold what was `compared`.
+        """Record that this instance reads files of `origin`, and whether they contain the `compared` digests.
 
-        Returns the digests of chunks that are held besides, which have to be compared first. Raises
-        StorageError where the manifest is known and the files do not agree with it.
+        Returns the digests of further verified chunks, which must be compared first. Raises StorageError if
+        the manifest is known and the files do not match it.
         """
         if self.manifest is not None:
             if not agrees:
-                raise StorageError(f"holds other weights than {self.manifest.weights_id}")
+                raise StorageError(f"contains other weights than {self.manifest.weights_id}")
             return {}
         provisional_id = self._chunk_state.provisional_id
         if provisional_id is None or provisional_id.partition("-")[0] != origin:
@@ -132,21 +137,22 @@ class ChunkVerifier:
         return {}
 
     def remove_source(self, source_id: str) -> None:
-        """The source has ended: what it said counts no more."""
+        """Forget the digests of a source that has ended."""
         self._provisional_by_source.pop(source_id, None)
         self._storage_readers.discard(source_id)
 
     def invalidate_all(self, reason: str) -> None:
-        """Hold nothing and know nothing any more."""
+        """Drop all chunks and the manifest."""
         self.invalidate(list(ranges.indices(self._chunk_state.verified)), reason)
         self._reset()
 
     def restart(self) -> int:
-        """Nobody gives the weights any more that this fork has begun; returns how many chunks were held.
+        """Drop the weights that this fork began, as no source serves them any more; returns how many chunks
+        were verified.
 
-        They stay in the image: those that the next weights have too are not read again. Whoever reads
-        from here is told by a new generation, and starts over in its turn. Nothing may be in flight:
-        what lands later would count for the weights that come next.
+        Their bytes stay in the image: chunks that the next weights share are not read again. Readers of this
+        instance get a new generation and start over too. No read may be in flight: it would count for the
+        next weights.
         """
         verified_chunks = list(ranges.indices(self._chunk_state.verified))
         self._previous_digests |= self._chunk_state.digests
@@ -156,7 +162,9 @@ class ChunkVerifier:
         return len(verified_chunks)
 
     def _reuse_unchanged_chunks(self, manifest: Manifest) -> None:
-        """Mark what is left of the weights before and is right; digested anew, as much may have happened."""
+        """Mark chunks of the previous weights that are right; they are digested again, as they may have been
+        overwritten.
+        """
         left, self._previous_digests = self._previous_digests, {}
         same = [
             chunk
@@ -174,12 +182,12 @@ class ChunkVerifier:
         self._storage_readers.clear()
         self._from_local_files.clear()
 
-    # -- what was read ----------------------------------------------------------------------------
+    # -- completed reads ----------------------------------------------------------------------------
 
     def expected(self, source_id: str, chunk: int) -> bytes | None:
-        """The digest that a chunk read from this source must have; None: whatever it turns out to be.
+        """Return the required digest of a chunk read from this source, or None if any digest is accepted.
 
-        Raises SourceWeightsChanged where that is not known any more.
+        Raises SourceWeightsChanged if it is no longer known.
         """
         if self.manifest is not None:
             return self.manifest.digests[chunk]
@@ -187,18 +195,18 @@ class ChunkVerifier:
             return None
         digest = self._provisional_by_source.get(source_id, {}).get(chunk)
         if digest is None:
-            raise SourceWeightsChanged(f"chunk {chunk} is of another draft than this fork holds by now")
+            raise SourceWeightsChanged(f"chunk {chunk} belongs to another provisional image than this fork has now")
         return digest
 
     def mark_from_local_files(self, chunk: int) -> None:
-        """The chunk was read from own files."""
+        """Record that the chunk was read from local files."""
         self._from_local_files.add(chunk)
 
     def digests_to_compare(self) -> dict[int, bytes]:
-        """Digests that files have to hold too, before chunks of theirs are given: of all that is held.
+        """Return digests to compare with files before their chunks are served: those of all verified chunks.
 
-        With a manifest, which every chunk is checked against, and where nothing is held but something
-        is offered, the first and the last are enough to tell at once that the files are others.
+        With a manifest, which every chunk is checked against, or without verified chunks, the first and the
+        last suffice to detect files of other weights early.
         """
         verified_digests = self._chunk_state.digests
         if verified_digests and self.manifest is None:
@@ -209,7 +217,7 @@ class ChunkVerifier:
         return {chunk: digests[chunk] for chunk in (min(digests), max(digests))} if digests else {}
 
     def invalidate(self, chunks: Sequence[int], reason: str) -> None:
-        """Forget chunks that were verified: they are read again."""
+        """Drop verified chunks: they are read again."""
         if chunks:
             log.warning("chunks dropped", chunks=len(chunks), reason=reason)
             self._from_local_files.difference_update(chunks)
@@ -217,9 +225,10 @@ class ChunkVerifier:
             self._serving_state.invalidate(chunks)
 
     def finalize_manifest(self) -> bool:
-        """Every chunk is held: whether they are known to be of one image.
+        """Return whether the complete image is known to be consistent. Call it once all chunks are verified.
 
-        By the manifest; or because all are those of own files: then their digests are the manifest.
+        It is, given a manifest, or if all chunks come from local files: their digests then become the
+        manifest.
         """
         count = len(self._image.layout.chunks)
         if self.manifest is None and (len(self._from_local_files) == count or not count):
@@ -228,15 +237,17 @@ class ChunkVerifier:
         return self.manifest is not None
 
     def invalidate_unconfirmed(self) -> None:
-        """Every chunk is held, and nobody is left who could say that they are of one image.
+        """Drop some chunks of a complete image that no source can confirm as consistent.
 
-        Some are given up: whoever is asked for them by the next plan knows it, or finds it out.
+        The source that the next plan assigns for them knows the manifest or determines it.
         """
         last = len(self._image.layout.chunks) - 1
         others = [chunk for chunk in ranges.indices(self._chunk_state.verified) if chunk not in self._from_local_files]
-        self.invalidate(others if self._from_local_files else [last], "nobody is left who knows the whole image")
+        self.invalidate(
+            others if self._from_local_files else [last], "no source knows the manifest of the complete image"
+        )
 
     def _start_provisional(self, provisional_id: str) -> None:
-        """Chunks are of this draft from now on; those of the one before are dropped."""
-        self.invalidate_all(f"not of draft {provisional_id}")
+        """Start a provisional image; chunks of the previous one are dropped."""
+        self.invalidate_all(f"not of provisional image {provisional_id}")
         self._chunk_state.set_provisional_id(provisional_id)

@@ -1,9 +1,9 @@
-"""The cold start, on the instance's side: what it could read by itself if the planner elects it to.
+"""Cold start on the target: the storage that this instance can read if the planner elects it.
 
-Runs on the target. Nobody holds the image, and many instances want it: each tells the planner what it
-could read, and the planner has every byte read by one of them, for all. A snapshot or a checkpoint
-that fits byte for byte is read chunk by chunk, and given onwards while it is read; an opaque loader
-fills the whole module first.
+Runs on the target. If no instance has the image and several need it, each reports to the planner which
+storage it can read, and the planner has each byte read by one instance, for all. A snapshot or a checkpoint
+that matches byte for byte is read chunk by chunk and served meanwhile; an opaque loader fills the complete
+module first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logger(__name__)
 
 
 class ModuleReplaced(Exception):
-    """A loader put new tensors in the module's place: the weights are loaded, the image is not of them.
+    """A loader replaced the module's tensors: the weights are loaded, but the image does not contain them.
 
-    Not an error of the fork's: `fallback` is what loaded them.
+    Not a failure of the fork: `fallback` loaded the weights.
     """
 
     def __init__(self, fallback: Fallback) -> None:
@@ -45,10 +45,10 @@ class ModuleReplaced(Exception):
 
 
 class StorageCandidates:
-    """The ways of one fork as the planner is told of them, and as they are read; a context manager.
+    """Storage that one fork offers to the planner and reads when elected; a context manager.
 
-    A fork that has a source costs no disk anything: the ways are opened once `open` is called. A way that
-    cannot work is left out, with a warning; it is tried again as a fallback, and says why there.
+    A fork that has a source causes no disk reads: storage is opened by `open`. Storage that cannot be used is
+    left out with a warning, is tried again as a fallback, and reports its error there.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class StorageCandidates:
         tracer: Tracer = NOOP_TRACER,
         check_files: Callable[[], None] | None = None,
     ) -> None:
-        """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways.
+        """`exclude`: tensors that the image leaves out; see `capture`. Without `derived`, nothing is offered.
 
-        `timeout_s` is how long storage that gives nothing is waited for when it is opened; `elsewhere` runs
-        a way that builds a model of its own. `check_files` raises CheckpointError where the instance's own
-        files are of another version than it wants: those that wait for them must not get them.
+        `timeout_s` is how long opening may take without progress; `load_out_of_place` runs a fallback that
+        builds a new model. `check_files` raises CheckpointError if the instance's files are not of its
+        version: waiting instances must not receive them.
         """
         self.advertised: tuple[StorageCandidate, ...] = ()
-        """What was opened; nothing before `open`."""
+        """Opened storage; empty before `open`."""
         self.reasons: list[RforkError] = []
-        """Why ways were left out."""
+        """Reasons why storage was left out."""
         self._fallbacks = fallbacks
         self._module = module
         self._image = image
@@ -90,9 +90,9 @@ class StorageCandidates:
         self._loaders: dict[tuple[StorageType, str], Fallback] = {}
 
     def open(self) -> bool:
-        """Open the ways, all at once; whether this call, the first, found any.
+        """Open all storage concurrently; returns whether this call was the first and found any.
 
-        Raises UserError kinds where a way makes no sense at all.
+        Raises subclasses of UserError for invalid settings.
         """
         with self._lock:
             if self._opened:
@@ -105,9 +105,9 @@ class StorageCandidates:
                 try:
                     storage = attempt.result(until) if attempt is not None else None
                     if fallback.storage_type != "snapshot" and self._check_files is not None:
-                        self._check_files()  # once they are open: what is read is what was checked
+                        self._check_files()  # after opening, so that the files that are read are the checked ones
                 except (CheckpointError, StorageError) as error:
-                    log.warning("not offered for a cold start", way=fallback.name, reason=str(error))
+                    log.warning("storage not offered for a cold start", fallback=fallback.name, reason=str(error))
                     self.reasons.append(error)
                     continue
                 if storage is not None:
@@ -126,23 +126,23 @@ class StorageCandidates:
         return AbandonableCall(fallback.name, lambda: open_storage(self._module, self._image, derived), _close)
 
     def remove(self, name: str) -> None:
-        """Offer the way of that name (`KIND:URI`) no more."""
+        """Stop offering the storage of that name (`KIND:URI`)."""
         self.advertised = tuple(offer for offer in self.advertised if storage_name(offer.kind, offer.uri) != name)
 
     def storage_for(self, read: StorageAssignment) -> ImageStorage:
-        """The storage of a plan. Raises StorageError where this instance has none such."""
+        """Return the storage of a plan. Raises StorageError if this instance did not offer it."""
         self.open()
         storage = self._chunk_sources.get((read.kind, read.uri))
         if storage is None:
-            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which was not offered")
+            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which this instance did not offer")
         return storage
 
     def run_loader(self, read: StorageAssignment) -> Manifest:
-        """Fill the module by a loader, and digest it. Raises RforkError kinds, or Rebound."""
+        """Fill the module with a loader, and digest it. Raises RforkError, or ModuleReplaced."""
         span = self._tracer.start_span("read from storage", source=storage_name(read.kind, read.uri))
         try:
             return self._run_loader(read)
-        except RforkError as error:  # not Rebound: that one is loaded
+        except RforkError as error:  # not ModuleReplaced, which is a success
             span.fail(error)
             raise
         finally:
@@ -152,9 +152,9 @@ class StorageCandidates:
         self.open()
         fallback = self._loaders.get((read.kind, read.uri))
         if fallback is None:
-            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which was not offered")
+            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which this instance did not offer")
         if self._seed.manifest is not None:
-            self._seed.fence()  # it was of other weights than those that come now
+            self._seed.fence()  # its weights are about to be replaced
         if fallback.load_out_of_place is not None and self._load_out_of_place is not None:
             self._load_out_of_place(fallback)
             raise ModuleReplaced(fallback)

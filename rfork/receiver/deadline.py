@@ -1,4 +1,4 @@
-"""When a fork has to end. Runs on the target."""
+"""Deadline of a fork. Runs on the target."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ FINAL_REPORT_S: Final = 0.3
 class Deadline:
     """`monotonic_time` is a `time.monotonic()` value, read by every thread of one fork.
 
-    As long as this instance reads its own storage, for all that wait behind it, and that advances, it
-    is put off: whoever would have to read everything again later is no better off.
+    It is extended while this instance reads its own storage for waiting instances and makes progress:
+    starting over elsewhere would take longer.
     """
 
     def __init__(self, monotonic_time: float) -> None:
         self.monotonic_time = monotonic_time
 
     def extend(self, until: float) -> None:
-        """Not before `until`."""
+        """Move the deadline to `until`, if that is later."""
         self.monotonic_time = max(self.monotonic_time, until)
 
 
 def final_report_deadline(deadline: float) -> float:
-    """Return the deadline of the calls that end a fork: its own, at least `FINAL_REPORT_S` from now."""
+    """Return the deadline of the calls that end a fork: the fork's own, but at least `FINAL_REPORT_S` from
+    now.
+    """
     return max(deadline, time.monotonic() + FINAL_REPORT_S)

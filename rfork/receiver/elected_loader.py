@@ -1,4 +1,6 @@
-"""A loader that fills the whole image, in the stead of a pull. Runs on the target, on the caller's thread."""
+"""Runs a loader that fills the complete image in place of a transfer. Runs on the target, on the caller's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ log = logger(__name__)
 POLL_INTERVAL_S = 0.25
 
 RunLoader = Callable[[StorageAssignment], Manifest]
-"""Fills the image by a loader that this instance offered; raises RforkError kinds where that failed."""
+"""Fills the image with a loader that this instance offered; raises RforkError if that fails."""
 
 
 class ElectedLoader:
-    """Runs the loader that the planner elected this instance for; it writes every byte itself."""
+    """Runs the loader that the planner elected this instance for; the loader writes every byte."""
 
     def __init__(
         self,
@@ -38,9 +40,9 @@ class ElectedLoader:
         changed: threading.Condition,
         identity: tuple[str, str],
     ) -> None:
-        """`changed` is the puller's lock and its bell; `identity` this instance's id and host."""
+        """`changed` is the transfer's condition variable; `identity` is this instance's id and host."""
         self.bytes_read = 0
-        """Bytes that the loader left."""
+        """Bytes that the loader wrote."""
         self._chunk_state = chunk_state
         self._scheduler = scheduler
         self._verifier = verifier
@@ -51,10 +53,10 @@ class ElectedLoader:
         self._identity = identity
 
     def load(self, read: StorageAssignment) -> None:
-        """Fill the image, or keep the fault for the planner. No thread but this one writes meanwhile."""
+        """Fill the image, or record the fault for the planner. No other thread writes meanwhile."""
         name, size = storage_name(read.kind, read.uri), self._chunk_state.chunks.image_bytes
         instance_id, host = self._identity
-        log.info("loading for all that wait", storage=name)
+        log.info("loading for all waiting instances", storage=name)
         with self._changed:
             self._sources.close_all()
             retired = self._sources.pop_retired()
@@ -63,7 +65,7 @@ class ElectedLoader:
         with self._changed:
             while self._scheduler.in_flight:
                 self._changed.wait(POLL_INTERVAL_S)
-            self._verifier.invalidate_all("a loader writes them anew")
+            self._verifier.invalidate_all("a loader overwrites them")
             self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
         try:
             manifest = self._run_loader(read)

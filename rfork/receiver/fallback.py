@@ -1,8 +1,8 @@
-"""The ways to fill a module without a peer: offered to the planner, and what a fork ends with.
+"""Fallbacks: ways to fill a module without a peer, also offered to the planner for cold starts.
 
-Runs on the target. A transfer that failed may have left any bytes in any tensor. A checkpoint or an
-engine's loader writes the parameters and persistent buffers again, but not what the model computed
-for itself when it was built (rotary tables, masks): those are kept before the first byte arrives.
+Runs on the target. A failed transfer may leave any bytes in any tensor. A checkpoint or an engine's loader
+overwrites the parameters and persistent buffers, but not what the model computed when it was built (rotary
+tables, masks): these are copied before the first byte arrives.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.weights_version import short
 
 log = logger(__name__)
-ALTERNATIVES_HINT: Final = "start a seed, or give a checkpoint folder to fall back to"
-"""What to do where no failure says so itself."""
-FIX_FALLBACK_HINT: Final = "correct what the last reason names, or start a seed"
+ALTERNATIVES_HINT: Final = "start a seed, or pass a checkpoint folder to fall back to"
+"""Hint if no failure has one."""
+FIX_FALLBACK_HINT: Final = "fix the problem in the last reason, or start a seed"
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
 OutOfPlaceLoader = Callable[[], nn.Module]
-"""Builds and loads another model; what it raises is raised to who asked for the fork, as it is."""
+"""Builds and loads another model; its exceptions reach the caller of the fork unchanged."""
 OpenStorage = Callable[[nn.Module, Image, "DerivedTensors"], ImageStorage | None]
 
 
 class LoaderError(Exception):
-    """A loader that builds a model of its own failed, as `error` says; the first model is gone by then.
+    """A loader that builds its own model failed with `error`, after the first model was released.
 
-    Not an error of the fork's: nothing can follow it here.
+    Not a failure of the fork: no other fallback can follow.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -64,15 +64,15 @@ class LoaderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """One way to fill a module without a peer; `name` is the word for it in the report.
+    """One way to fill a module without a peer; `name` identifies it in the report.
 
-    `storage_type` and `uri` are what it reads, as the planner is told; a `uri` only where that has a name.
-    `open` gives what can be read chunk by chunk, or None where `load` has to do it all; it raises
-    CheckpointError or StorageError where neither will work. It is called at any time of the fork, on
-    a thread of its own, so it must not look at the bytes of the tensors. Without it, `load` does it.
+    `storage_type` and `uri` describe it to the planner; `uri` is empty for storage without a name. `open`
+    returns storage that can be read chunk by chunk, or None if `load` must do everything; it raises
+    CheckpointError or StorageError if neither works. It may be called at any time of the fork, on its own
+    thread, so it must not read the bytes of the tensors. Without it, `load` is used.
 
-    With `load_out_of_place`, it is a loader that builds a model of its own in the place of the module, as engines do:
-    the module's memory is given back first, so that the two never stand side by side. It is the last way, and
+    With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
+    released first, so that the two models never exist at the same time. It must be the last fallback, and
     `load` is not called.
     """
 
@@ -85,7 +85,9 @@ class Fallback:
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
-    """Load a checkpoint of safetensors files: a path, or any URI of storage. Raises SettingsError."""
+    """Return a fallback that loads a checkpoint of safetensors files: a path, or any storage URI. Raises
+    SettingsError.
+    """
     checked_uri = _validate_uri(Location.parse(uri).uri)
 
     def load(module: nn.Module) -> None:
@@ -95,28 +97,29 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
         try:
             return CheckpointChunks.open(Checkpoint.open(uri, settings), module, image, derived.kept)
         except NotBytewiseLoadable as error:
-            log.info("the checkpoint can only be loaded whole", checkpoint=checked_uri, reason=str(error))
+            log.info("the checkpoint can only be loaded as a whole", checkpoint=checked_uri, reason=str(error))
             return None
 
     return Fallback(f"checkpoint {uri if _is_path(uri) else checked_uri}", load, "checkpoint", checked_uri, chunks)
 
 
 def loader_fallback(loader: Loader) -> Fallback:
-    """Call the caller's own loader."""
+    """Return a fallback that calls the caller's own loader."""
     return Fallback("loader", loader)
 
 
 def engine_fallback(load: OutOfPlaceLoader, check: Callable[[], None]) -> Fallback:
-    """The engine's own loader, which builds a model anew.
+    """Return a fallback that runs the engine's own loader, which builds a new model.
 
-    `check` raises CheckpointError or StorageError where it has nothing to load from: then it is not offered.
+    `check` raises CheckpointError or StorageError if there is nothing to load from; then the loader is not
+    offered.
     """
 
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
         check()
 
     def reject_in_place(module: nn.Module) -> None:
-        raise UserError("the engine's loader builds a model of its own")
+        raise UserError("the engine's loader builds its own model")
 
     return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load)
 
@@ -128,14 +131,15 @@ def snapshot_fallback(
     settings: StorageSettings | None = None,
     version: str | None = None,
 ) -> Fallback:
-    """Read a snapshot, whose image leaves out what matches `exclude` (see `capture`).
+    """Return a fallback that reads a snapshot, whose image leaves out tensors that match `exclude` (see
+    `capture`).
 
-    It must hold weights of `version`; None: of any.
-    `uri`, or path, is of its file, or of the folder that holds one for each rank. Raises SettingsError.
+    It must contain weights of `version`; None: of any version. `uri` (or path) is the file, or the folder
+    with one for each rank. Raises SettingsError.
     """
     named = str(uri)
     folder, name = snapshot_location(named, rank)
-    # Of the file, whatever names it; and not with the query of a presigned URL, which is a secret.
+    # The URI of the file itself, without the query of a presigned URL, which is a secret.
     checked_uri = _validate_uri(folder.child(name.partition("?")[0]).uri)
 
     def load(module: nn.Module) -> None:
@@ -159,14 +163,14 @@ def snapshot_fallback(
 
 
 class DerivedTensors:
-    """The tensors a loader would not write again, copied at construction, put back by `restore`.
+    """Tensors that a loader would not write, copied at construction and put back by `restore`.
 
-    `kept` holds the copies (uint8, 1-D), each with its offset in the image, in image order. `loadable` are
-    the tensors of the image that a loader has to write: parameters and persistent buffers.
+    `kept` has the copies (uint8, 1-D), each with its offset in the image, in image order. `loadable` are the
+    tensors of the image that a loader must write: parameters and persistent buffers.
     """
 
     def __init__(self, module: nn.Module, image: Image) -> None:
-        """Raises UserError where the module's `state_dict` raises."""
+        """Raises UserError if the module's `state_dict` raises."""
         regions = image.regions
         carried = ranges.normalise(
             (begin, begin + length) for begin, length in zip(regions.addresses, regions.lengths, strict=True)
@@ -190,25 +194,25 @@ class DerivedTensors:
 
     @property
     def storages(self) -> frozenset[int]:
-        """The addresses of the storages that the tensors lie in."""
+        """Return the addresses of the tensors' storages."""
         return frozenset(region.untyped_storage().data_ptr() for region in self._regions)
 
     @property
     def nbytes(self) -> int:
-        """The memory the copies take."""
+        """Memory used by the copies."""
         return sum(copy.nbytes for _, copy in self.kept)
 
     def restore(self) -> None:
-        """Put the bytes back as they were before the transfer."""
+        """Restore the bytes from before the transfer."""
         with torch.no_grad():
             for region, (_, copy) in zip(self._regions, self.kept, strict=True):
                 region.copy_(copy)
 
 
 def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fallback: Fallback) -> None:
-    """Load one way into a clean model. Raises RforkError kinds, whatever the loader raised.
+    """Run one fallback on a clean model. Raises RforkError, whatever the loader raised.
 
-    A loader that leaves a part of the model as it was has failed: UserError names the first such tensor.
+    A loader that leaves a part of the model unchanged has failed: UserError names the first such tensor.
     """
     poison: Poison | None = None
     if derived is not None:
@@ -223,8 +227,8 @@ def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fa
         raise UserError(f"{fallback.name}: {_one_line(error)}") from error
     if poison is not None and (left := poison.unwritten(registered_state(module))):
         raise UserError(
-            f"{fallback.name} did not fill {left[0]} ({len(left)} such)",
-            hint="a loader has to fill all parameters and persistent buffers: name those that are not to be"
+            f"{fallback.name} did not fill {left[0]} (tensors not filled: {len(left)})",
+            hint="a loader must fill all parameters and persistent buffers; name those that must not be"
             " forked in exclude=",
         )
 
@@ -236,10 +240,11 @@ def run_fallbacks(
     reasons: Sequence[RforkError],
     load_out_of_place: Callable[[Fallback], None] | None = None,
 ) -> Fallback:
-    """Try each way into a clean model; returns the one that worked.
+    """Try each fallback on a clean model; returns the one that worked.
 
-    `reasons` are the failures so far; `load_out_of_place` runs those that build a model of their own. Raises
-    AllSourcesFailed, with those and each way's own, when none worked: the module's content is then undefined.
+    `reasons` are the failures so far; `load_out_of_place` runs fallbacks that build their own model. Raises
+    AllSourcesFailed with these and the failure of each fallback if none worked: the module's content is then
+    undefined.
     """
     failures = list(reasons)
     for fallback in fallbacks:
@@ -250,46 +255,48 @@ def run_fallbacks(
             else:
                 load_into_clean_module(module, derived, fallback)
         except RforkError as error:
-            # A way that could not be offered is tried all the same, and mostly fails alike.
+            # A fallback that could not be offered is tried anyway; it mostly fails the same way.
             failures = [one for one in failures if (one.kind, str(one)) != (error.kind, str(error))]
             failures.append(error)
         else:
             return fallback
-    failure_text = "; ".join(f"{error.kind}: {error}" for error in failures) or "no source and no fallback was given"
+    failure_text = (
+        "; ".join(f"{error.kind}: {error}" for error in failures) or "no source and no fallback is configured"
+    )
     raise AllSourcesFailed(
-        f"no way to get the weights is left: {failure_text}",
+        f"no source or fallback worked: {failure_text}",
         failures,
         hint=_advice(failures, tried=bool(fallbacks)),
     )
 
 
 def _check_version(snapshot: Snapshot, version: str | None) -> None:
-    """Raise CheckpointError for a snapshot of other weights than those of `version`."""
+    """Raise CheckpointError if a snapshot has weights of another version than `version`."""
     recorded = snapshot.manifest_file.version
     if version is None or recorded == version:
         return
     if recorded is None and version.startswith("weights:"):
-        return  # derived from this very snapshot, which records none
+        return  # derived from this snapshot, which records no version
     raise CheckpointError(
-        f"snapshot {snapshot.uri} holds version {short(recorded)}, and this instance wants {short(version)}",
+        f"snapshot {snapshot.uri} has version {short(recorded)}, but this instance requires {short(version)}",
         hint="write the snapshot again from an instance of that version, or unset RFORK_SNAPSHOT",
     )
 
 
 def _advice(failures: Sequence[RforkError], *, tried: bool) -> str:
-    """What to do: the hint of the last failure that has one, or of a fallback that does not fit its own."""
+    """Return the hint: that of the last failure with one, or of a fallback whose files do not fit the model."""
     if tried and failures and isinstance(failures[-1], UserError):
         return failures[-1].hint or FIX_FALLBACK_HINT
     return next((error.hint for error in reversed(failures) if error.hint), ALTERNATIVES_HINT)
 
 
 def _validate_uri(uri: str) -> str:
-    """A URI as it is told to the planner. Raises SettingsError where that would refuse it."""
+    """Return a URI that the planner accepts. Raises SettingsError if it would not."""
     try:
         return _text.validate_python(uri)
     except ValidationError as error:
         why = error.errors()[0]["msg"]
-        raise SettingsError(f"{uri[:200]!r} cannot be told to the planner: {why}") from None
+        raise SettingsError(f"the planner does not accept the URI {uri[:200]!r}: {why}") from None
 
 
 def _is_path(uri: str | Path) -> bool:
@@ -297,11 +304,11 @@ def _is_path(uri: str | Path) -> bool:
 
 
 def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, less those that the module itself leaves out of its state."""
+    """Return parameters and persistent buffers, except those that the module leaves out of its state."""
     try:
         state = module.state_dict(keep_vars=True)
         objects = {id(value) for value in state.values()}
-    except Exception as error:  # a module's own code may raise anything
+    except Exception as error:  # the module's own code may raise anything
         raise UserError(f"the module's state_dict() raised {_one_line(error)}") from error
     return {name: tensor for name, tensor in registered_state(module).items() if name in state or id(tensor) in objects}
 
@@ -311,7 +318,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _with_bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold its bytes, each element its own."""
+    """Return the tensors with its bytes, without overlapping elements."""
     return (plain for plain in plain_tensors(tensor) if can_be_poisoned(plain))
 
 

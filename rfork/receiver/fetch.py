@@ -1,6 +1,6 @@
-"""The image of a running instance without its module: forked into plain memory. Runs on the target.
+"""Forks the image of a running instance into plain memory, without its module. Runs on the target.
 
-For whoever wants the bytes of an image and not the model: `rfork snapshot`, `rfork cache`.
+Used by commands that need an image's bytes but not the model: `rfork snapshot`, `rfork cache`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rfork.source.seed import InstanceIdentity
 from rfork.transport.selection import select_transports
 
 TRANSIENT_EGRESS_SHARE = 0.01
-"""Weight of an instance that is gone once it has the weights: others are sent to it last."""
+"""Egress share of an instance that ends once it has the weights: the planner prefers other sources."""
 
 CheckLayout = Callable[[Layout], None]
-"""Told the layout before memory is taken for it; refuses it by raising."""
+"""Receives the layout before memory is allocated for it; raises to refuse it."""
 
 
 def fetch(
@@ -41,10 +41,11 @@ def fetch(
     settings: InstanceSettings,
     on_progress: OnProgress | None = None,
 ) -> tuple[Image, Manifest]:
-    """Fork the image that `source_instance` holds, from whomever the planner sends to, into this process's memory.
+    """Fork the image of `source_instance` into this process's memory, from the sources that the planner
+    assigns.
 
-    `connect` makes planner clients, one for each use. The image is verified chunk by chunk; nothing is given
-    once this returns. Raises what `rfork.fork` raises.
+    `connect` creates planner clients, one for each use. The image is verified chunk by chunk, and no longer
+    served once this returns. Raises what `rfork.fork` raises.
     """
     image, manifest, _ = fetch_with_report(source_instance, connect, settings, on_progress)
     return image, manifest
@@ -57,13 +58,14 @@ def fetch_with_report(
     on_progress: OnProgress | None = None,
     check: CheckLayout | None = None,
 ) -> tuple[Image, Manifest, ForkReport]:
-    """As `fetch`, with the report of the fork (whose seed is closed). Raises what `check` raises, too.
+    """Run `fetch`, and also return the report of the fork (whose seed is closed). Also raises what `check`
+    raises.
 
-    All of it takes `InstanceSettings.deadline_s` at most, asking for the layout included.
+    Takes at most `InstanceSettings.deadline_s`, including the request for the layout.
     """
     until = time.monotonic() + settings.deadline_s
-    # What passes through maps nothing: its source would keep files of the chunks ever after, laid out for a
-    # reader that has gone and not for the instances to come.
+    # A transient instance maps nothing: its source would keep files of the chunks, laid out for a reader that
+    # has left instead of for the next instances.
     settings = settings.model_copy(update={"shm_mode": "copy"})
     with connect() as planner:
         layout = _layout(planner, source_instance, settings, until)
@@ -72,11 +74,11 @@ def fetch_with_report(
     left = until - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded(
-            f"the {settings.deadline_s:g} s are over before the first byte of {source_instance.model}"
+            f"the deadline of {settings.deadline_s:g} s passed before the first byte of {source_instance.model}"
         )
     module = nn.Module()
     _, tensors = allocate_buffer(layout)
-    # Names as they are in the image, dots and all, which `register_buffer` would refuse.
+    # Names as in the image; `register_buffer` would refuse the dots.
     module._buffers.update(tensors)
     report = ForkSession(
         module,
@@ -96,7 +98,7 @@ def fetch_with_report(
     ).run()
     seed = report.seed
     if seed is None or seed.manifest is None:
-        raise SourceWeightsChanged(f"the weights of {source_instance.model} changed while they were fetched")
+        raise SourceWeightsChanged(f"the weights of {source_instance.model} changed during the fetch")
     image, manifest = seed.image, seed.manifest
     seed.close()
     return image, manifest, report
@@ -105,7 +107,7 @@ def fetch_with_report(
 def _layout(
     planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, until: float
 ) -> Layout:
-    """The layout of the holder's image, with all its tensors, from an instance that holds it, by `until`."""
+    """Return the layout of the image, with all its tensors, from an instance that has it, by `until`."""
     fork_request = ForkRequest(
         fork_id=uuid4().hex,
         instance=source_instance.model_copy(
@@ -118,7 +120,7 @@ def _layout(
                 "storage": (),
                 "readers": (),
                 "address": "none:0",
-                "max_readers": 0,  # nobody is to wait behind it
+                "max_readers": 0,  # no instance must wait for this one
             }
         ),
     )
@@ -128,9 +130,9 @@ def _layout(
         while not plan.routes and plan.retry_after_s is not None and time.monotonic() < retry_until:
             time.sleep(min(plan.retry_after_s, max(0.0, retry_until - time.monotonic())))
             plan = planner.request_plan(fork_request, deadline=until)
-        # By these routes nothing is read: their leases are for questions.
+        # These routes are not used for reads; their leases authorize the requests.
         if not plan.routes:
-            raise NoSource(f"nobody tells the layout of {source_instance.model}: {plan.reason}")
+            raise NoSource(f"no instance returned the layout of {source_instance.model}: {plan.reason}")
         route = plan.routes[0]
         peer = _dial(settings)(route.address, lambda: route.lease.token)
         try:
@@ -142,7 +144,7 @@ def _layout(
         planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
         planner.remove(fork_request.instance.instance_id, deadline=end)
     if layout.layout_id != source_instance.layout_id:
-        raise LayoutMismatch(f"the instances of {source_instance.model} changed meanwhile", hint="try again")
+        raise LayoutMismatch(f"the instances of {source_instance.model} changed during the request", hint="try again")
     return layout
 
 

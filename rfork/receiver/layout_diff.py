@@ -1,6 +1,6 @@
-"""Why a fork's layout fits no source: what differs of what they say of themselves, or the first tensor.
+"""Explains why a fork's layout matches no source: the first difference in tags, attributes or tensors.
 
-Runs on the target, once no source of its own layout exists but one of another does.
+Runs on the target, if no source has its layout but one has another layout of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ def explain_layout_mismatch(other: Route, own: Layout, dial: Dial, timeout_s: fl
     try:
         theirs = peer.full_manifest(time.monotonic() + timeout_s).layout
     except RforkError as error:
-        return NoSource(f"{other.address} holds the model with another layout (not compared: {error})")
+        return NoSource(f"{other.address} has the model with another layout (not compared: {error})")
     finally:
         peer.close()
-    difference = (
-        "; ".join(tag_differences(own, theirs)) or own.first_difference(theirs) or "the layouts are equal by now"
-    )
-    mismatch = LayoutMismatch(f"{other.address} holds the model with another layout; first difference: {difference}")
+    difference = "; ".join(tag_differences(own, theirs)) or own.first_difference(theirs) or "the layouts are now equal"
+    mismatch = LayoutMismatch(f"{other.address} has the model with another layout; first difference: {difference}")
     return NoSource(str(mismatch), hint="build the module exactly as the seed did: same revision, dtype and options")

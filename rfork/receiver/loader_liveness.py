@@ -1,4 +1,8 @@
-"""Whether a loader that says nothing of itself still does something. Runs on the target."""
+"""Detects whether an opaque loader still makes progress. Runs on the target.
+
+A loader reports nothing, so progress is inferred from the CPU time of its thread and from the bytes that its
+process has read.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,20 @@ from pathlib import Path
 MIN_CPU_S = 0.001
 MIN_BYTES = 64 << 10
 IO = Path("/proc/self/io")
-"""Linux: what this process has read, by call (rchar) and from disks, also through maps (read_bytes)."""
+"""Linux: bytes that this process has read, by system calls (rchar) and from disks, also through maps
+(read_bytes).
+"""
 
 
 class LoaderLiveness:
-    """Looks at the thread that made it: at the CPU time it takes, and at what its process reads.
+    """Watches the thread that creates it. `last_activity` may be called from any thread while that thread is
+    alive.
 
-    A loader that hangs in a read, or waits for one that hangs, does neither. `last_activity` may be called on any
-    thread while the first one lives.
+    A loader that hangs in a read, or waits for one, uses no CPU time and reads nothing.
     """
 
     def __init__(self) -> None:
-        # Where a thread has no clock of its own, its process's: too kind to a loader, if anything.
+        # Without a clock per thread, use that of the process: too lenient to a loader rather than too strict.
         own = hasattr(time, "pthread_getcpuclockid")
         self._clock = time.pthread_getcpuclockid(threading.get_ident()) if own else time.CLOCK_PROCESS_CPUTIME_ID
         self._lock = threading.Lock()
@@ -29,7 +35,7 @@ class LoaderLiveness:
         self._at = time.monotonic()
 
     def last_activity(self) -> float:
-        """When it was last seen to do something, on `time.monotonic()`'s clock."""
+        """Return when it last made progress, as a `time.monotonic()` value."""
         with self._lock:
             cpu_s, read = time.clock_gettime(self._clock), _bytes_read()
             if cpu_s - self._cpu_s >= MIN_CPU_S or read - self._read >= MIN_BYTES:
@@ -40,7 +46,7 @@ class LoaderLiveness:
 def _bytes_read() -> int:
     try:
         lines = IO.read_text().splitlines()
-    except OSError:  # not on Linux, or not to be read: the CPU time alone has to tell
+    except OSError:  # not on Linux, or not readable: the CPU time alone decides
         return 0
     counts = dict(line.split(": ", 1) for line in lines)
     return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))

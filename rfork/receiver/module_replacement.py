@@ -1,7 +1,7 @@
-"""A loader that builds another model in the place of the one that was to be filled. Runs on the target.
+"""Replacement of the target's module by a model that a loader builds. Runs on the target.
 
-Engines load like that: a model whose weights were post-processed takes no checkpoint any more. So that the
-two never stand side by side, the first one's memory is given back before the second is built.
+Engines load like this: a model whose weights were post-processed cannot load a checkpoint again. The first
+model's memory is released before the second is built, so that the two never exist at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logger(__name__)
 
 
 class ModuleReplacement:
-    """One fork's model and seed, as they go over to a model that was loaded elsewhere."""
+    """Moves one fork's model and seed to a model that was loaded elsewhere."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class ModuleReplacement:
         exclude: Sequence[str],
         version_of_loaded: Callable[[], VersionOf | None],
     ) -> None:
-        """`version_of_loaded`: what names the weights that were loaded; None: their version is known."""
+        """`version_of_loaded` names the weights that were loaded; None: their version is known."""
         self.replaced = False
         """Whether another model was loaded."""
         self.can_serve = False
-        """Whether the seed gives that one now: it has the layout that the first one had."""
+        """Whether the seed serves that model: it has the layout of the first one."""
         self._image = image
         self._seed = seed
         self._persister = persister
@@ -45,10 +45,10 @@ class ModuleReplacement:
         self._version_of_loaded = version_of_loaded
 
     def load(self, fallback: Fallback) -> None:
-        """Run `fallback.elsewhere`, on the calling thread; nobody else writes to the image any more.
+        """Run `fallback.load_out_of_place` on the calling thread; no other thread may write to the image.
 
-        What a model computes for itself when it is built (rotary tables) may be shared with the next one: it
-        is put back as it was, and its memory is kept. Raises LoaderError.
+        State that a model computes when it is built (rotary tables) may be shared with the next one: it is
+        restored, and its memory is kept. Raises LoaderError.
         """
         if fallback.load_out_of_place is None:
             raise ValueError(f"{fallback.name} loads in place")
@@ -65,13 +65,13 @@ class ModuleReplacement:
         try:
             image = capture(module, exclude=self._exclude)
             if difference := self._image.layout.first_difference(image.layout):
-                log.warning("not a seed: it was loaded into another layout", difference=difference)
+                log.warning("not a seed: the loaded model has another layout", difference=difference)
                 return
             self._image.rebind(image)
             self._seed.memory_restored(self._version_of_loaded())
         except RforkError as error:
-            log.warning("not a seed: what was loaded cannot be given", reason=str(error))
-        except Exception:  # a bug here is no reason not to serve what is loaded
-            log.exception("not a seed: what was loaded cannot be given")
+            log.warning("not a seed: the loaded model cannot be captured", reason=str(error))
+        except Exception:  # a bug here must not stop the engine from serving the loaded model
+            log.exception("not a seed: the loaded model cannot be captured")
         else:
             self.can_serve = True

@@ -1,7 +1,6 @@
-"""One source of a fork, as the target sees it: its channel, its progress stream and its reader.
+"""A peer as a source of a fork: its channel, its progress stream and its reader.
 
-Runs on the target, on a thread of its own for each source, so that a source that hangs holds up
-nobody else.
+Runs on the target, on one thread per source, so that a source that hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ log = logger(__name__)
 
 PROVISIONAL_ID_PATTERN = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{16})?")
 LEASE_REFRESH_FRACTION = 1 / 3
-"""Part of a lease's life after which the source is shown the next one, even if nothing is read."""
+"""Fraction of a lease's duration after which the next one is presented to the source, even without reads."""
 
 
 class PeerSource:
     """Opens a channel to one source and keeps its readable chunks up to date.
 
-    `deadline` is the fork's own.
+    `deadline` is the fork's.
     """
 
     def __init__(
@@ -54,15 +53,15 @@ class PeerSource:
         settings: InstanceSettings,
         listener: SourceListener,
         deadline: Deadline,
-        reading: SourceSpan | None = None,
+        source_span: SourceSpan | None = None,
     ) -> None:
         self.source_id = self.instance_id = route.source_id
         self.host = route.placement.host
         self.address = route.address
         self.transport = ""
-        self.reading = reading or SourceSpan()
+        self.source_span = source_span or SourceSpan()
         self.last_storage_activity_at: float | None = None
-        """When the storage that the source, or whom it waits for, reads last gave something."""
+        """Time of the last activity of the storage that the source reads, or that it waits for."""
         self.is_relay = False
         self.last_message_at = time.monotonic()
         self.last_progress_at = self.last_message_at
@@ -73,7 +72,7 @@ class PeerSource:
         self._settings = settings
         self._listener = listener
         self._deadline = deadline
-        self._connecting_until = 0.0  # what is done until then has a deadline of its own
+        self._connecting_until = 0.0  # connecting has its own deadline
         self.began_at = self.last_message_at
         self._token = route.lease.token
         self._presented_token = route.lease.token
@@ -82,19 +81,19 @@ class PeerSource:
         self._peer: Peer | None = None
         self._reader: Reader | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"rfork-feed-{route.source_id[:8]}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rfork-source-{route.source_id[:8]}", daemon=True)
 
     def start(self) -> None:
-        """Begin on the feed's own thread."""
+        """Start the source's thread."""
         self._thread.start()
 
     @property
     def has_no_bytes(self) -> bool:
-        """Whether not one byte of the image has come from this source yet, as far as its transport knows."""
+        """Whether no byte of the image has arrived from this source yet, as far as its transport knows."""
         return self._reader is None or not getattr(self._reader, "answered", True)
 
     def renew(self, lease: Lease) -> None:
-        """Show a newer token from now on."""
+        """Present a newer token from now on."""
         self._token = lease.token
 
     def read(self, begin: int, end: int, deadline: float) -> None:
@@ -102,29 +101,29 @@ class PeerSource:
         if self._reader is None:
             raise SourceUnavailable(f"{self.address}: the channel is closed")
         self._reader.read(begin, end, deadline)
-        self.reading.add_bytes(end - begin)
+        self.source_span.add_bytes(end - begin)
 
     def close(self) -> None:
-        """Drop all connections; the source sees the stream end and takes the reader's place back."""
+        """Close all connections; the source detects the end of the stream and releases the reader slot."""
         self._closed.set()
         if self._reader is not None:
             self._reader.close()
         if self._peer is not None:
             self._peer.close()
-        self.reading.end(self.transport)
+        self.source_span.end(self.transport)
 
     def join(self) -> None:
-        """Wait until the feed's thread has ended; after `close`."""
+        """Wait until the source's thread has ended; call it after `close`."""
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            with use_context(self.reading.span.context):
+            with use_context(self.source_span.span.context):
                 self._consume_progress()
         except RforkError as error:
             if not self._closed.is_set():
                 self._listener.on_failure(self, error)
-        except Exception as error:  # a bug on this side must end the feed, not hang the fork
+        except Exception as error:  # a bug on this side must end the source, not hang the fork
             if not self._closed.is_set():
                 self._listener.on_failure(self, TargetError(f"{self.address}: {type(error).__name__}: {error}"))
 
@@ -133,11 +132,11 @@ class PeerSource:
         self._check_open()
         offered = [name for name in self._route.transports if name in self._transports]
         while self._reader is None:
-            # Anew for each transport: one that took its time to fail leaves the next one its own.
+            # A new deadline for each transport: a slow failure leaves the next one its full time.
             step = self._step_deadline()
             channel_id, endpoint = peer.open(self._image.layout.layout_id, tuple(offered), step)
             if endpoint.transport not in offered:
-                raise SourceCorrupt(f"{self.address}: opens {endpoint.transport!r}, asked for {offered}")
+                raise SourceCorrupt(f"{self.address}: opened {endpoint.transport!r}, but the request was for {offered}")
             self.transport = endpoint.transport
             self.last_message_at = time.monotonic()
             self._connecting_until = step
@@ -157,25 +156,27 @@ class PeerSource:
                 if not offered:
                     raise
             self._check_open()
-        # A source need not say anything while this side connects: its silence counts from here.
+        # A source may be silent while this side connects: silence counts from here.
         self.last_message_at = self.last_progress_at = time.monotonic()
         self._connecting_until = 0.0
         self._watch_progress(peer, channel_id)
 
     def _step_deadline(self) -> float:
-        """Until when one thing that is asked of the source may take."""
+        """Return the deadline of one request to the source."""
         return min(time.monotonic() + self._settings.source_idle_timeout_s, self._deadline.monotonic_time)
 
     def _close_channel(self, peer: Peer, channel_id: str) -> None:
-        """Its place is taken until the lease ends, for there is no stream whose end would tell."""
+        """Release the reader slot explicitly: without a progress stream, the source would keep it until the
+        lease ends.
+        """
         step = self._connecting_until = self._step_deadline()
         try:
             peer.close_channel(channel_id, step)
-        except RforkError as error:  # the source takes it back by itself then, only later
-            log.info("a place could not be given back", source=self.address, error=error.kind)
+        except RforkError as error:  # the source releases it when the lease expires
+            log.info("failed to release the reader slot", source=self.address, error=error.kind)
 
     def _check_open(self) -> None:
-        """`close` may have come before there was anything to close; this thread then does it."""
+        """Close on this thread if `close` was called before there was anything to close."""
         if self._closed.is_set():
             self.close()
             raise SourceUnavailable(f"{self.address}: the channel is closed")
@@ -207,34 +208,36 @@ class PeerSource:
                 update.storage_activity.relayed,
             )
         elif self.last_storage_activity_at is not None:
-            # Who waited for storage has to look for something else now, and gets the time for it.
+            # The storage reader must now find another source, and gets the time for it.
             self.last_storage_activity_at, self.last_progress_at = None, self.last_message_at
 
     def _provisional_digests(self, update: Progress) -> tuple[str, dict[int, bytes]]:
-        """The draft and the digests in what the source said."""
+        """Return the provisional image's id and digests of an update."""
         count = len(self._image.layout.chunks)
         sane = all(begin <= end <= count for begin, end in update.chunks)
         if not sane or len(update.digests) != ranges.count(update.chunks):
-            raise SourceCorrupt(f"{self.address}: offers chunks without a manifest and without digests")
+            raise SourceCorrupt(f"{self.address}: offered chunks without a manifest and without digests")
         if update.provisional_id is None or not PROVISIONAL_ID_PATTERN.fullmatch(update.provisional_id):
-            raise SourceCorrupt(f"{self.address}: {update.provisional_id!r} is no draft")
+            raise SourceCorrupt(f"{self.address}: {update.provisional_id!r} is not the id of a provisional image")
         return update.provisional_id, dict(zip(ranges.indices(update.chunks), update.digests, strict=True))
 
     def _present_lease(self, peer: Peer) -> None:
-        """The source takes a place back when the last lease it saw is over, also from a reader that waits."""
+        """Present the current lease: the source releases the slot when the last presented lease expires, even
+        if the reader waits.
+        """
         if self._token != self._presented_token and self.last_message_at >= self._next_presentation_at:
             self._presented_token = self._token
             self._next_presentation_at = self.last_message_at + self._lease_refresh_s
             peer.renew(self._step_deadline())
 
     def check(self, now: float, *, starved: bool) -> SourceTimeout | None:
-        """Why this source counts as stalled at `now`, if it does.
+        """Return the error if this source counts as stalled at `now`, otherwise None.
 
-        Silence (not even a keep-alive) is judged after `source_idle_timeout_s`; a relay that lives but offers
-        nothing new after three times that, since it may be waiting for a source of its own. While
-        storage is read, by it or by whom it waits for, what counts is when that last gave something:
-        `storage_idle_timeout_s` later it stands still. A relay then has `source_idle_timeout_s` more, to find another source.
-        To connect has a deadline of its own, until which none of this counts.
+        Silence (not even a keep-alive) counts after `source_idle_timeout_s`; a relay that is alive but offers
+        nothing new after three times that, since it may be waiting for its own source. While storage is read,
+        by the source or one that it waits for, only the storage's last activity counts: it has stalled
+        `storage_idle_timeout_s` later, and a relay then has `source_idle_timeout_s` more to find another
+        source. Connecting has its own deadline, during which none of this counts.
         """
         silent = now - max(self.last_message_at, self.last_progress_at, self._connecting_until)
         if silent > self._settings.source_idle_timeout_s:
@@ -245,7 +248,7 @@ class PeerSource:
                 self._settings.source_idle_timeout_s if self.is_relay else 0.0
             )
             if starved and still > timeout_s:
-                return SourceTimeout(f"{self.address}: its storage gave nothing for {still:.1f} s")
+                return SourceTimeout(f"{self.address}: its storage made no progress for {still:.1f} s")
             return None
         idle = now - max(self.last_progress_at, self._connecting_until)
         if starved and idle > 3 * self._settings.source_idle_timeout_s:

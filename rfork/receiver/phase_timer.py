@@ -1,4 +1,4 @@
-"""Where the seconds of a fork go. Runs on the target."""
+"""Durations of the phases of a fork. Runs on the target."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from rfork.tracing import NOOP_TRACER, Span, Tracer
 
 
 class PhaseTimer:
-    """Collects the seconds of named phases. Each second counts in one phase: the innermost that goes on.
+    """Measures named phases. Each second counts for one phase: the innermost active one.
 
-    A phase entered twice adds up. One thread enters phases; any may ask.
+    Phases with the same name add up. One thread enters phases; any thread may read them.
     """
 
     def __init__(self, tracer: Tracer = NOOP_TRACER) -> None:
-        """`tracer`: each phase is a span, too."""
+        """With `tracer`, each phase is also a span."""
         self._tracer = tracer
         self.began = time.monotonic()
         self._lock = threading.Lock()
         self._ended: dict[str, float] = {}
         self._running: list[str] = []
-        self._since = self.began  # when the innermost phase that goes on began, or went on
+        self._since = self.began  # when the innermost active phase began or resumed
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stopwatch was made."""
+        """Seconds since the timer was created."""
         return time.monotonic() - self.began
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase so far, in the order in which they began; the one that goes on is last."""
+        """Seconds by phase so far, in the order in which they began; the active phase is last."""
         with self._lock:
             totals = dict(self._ended)
             if self._running:
@@ -47,7 +47,7 @@ class PhaseTimer:
             self._record()
             if name not in self._ended:
                 self._ended[name] = 0.0
-                for around in self._running:  # what is within another is told before it
+                for around in self._running:  # nested phases are recorded before the enclosing one
                     self._ended[around] = self._ended.pop(around)
             self._running.append(name)
         try:
@@ -59,7 +59,7 @@ class PhaseTimer:
                 self._running.pop()
 
     def _record(self) -> None:
-        """What has passed counts in the phase that goes on, if any. Under the lock."""
+        """Add the elapsed time to the active phase, if any; the caller holds the lock."""
         now = time.monotonic()
         if self._running:
             self._ended[self._running[-1]] += now - self._since

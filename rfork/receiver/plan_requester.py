@@ -1,13 +1,13 @@
-"""One fork's questions to the planner. Runs on the target.
+"""Requests plans for one fork from the planner. Runs on the target.
 
-What this instance could read by itself is said only once the planner knows of nobody to read from: a
-fork that has sources then never waits for a disk. Where they changed their weights it is said `timeout_s`
-seconds later: by then they may give others.
+This instance's own storage is reported only if the planner knows no source: a fork with sources never waits
+for a disk. If the sources changed their weights, it is reported `no_source_timeout_s` seconds later, as they
+may serve the new weights by then.
 
-As long as the fork has nothing to read from, a planner that does not answer is asked again, for so long as
-disk is not the better choice: one that is away (it restarts, or another replica takes its place) for
-`MAX_PLANNER_OUTAGE_S`; one that is silent once more. It may have the fork wait for others that were announced, and the same
-fork asking again takes its own place among them.
+While the fork has nothing to read from, it retries a planner that does not respond, as long as that is likely
+to be faster than loading from disk: an unreachable one (it restarts, or another replica replaces it) for
+`MAX_PLANNER_OUTAGE_S`, a silent one once. The planner may make the fork wait for announced instances; a retry
+by the same fork keeps its place.
 """
 
 from __future__ import annotations
@@ -39,33 +39,34 @@ from rfork.source.seed import Seed
 log = logger(__name__)
 
 LAYOUT_DIFF_TIMEOUT_S = 1.0
-"""Most seconds for a word on why no seed fits, while those that wait for this instance's storage wait."""
+"""Maximum time to find out why no seed fits, while other instances wait for this instance's storage."""
 MAX_PLANNER_OUTAGE_S: Final = 2.0
-"""How long a planner may be away before the first plan, or `InstanceSettings.timeout_s` if that is less. Where there
-is none any more it costs so much before the fallback begins, and what the call lasts that is under way then:
-nothing where connections are refused, up to `InstanceSettings.planner_timeout_s` where nothing answers at all. One
-that connects and is silent costs two such timeouts."""
+"""Maximum planner outage before the first plan, limited by `InstanceSettings.no_source_timeout_s`. Without a
+planner, this delays the fallback, plus the duration of the last call: none if connections are refused, up to
+`InstanceSettings.planner_timeout_s` if nothing responds. A planner that accepts connections and is silent
+costs two of these timeouts.
+"""
 RETRY_INTERVAL_S: Final = 0.2
 REPLICA_VERSION: Final = "replica-version"
-"""The planner's problem where a rank's files are not of the version that its replica has."""
+"""Type of the planner's problem if a rank's files are not of its replica's version."""
 RETRYABLE_STATUSES: Final = (
     httpx.codes.TOO_MANY_REQUESTS,
     httpx.codes.BAD_GATEWAY,
     httpx.codes.SERVICE_UNAVAILABLE,
     httpx.codes.GATEWAY_TIMEOUT,
 )
-"""Statuses of a planner whose store is away, that has too much to do, or that a proxy does not find."""
+"""Statuses of a planner whose store is unavailable, that is overloaded, or that a proxy cannot reach."""
 
 
 class PlanRequester:
-    """Asks for plans; see `rfork.receiver.transfer.Replan`."""
+    """Requests plans; see `rfork.receiver.transfer.Replan`."""
 
     def __init__(
         self,
         fork_id: str,
         planner: PlannerClient,
         seed: Seed,
-        offers: StorageCandidates,
+        candidates: StorageCandidates,
         dial: Dial,
         settings: InstanceSettings,
         timer: PhaseTimer,
@@ -74,22 +75,24 @@ class PlanRequester:
         self._fork_id = fork_id
         self._planner = planner
         self._seed = seed
-        self._offers = offers
+        self._candidates = candidates
         self._dial = dial
         self._settings = settings
         self._timer = timer
         self._deadline = deadline
         self.reasons: list[RforkError] = []
-        """Why this instance was sent to its own storage; the last says it best."""
+        """Reasons why this instance was assigned its own storage; the last one is the most specific."""
         self._compared: set[str] = set()
         self._plan_named_weights = False
         """Whether the last plan with routes named the weights."""
         self._open_candidates_at = 0.0
         self._had_sources = False
-        """Whether there was ever anything to read from."""
+        """Whether any plan had sources."""
 
     def __call__(self, faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        """The planner's plan. Raises as `PlannerClient.ask`, and NoSource where all hold other layouts."""
+        """Return the planner's plan. Raises as `PlannerClient.request_plan`, and NoSource if all sources have
+        other layouts.
+        """
         named = self._plan_named_weights or self._seed.manifest is not None
         if named and any(fault.error == SourceWeightsChanged.__name__ for fault in faults):
             self._open_candidates_at = time.monotonic() + self._settings.no_source_timeout_s
@@ -102,9 +105,11 @@ class PlanRequester:
             before = plan.reason
             plan = self._request((), current)
             if plan.storage:
-                self.reasons.append(NoSource(f"{': '.join(filter(None, (before, plan.reason)))}, for all that wait"))
+                self.reasons.append(
+                    NoSource(f"{': '.join(filter(None, (before, plan.reason)))}, for all waiting instances")
+                )
         elif plan.storage and not self.reasons:
-            self.reasons.append(NoSource(f"{plan.reason}, for all that wait"))
+            self.reasons.append(NoSource(f"{plan.reason}, for all waiting instances"))
         self._had_sources = self._had_sources or bool(plan.routes or plan.storage)
         if plan.routes:
             self._plan_named_weights = plan.weights_id is not None
@@ -113,12 +118,12 @@ class PlanRequester:
         return plan
 
     def _request(self, faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        self._seed.storage = self._offers.advertised
+        self._seed.storage = self._candidates.advertised
         request = ForkRequest(
             fork_id=self._fork_id, instance=self._seed.report(), faults=faults, current_assignments=current
         )
         with self._timer.phase("plan"):
-            # Who reads already goes on with that, and asks again by itself.
+            # A fork with sources continues with them, and requests a plan again later.
             try:
                 if self._had_sources:
                     plan = self._planner.request_plan(request, deadline=self._deadline.monotonic_time)
@@ -127,25 +132,25 @@ class PlanRequester:
             except PlannerRejected as error:
                 if error.problem != REPLICA_VERSION:
                     raise
-                hint = "make the files equal on all nodes, or state the version (RFORK_VERSION)"
+                hint = "make the files equal on all nodes, or set the version (RFORK_VERSION)"
                 raise WrongVersion(str(error), hint=hint) from None
         self._adopt_version(plan)
         return plan
 
     def _adopt_version(self, plan: Plan) -> None:
-        """Take over the version that the planner chose, or check that it is this instance's own.
+        """Adopt the version that the planner chose, or check that it is this instance's own.
 
         Raises NoSource for a plan of another version, which must not be followed.
         """
         if plan.version is None or plan.version == self._seed.version:
             return
         if not self._seed.adopts_version:
-            raise NoSource(f"the planner planned version {plan.version}, and this instance wants {self._seed.version}")
-        log.info("version taken over", version=plan.version, before=self._seed.version)
+            raise NoSource(f"the plan has version {plan.version}, but this instance requires {self._seed.version}")
+        log.info("version adopted", version=plan.version, before=self._seed.version)
         self._seed.version = plan.version
 
     def _request_with_retry(self, request: ForkRequest) -> Plan:
-        """Ask until the planner answers, or has been away or silent for too long."""
+        """Request a plan until the planner responds, or was unreachable or silent for too long."""
         away_since: float | None = None
         silences, timeout_s = 0, min(MAX_PLANNER_OUTAGE_S, self._settings.no_source_timeout_s)
         while True:
@@ -164,12 +169,12 @@ class PlanRequester:
                     hopeless, pause_s = now - away_since >= timeout_s, RETRY_INTERVAL_S
                 if hopeless:
                     raise
-                log.info("the planner is asked again", reason=str(error))
+                log.info("planner unreachable, retrying", reason=str(error))
             time.sleep(min(pause_s, max(0.0, self._deadline.monotonic_time - time.monotonic())))
 
     def _open_candidates(self) -> bool:
         with self._timer.phase("offer"):
-            return self._offers.open()
+            return self._candidates.open()
 
     def _explain_mismatch(self, plan: Plan) -> None:
         other, reads = plan.mismatched_source, bool(plan.routes or plan.storage)
@@ -186,11 +191,11 @@ class PlanRequester:
         if not reads:
             raise difference
         self.reasons.append(difference)
-        log.warning("read from storage, since no seed fits", detail=str(difference))
+        log.warning("no seed has this layout, reading from storage", detail=str(difference))
 
 
 def _failure_type(error: PlannerUnreachable | PlannerRejected) -> Literal["away", "silent"] | None:
-    """Whether the same request may be answered a little later; None: the planner refuses it."""
+    """Return why a retry may succeed, or None if the planner refuses the request."""
     if isinstance(error, PlannerRejected):
         return "away" if error.status in RETRYABLE_STATUSES else None
     return "silent" if error.silent else "away"

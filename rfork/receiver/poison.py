@@ -1,6 +1,6 @@
-"""Poison in the memory that a fallback has to fill, to find what it left. Runs on the target.
+"""Poison in the memory that a fallback must fill, to find tensors that it did not write. Runs on the target.
 
-A failed transfer leaves any bytes in any tensor, so a loader that skips one would return a mixture of two
+A failed transfer leaves any bytes in any tensor, so a loader that skips one would leave a mixture of two
 images. Floating-point tensors are filled with a NaN that no computation produces, others with random bytes.
 """
 
@@ -15,21 +15,21 @@ from rfork.image.wrappers import plain_tensors
 from rfork.storage.module_io.extents import is_dense, overlaps_itself
 
 BLOCK = 8
-"""Bytes in a row that are enough to know the poison by, in tensors that may hold any bytes."""
+"""Consecutive bytes that identify the poison in tensors that may contain any bytes."""
 STEP = 64 << 20
-"""Bytes compared at once: it bounds the memory of a comparison."""
+"""Bytes per comparison, which bounds its memory."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Poison:
-    """Poison written at construction; `unwritten` finds the tensors that still hold some."""
+    """Poison written at construction; `unwritten` finds the tensors that still contain it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the tensors, which must lie in CPU or CUDA memory and not overlap themselves."""
-        # As two bytes of a bfloat16 or float16, and so of wider types: a NaN, but not the usual one.
+        """Overwrite the tensors, which must be in CPU or CUDA memory and must not overlap themselves."""
+        # As two bytes of a bfloat16 or float16, and therefore of wider types: a NaN, but not the usual one.
         payload = secrets.choice([byte for byte in range(0x81, 0xFF) if byte != 0xC0])
         self._nan = bytes((payload, 0xFF))
-        # None of these bytes is a bool.
+        # None of these bytes is a valid bool.
         self._block = bytes(0x80 | byte for byte in secrets.token_bytes(BLOCK))
         self._versions: dict[str, int] = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -39,7 +39,7 @@ class Poison:
                     self._write(plain)
 
     def unwritten(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of the tensors some of which was not overwritten since; other names are ignored."""
+        """Return the names of the tensors with parts that were not overwritten; other names are ignored."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return [
                 name
@@ -76,7 +76,7 @@ class Poison:
             alike = bool((_elements(tensor) == _constant(self._block, tensor.itemsize)).all())
             return alike and (tensor.nbytes >= BLOCK or not written)
         memory = _memory(tensor)
-        if memory.numel() < BLOCK:  # which may be the loader's by chance
+        if memory.numel() < BLOCK:  # which the loader may have written by chance
             return not written and torch.equal(memory, row[: memory.numel()])
         blocks = memory[: memory.numel() // BLOCK * BLOCK].view(-1, BLOCK)
         return any(bool((part == row).all(1).any()) for part in torch.split(blocks, STEP // BLOCK))
@@ -86,7 +86,7 @@ class Poison:
 
 
 def can_be_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether it has bytes of its own, each element its own."""
+    """Return whether the tensor has its own bytes and non-overlapping elements."""
     return (
         tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
@@ -106,7 +106,9 @@ def _constant(pattern: bytes, itemsize: int) -> int:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as integers of their size, whatever its type and its views: 16 bytes are two elements."""
+    """Return the elements as integers of their size, whatever the dtype and views: 16 bytes become two
+    elements.
+    """
     storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tensor.stride()
     offset, itemsize = int(tensor.storage_offset()), tensor.itemsize
     if itemsize not in INTEGERS:
@@ -117,14 +119,14 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor."""
+    """Return the bytes of a dense tensor."""
     offset = int(tensor.storage_offset()) * tensor.itemsize
     seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return seen.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
 
 
 def _parts(elements: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in parts of about `STEP` bytes."""
+    """Yield the elements in parts of about `STEP` bytes."""
     if not elements.dim() or elements.nbytes <= STEP:
         yield elements
         return
@@ -134,5 +136,5 @@ def _parts(elements: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """A number that changes when torch writes to the tensor."""
+    """Return a number that changes when torch writes to the tensor."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,7 +1,7 @@
-"""Tells the planner and the caller how a fork goes, and keeps its leases alive, while it runs.
+"""Reports a fork's progress to the planner and the caller, and renews its leases, while it runs.
 
-Runs on the target, on threads of its own: whatever the fork waits for, also its own loader, it is heard of.
-What the caller sees does not wait for the planner either.
+Runs on the target, on its own threads: it reports even while the fork waits, for example for its loader. The
+caller's callback does not wait for the planner.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REPORT_INTERVAL_S = 1.0
 POLL_INTERVAL_S = REPORT_INTERVAL_S / 4
 
 OnProgress = Callable[[ForkProgress, int], None]
-"""Told the progress about four times a second, and the image's size in bytes."""
+"""Receives the progress and the image's size in bytes, about four times a second."""
 
 
 class ProgressReporter:
-    """One fork's reports. `puller` is asked how it goes, and told what the planner answers."""
+    """Reports of one fork: reads the progress of `transfer`, and passes it the planner's responses."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class ProgressReporter:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Report while the block runs, and show how it stands once more at its end."""
+        """Report while the block runs, and once more at its end."""
         threads = [
             threading.Thread(target=partial(self._work, work, current_context()), name=name, daemon=True)
-            for name, work in (("rfork-progress", self._poll), ("rfork-telling", self._report_to_planner))
+            for name, work in (("rfork-progress", self._poll), ("rfork-progress-report", self._report_to_planner))
         ]
         for thread in threads:
             thread.start()
@@ -67,7 +67,7 @@ class ProgressReporter:
             yield
         finally:
             self._done.set()
-            # A planner that does not answer must not hold up a fork that is done.
+            # A planner that does not respond must not delay a finished fork.
             until = time.monotonic() + POLL_INTERVAL_S
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
@@ -110,9 +110,9 @@ class ProgressReporter:
             if error.problem == "unknown-fork":
                 self._transfer.request_replan("the planner does not know this fork")
             else:
-                log.warning("progress refused, so leases will run out", detail=str(error))
+                log.warning("progress refused, leases will expire", detail=str(error))
         except PlannerUnreachable as error:
-            log.debug("progress not told", detail=str(error))
+            log.debug("progress not reported to the planner", detail=str(error))
         else:
             self._transfer.update_leases(ack.leases)
             if ack.replan_suggested is not None:
@@ -123,6 +123,6 @@ class ProgressReporter:
             return
         try:
             self._on_progress(progress, self._chunk_state.chunks.image_bytes)
-        except Exception:  # what shows the progress may fail; the planner is told of it all the same
-            log.exception("progress not shown, and not shown again")
+        except Exception:  # the callback may fail; the planner still gets the progress
+            log.exception("progress callback failed and was disabled")
             self._on_progress = None

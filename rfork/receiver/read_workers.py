@@ -1,7 +1,7 @@
-"""The workers of a pull: a window of threads that each read one chunk and check it where it landed.
+"""Worker threads of a transfer, each of which reads one chunk at a time and verifies it in place.
 
-Runs on the target. Verification of one chunk overlaps the arrival of others; a verified chunk goes to
-the board, from where this instance, as a relay, gives it onwards.
+Runs on the target. The verification of one chunk overlaps the transfer of others. A verified chunk is
+recorded in the chunk state, from which this instance serves it as a relay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logger(__name__)
 
 
 class ReadWorkers:
-    """The threads, and the work of one read. `changed` is the puller's lock and its bell."""
+    """The threads and the work of one read. `changed` is the transfer's condition variable."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ReadWorkers:
         deadline: Deadline,
     ) -> None:
         self.bytes_read = 0
-        """Bytes of the chunks that arrived so far, right or wrong."""
+        """Bytes of the chunks that have arrived, valid or not."""
         self._image = image
         self._chunk_state = chunk_state
         self._settings = settings
@@ -52,25 +52,25 @@ class ReadWorkers:
         self._deadline = deadline
         self._chunks = image.layout.chunks
         self._stopping = False
-        self._pace = ReadConcurrency(settings.max_inflight_chunks)
+        self._concurrency = ReadConcurrency(settings.max_inflight_chunks)
         self._threads = [
-            threading.Thread(target=self._work, name=f"rfork-pull-{number}", daemon=True)
+            threading.Thread(target=self._work, name=f"rfork-read-{number}", daemon=True)
             for number in range(settings.max_inflight_chunks)
         ]
 
     def start(self) -> None:
-        """Begin to read whatever the schedule gives."""
+        """Begin to read the chunks that the scheduler returns."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Take nothing new."""
+        """Start no new read."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait until nothing more is written to the image; after `stop`."""
+        """Wait until nothing more is written to the image; call it after `stop`."""
         for thread in self._threads:
             thread.join()
 
@@ -88,23 +88,23 @@ class ReadWorkers:
             digest: bytes | None = None
             try:
                 if source is None:
-                    raise SourceUnavailable("the source was given up")
+                    raise SourceUnavailable("the source was removed")
                 digest = self._fetch(source, read, window)
             except RforkError as caught:
                 error = caught
-            except Exception as caught:  # out of memory, or a bug: this side's failure, and not a hang
+            except Exception as caught:  # out of memory, or a bug: a failure of this side, which must not hang the fork
                 log.exception("reader failed", source=read.source_id[:8])
                 error = TargetError(f"{type(caught).__name__}: {caught}")
             with self._changed:
                 self._complete(source, read, digest, error)
 
     def _limit_for(self, source_id: str) -> int:
-        """Most reads under way from a source; the caller holds the lock."""
+        """Return the maximum number of concurrent reads from a source; the caller holds the lock."""
         source = self._sources.find(source_id)
-        return self._pace.window("" if source is None else source.transport)
+        return self._concurrency.window("" if source is None else source.transport)
 
     def _fetch(self, source: ChunkSource, read: ChunkRead, window: int) -> bytes | None:
-        """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""
+        """Read one chunk; returns its digest if required. `window`: the limit of the source before the read."""
         begin, end = self._chunks[read.chunk]
         timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_source_bytes_per_s
         began = time.monotonic()
@@ -113,32 +113,32 @@ class ReadWorkers:
             self.bytes_read += end - begin
             inflight = self._scheduler.inflight_with(read)
             if isinstance(source, StorageSource):
-                # It reads ahead, so a chunk takes as long as it took since the one before.
+                # Storage is read ahead, so a chunk takes the time since the previous one.
                 began, inflight = source.last_progress_at, 0
             source.last_progress_at = time.monotonic()
-            self._pace.record_chunk(end - begin, source.last_progress_at - began, inflight)
+            self._concurrency.record_chunk(end - begin, source.last_progress_at - began, inflight)
             if self._limit_for(read.source_id) > window:
                 self._changed.notify_all()
-        wanted = self._settings.verify_chunks or isinstance(source, StorageSource)
-        return self._image.digest(read.chunk) if wanted else None
+        needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
+        return self._image.digest(read.chunk) if needs_digest else None
 
     def _complete(
         self, source: ChunkSource | None, read: ChunkRead, digest: bytes | None, error: RforkError | None
     ) -> None:
-        """A read has ended; the caller holds the lock. What the chunk must hold is asked only now."""
+        """Handle a finished read; the caller holds the lock. Only now the expected digest is determined."""
         if error is None and source is not None:
             try:
-                right = self._verify(source, read, digest)
+                verified_digest = self._verify(source, read, digest)
             except RforkError as caught:
                 error = caught
             else:
                 begin, end = self._chunks[read.chunk]
                 if isinstance(source, StorageSource):
                     self._verifier.mark_from_local_files(read.chunk)
-                self._chunk_state.mark_verified(read.chunk, right)
+                self._chunk_state.mark_verified(read.chunk, verified_digest)
                 self._scheduler.verified(read)
                 self._sources.record_verified(source.source_id, source.host, source.transport, 1, end - begin)
-                # One chunk less is news for the caller's thread only, and only if it was the last.
+                # Only the last chunk concerns the caller's thread.
                 if self._scheduler.complete:
                     self._changed.notify_all()
                 return
@@ -148,7 +148,7 @@ class ReadWorkers:
         self._changed.notify_all()
 
     def _verify(self, source: ChunkSource, read: ChunkRead, digest: bytes | None) -> bytes | None:
-        """The right digest of a chunk, which is also what was read."""
+        """Return the digest of a chunk if it is valid."""
         expected = self._verifier.expected(read.source_id, read.chunk)
         if digest is None:
             return expected

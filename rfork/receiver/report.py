@@ -1,4 +1,4 @@
-"""What a fork did: the report that `rfork.fork` returns and every command prints."""
+"""Report of a fork, which `rfork.fork` returns and every command prints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Outcome = Literal["forked", "fallback"]
 RESUME_SOURCE_ID = "resume"
-"""The name under which a report says what was still here from a process that died."""
+"""Source id of chunks from the spool of a previous process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one source gave: a peer, own storage as ``KIND:URI``, or what was here (``resume``)."""
+    """Chunks and bytes from one source: a peer, local storage as ``KIND:URI``, or the spool (``resume``)."""
 
     source_id: str
     host: str
@@ -37,47 +37,50 @@ class SourceShare:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a pull did; sizes in bytes."""
+    """Statistics of a transfer; sizes in bytes."""
 
     bytes_read: int
     bytes_repeated: int
     replans: int
     sources: tuple[SourceShare, ...]
     resume_s: float = 0.0
-    """Seconds in which chunks were taken from the spool of a process that died."""
+    """Seconds spent reading chunks from the spool of a previous process."""
 
     @property
     def resumed_bytes(self) -> int:
-        """Bytes that came from that spool."""
+        """Bytes read from that spool."""
         return sum(share.verified_bytes for share in self.sources if share.source_id == RESUME_SOURCE_ID)
 
 
 @dataclass(frozen=True, slots=True)
 class ForkReport:
-    """How one rank got its weights. Sizes in bytes, times in seconds.
+    """Describes how one rank got its weights. Sizes in bytes, times in seconds.
 
-    `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
-    they met under, `version` which weights of it these are. `version_from` is ``served`` where this instance
-    had none of its own and took over the one that was served, ``none`` where several were, else ``own``.
-    `first` is set where other versions were served and this instance was the first of its own.
-    `layout_id` names which tensors the image has, `weights_id` their bytes; it has `image_bytes` in `chunks`
-    chunks, of which `chunks_verified` were compared with a digest.
-    `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
-    this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
-    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest), each
-    second in one of them, and `resume`, which goes on beside the transfer.
-    `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
-    asked for again; `storage_bytes` is what this instance read from storage, for those that waited
-    behind it or as its fallback (which counts as the whole image, besides what was read before).
-    `resumed_bytes` were still here from a process that died before it had all (setting `resume`); they
-    count in none of the others.
-    `link_bytes_per_s` is the best rate that the transfer had for about a second, `efficiency` its own rate
-    over that; None where it was too short to tell. `sources` has what each source gave, most first;
-    `replans` counts the plans after the first; `fallback` is what was loaded instead of a fork, if anything
-    was. `reasons` has one line for each failure on the way, and why the planner sent this
-    instance to storage. `trace_id` is that of its spans, where these are
-    sent to a collector. `seed` is this process's giving side, still open:
-    close it, or leave it to the end of the process.
+    `fork_id` and `instance_id` identify this fork and this process to the planner; `model` and `version` are
+    the weights. `version_from` is ``served`` if this instance had no version and adopted the served one,
+    ``none`` if several were served, otherwise ``own``. `first` is set if other versions were served and this
+    instance was the first of its version.
+
+    `layout_id` identifies the tensors of the image, `weights_id` their bytes; the image has `image_bytes` in
+    `chunks` chunks, of which `chunks_verified` were compared with a digest.
+
+    `outcome` is ``forked`` if all chunks came through the planner's plans (from peers or, if it elected this
+    instance, from local storage), and ``fallback`` if this instance loaded them itself.
+
+    `seconds` is the duration of the call; `phases` are its parts (capture, offer, plan, transfer, fallback,
+    digest), which do not overlap, and `resume`, which is concurrent with the transfer.
+
+    `bytes_read` counts all chunks that arrived, valid or not, `bytes_repeated` those that were read again;
+    `storage_bytes` is what this instance read from storage, for waiting instances or as its fallback (which
+    counts as the complete image, in addition to earlier reads). `resumed_bytes` come from the spool of a
+    process that died during its fork (setting `resume_dir`); the other fields do not count them.
+
+    `link_bytes_per_s` is the transfer's maximum rate over about one second, `efficiency` its mean rate
+    relative to that; None if it was too short to measure. `sources` has the bytes from each source in
+    descending order; `replans` counts the plans after the first; `fallback` is what was loaded instead of a
+    fork, if anything. `reasons` has one line for each failure, and why the planner assigned this instance its
+    own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
+    open: close it, or leave it open until the process ends.
     """
 
     fork_id: str
@@ -107,22 +110,22 @@ class ForkReport:
 
     @property
     def gb_per_s(self) -> float:
-        """Image bytes over the seconds of the transfer phase, in GB/s; 0 where nothing was transferred."""
+        """Image bytes per second of the transfer phase, in GB/s; 0 if nothing was transferred."""
         transfer = self.phases.get("transfer", 0.0)
         return self.image_bytes / transfer / 1e9 if transfer and self.outcome == "forked" else 0.0
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes that this instance read from its own storage, as elected or as its fallback."""
+        """Bytes that this instance read from its own storage, when elected or as its fallback."""
         return sum(share.verified_bytes for share in self.sources if source_type(share.source_id) != "peer")
 
     @property
     def resumed_bytes(self) -> int:
-        """Bytes that were still here from a process that died, and are right."""
+        """Valid bytes from the spool of a previous process."""
         return sum(share.verified_bytes for share in self.sources if share.source_id == RESUME_SOURCE_ID)
 
     def to_dict(self) -> dict[str, object]:
-        """All values, ready for JSON (the live `seed` is left out)."""
+        """Return all values, ready for JSON (without the live `seed`)."""
         values = {name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources")}
         return {
             **values,
@@ -133,7 +136,7 @@ class ForkReport:
         }
 
     def describe(self, span: Span) -> None:
-        """Have the fork's span say what the report does."""
+        """Add the report's values to the fork's span."""
         span.set(
             version=self.version,
             version_from=self.version_from,
@@ -152,12 +155,12 @@ class ForkReport:
         )
 
     def line(self) -> str:
-        """The report on one line, for logs and terminals."""
+        """Return the report as one line, for logs and terminals."""
         size = f"{self.image_bytes / 1e9:.3f} GB"
         if self.outcome == "fallback":
-            why = self.reasons[-1] if self.reasons else "no reason given"
-            named = "" if FIRST in why or UNSTATED in why else self._version_words()
-            return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s{named}, because: {why}"
+            reason = self.reasons[-1] if self.reasons else "unknown"
+            version_text = "" if FIRST in reason or UNSTATED in reason else self._version_text()
+            return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s{version_text}; reason: {reason}"
         sources_text = ", ".join(
             f"{short_id(share.source_id)}@{share.host} ({share.transport})"
             if source_type(share.source_id) == "peer"
@@ -166,38 +169,41 @@ class ForkReport:
             if share.source_id != RESUME_SOURCE_ID
         )
         if self.resumed_bytes:
-            sources_text = " and ".join(
-                filter(None, (sources_text, f"{self.resumed_bytes / 1e9:.3f} GB that were here"))
-            )
-        because = ""
-        if self.storage_bytes and (why := next((each for each in self.reasons if each.startswith("NoSource")), "")):
-            because = f", because: {why}"
-        again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
+            sources_text = " and ".join(filter(None, (sources_text, f"{self.resumed_bytes / 1e9:.3f} GB resumed")))
+        reason_text = ""
+        if self.storage_bytes and (reason := next((each for each in self.reasons if each.startswith("NoSource")), "")):
+            reason_text = f"; reason: {reason}"
+        reread_text = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
             f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {sources_text}"
-            f"{self._version_words()}; {self.chunks_verified}/{self.chunks} chunks verified{again}{because}"
+            f"{self._version_text()}; "
+            f"{self.chunks_verified}/{self.chunks} chunks verified{reread_text}{reason_text}"
         )
 
-    def _version_words(self) -> str:
-        """Name the version where people may not expect it: the first of its kind, or taken over."""
+    def _version_text(self) -> str:
+        """Describe the version if it may be unexpected: the first one served, or an adopted one."""
         if self.first:
             return f", {FIRST} {short_version(self.version)}"
         if self.version_from == "served":
-            return f", version {short_version(self.version)} as served"
+            return f", adopted version {short_version(self.version)}"
         if self.version_from == "none":
             return ", as several versions are served and this target states none"
         return ""
 
 
 def short_id(source_id: str) -> str:
-    """A source as logs name it: the first 8 characters of an instance, storage by its whole name."""
+    """Return a source as shown in logs: the first 8 characters of an instance, or the complete name of
+    storage.
+    """
     return source_id[:8] if source_type(source_id) == "peer" else source_id
 
 
 def add_fallback_share(
     shares: Sequence[SourceShare], fallback: Fallback, layout: Layout, host: str
 ) -> tuple[SourceShare, ...]:
-    """What each source gave, and the whole image that this instance then read by `fallback`, most first."""
+    """Add the complete image that this instance read by `fallback`; returns the shares by bytes in descending
+    order.
+    """
     name, by_name = (
         storage_name(fallback.storage_type, fallback.uri),
         {share.source_id: share for share in shares},
@@ -212,7 +218,7 @@ def add_fallback_share(
 
 
 def transports_by_source(shares: Sequence[SourceShare]) -> dict[str, str]:
-    """The transport by which each peer was read last; of many peers those that gave most."""
+    """Return the transport that each peer last used; if there are too many, of those that served most."""
     peers = [
         share for share in shares if source_type(share.source_id) == "peer" and share.source_id != RESUME_SOURCE_ID
     ]
@@ -228,13 +234,13 @@ def build_fork_result(
     reasons: Sequence[BaseException],
     report: ForkReport | None,
 ) -> ForkResult:
-    """What the planner is told at the end; without a report what was pulled before it failed."""
+    """Return the result of a fork for the planner; without a report, that of the transfer until it failed."""
     sources = report.sources if report is not None else stats.sources
     return ForkResult(
         outcome=outcome,
         seconds=timer.seconds,
         bytes_read=stats.bytes_read,
-        # What was still here was given by nobody.
+        # No source served the resumed chunks.
         sources={share.source_id: share.verified_bytes for share in sources if share.source_id != RESUME_SOURCE_ID},
         fallback=report.fallback if report is not None else None,
         efficiency=report.efficiency if report is not None else None,
@@ -249,12 +255,12 @@ def build_fork_result(
 
 
 def current_trace_id() -> str | None:
-    """The trace that this thread works for, where that is sent to a collector."""
+    """Return the trace id of this thread, if its spans are exported."""
     context = current_context()
     return context.trace_id if context is not None and context.sampled else None
 
 
 def phase_seconds(timer: PhaseTimer, stats: TransferStats) -> dict[str, float]:
-    """Seconds by phase, to a tenth of a millisecond."""
+    """Return seconds by phase, rounded to 0.1 ms."""
     resumed = {"resume": stats.resume_s} if stats.resume_s else {}
     return {phase: round(seconds, 4) for phase, seconds in (resumed | timer.phases).items()}

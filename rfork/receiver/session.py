@@ -1,6 +1,6 @@
-"""One fork from end to end: capture, plan, pull, verify, or fall back; then be a seed.
+"""One fork from end to end: capture, plan, transfer and verify, or fall back; then become a seed.
 
-Runs on the target. The order of design section 4, in one place.
+Runs on the target. The sequence of design section 5.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ from rfork.weights_version import UNSTATED, is_first, is_single, is_unnamed
 log = logger(__name__)
 
 REPORT_TIMEOUT_S = 0.5
-"""How long the end of a fork waits, at most, for the planner to hear what this instance holds by then."""
+"""Maximum time that the end of a fork waits for the planner to acknowledge the instance's new state."""
 
 
 class ForkSession:
     """Fills one module's tensors. Call `run` once.
 
-    `fallbacks`, best first, are what this instance could read by itself. A planner that knows of no
-    source is offered them (unless `settings.cold_start` is ``independent``), and may elect it to read one of
-    them for all that wait; they are tried in order once nothing else works. Without a planner they are
-    all there is.
+    `fallbacks`, in order of preference, are what this instance could load itself. If the planner knows no
+    source, they are offered to it (unless `settings.cold_start` is ``independent``), and it may elect this
+    instance to read one of them for all waiting instances; they are tried in order once nothing else works.
+    Without a planner, only they are used.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class ForkSession:
         on_filled: Callable[[], None] | None = None,
         like: Layout | None = None,
     ) -> None:
-        """`current_version` computes the version of this instance's own files again, where the identity's is
-        theirs. `on_filled` is called once the transfer has filled the module, before this instance is a seed.
-        If it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was made
-        of, if it was: see `capture`. `tracer`: this process's, unless it is given. Raises what
-        `rfork.tracing.tracer` raises.
+        """`current_version` recomputes the version of this instance's files, if the identity has that
+        version. `on_filled` is called once the transfer has filled the module, before this instance is a
+        seed; if it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was
+        built from, if any: see `capture`. `tracer` defaults to the process's. Raises what
+        `rfork.tracing.get_tracer` raises.
         """
         self._module = module
         self._identity = identity
@@ -124,15 +124,15 @@ class ForkSession:
         self._timer = PhaseTimer(self._tracer)
         self._meter = ThroughputMeter()
         self._transfer: Transfer | None = None
-        self._storage_reasons: Sequence[RforkError] = ()  # why it was sent to its own storage
+        self._storage_reasons: Sequence[RforkError] = ()  # why it was assigned its own storage
         self._deadline = Deadline(time.monotonic() + settings.deadline_s)
 
     def run(self) -> ForkReport:
-        """Fill the module; returns what was done, with the seed that this process now is.
+        """Fill the module; returns the report, with the seed that this process now is.
 
-        Raises AllSourcesFailed when neither a source nor a fallback worked: the module's content is then
-        undefined, and what a loader raised that builds a model of its own. On any exception the giving side
-        is closed and the planner told.
+        Raises AllSourcesFailed if neither a source nor a fallback worked (the module's content is then
+        undefined), and the exceptions of a loader that builds its own model. On any exception the seed is
+        closed and the planner notified.
         """
         rank = self._identity.rank
         with self._tracer.span(
@@ -157,7 +157,7 @@ class ForkSession:
             derived = DerivedTensors(self._module, image) if self._fallbacks else None
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         chunk_state = ChunkState(image.layout.chunks)
-        # Before the seed, whose threads and sockets would outlive an error here.
+        # Before the seed, whose threads and sockets would survive an error here.
         persister = ChunkPersister(self._settings.resume_dir, self._identity, image, chunk_state)
         seed = Seed(
             image,
@@ -199,11 +199,11 @@ class ForkSession:
         reasons: list[RforkError],
     ) -> ForkReport:
         used_fallback: Fallback | None = None
-        replacing = ModuleReplacement(
+        replacement = ModuleReplacement(
             image, seed, persister, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
         )
         try:
-            self._run_transfer(image, chunk_state, seed, persister, derived, reasons, replacing)
+            self._run_transfer(image, chunk_state, seed, persister, derived, reasons, replacement)
             if self._on_filled is not None:
                 self._on_filled()
         except ModuleReplaced as loaded:
@@ -211,17 +211,17 @@ class ForkSession:
         except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
             reasons.append(error)
             persister.pause()
-            # Whoever reads from this relay must not see what the fallback writes over it.
+            # Readers of this relay must not receive what the fallback writes.
             seed.fence()
             with self._timer.phase("fallback") as span:
                 span.set(reason=f"{error.kind}: {error}")
                 used_fallback = run_fallbacks(
-                    self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacing.load
+                    self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacement.load
                 )
                 span.set(source=used_fallback.name)
         seed.storage = ()
-        if replacing.replaced:
-            can_serve = replacing.can_serve
+        if replacement.replaced:
+            can_serve = replacement.can_serve
         else:
             can_serve = used_fallback is None or image.shares_memory_with(capture(self._module, exclude=self._exclude))
         if used_fallback is None:
@@ -230,41 +230,43 @@ class ForkSession:
             if rename is not None and seed.manifest is not None:
                 seed.version = rename(seed.manifest)
             seed.serve()
-        elif can_serve and not replacing.replaced:
+        elif can_serve and not replacement.replaced:
             with self._timer.phase("digest"):
                 seed.publish(version=self._version_of_loaded(seed, reasons))
         report = self._report(image, chunk_state, seed, used_fallback, reasons)
         if can_serve:
-            # Before the end: who asks between the two would find one that has nothing and waits for nobody.
+            # Report before finishing: between the two, another fork would find a source that has nothing and
+            # waits for nothing.
             seed.wait_report_acked(REPORT_TIMEOUT_S)
         self._finish(report.outcome, reasons, report)
         if not can_serve:
-            # Last: those that wait here ask again at once, and the planner knows by now how it ended.
+            # Finish before the fence: waiting readers request a plan immediately, and the planner must know
+            # the outcome by then.
             seed.fence()
-            log.warning("not a seed: new tensors were put in the module's place", by=report.fallback)
+            log.warning("not a seed: the fallback replaced the module's tensors", by=report.fallback)
         log.info("fork done", report=report.line())
         return report
 
     def _fallbacks_of(self, seed: Seed, reasons: list[RforkError]) -> Sequence[Fallback]:
         """Return the fallbacks that may follow a failed fork.
 
-        None where another rank of the replica may have a version that no fallback of this rank is known to
-        give: a replica of two versions is worse than one that does not start.
+        None if another rank of the replica may have a version that no fallback of this rank is known to
+        provide: a replica of two versions is worse than one that does not start.
         """
         version = seed.version
         shared = version is not None and seed.adopts_version and not is_unnamed(version)
         if shared and self._fallbacks and not is_single(self._identity.rank):
             reasons.append(
                 WrongVersion(
-                    f"the replica began with version {version}, and this rank has no files of that version",
-                    hint="state the version (RFORK_VERSION), or start all ranks again",
+                    f"the replica started with version {version}, and this rank has no files of that version",
+                    hint="set the version (RFORK_VERSION), or restart all ranks",
                 )
             )
             return ()
         return self._fallbacks
 
     def _check_files(self) -> None:
-        """Raise CheckpointError where this instance's files are not those that it began with."""
+        """Raise CheckpointError if this instance's files have changed since it started."""
         if self._current_version is None:
             return
         current = self._current_version()
@@ -272,15 +274,17 @@ class ForkSession:
             raise CheckpointError(
                 f"the weight files changed after this instance started: they were version "
                 f"{self._identity.version} and are {current or 'gone'}",
-                hint="start the instance again",
+                hint="restart the instance",
             )
 
     def _version_of_loaded(self, seed: Seed, reasons: list[RforkError]) -> VersionOf | None:
-        """Return what names weights that this instance read by itself; None: they are of `seed.version`."""
+        """Return a function that names weights which this instance read itself; None: they have
+        `seed.version`.
+        """
         try:
             self._check_files()
         except (CheckpointError, StorageError) as error:
-            log.warning("served as a version of its own", reason=str(error))
+            log.warning("serving weights as a new version", reason=str(error))
             reasons.append(error)
             return seed.version_by_content
         if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
@@ -331,7 +335,7 @@ class ForkSession:
     def _version_from(
         self, seed: Seed, used_fallback: Fallback | None, reasons: Sequence[RforkError]
     ) -> Literal["own", "served", "none"]:
-        """Return where the version of the weights is from; see `ForkReport`."""
+        """Return the origin of the weights' version; see `ForkReport`."""
         version = seed.version
         if any(UNSTATED in str(error) for error in (*reasons, *self._storage_reasons)):
             return "none"
@@ -352,7 +356,7 @@ class ForkSession:
         persister: ChunkPersister,
         derived: DerivedTensors | None,
         reasons: list[RforkError],
-        replacing: ModuleReplacement,
+        replacement: ModuleReplacement,
     ) -> None:
         planner, chosen = self._planner, self._settings
         if planner is None:
@@ -368,22 +372,22 @@ class ForkSession:
             seed,
             timeout_s,
             self._exclude,
-            replacing.load,
+            replacement.load,
             self._tracer,
             self._check_files,
-        ) as offers:
+        ) as candidates:
             source_factory = SourceFactory(
                 image,
                 {transport.name: transport for transport in self._transports},
                 self._dial,
                 chosen,
-                offers,
+                candidates,
                 self._identity.instance_id,
                 self._deadline,
                 self._tracer,
             )
             plan_requester = PlanRequester(
-                self._fork_id, planner, seed, offers, self._dial, chosen, self._timer, self._deadline
+                self._fork_id, planner, seed, candidates, self._dial, chosen, self._timer, self._deadline
             )
             self._storage_reasons = plan_requester.reasons
             transfer = self._transfer = Transfer(
@@ -393,7 +397,7 @@ class ForkSession:
                 identity=(self._identity.instance_id, chosen.node_name),
                 source_factory=source_factory,
                 replan=plan_requester,
-                run_loader=offers.run_loader,
+                run_loader=candidates.run_loader,
                 serving_state=seed,
                 deadline=self._deadline,
                 spool=persister.spool,
@@ -404,14 +408,14 @@ class ForkSession:
                 with reporter.running(), self._timer.phase("transfer"):
                     transfer.run()
             finally:
-                reasons.extend((*offers.reasons, *self._storage_reasons, *transfer.reasons))
+                reasons.extend((*candidates.reasons, *self._storage_reasons, *transfer.reasons))
 
     def _finish(self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None) -> None:
-        """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
+        """Report the outcome to the planner, which also releases the leases. Best effort: leases expire."""
         if self._planner is None:
             return
         finish = build_fork_result(outcome, self._timer, self._transfer_stats, self._meter, reasons, report)
         try:
             self._planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._deadline.monotonic_time))
         except (PlannerUnreachable, PlannerRejected) as error:
-            log.debug("finish not told", detail=str(error))
+            log.debug("fork result not reported to the planner", detail=str(error))

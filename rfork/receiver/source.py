@@ -1,7 +1,7 @@
-"""The seam between a fork and what it reads from: peers, and this instance's own storage.
+"""Interface between a fork and its sources: peers, and this instance's own storage.
 
-Runs on the target. Each giver has a thread of its own, which tells the puller what can be read; the
-puller's workers read it.
+Runs on the target. Each source has its own thread, which reports readable chunks to the transfer; the
+transfer's workers read them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from rfork.receiver.source_span import SourceSpan
 
 
 class ChunkSource(Protocol):
-    """One source of a fork: `rfork.receiver.peer_source.PeerSource` or `rfork.receiver.storage_source.StorageSource`."""
+    """One source of a fork, implemented by `PeerSource` and `StorageSource`."""
 
     source_id: str
-    """The word for it in the schedule and in reports."""
+    """Its id in the scheduler and in reports."""
     instance_id: str
-    """Who is told to the planner: the source, or this instance itself for its storage."""
+    """Its id for the planner: the source, or this instance for its own storage."""
     host: str
     address: str
     transport: str
-    reading: SourceSpan
+    source_span: SourceSpan
     is_relay: bool
-    """Whether `last_storage_activity_at` is of somebody that it waits for, and not its own."""
+    """Whether `last_storage_activity_at` is of another instance that it waits for."""
     last_progress_at: float
-    """When it last gave something new, on `time.monotonic()`'s clock."""
+    """Time of its last new chunk, as a `time.monotonic()` value."""
 
     @property
     def last_storage_activity_at(self) -> float | None:
-        """When the storage that it reads, or waits for, last gave something; None: there is none."""
+        """Time of the last activity of the storage that it reads or waits for; None if there is none."""
         ...
 
     def start(self) -> None:
-        """Begin on its own thread."""
+        """Start its thread."""
         ...
 
     def read(self, begin: int, end: int, deadline: float) -> None:
@@ -45,60 +45,60 @@ class ChunkSource(Protocol):
         ...
 
     def check(self, now: float, *, starved: bool) -> RforkError | None:
-        """Why it counts as stalled at `now`, if it does."""
+        """Return the error if it counts as stalled at `now`, otherwise None."""
         ...
 
     def close(self) -> None:
-        """Give nothing more; reads under way end."""
+        """Stop serving; reads in flight end."""
         ...
 
     def join(self) -> None:
-        """Wait until its thread has ended; after `close`."""
+        """Wait until its thread has ended; call it after `close`."""
         ...
 
 
 class SourceListener(Protocol):
-    """The puller, as its sources see it; called on their threads.
+    """Interface of the transfer for its sources, called on their threads.
 
-    `on_manifest`, `on_provisional_digests` and `on_local_files` may raise what ends the source.
+    `on_manifest`, `on_provisional_digests` and `on_local_files` may raise an error that ends the source.
     """
 
     def on_manifest(self, source: ChunkSource, manifest: Manifest) -> None:
-        """What the source's image holds."""
+        """Handle the manifest of the source's image."""
         ...
 
     def on_provisional_digests(self, source: ChunkSource, provisional_id: str, digests: Mapping[int, bytes]) -> None:
-        """The peer's manifest is not known yet: these chunks of its `draft` have these digests.
-
-        Said before they are offered.
-        """
+        """Handle digests of chunks whose manifest the peer does not know yet, before they are offered."""
         ...
 
     def digests_to_compare(self) -> Mapping[int, bytes]:
-        """Digests of the chunks that files have to hold too, before others are read from them."""
+        """Return digests of chunks that files must contain too, before others are read from them."""
         ...
 
     def on_local_files(
         self, source: ChunkSource, origin: str, compared: Mapping[int, bytes], *, agrees: bool
     ) -> Mapping[int, bytes]:
-        """The manifest of this instance's files is not known; whether they hold all of `compared`.
+        """Handle the result of comparing this instance's files, whose manifest is unknown: whether they
+        contain all of `compared`.
 
-        Returns what has to be compared besides; nothing: go on.
+        Returns digests to compare in addition; if there are none, the source continues.
         """
         ...
 
     def on_chunks_available(self, source: ChunkSource, chunks: tuple[Range, ...]) -> None:
-        """These chunks can be read from now on."""
+        """Handle chunks that can be read from now on."""
         ...
 
     def next_chunks(self, source: ChunkSource, count: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The chunks that are read from the source now, and those, `count` at most, that are read next."""
+        """Return the chunks in flight from the source, and at most `count` that are read next."""
         ...
 
     def on_transport_unavailable(self, source: ChunkSource, error: TransportUnavailable) -> None:
-        """A transport cannot be used with this source; the next one is tried, and nobody is blamed."""
+        """Handle a transport that cannot be used with this source; the next one is tried, and no party is
+        blamed.
+        """
         ...
 
     def on_failure(self, source: ChunkSource, error: RforkError) -> None:
-        """The source has ended by itself."""
+        """Handle the failure of the source."""
         ...

@@ -1,7 +1,7 @@
-"""What the planner and the sources of a fork say, the latter on their threads, and what becomes of it.
+"""Handles callbacks from sources and new plans.
 
-Runs on the target. Each call of a source takes the puller's lock, and rings its bell where there is
-something to read, or to plan anew.
+Runs on the target. Callbacks run on the sources' threads, acquire the transfer's lock, and notify its
+condition variable if there is something to read or to replan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logger(__name__)
 
 
 class SourceEventHandler:
-    """See `rfork.receiver.source.SourceListener`; keeps the sources, as whoever has ended is told from who has not."""
+    """Implements `rfork.receiver.source.SourceListener` for a transfer, and owns the active sources."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class SourceEventHandler:
         spool_source: SpoolSource,
         deadline: Deadline,
     ) -> None:
-        """`changed` is the puller's lock and its bell; `deadline` the fork's own."""
+        """`changed` is the transfer's condition variable; `deadline` the fork's."""
         self.sources = ActiveSources(scheduler, verifier, source_factory, self)
         self.stopping = False
-        """Whether the fork is over: who fails now is not at fault."""
+        """Whether the fork has ended: later failures are not the sources' fault."""
         self.expected: str | None = None
         """The weights_id of the plan."""
         self._abandoned_weights_id: str | None = None
-        """The weights_id of what was dropped since the plan."""
+        """The weights_id of the weights dropped since the plan."""
         self._version: str | None = None
         """The version of the plan."""
         self._cond = changed
@@ -59,7 +59,7 @@ class SourceEventHandler:
         self._deadline = deadline
         self._count = len(chunk_state.chunks)
 
-    # -- what the puller does; it holds the lock -------------------------------------------------------
+    # -- calls from the transfer, which holds the lock -------------------------------------------------------
 
     def apply_plan(self, plan: Plan) -> None:
         """Follow a plan."""
@@ -76,26 +76,28 @@ class SourceEventHandler:
 
     @property
     def weights_changing(self) -> bool:
-        """Whether the weights that were read change at their source: others will soon be had there."""
+        """Whether the weights are changing at their source, which will soon serve others."""
         known = (
             self._verifier.manifest is not None or self.expected is not None or self._abandoned_weights_id is not None
         )
         return known and self.sources.weights_changing
 
     def restart(self) -> bool:
-        """Drop what was begun of weights that nobody gives any more; whether there was anything."""
+        """Drop weights that no source serves any more; returns whether any were begun."""
         manifest = self._verifier.manifest
         if manifest is None:
             return False
         self._abandoned_weights_id = manifest.weights_id
         if chunks := self._verifier.restart():
-            why = f"the weights changed at the source: started over, {chunks} chunks are compared anew"
-            log.warning("started over", chunks=chunks, weights_id=self._abandoned_weights_id)
+            why = f"the weights changed at the source: started over, {chunks} chunks are compared again"
+            log.warning(
+                "weights changed at the source, starting over", chunks=chunks, weights_id=self._abandoned_weights_id
+            )
             self.sources.reasons.append(SourceWeightsChanged(why))
         return True
 
     def is_other_version(self, plan: Plan) -> bool:
-        """Whether a plan is of other weights than those that were begun: of another version."""
+        """Return whether a plan has other weights than those that were begun."""
         manifest = self._verifier.manifest
         if manifest is None:
             return False
@@ -104,19 +106,21 @@ class SourceEventHandler:
         return plan.weights_id != manifest.weights_id
 
     def is_stale_plan(self, plan: Plan) -> bool:
-        """Whether a plan names the weights that were dropped, and some that have yet to drop them too.
+        """Return whether a plan names the dropped weights, and only sources that have yet to drop them too.
 
-        Who holds all of them leads on: they were changed back.
+        Sources that together have all chunks are valid: the weights were changed back.
         """
         parts = [part for route in plan.routes for part in route.chunks]
         parts += [part for read in plan.storage for part in read.chunks]
         partial = ranges.count(ranges.normalise(parts)) < self._count
         return plan.weights_id is not None and plan.weights_id == self._abandoned_weights_id and partial
 
-    # -- what sources say, on their threads ------------------------------------------------------------
+    # -- callbacks from sources, on their threads ------------------------------------------------------------
 
     def on_manifest(self, source: ChunkSource, manifest: Manifest) -> None:
-        """See `rfork.receiver.source.SourceListener`; every source must hold the bytes that the first one named."""
+        """See `rfork.receiver.source.SourceListener`. All sources must have the weights that the first one
+        named.
+        """
         with self._cond:
             self._require_active(source)
             known = self._verifier.manifest
@@ -124,7 +128,7 @@ class SourceEventHandler:
             expected = known.weights_id if known and begun else self.expected
             if expected not in (None, manifest.weights_id):
                 raise SourceWeightsChanged(
-                    f"{source.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
+                    f"{source.address}: has weights {manifest.weights_id}, but this fork reads {expected}"
                 )
             self._verifier.set_manifest(manifest)
             if known is None or known.weights_id != manifest.weights_id:
@@ -186,15 +190,15 @@ class SourceEventHandler:
 
     def _require_active(self, source: ChunkSource) -> None:
         if self.sources.find(source.source_id) is not source:
-            raise SourceUnavailable(f"{source.address}: was given up")
+            raise SourceUnavailable(f"{source.address}: the source was removed")
 
     def fail(self, source: ChunkSource, error: RforkError) -> None:
-        """Give up on a source; the caller holds the lock. Past the deadline nobody but time is at fault."""
+        """Give up on a source; the caller holds the lock. After the deadline, no source is blamed."""
         if not self.stopping and time.monotonic() < self._deadline.monotonic_time:
             self.sources.fail(source, error)
         self._cond.notify_all()
 
 
 def format_ranges(parts: tuple[Range, ...]) -> str:
-    """Chunk ranges as people read them: ``0-63,80-127``."""
+    """Format chunk ranges for logs: ``0-63,80-127``."""
     return ",".join(f"{begin}-{end - 1}" for begin, end in parts)

@@ -1,4 +1,4 @@
-"""How a fork reaches the sources that a plan names. Runs on the target."""
+"""Creates the sources of a plan. Runs on the target."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ from rfork.transport.base import Transport
 
 @dataclass(frozen=True)
 class SourceFactory:
-    """Makes the feeds of one fork; see `rfork.receiver.active_sources.SourceFactoryProtocol`. `deadline` is the fork's own."""
+    """Creates the sources of one fork; see `rfork.receiver.active_sources.SourceFactoryProtocol`.
+
+    `deadline` is the fork's.
+    """
 
     image: Image
     transports: Mapping[str, Transport]
     dial: Dial
     settings: InstanceSettings
-    offers: StorageCandidates
+    candidates: StorageCandidates
     instance_id: str
     deadline: Deadline
     tracer: Tracer = NOOP_TRACER
 
     def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
-        """The feed of one route."""
-        reading = SourceSpan(
+        """Return the source for one route."""
+        source_span = SourceSpan(
             self.tracer.start_span(
                 "read from peer",
                 kind="client",
@@ -48,25 +51,25 @@ class SourceFactory:
             )
         )
         return PeerSource(
-            route, self.image, self.transports, self.dial, self.settings, listener, self.deadline, reading
+            route, self.image, self.transports, self.dial, self.settings, listener, self.deadline, source_span
         )
 
     def open_storage(self, read: StorageAssignment, listener: SourceListener) -> StorageSource:
-        """The feed of this instance's own storage."""
+        """Return the source for this instance's own storage."""
         name, chunks = storage_name(read.kind, read.uri), count(read.chunks)
-        reading = SourceSpan(self.tracer.start_span("read from storage", source=name, planned_chunks=chunks))
+        source_span = SourceSpan(self.tracer.start_span("read from storage", source=name, planned_chunks=chunks))
         return StorageSource(
             read,
-            self.offers.storage_for,
+            self.candidates.storage_for,
             self.image,
             listener,
             self.settings.storage_idle_timeout_s,
             options.load(StorageSettings),
             instance_id=self.instance_id,
             host=self.settings.node_name,
-            reading=reading,
+            source_span=source_span,
         )
 
     def exclude(self, name: str) -> None:
-        """The storage of that name failed: the planner is not told of it again."""
-        self.offers.remove(name)
+        """Do not offer the storage of this name to the planner again: it failed."""
+        self.candidates.remove(name)

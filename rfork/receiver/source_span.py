@@ -1,4 +1,4 @@
-"""What is read from one source, as one span of the fork's trace. Runs on the target."""
+"""Trace span of the reads from one source. Runs on the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rfork.tracing import NO_SPAN, Span
 
 
 class SourceSpan:
-    """Lasts from when the plan named the source until it is given up or done with. Thread-safe."""
+    """Lasts from the plan that names the source until the source is removed. Thread-safe."""
 
     def __init__(self, span: Span = NO_SPAN) -> None:
         self.span = span
@@ -19,18 +19,18 @@ class SourceSpan:
         self._chunks = self._bytes = 0
 
     def add_bytes(self, nbytes: int) -> None:
-        """A chunk of so many bytes arrived, right or wrong."""
+        """Count the bytes of a chunk that arrived, valid or not."""
         with self._lock:
             self._chunks += 1
             self._bytes += nbytes
 
     def fail(self, error: RforkError) -> None:
-        """The source failed the fork so, or this side did."""
+        """Record the error that ended the source."""
         self.span.event("failure", error_type=error.kind, detail=str(error), fault=error.fault)
         self.span.fail(error)
 
     def end(self, transport: str) -> None:
-        """Nothing more is read. Safe to call twice."""
+        """End the span. Safe to call twice."""
         with self._lock:
             chunks, nbytes = self._chunks, self._bytes
         seconds = max(time.monotonic() - self._began, 1e-9)

@@ -1,13 +1,13 @@
-"""What a process that came back takes from the spool of the one that died. Runs on the target.
+"""Resumes a fork from the spool of a process that died. Runs on the target.
 
-Once the first source's manifest is known, and before anything can be read from it, the chunks whose record
-says what the manifest says are claimed: no source is asked for them. Each is digested where it lands, and
-counts only if that is what the manifest says. Where no manifest is known, in a cold start, there is
-nothing to compare with, and nothing is taken.
+Once the first source's manifest is known, and before anything can be read from that source, the chunks whose
+spool record matches the manifest are reserved: no source is asked for them. Each is digested in place, and
+counts only if it matches the manifest. In a cold start without a manifest there is nothing to compare with,
+and the spool is not used.
 
-A disk may be slower than the network. What it would give later than a fork without it would have ended
-is left to the sources; it is too after `source_idle_timeout_s` seconds without a byte. Blocks are read beside the image,
-so that a disk that hangs cannot write to it later.
+A disk may be slower than the network. Chunks that it would deliver later than a fork without it would have
+ended are left to the sources; so are all chunks after `source_idle_timeout_s` seconds without a byte. Blocks
+are read into separate memory, so that a hanging disk cannot write to the image later.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ log = logger(__name__)
 
 BLOCK_BYTES: Final = 4 * MIB
 WARMUP_S: Final = 1.0
-"""Seconds after which the speeds of the disk and of the sources are known."""
+"""Seconds after which the rates of the disk and of the sources are known."""
 STOP_S: Final = 1.0
-"""Most seconds to wait for a thread that hangs in a read."""
+"""Maximum time to wait for a thread that hangs in a read."""
 
 
 class SpoolSource:
-    """Fills chunks of one pull from its spool, on a thread of its own.
+    """Fills chunks of one transfer from its spool, on its own thread.
 
-    `changed` is the puller's lock and its bell. A chunk that is not there, or not right, is read from
-    the sources as if there were no spool.
+    `changed` is the transfer's condition variable. A chunk that is missing or invalid is read from the
+    sources as if there were no spool.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class SpoolSource:
         verifier: ChunkVerifier,
         changed: threading.Condition,
     ) -> None:
-        """Without a spool nothing is ever filled."""
+        """Without a spool, nothing is filled."""
         self.seconds = 0.0
-        """From the first chunk that was asked for to the last that came."""
+        """Time spent reading chunks."""
         self._spool = spool
         self._image = image
         self._chunk_state = chunk_state
@@ -70,22 +70,24 @@ class SpoolSource:
         self._share = SourceShare(RESUME_SOURCE_ID, settings.node_name, "file", 0, 0)
         self._writing = threading.Lock()
         self._finished = spool is None
-        self._wanted: dict[int, bytes] = {}
+        self._expected_digests: dict[int, bytes] = {}
         self._loading: ChunkRead | None = None
         self._began_at = self._advanced_at = 0.0
         self._known_at = math.inf
         self._loaded = 0  # bytes
-        self._fetched = self._fetched_before = 0  # bytes; of weights before those of the claim
-        self._rate = 0.0  # bytes a second, of all sources at their best
-        self._thread = threading.Thread(target=self._run, name="rfork-resume", daemon=True)
+        self._fetched = self._fetched_before = 0  # bytes; of weights before those of the reservation
+        self._rate = 0.0  # maximum bytes per second of all sources together
+        self._thread = threading.Thread(target=self._run, name="rfork-spool-read", daemon=True)
 
     def start(self) -> None:
-        """Wait for chunks to be claimed, and fill them."""
+        """Wait for chunks to be reserved, and fill them."""
         if not self._finished:
             self._thread.start()
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """What the image must hold; the caller holds the lock, and nothing was offered yet under it."""
+        """Reserve chunks of this manifest; the caller holds the lock, and no chunk was offered under the
+        manifest yet.
+        """
         if self._spool is None or self._finished:
             return
         candidates = {
@@ -95,28 +97,28 @@ class SpoolSource:
         }
         if candidates:
             log.info("resuming", chunks=len(candidates), of=len(self._chunks), spool=str(self._spool.path))
-            self._wanted = candidates
+            self._expected_digests = candidates
             self._known_at = time.monotonic()
             self._loaded, self._rate, self._fetched_before = 0, 0.0, self._fetched
             self._scheduler.reserve(RESUME_SOURCE_ID, candidates)
             self._changed.notify_all()
 
     def poll(self, now: float, fetched: int) -> None:
-        """Leave a disk that gives nothing, or too little; the caller holds the lock.
+        """Give up on a disk that delivers nothing, or too little; the caller holds the lock.
 
-        `fetched` is how many bytes the sources have given so far.
+        `fetched` is the number of bytes that the sources have served so far.
         """
         self._fetched = fetched
         if self._loading is not None and now - self._advanced_at > self._settings.source_idle_timeout_s:
-            log.warning("the spool is left: it gave nothing", seconds=round(now - self._advanced_at, 1))
+            log.warning("spool stalled, reading from the sources", seconds=round(now - self._advanced_at, 1))
             self._abandon()
         elif now - self._known_at >= WARMUP_S:
             self._is_worth_reading(now - self._known_at, fetched - self._fetched_before)
 
     def _is_worth_reading(self, seconds: float, fetched: int) -> None:
-        """Keep only what comes before the sources would have given the whole image.
+        """Keep only the chunks that arrive before the sources would have served the complete image.
 
-        So a fork is no slower for what was kept, and where the disk keeps up the sources are spared.
+        A fork is then no slower than without a spool, and a fast disk relieves the sources.
         """
         self._rate = max(self._rate, fetched / seconds)
         if self._rate:
@@ -124,12 +126,12 @@ class SpoolSource:
             max_chunks = int(max(0.0, left_s) * self._loaded / seconds) // self._chunks.chunk_size
             late = self._scheduler.reserved[max_chunks:]
             if late:
-                log.info("the spool is slower than the sources, which give its last chunks", chunks=len(late))
+                log.info("spool slower than the sources, reading its last chunks from them", chunks=len(late))
                 self._scheduler.unreserve(late)
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nothing is written to the image any more; what is claimed still is not."""
+        """Stop writing to the image; chunks still reserved are released."""
         with self._changed:
             self._abandon()
         if self._thread.is_alive():
@@ -137,7 +139,7 @@ class SpoolSource:
 
     @property
     def share(self) -> tuple[SourceShare, ...]:
-        """What came from the spool, if anything did."""
+        """Chunks and bytes from the spool, if any."""
         return (self._share,) if self._share.verified_chunks else ()
 
     def _run(self) -> None:
@@ -151,10 +153,10 @@ class SpoolSource:
                     self._finish_chunk(read, digest)
         except OSError as error:
             with self._changed:
-                if not self._finished:  # else the fork is over, and the spool closed
-                    log.warning("the spool is left: it cannot be read", reason=str(error))
-        except Exception:  # out of memory, or a bug: the sources have to give what is left
-            log.exception("the spool is left")
+                if not self._finished:  # otherwise the fork has ended and closed the spool
+                    log.warning("spool not readable, reading from the sources", reason=str(error))
+        except Exception:  # out of memory, or a bug: the sources must serve the rest
+            log.exception("spool failed, reading from the sources")
         finally:
             with self._changed:
                 if not self._finished:
@@ -171,7 +173,7 @@ class SpoolSource:
             return None
 
     def _load(self, chunk: int, scratch: memoryview) -> bytes | None:
-        """Fill one chunk; the digest of what is in it now, if the spool had all of it."""
+        """Fill one chunk; returns the digest of its bytes, or None if the spool did not have all of them."""
         if self._spool is None:
             return None
         begin, end = self._chunks[chunk]
@@ -189,14 +191,14 @@ class SpoolSource:
             self._advanced_at = time.monotonic()
             self._loaded += block.nbytes
         digest = self._image.digest(chunk) if is_complete else None
-        if not self._finished and (digest is None or digest != self._wanted.get(chunk)):
-            self._spool.erase(chunk)  # so that it is kept anew once a source gave it
+        if not self._finished and (digest is None or digest != self._expected_digests.get(chunk)):
+            self._spool.erase(chunk)  # so that it is spooled again once a source has served it
         return digest
 
     def _finish_chunk(self, read: ChunkRead, digest: bytes | None) -> None:
-        """A chunk was filled, or could not be; the caller holds the lock."""
+        """Handle a chunk that was filled or could not be; the caller holds the lock."""
         self.seconds += time.monotonic() - self._began_at
-        # Asked only now: the manifest may be another than that of the claim.
+        # Read it only now: the manifest may have changed since the reservation.
         manifest = self._verifier.manifest
         if digest is not None and manifest is not None and manifest.digests[read.chunk] == digest:
             begin, end = self._chunks[read.chunk]
@@ -211,16 +213,16 @@ class SpoolSource:
             if self._scheduler.complete:
                 self._changed.notify_all()
             return
-        log.info("a kept chunk is not right: it is fetched", chunk=read.chunk)
+        log.info("spooled chunk invalid, reading it from the sources", chunk=read.chunk)
         self._loading = None
         self._scheduler.dropped(read)
         self._scheduler.unreserve([read.chunk])
         self._changed.notify_all()
 
     def _abandon(self) -> None:
-        """Whatever is claimed has to come from the sources; the caller holds the lock."""
+        """Leave all reserved chunks to the sources; the caller holds the lock."""
         self._finished = True
-        with self._writing:  # a copy that is under way ends
+        with self._writing:  # a copy in progress ends
             read, self._loading = self._loading, None
         if read is not None:
             self._scheduler.dropped(read)

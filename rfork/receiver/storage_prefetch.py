@@ -1,13 +1,12 @@
-"""Reads of storage on threads that can be left behind. Runs on the target.
+"""Reads storage on threads that can be abandoned. Runs on the target.
 
-A read of a file may hang for ever: a network's disk whose server is gone cannot be interrupted. So storage
-is read beside the image, on daemon threads, and whoever wanted the bytes copies them. A thread that hangs
-holds its own scratch memory and nothing else.
+A read of a file may hang forever: one of a network file system whose server is unavailable cannot be
+interrupted. So storage is read into separate memory, on daemon threads, and the caller copies the bytes. A
+thread that hangs keeps only its own scratch memory.
 
-Each read of an object store takes a round trip before its first byte, and one connection carries only so
-much. So several are under way at once, and they go on to what will be wanted next while nobody waits yet:
-no more of them than bring their bytes soon, as they share one link, and whoever waits behind this instance
-waits for the first.
+Each read of an object store takes a round trip before its first byte, and one connection has limited
+throughput. So several reads run concurrently and prefetch the next ranges: only as many as complete soon, as
+they share one link, and downstream instances wait for the first.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from rfork.settings import StorageSettings
 from rfork.storage.base import ImageStorage
 
 BLOCK_BYTES: Final = 8 * MIB
-"""Most of one read: large enough that what a request costs a server hardly counts, and for a disk."""
+"""Maximum size of one read: large enough to amortise the cost of a request."""
 PREFETCH_HORIZON_S: Final = 0.25
-"""As much is under way as comes in this time: more than any answer takes to begin."""
+"""Time whose bytes are kept in flight: more than the latency of any response."""
 MIN_READS_IN_FLIGHT: Final = 2
-"""Reads under way at the least: the next one's round trip is over when the bytes before it are there."""
+"""Minimum reads in flight: the next round trip completes while the previous bytes arrive."""
 RESERVED_BLOCKS: Final = 2
-"""Blocks of memory that are only for what somebody waits for."""
+"""Blocks of memory reserved for ranges that a caller waits for."""
 EWMA_ALPHA: Final = 0.2
 """Weight of the newest block in the mean rate."""
 
 PrefetchHints = Callable[[], tuple[Sequence[Range], Sequence[Range]]]
-"""The ranges that are read now, or in a moment, and those that are read next, in their order."""
+"""The ranges in flight or about to be read, and those that are read next, in order."""
 
 
 class _Throughput:
-    """Bytes a second while anything is under way, the newest counting most."""
+    """Bytes per second while any read is in flight, weighted towards the newest."""
 
     def __init__(self) -> None:
         self._bytes = 0.0
@@ -48,22 +47,22 @@ class _Throughput:
         self._since = 0.0
 
     def began(self, now: float) -> None:
-        """Something is under way, and nothing was before."""
+        """Record the first read in flight after an idle time."""
         self._since = now
 
     def arrived(self, now: float, nbytes: int) -> None:
-        """So many bytes came."""
+        """Record bytes that arrived."""
         self._bytes = (1 - EWMA_ALPHA) * self._bytes + nbytes
         self._seconds = (1 - EWMA_ALPHA) * self._seconds + now - self._since
         self._since = now
 
     def bytes_in(self, seconds: float) -> float:
-        """The bytes that come in a time; 0 while nothing is known."""
+        """Return the bytes that arrive in a time; 0 while the rate is unknown."""
         return self._bytes / self._seconds * seconds if self._seconds else 0.0
 
 
 class _RangeRead:
-    """One range: what of it was asked for, and what came and was not given yet."""
+    """One range: its requested part, and the blocks that arrived and were not consumed yet."""
 
     def __init__(self, storage: ImageStorage, begin: int, end: int) -> None:
         self.storage = storage
@@ -76,21 +75,21 @@ class _RangeRead:
 
     @property
     def fully_requested(self) -> bool:
-        """Whether nothing of it is left to ask for."""
+        """Whether all of it was requested."""
         return self.finished or self.next >= self.end
 
 
 class StoragePrefetcher:
-    """Reads ranges of storage, block by block; thread-safe. `address` names it in errors.
+    """Reads ranges of storage block by block; thread-safe. `address` names the storage in errors.
 
-    As many blocks at once as `settings` has streams, in no more memory than it allows.
+    Reads up to `settings.concurrency` blocks concurrently, within `settings.staging_bytes` of memory.
     """
 
     def __init__(self, address: str, settings: StorageSettings) -> None:
         self.advanced_at = time.monotonic()
-        """When the last block came, or the first was asked for."""
+        """Time of the last block, or of the first request before that."""
         self.last_block_at: float | None = None
-        """When the last block came."""
+        """Time of the last block."""
         self._address = address
         self._changed = threading.Condition()
         self._closed = False
@@ -101,31 +100,31 @@ class StoragePrefetcher:
         self._reading = 0
         self._rate = _Throughput()
         self._allocated = 0
-        self._wanted: list[_RangeRead] = []
+        self._requested: list[_RangeRead] = []
         self._ahead: dict[Range, _RangeRead] = {}
         self._spare: list[memoryview] = []
 
     @property
     def ahead_bytes(self) -> int:
-        """How far ahead reads go."""
+        """Number of bytes to prefetch."""
         return (self._max_blocks - RESERVED_BLOCKS) * self._block
 
     def close(self) -> None:
-        """Whoever waits for a block is told at once that none will come."""
+        """Stop reading; callers that wait for a block get an error immediately."""
         with self._changed:
             self._closed = True
             self._ahead.clear()
             self._changed.notify_all()
 
     def idle_seconds(self, now: float) -> float:
-        """How long blocks are waited for in vain; 0 where nobody waits."""
+        """Return how long callers have waited for the next block; 0 if none waits."""
         with self._changed:
-            return max(0.0, now - self.advanced_at) if self._wanted else 0.0
+            return max(0.0, now - self.advanced_at) if self._requested else 0.0
 
     def _expect(self, storage: ImageStorage, assigned: Sequence[Range], coming: Sequence[Range]) -> None:
-        """Read what comes next, as far as memory goes; what was expected before counts no more.
+        """Prefetch the `coming` ranges, as far as memory allows, instead of the previous ones.
 
-        But what is `taken` stays, where it was expected: somebody is about to read it.
+        Ranges in `assigned` that were prefetched are kept: they are about to be read.
         """
         with self._changed:
             before = self._ahead
@@ -144,17 +143,18 @@ class StoragePrefetcher:
     def read(
         self, storage: ImageStorage, begin: int, end: int, prefetch_hints: PrefetchHints | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of image range `[begin, end)` as they come: offsets and blocks, each good until the next.
+        """Yield the blocks of image range `[begin, end)` as they arrive, with their offsets; each is valid
+        until the next.
 
-        `prefetch_hints` is called once this range is asked for; what it names next is read meanwhile. Raises
-        what the storage raises, and SourceUnavailable after `close`.
+        `prefetch_hints` is called once this range was requested; the ranges that it returns are read
+        meanwhile. Raises the storage's errors, and SourceUnavailable after `close`.
         """
         with self._changed:
             self._check_open()
-            if not self._wanted:
+            if not self._requested:
                 self.advanced_at = time.monotonic()
             run = self._ahead.pop((begin, end), None) or _RangeRead(storage, begin, end)
-            self._wanted.append(run)
+            self._requested.append(run)
             self._start()
             self._changed.notify_all()
         try:
@@ -171,7 +171,7 @@ class StoragePrefetcher:
                 left -= block.nbytes
         finally:
             with self._changed:
-                self._wanted.remove(run)
+                self._requested.remove(run)
                 self._end(run)
 
     def _next(self, run: _RangeRead) -> tuple[int, memoryview]:
@@ -181,17 +181,17 @@ class StoragePrefetcher:
             self._check_open()
             if run.ready:
                 return run.ready.popleft()
-            raise run.error or SourceUnavailable(f"{self._address}: is read no more")
+            raise run.error or SourceUnavailable(f"{self._address}: storage was closed")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SourceUnavailable(f"{self._address}: is read no more")
+            raise SourceUnavailable(f"{self._address}: storage was closed")
 
     # -- the caller holds the lock ---------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Have as many threads as there is work for."""
-        runs = (*self._wanted, *self._ahead.values())
+        """Start as many threads as there is work for."""
+        runs = (*self._requested, *self._ahead.values())
         work = sum(-(-(run.end - run.next) // self._block) for run in runs if not run.fully_requested)
         for _ in range(min(self._streams, self._threads + work) - self._threads):
             self._threads += 1
@@ -209,9 +209,11 @@ class StoragePrefetcher:
         self._changed.notify_all()
 
     def _next_block(self) -> tuple[_RangeRead, int, memoryview] | None:
-        """The next block to read, and the memory for it; None: there is none. Waits until it may be read."""
+        """Return the next block to read, with its memory, or None if there is none. Waits until it may be
+        read.
+        """
         while not self._closed:
-            wanted = next((run for run in self._wanted if not run.fully_requested), None)
+            wanted = next((run for run in self._requested if not run.fully_requested), None)
             run = wanted or next((run for run in self._ahead.values() if not run.fully_requested), None)
             if run is None:
                 return None
@@ -236,7 +238,7 @@ class StoragePrefetcher:
                 return buffer[:size]
         return memoryview(bytearray(size))
 
-    # -- on threads of its own -------------------------------------------------------------------------
+    # -- reader threads -------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -256,7 +258,7 @@ class StoragePrefetcher:
         error: Exception | None = None
         try:
             run.storage.read(at, at + block.nbytes, [block])
-        except Exception as caught:  # whatever it is, it is raised where the block is waited for
+        except Exception as caught:  # any error is raised where the block is consumed
             error = caught
         with self._changed:
             self._reading -= 1

@@ -1,7 +1,7 @@
-"""This instance's own storage as one source of its fork, beside its peers.
+"""This instance's own storage as a source of its fork.
 
-Runs on the target, once the planner elected it to read some chunks for all that wait behind it. Every
-chunk can be read at once; what a peer's feed learns from its source, this one finds in the files.
+Runs on the target, once the planner elected it to read some chunks for all waiting instances. Every chunk is
+readable immediately. A peer reports digests or a manifest; this source determines them from the files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from rfork.storage.base import ImageStorage, storage_name
 
 
 class StorageSource:
-    """One storage of this instance, read by the puller's workers; see `rfork.receiver.source.ChunkSource`.
+    """One storage of this instance, read by the transfer's workers; implements
+    `rfork.receiver.source.ChunkSource`.
 
-    `find` gives the storage that the plan names; raises StorageError where there is none. No deadline
-    ends its reads: they end when they give nothing for `source_idle_timeout_s` seconds, or when the feed is closed.
+    `find` returns the storage that the plan names; raises StorageError if there is none. Its reads have no
+    deadline: they end after `source_idle_timeout_s` seconds without progress, or when the source is closed.
     """
 
     is_relay = False
@@ -43,13 +44,13 @@ class StorageSource:
         *,
         instance_id: str,
         host: str,
-        reading: SourceSpan | None = None,
+        source_span: SourceSpan | None = None,
     ) -> None:
         self.source_id = self.address = storage_name(read.kind, read.uri)
         self.instance_id = instance_id
         self.host = host
         self.transport: str = read.kind
-        self.reading = reading or SourceSpan()
+        self.source_span = source_span or SourceSpan()
         self.last_progress_at = time.monotonic()
         self._plan = read
         self._find = find
@@ -59,53 +60,53 @@ class StorageSource:
         self._storage: ImageStorage | None = None
         self._blocks = StoragePrefetcher(self.address, settings)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rfork-feed-storage", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rfork-source-storage", daemon=True)
 
     @property
     def last_storage_activity_at(self) -> float | None:
-        """See `Giver.last_storage_activity_at`."""
+        """See `ChunkSource.last_storage_activity_at`."""
         return self._blocks.advanced_at
 
     @property
     def last_block_at(self) -> float | None:
-        """When the last block came; None: none has."""
+        """Time of the last block; None before the first."""
         return self._blocks.last_block_at
 
     def start(self) -> None:
-        """Begin on the feed's own thread."""
+        """Start the source's thread."""
         self._thread.start()
 
     def read(self, begin: int, end: int, deadline: float) -> None:
-        """Fill image range `[begin, end)`. A disk that is slow is no reason to stop at the deadline."""
+        """Fill image range `[begin, end)`. Ignores the deadline: a slow disk is no reason to stop."""
         storage = self._storage
         if storage is None:
-            raise SourceUnavailable(f"{self.address}: is not read yet")
+            raise SourceUnavailable(f"{self.address}: storage is not open yet")
         for at, block in self._blocks.read(storage, begin, end, self._prefetch_hints):
             with self._image.writable(at, at + block.nbytes) as views:
                 copy_block(block, views)
-        self.reading.add_bytes(end - begin)
+        self.source_span.add_bytes(end - begin)
 
     def _prefetch_hints(self) -> tuple[list[Range], list[Range]]:
-        """What is read of the storage now, and what is read next, as far as it is worth to look."""
+        """Return the ranges in flight from the storage, and those to prefetch."""
         chunks = self._image.layout.chunks
         assigned, coming = self._listener.next_chunks(self, -(-self._blocks.ahead_bytes // chunks.chunk_size))
         return [chunks[chunk] for chunk in assigned], [chunks[chunk] for chunk in coming]
 
     def check(self, now: float, *, starved: bool) -> RforkError | None:
-        """A read that gives nothing for so long hangs: somebody else has to read."""
+        """Return an error if a read has stalled: another instance must then read."""
         idle = self._blocks.idle_seconds(now)
         if idle > self._idle_timeout_s:
-            return StorageError(f"{self.address}: gave nothing for {idle:.1f} s")
+            return StorageError(f"{self.address}: no data for {idle:.1f} s")
         return None
 
     def close(self) -> None:
-        """Reads under way end at once; what hangs is left behind. The files stay open."""
+        """End reads in flight immediately; threads that hang are abandoned. The files stay open."""
         self._closed.set()
         self._blocks.close()
-        self.reading.end(self.transport)
+        self.source_span.end(self.transport)
 
     def join(self) -> None:
-        """Wait until the feed's thread has ended; after `close`."""
+        """Wait until the source's thread has ended; call it after `close`."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -120,17 +121,17 @@ class StorageSource:
             self._listener.on_chunks_available(self, ((0, len(self._image.layout.chunks)),))
         except RforkError as error:
             self._fail(error)
-        except Exception as error:  # a bug must end the feed, not hang the fork
+        except Exception as error:  # a bug must end the source, not hang the fork
             self._fail(StorageError(f"{self.address}: {type(error).__name__}: {error}"))
 
     def _compare(self, storage: ImageStorage, origin: str) -> None:
-        """Find each chunk that this fork holds in the files, before anything of them is given on."""
+        """Compare all verified chunks with the files, before any of their chunks is served."""
         compared: dict[int, bytes] = {}
         left = self._listener.digests_to_compare()
         while True:
             differs = next((chunk for chunk, digest in left.items() if not self._matches(storage, chunk, digest)), None)
             compared |= left
-            # What came meanwhile, from a peer that still gives, is compared too.
+            # Chunks that peers have served meanwhile are compared too.
             left = self._listener.on_local_files(self, origin, compared, agrees=differs is None)
             if not left:
                 return
@@ -140,7 +141,7 @@ class StorageSource:
             self._listener.on_failure(self, error)
 
     def _matches(self, storage: ImageStorage, chunk: int, digest: bytes) -> bool:
-        """Whether the files hold a chunk of this digest; reads it beside the image."""
+        """Return whether the files contain a chunk with this digest; reads it into separate memory."""
         begin, end = self._image.layout.chunks[chunk]
         scratch = memoryview(bytearray(end - begin))
         for at, block in self._blocks.read(storage, begin, end):

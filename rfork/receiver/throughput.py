@@ -1,4 +1,4 @@
-"""How fast a fork's bytes come: now and at best, all together and by source. Runs on the target."""
+"""Throughput of a fork: current and maximum, in total and by source. Runs on the target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rfork.schema import source_type
 from rfork.schema.types import MAX_RATES
 
 WINDOW_S: Final = 1.0
-"""Rates are those of windows about so long: shorter ones see a chunk that landed, not a link."""
+"""Approximate length of the windows for rates: shorter ones would measure single chunks, not the link."""
 ZERO_SAMPLE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What had come at one moment."""
+    """Byte counts at one time."""
 
     at: float
     total: int
@@ -26,24 +26,24 @@ class _Sample:
 
 
 class ThroughputMeter:
-    """The rate now and the best rate, in bytes a second, over windows of about `window_s`."""
+    """The current and the maximum rate in bytes per second, over windows of about `window_s`."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.best: float | None = None
-        """None until a window has passed."""
+        """None before the end of the first window."""
         self.last = 0.0
-        """Over the last window; until one has passed, the mean so far."""
+        """Over the last window; before its end, the mean so far."""
         self.best_sources: Mapping[str, float] = {}
-        """By source, each over its own best window; empty until one has passed."""
+        """By source, each over its own best window; empty before the end of the first."""
         self.last_sources: Mapping[str, float] = {}
-        """The same as `last` by source, of those that gave something."""
+        """Same as `last`, by source, for sources that served bytes."""
         self._window_s = window_s
         self._points: deque[_Sample] = deque()
 
     def add(self, now: float, total: int, sources: Mapping[str, int] = ZERO_SAMPLE) -> None:
-        """In all `total` bytes had come at `now`, and so many of them from each source.
+        """Record that `total` bytes had arrived at `now`, and the bytes from each source.
 
-        They need not add up: what has come of a source may count only once it is verified.
+        They need not add up: bytes of a source may count only once they are verified.
         """
         self._points.append(_Sample(now, total, sources))
         while len(self._points) > 2 and now - self._points[1].at >= self._window_s:
@@ -60,16 +60,16 @@ class ThroughputMeter:
             self.best_sources = {**self.best_sources, **better}
 
     def efficiency(self, nbytes: int, seconds: float) -> float | None:
-        """The rate of `nbytes` in `seconds` against the best one; None where that is not known."""
+        """Return the rate of `nbytes` in `seconds` relative to the maximum; None if that is unknown."""
         return nbytes / seconds / self.best if self.best and seconds else None
 
 
 def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:
-    """Of the bytes by source those that have a rate: what a loader read is known all at once, at its end."""
+    """Return the bytes of sources that have a rate: a loader's bytes are known only at its end."""
     return {name: count for name, count in bytes_by_source.items() if source_type(name) != "loader"}
 
 
 def top_rates(rates: Mapping[str, float]) -> dict[str, float]:
-    """Rates by source as they are told: whole bytes a second, the fastest first, of `MAX_RATES` at most."""
+    """Return rates by source for reports: whole bytes per second, fastest first, at most `MAX_RATES`."""
     ranked = sorted(rates.items(), key=lambda item: -item[1])[:MAX_RATES]
     return {name: float(round(rate)) for name, rate in ranked}

@@ -1,8 +1,8 @@
-"""The puller: fills an image from the sources of a plan, verifies each chunk, and re-plans when it must.
+"""Fills an image from the sources of a plan, verifies each chunk, and replans when needed.
 
-Runs on the target. Sources are peers and, where the planner elected this instance, its own storage. A
-window of workers reads and checks chunks; a feed thread a source follows what can be read from it;
-the caller's thread watches over both.
+Runs on the target. Sources are peers and, if the planner elected this instance, its own storage. Worker
+threads read and verify chunks; one thread per source tracks the chunks that it can serve; the caller's thread
+supervises both.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from rfork.storage.spool import Spool
 log = logger(__name__)
 
 POLL_INTERVAL_S = 0.25
-"""How often stalls, silence and the deadline are looked at; events are acted on at once."""
+"""Interval of the checks for stalls, silence and the deadline; events are handled immediately."""
 SUSPEND_THRESHOLD_S = 2 * POLL_INTERVAL_S
-"""Without a look for so long, this process was held up (stopped, or a call kept the interpreter)."""
+"""After this long without a check, this process was suspended (stopped, or blocked on the interpreter lock)."""
 FIRST_RETRY_S = 0.2
 MIN_REPLAN_INTERVAL_S = 0.05
 PARTIAL_PLAN_RETRY_S = 0.8
-"""Time to the next request for a plan while some chunks have a source and others have none."""
+"""Interval of plan requests while some chunks have a source and others have none."""
 
 Replan = Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan]
-"""Asks the planner, given the faults since the last plan, and what is read by that plan now."""
+"""Requests a plan, given the faults since the last plan and the current assignments."""
 
 
 class Transfer:
-    """One fork's pull. `run` it once.
+    """The transfer of one fork. Call `run` once.
 
-    `opening` makes the (not yet started) feeds of a plan; `replan` asks the planner for a (new) one;
-    `run_loader` is called on the caller's thread where the planner elected this instance to run its
-    loader; `serving_state` is told the manifest before the first chunk that was checked against it is given.
-    `identity` is this instance's id and host; `spool` is taken from as `rfork.receiver.spool_source` says. Without
-    a manifest, a fork that did not read all its chunks from files of its own waits at the end for whoever
-    did: only that one can tell that they belong together.
+    `source_factory` creates the sources of a plan; `replan` requests a plan from the planner; `run_loader` is
+    called on the caller's thread if the planner elected this instance to run its loader; `serving_state`
+    receives the manifest before the first chunk verified against it is served. `identity` is this instance's
+    id and host; `spool` is used as described in `rfork.receiver.spool_source`. Without a manifest, a fork
+    that did not read all its chunks from its own files waits at the end for the source that did: only that
+    one can confirm that they belong together.
     """
 
     def __init__(
@@ -115,9 +115,8 @@ class Transfer:
     def run(self) -> TransferStats:
         """Fill the image; returns once every chunk is verified.
 
-        Raises DeadlineExceeded, NoSource (the planner knows none, or none that is left works),
-        PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or
-        raises.
+        Raises DeadlineExceeded, NoSource (the planner knows none, or all that it knows failed),
+        PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or raises.
         """
         self._workers.start()
         self._spool_source.start()
@@ -139,7 +138,7 @@ class Transfer:
 
     @property
     def stats(self) -> TransferStats:
-        """What was done so far, also by a pull that failed."""
+        """Statistics so far, also of a failed transfer."""
         repeated = sum(
             times * (self._chunks[chunk][1] - self._chunks[chunk][0])
             for chunk, times in self._scheduler.rereads.items()
@@ -150,7 +149,7 @@ class Transfer:
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
-        """What each source gave so far, most first."""
+        """Chunks and bytes that each source served so far, by bytes in descending order."""
         with self._changed:
             return self._sources.shares
 
@@ -162,24 +161,26 @@ class Transfer:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the chunks that arrived so far, right or wrong."""
+        """Bytes of the chunks that have arrived, valid or not."""
         return self.measurable_bytes + self._elected_loader.bytes_read
 
     @property
     def measurable_bytes(self) -> int:
-        """Of them those that were counted as they came: what a loader reads is known all at once."""
+        """Those of them that were counted as they arrived, unlike a loader's, which are known only at its
+        end.
+        """
         return self._workers.bytes_read
 
     def update_leases(self, leases: Mapping[str, Lease]) -> None:
-        """Newer lease tokens, by source."""
+        """Replace the lease tokens, by source."""
         with self._changed:
             self._sources.renew(leases)
 
     def request_replan(self, reason: str) -> None:
-        """Ask for a new plan soon; until there is one the old one holds. Nothing is given up for it."""
+        """Request a new plan soon; the current one stays in use until then."""
         with self._changed:
             if self._replan_reason is None:
-                log.info("a new plan is wanted", reason=reason)
+                log.info("replanning", reason=reason)
             self._replan_reason = reason
             self._changed.notify_all()
 
@@ -189,7 +190,7 @@ class Transfer:
         while True:
             with self._changed:
                 retired = self._sources.pop_retired()
-            # Outside the lock: closing a reader waits until nothing more of it can land.
+            # Outside the lock: closing a reader waits until none of its reads can write any more.
             for source in retired:
                 source.close()
             with self._changed:
@@ -220,7 +221,9 @@ class Transfer:
                 if plan is not None and (plan.routes or plan.storage) and not self._event_handler.is_stale_plan(plan):
                     if self._event_handler.is_other_version(plan):
                         if self._scheduler.in_flight:
-                            retry_at = now + MIN_REPLAN_INTERVAL_S  # what lands must not count for the next weights
+                            retry_at = (
+                                now + MIN_REPLAN_INTERVAL_S
+                            )  # reads in flight must not count for the next weights
                             continue
                         self._event_handler.restart()
                     self._plans += 1
@@ -232,12 +235,12 @@ class Transfer:
                     )
                     continue
                 if self._scheduler.in_flight or self._sources.has_work or not self._scheduler.unassigned:
-                    retry_at = now + PARTIAL_PLAN_RETRY_S  # others still give: no hurry
+                    retry_at = now + PARTIAL_PLAN_RETRY_S  # other sources still serve, so this is not urgent
                     continue
                 plan_retry_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
                 changing = self._event_handler.weights_changing
                 if changing and plan_retry_s is None and self._event_handler.restart():
-                    continue  # it asks for any weights now
+                    continue  # the next request accepts any weights
                 no_source_since = no_source_since or now
                 should_retry = changing or (plan_retry_s is not None and (plan is not None or self._plans > 0))
                 if not should_retry or now - no_source_since >= self._settings.no_source_timeout_s:
@@ -245,7 +248,7 @@ class Transfer:
                 retry_at = now + (plan_retry_s or FIRST_RETRY_S)
 
     def _check_timeouts(self, now: float) -> None:
-        """What time brings; the caller holds the lock. Raises DeadlineExceeded."""
+        """Apply timeouts; the caller holds the lock. Raises DeadlineExceeded."""
         last_block_at = self._sources.last_storage_block_at
         if last_block_at is not None:
             self._deadline.extend(last_block_at + self._settings.storage_idle_timeout_s)
@@ -263,16 +266,16 @@ class Transfer:
         if not self._scheduler.complete:
             self._complete_since = None
             return
-        # All chunks are held, but not yet known to be of one image: whoever reads storage will say so.
+        # All chunks are verified, but not yet known to belong together: the storage reader will confirm it.
         self._complete_since = self._complete_since or now
         if not self._sources.any_active or now - self._complete_since > 3 * self._settings.source_idle_timeout_s:
             self._complete_since = None
             self._verifier.invalidate_unconfirmed()
 
     def _timeouts_apply(self, now: float) -> bool:
-        """Whether silence counts: not right after this process itself stood still for a while.
+        """Return whether silence counts: not right after this process was suspended.
 
-        What the sources said meanwhile has yet to be heard; the threads that do so get a moment first.
+        Its threads first need a moment to process what the sources sent meanwhile.
         """
         late, self._last_poll = SUSPEND_THRESHOLD_S < now - self._last_poll < math.inf, now
         if late and not self._was_suspended:
@@ -283,7 +286,7 @@ class Transfer:
         return True
 
     def _request_plan(self) -> tuple[Plan | None, RforkError]:
-        """One call to the planner: its plan, if any, and the error to end with if there is no route."""
+        """Request a plan once; returns it, and the error to raise if it has no route."""
         with self._changed:
             faults, current = self._sources.faults, self._sources.current_assignments
         try:

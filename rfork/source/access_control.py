@@ -149,7 +149,7 @@ class AccessControl(SuspendableImage):
         """See `rfork.transport.base.AccessGate.authorize`."""
         claims = self._claims(token)
         if not self.chunk_state.contains_range(begin, end):
-            self._claims(token)  # it may have been fenced between the two
+            self._claims(token)  # the image may have been fenced in between
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
 
@@ -205,7 +205,7 @@ class AccessControl(SuspendableImage):
             exporter = self._exports.get(name)
             if exporter is None:
                 continue
-            # A reader that is sent to another transport stays there: the better one is worth a wait.
+            # A reader that is sent to another transport stays there, so a better one is worth waiting for.
             if not exporter.ready(time.monotonic() + EXPORTER_READY_TIMEOUT_S):
                 busy = busy or SourceBusy(f"{name} is not ready yet")
                 continue

@@ -103,7 +103,7 @@ class ImageState:
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         """Notify readers that this instance, or (`relayed`) its upstream, is reading from storage.
 
-        `last_storage_activity_at` is when storage last delivered bytes, on `time.monotonic()`'s clock; None:
+        `read_at` is when storage last delivered bytes, on `time.monotonic()`'s clock; None:
         storage is not read.
         """
         changed = (read_at is None, relayed) != (self._read_at is None, self._relayed)
@@ -182,7 +182,9 @@ class ImageState:
             self.publish(version=choose)
 
     def version_after_update(self, stated: str | None, count: int) -> VersionOf:
-        """Return what names the weights that update number `count` leaves; `stated`: as its caller did."""
+        """Return the function that names the weights after update number `count`; `stated` is the caller's
+        version.
+        """
         return lambda _: stated
 
     def _disconnect_readers(self) -> None:
@@ -193,7 +195,7 @@ class ImageState:
         self.notify_planner()
         self._close_channels()
         if cut := self._inflight_reads.drain(INFLIGHT_GRACE_S):
-            log.info("readers cut, as the bytes are about to change", readers=cut)
+            log.info("readers disconnected, as the bytes are about to change", readers=cut)
 
     def _close_channels(self) -> None:
         """Close all channels because the bytes are about to change: no direct reads are allowed from now on."""
@@ -238,7 +240,7 @@ class ImageState:
             self._state = state
 
     def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Call `listener` after each change of board, manifest, state or readers, on any thread."""
+        """Call `listener` after each change of chunks, manifest, state or readers, on any thread."""
 
         @contextlib.contextmanager
         def subscribed() -> Iterator[None]:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from rfork.logs import logger
 
 WARN_S = 1.0
-"""A read that goes on for so long after it was cut is worth a line in the log."""
+"""A read that is still running this long after it was aborted is logged."""
 
 log = logger(__name__)
 
 
 class InflightReads:
-    """Thread-safe; a read is one block of `track`."""
+    """Registry of running reads. Thread-safe; a read is one block of `track`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class InflightReads:
 
     @contextlib.contextmanager
     def track(self, cut: Callable[[], None]) -> Iterator[None]:
-        """The block touches the image's memory; `cut`, called from another thread, makes it end soon."""
+        """Register a read of the image's memory; `cut`, called from another thread, makes the block end soon."""
         with self._changed:
             self._next_id += 1
             number = self._next_id

@@ -13,11 +13,11 @@ readers.
 """
 MAX_GAIN, MIN_GAIN = 0.5, 0.05
 NOISE: Final = 0.005
-"""Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
+"""Gain times variance, in means: noise alone then changes the rate by at most a factor of about two."""
 
 BASELINE_STEPS, RECENT_STEPS, MIN_STEPS, MISFITS = 256, 32, 8, 7
 BASELINE_S: Final = 10.0
-"""Older units count for nothing, as long as there are KEPT_UNITS newer ones."""
+"""Older steps are discarded if there are enough newer ones."""
 
 
 class LatencyBaseline:
@@ -26,9 +26,9 @@ class LatencyBaseline:
     def __init__(self) -> None:
         self.known = False
         self.mean = 0.0
-        """Seconds; of each unit at most WORST usual ones."""
+        """Mean duration in seconds; the weight of a single step is limited."""
         self.gain = MIN_GAIN
-        self._units: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_STEPS)
+        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_STEPS)
         self._max_duration = math.inf
         self._expected_range = (0.0, math.inf)
 
@@ -42,23 +42,23 @@ class LatencyBaseline:
         `resting`: there are readers, limited to the minimum rate. These steps are the best comparison;
         earlier ones overlapped with the readers' arrival, or are old.
         """
-        self._units.append((at, max(seconds, 1e-9), resting))
-        if not self.known or len(self._units) <= MIN_STEPS:
+        self._steps.append((at, max(seconds, 1e-9), resting))
+        if not self.known or len(self._steps) <= MIN_STEPS:
             return
-        newest = sorted(self._units[-index][1] for index in range(1, MIN_STEPS + 1))
+        newest = sorted(self._steps[-index][1] for index in range(1, MIN_STEPS + 1))
         low, high = self._expected_range
         if newest[MISFITS - 1] < low or newest[-MISFITS] > high:
-            while len(self._units) > MIN_STEPS:
-                self._units.popleft()
+            while len(self._steps) > MIN_STEPS:
+                self._steps.popleft()
 
     def measure(self, now: float) -> bool:
-        """Take in what was added; whether it is known only now."""
-        while len(self._units) > RECENT_STEPS and now - self._units[0][0] > BASELINE_S:
-            self._units.popleft()
-        if len(self._units) < MIN_STEPS:
+        """Process the added steps; returns whether the baseline has just become known."""
+        while len(self._steps) > RECENT_STEPS and now - self._steps[0][0] > BASELINE_S:
+            self._steps.popleft()
+        if len(self._steps) < MIN_STEPS:
             return False
-        rested = [seconds for _, seconds, resting in self._units if resting]
-        ordered = sorted(rested if len(rested) >= RECENT_STEPS else [unit[1] for unit in self._units])
+        rested = [seconds for _, seconds, resting in self._steps if resting]
+        ordered = sorted(rested if len(rested) >= RECENT_STEPS else [step[1] for step in self._steps])
         self._max_duration = MAX_RATIO * ordered[len(ordered) // 2]
         self._expected_range = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
         cut = [min(seconds, self._max_duration) for seconds in ordered]

@@ -1,11 +1,11 @@
 """Controls the egress rate by the latency of the engine's own steps. Runs on the source.
 
 The engine reports the duration of each step (a decode step, a request). The *baseline* is their duration
-while almost nothing is sent; the controller limits egress to the rate at which steps take `setpoint` times as
+while almost nothing is sent; the controller limits egress to the rate at which steps take `max_ratio` times as
 long on average. It uses the mean: unlike a high quantile, it shows a small disturbance even if durations
 vary, and it shows a few very late steps too.
 
-- Each step changes the rate by ``exp(gain · (setpoint - seconds / mean))``, so that it is stable while steps
+- Each step changes the rate by ``exp(gain · (max_ratio - seconds / mean))``, so that it is stable while steps
   take as long as allowed. The gain is smaller the more durations vary. Concurrent steps count as one.
 - The baseline consists of steps during which at most `floor` was sent. During long transfers the controller
   pauses for a tenth of the time, so that the baseline follows the load: a heavier load is not mistaken for a
@@ -34,7 +34,7 @@ MAX_RATE: Final = 8 << 30
 MIN_RATE: Final = 8 * MIB
 
 MAX_DECREASE: Final = 0.5
-"""No unit lowers the rate by more."""
+"""Maximum factor by which one step lowers the rate."""
 MAX_PENDING_STEPS: Final = 1024
 
 IDLE_S: Final = 0.5
@@ -49,13 +49,13 @@ CALIBRATION_STEPS: Final = 48
 MAX_PAUSE_S: Final = 2.0
 REST_SHARE, FIRST_REST_SHARE = 0.1, 0.3
 FIRST_PAUSE_S: Final = 5.0
-"""Without a baseline: most seconds to wait for one at `floor`."""
+"""Without a baseline: maximum seconds at `floor` to measure one."""
 
 
 class LatencyController:
     """Computes the current egress rate. Thread-safe; serving threads never wait for it.
 
-    `setpoint` 0 turns it off. `floor` is the minimum rate in bytes per second. `clock` is monotonic.
+    `max_ratio` 0 turns it off. `floor` is the minimum rate in bytes per second. `clock` is monotonic.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class LatencyController:
         self._paused_until = -math.inf
         self._has_paused = False
 
-    # -- the serving threads ----------------------------------------------------------------------
+    # -- called by serving threads ----------------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
-        """One unit of the engine's own work took so long and ended now. Costs about a microsecond."""
+        """Record a step that ended now and took `seconds`. Costs about a microsecond."""
         self._ended.append((self._clock(), seconds))
 
     def measure_step(self) -> StepTimer:
-        """A context manager around one unit of work. A block that raises is not counted."""
+        """Return a context manager that measures one step. A block that raises is not counted."""
         return StepTimer(self._clock, self._running, self.record_step)
 
     # -- called by sending threads ----------------------------------------------------------------
@@ -146,7 +146,7 @@ class LatencyController:
             return False
         if not self._baseline.known and not self._has_paused:
             return True
-        # Soon for the first time: the readers that just came were work too, and are in the baseline.
+        # Rest early the first time: the arrival of the readers was work too, and is in the baseline.
         share = REST_SHARE if self._has_paused else FIRST_REST_SHARE
         return now - max(self._paused_until, self._egress_since) >= self._pause_seconds() * (1 / share - 1)
 
@@ -156,7 +156,7 @@ class LatencyController:
         return SETTLE_S + min(MAX_PAUSE_S, CALIBRATION_STEPS * self._baseline.mean)
 
     def _add_sample(self, now: float) -> None:
-        """Learn from the units that ended since, and from those that are far too late already."""
+        """Process the steps that have ended, and running ones that are already much too late."""
         learnt = False
         while self._ended:
             at, seconds = self._ended.popleft()
@@ -194,7 +194,7 @@ class LatencyController:
 
     def _is_idle(self, began: float, ended: float) -> bool:
         if ended <= self._noisy_since:
-            return False  # it ended before the last loud time, and of those before nothing is known any more
+            return False  # it ended before the recorded times of egress, so nothing is known about it
         return began >= self._noisy_until
 
 

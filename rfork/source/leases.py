@@ -15,7 +15,7 @@ from rfork.errors import LeaseRejected, SourceBusy, SourceWeightsChanged
 from rfork.planner_client.lease import LeaseClaims, verify
 
 MAX_CHANNELS_PER_FORK = 16
-"""Most channels of one fork: it needs one, and a few more while it gives up one for the next."""
+"""Maximum channels of one fork: it needs one, and a few more while it switches from one to the next."""
 
 
 class LeaseVerifier:
@@ -25,7 +25,7 @@ class LeaseVerifier:
     """
 
     def __init__(self, source_id: str, max_readers: int, *, layout_id: str, clock: Callable[[], float]) -> None:
-        """`layout_id`: of the image that is read."""
+        """`layout_id` is the layout of the served image."""
         self._source_id = source_id
         self._layout_id = layout_id
         self._max_readers = max_readers
@@ -33,9 +33,9 @@ class LeaseVerifier:
         self._lock = threading.Lock()
         self._keys: tuple[bytes, ...] = ()
         self._withdrawn: dict[bytes, float] = {}  # removed keys, and until when they verify tokens
-        self._opened_until: dict[bytes, float] = {}  # when the last token that a key opened expires
+        self._opened_until: dict[bytes, float] = {}  # expiry of the last token that each key has verified
         self._known: dict[str, LeaseClaims] = {}
-        self._channels: dict[str, str] = {}  # channel_id -> fork_id
+        self._channels: dict[str, str] = {}  # fork_id by channel_id
         self._expired: list[str] = []  # channels whose lease expired, not yet returned by `sweep`
         self._leased_until: dict[str, float] = {}
 
@@ -46,7 +46,7 @@ class LeaseVerifier:
                 return
             now = self._clock()
             for key in self._keys:
-                # Never put off again: a key that leaked is of no use for longer than this.
+                # Never extended again: a leaked key is useless after this time.
                 self._withdrawn.setdefault(key, self._opened_until.get(key, 0.0))
             self._withdrawn = {key: until for key, until in self._withdrawn.items() if key not in keys and until > now}
             self._keys = tuple(keys)
@@ -59,10 +59,10 @@ class LeaseVerifier:
         return bool(self._keys)
 
     def check(self, token: str, generation: int, weights_id: str | None) -> LeaseClaims:
-        """The claims of a good token, for the weights that are here now (None: not known yet).
+        """Return the claims of a valid token for the current weights (None: not known yet).
 
-        Raises LeaseRejected (none, expired, forged, for another source or layout) or SourceWeightsChanged (leased
-        for another generation, or for other weights).
+        Raises LeaseRejected (none, expired, forged, for another source or layout) or SourceWeightsChanged
+        (leased for another generation, or for other weights).
         """
         claims = self._known.get(token)
         if claims is None:
@@ -70,14 +70,16 @@ class LeaseVerifier:
         elif claims.expires_at <= self._clock():
             with self._lock:
                 self._known.pop(token, None)
-            raise LeaseRejected("the lease has expired", hint="ask the planner for a new one")
+            raise LeaseRejected("the lease has expired", hint="request a new lease from the planner")
         if claims.generation != generation:
             raise SourceWeightsChanged(
-                f"the lease is for generation {claims.generation} of the weights, here is {generation}"
+                f"the lease is for generation {claims.generation} of the weights, but the current one is {generation}"
             )
         if claims.weights_id is not None and claims.weights_id != weights_id:
-            current_text = f"these are {weights_id}" if weights_id else "it is not known yet which these are"
-            raise SourceWeightsChanged(f"the lease is for the weights {claims.weights_id}, {current_text}")
+            current_text = (
+                f"but the source has {weights_id}" if weights_id else "but those of the source are not known yet"
+            )
+            raise SourceWeightsChanged(f"the lease is for weights {claims.weights_id}, {current_text}")
         return claims
 
     def _verify(self, token: str) -> LeaseClaims:
@@ -90,7 +92,7 @@ class LeaseVerifier:
             keys = (*self._keys, *(key for key, until in self._withdrawn.items() if until > now))
         claims = verify(token, keys, source_id=self._source_id, now=now)
         if claims.layout_id != self._layout_id:
-            raise LeaseRejected(f"the lease is for layout {claims.layout_id}, this is {self._layout_id}")
+            raise LeaseRejected(f"the lease is for layout {claims.layout_id}, but the source has {self._layout_id}")
         opened_by = next(key for key in keys if self._verify_with(key, token, now))
         with self._lock:
             if opened_by in self._keys:
@@ -119,7 +121,7 @@ class LeaseVerifier:
             if fork_id not in readers and len(readers) >= self._max_readers:
                 raise SourceBusy(f"all {self._max_readers} reader slots are used")
             if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
-                raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, and gets no more")
+                raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, which is the maximum")
             channel_id = secrets.token_hex(8)
             self._channels[channel_id] = fork_id
             return channel_id
@@ -130,7 +132,7 @@ class LeaseVerifier:
             return self._channels.get(channel_id) == fork_id
 
     def close(self, channel_id: str) -> None:
-        """Take a slot back; one that is gone is no error."""
+        """Release a slot; an unknown channel is not an error."""
         with self._lock:
             self._channels.pop(channel_id, None)
 

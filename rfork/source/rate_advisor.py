@@ -53,7 +53,7 @@ class ReaderRateAdvisor:
             self._pending_notification.set()
         with self._lock:
             if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._run, name="rfork-pacing", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="rfork-rate-advisor", daemon=True)
                 self._thread.start()
         self._refresh_requested.set()
         return self._advised

@@ -13,7 +13,7 @@ from benchmarks.chaos import unavailable_reason
 from benchmarks.chaos_checks import check_round
 from benchmarks.chaos_cluster import ChaosCluster
 from benchmarks.chaos_runner import ChaosRunner
-from benchmarks.chaos_scenarios import SHORT_STOP_S, generate_round
+from benchmarks.chaos_scenarios import SHORT_ROUNDS, generate_round
 
 pytestmark = [
     pytest.mark.chaos,
@@ -28,7 +28,7 @@ def runner() -> Iterator[ChaosRunner]:
         yield ChaosRunner(crew)
 
 
-@pytest.mark.parametrize("number", SHORT_STOP_S, ids=lambda number: generate_round(number).description)
+@pytest.mark.parametrize("number", SHORT_ROUNDS, ids=lambda number: generate_round(number).description)
 def test_every_fork_ends_correctly(runner: ChaosRunner, number: int) -> None:
     """Correct bytes, a clean fallback or a clean failure; in time, and without leaks."""
     seen = runner.run(generate_round(number))

@@ -1,6 +1,6 @@
-"""What tests of engines share: models to serve, and a planner. Servers are made by `tests.engines.servers`.
+"""Fixtures of engine tests: models to serve, and a planner. Servers are made by `tests.engines.servers`.
 
-Every test in this folder has the marker ``engines`` and, unless it says otherwise, ten minutes.
+Every test in this folder has the marker ``engines`` and, by default, a timeout of ten minutes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tests.engines.model_folders import Architecture, copy_without_weights, make
 from tests.engines.planner_process import PlannerProcess
 
 TIMEOUT_S = 600
-# Read once, before any fixture hides RFORK_* from the tests.
+# Read before any fixture removes RFORK_* from the environment.
 MODEL_CACHE = Path(os.environ.get("RFORK_TEST_MODEL_CACHE") or default_cache())
 
 TinyFolder = Callable[..., Path]
-"""``tiny_folder(kind="llama", seed=1) -> Path``"""
+"""``tiny_folder("llama", seed=1) -> Path``"""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder, before ``-m`` chooses; servers start slower than other tests may take."""
+    """Mark the tests of this folder before ``-m`` selects; servers start slower than other tests may take."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.engines)
@@ -41,16 +41,16 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def weightless_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's folder, of the same name elsewhere, in which no weights are: only a fork can fill it."""
+    """SmolLM2's folder with the same name elsewhere, without weights: only a fork can fill it."""
     return copy_without_weights(model_folder, tmp_path_factory.mktemp("bare"))
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
-    """Makes tiny random models: ``tiny_folder(kind="llama" | "qwen3", seed=1)``, each made once.
+    """Factory of tiny random models: ``tiny_folder("llama" | "qwen3", seed=1)``, each made once.
 
-    Folders of one kind have one name, so that they are the same model to a planner; seeds differ in weights
-    alone. Do not write into them.
+    Folders of one architecture have one name, so that they are the same model to a planner; seeds differ only
+    in weights. Do not write into them.
     """
     parent = tmp_path_factory.mktemp("tiny")
 
@@ -65,6 +65,6 @@ def tiny_folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @pytest.fixture
 def planner() -> Iterator[PlannerProcess]:
-    """A planner that knows nobody yet: ``planner.url``."""
+    """A planner without instances: ``planner.url``."""
     with PlannerProcess() as running:
         yield running

@@ -1,4 +1,4 @@
-"""What servers of all engines have in common: a process with its workers, its health, its log, its end."""
+"""Common parts of engine servers: a process with its workers, its health, its log, its end."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from tests.engines.process_tree import process_tree
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-# Read once, before any fixture hides RFORK_* from the tests.
+# Read before any fixture removes RFORK_* from the environment.
 PYTHONS = {
     engine: Path(os.environ.get(f"RFORK_TEST_{engine.upper()}_PYTHON") or ROOT / f".venv-{engine}/bin/python")
     for engine in ("vllm", "sglang")
 }
-# Several times what a start of SmolLM2 takes with two servers on two cores.
+# Several times the start-up time of SmolLM2 with two servers on two cores.
 READY_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_S = 20.0
 POLL_INTERVAL_S = 0.1
 
 Body = dict[str, str | int | bool | dict[str, int | bool]]
-"""A JSON object that an engine's REST interface takes."""
+"""JSON object of an engine's REST interface."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server answered to one prompt, greedily."""
+    """A server's greedy completion of one prompt."""
 
     text: str
     """Without the prompt."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each of `tokens`, natural logarithms."""
+    """Natural logarithms, one per token."""
 
 
 def engine_python(engine: str) -> Path:
-    """The Python of an engine's venv (``vllm`` or ``sglang``); skips the test when there is none."""
+    """Return the Python of an engine's venv (``vllm`` or ``sglang``); skips the test if there is none."""
     python = PYTHONS[engine]
     if not python.is_file():
-        pytest.skip(f"NO {engine.upper()} AT {python}: forks of it are NOT tested; run `make test-engines`")
+        pytest.skip(f"NO {engine.upper()} AT {python}: its forks are NOT tested; run `make test-engines`")
     return python
 
 
 def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -> None:
-    """Return once `condition` holds, asked ten times a second; TimeoutError with `what` if it never does."""
+    """Return once `condition` is true, checked ten times per second; TimeoutError with `what` if it never is."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
@@ -68,16 +68,18 @@ def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -
 
 
 class ServerDied(RuntimeError):
-    """The server's process ended while a test waited for it; says the exit code and the end of its log."""
+    """The server's process ended while a test waited for it; the message has the exit code and the end of its
+    log.
+    """
 
 
 class EngineServer(ABC):
     """One engine's server process with all its workers, on a free port of the loopback interface.
 
-    `model` is the folder it serves. `log` gets all that it writes, and is begun anew. `arguments` are added
-    to its command line, last; `environment` to this process's environment, from which ``RFORK_*`` is taken
-    out first. `threads` is how many cores its arithmetic takes: one by default, so that two servers on two
-    cores do not starve one another.
+    `model` is the folder it serves. `log` receives all its output and is overwritten. `arguments` are
+    appended to its command line; `environment` is added to this process's environment without ``RFORK_*``.
+    `threads` is the number of compute threads: one by default, so that two servers on two cores do not starve
+    each other.
     """
 
     engine: ClassVar[str]
@@ -106,29 +108,29 @@ class EngineServer(ABC):
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
 
-    # What each engine says in its own words.
+    # -- engine-specific parts ------------------------------------------------------------------------------
 
     @abstractmethod
     def _command(self) -> Sequence[str | Path]:
-        """The command line, without what a test adds."""
+        """Return the command line without a test's arguments."""
 
     @abstractmethod
     def _variables(self) -> dict[str, str]:
-        """The environment variables that this engine needs on a CPU."""
+        """Return the environment variables that this engine needs on a CPU."""
 
     @abstractmethod
     def request(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple[str, Body]:
-        """Path and JSON body of a POST that asks for a greedy completion with token ids."""
+        """Return path and JSON body of a POST that requests a greedy completion with token ids."""
 
     @abstractmethod
     def completion(self, response: bytes) -> Completion:
-        """What the JSON that answers `request` says."""
+        """Parse the JSON response to `request`."""
 
-    # Its life.
+    # -- start and stop -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, in a session of its own, and return at once."""
-        # Engines leave sockets among the temporary files, whose paths must be short.
+        """Start it in a new session and return immediately."""
+        # Engines create sockets among the temporary files, whose paths must be short.
         self._scratch = Path(tempfile.mkdtemp(prefix="rfork-"))
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
@@ -141,7 +143,9 @@ class EngineServer(ABC):
             )
 
     def wait_ready(self, timeout_s: float = READY_S) -> float:
-        """Return once it is healthy: the seconds waited. ServerDied if it ended; or TimeoutError."""
+        """Return once it is healthy: the seconds waited. ServerDied if it ended, TimeoutError if it is not
+        ready.
+        """
         began = time.monotonic()
         while not self.healthy():
             self._wait_poll_interval()
@@ -150,33 +154,33 @@ class EngineServer(ABC):
         return time.monotonic() - began
 
     def healthy(self) -> bool:
-        """Whether its health endpoint answers 200 now: what a load balancer would see."""
+        """Return whether its health endpoint responds with 200, as a load balancer would check."""
         try:
             return httpx.get(f"{self.url}/health", timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
     def running(self) -> bool:
-        """Whether the process that was started has not ended."""
+        """Return whether the started process is running."""
         return self._started().poll() is None
 
     def wait(self, timeout_s: float = READY_S) -> int:
-        """Its exit code (negative: the signal) once it has ended; TimeoutError if it does not."""
+        """Return its exit code (negative: the signal) once it has ended; TimeoutError if it does not end."""
         try:
             return self._started().wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.engine} still runs after {timeout_s} s\n{self.tail()}") from None
+            raise TimeoutError(f"{self.engine} is still running after {timeout_s} s\n{self.tail()}") from None
 
     def stop(self) -> list[int]:
-        """End it as an orchestrator does: SIGTERM, then SIGKILL to what is left after twenty seconds.
+        """End it as an orchestrator does: SIGTERM, then SIGKILL after twenty seconds.
 
-        The ids of the processes that had to be killed. Doing so again is harmless.
+        Returns the ids of the processes that had to be killed. Idempotent.
         """
         if self._process is None:
             return []
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            # A test may have stopped it, and then it hears nothing.
+            # A test may have stopped it, so that it cannot handle the signal.
             self.signal(signal.SIGCONT)
         with contextlib.suppress(TimeoutError):
             wait_until(self._has_ended, deadline_s=STOP_S, what="its end")
@@ -185,7 +189,7 @@ class EngineServer(ABC):
         return left
 
     def kill(self) -> None:
-        """SIGKILL to it and all its workers at once, and wait until none is left."""
+        """Send SIGKILL to it and all its workers, and wait until none is left."""
         if self._process is not None and self._scratch is not None:
             wait_until(self._kill_remaining, deadline_s=STOP_S, what=f"the end of all processes of {self.engine}")
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -198,17 +202,17 @@ class EngineServer(ABC):
 
     @property
     def pid(self) -> int:
-        """Id of the process that was started: the API server, not the worker that holds the weights."""
+        """Id of the started process: the API server, not the worker that owns the weights."""
         return self._started().pid
 
     def processes(self) -> list[int]:
-        """Ids of that process and of all that descend from it and live, whoever is their parent now."""
+        """Return the ids of that process and of all its living descendants, even if their parent has ended."""
         return process_tree(self.pid)
 
-    # What it answers and writes.
+    # -- responses and log ----------------------------------------------------------------------------------
 
     def complete(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> Completion:
-        """Greedy tokens for a prompt; httpx.HTTPError when it does not answer 200 within two minutes."""
+        """Return greedy tokens for a prompt; httpx.HTTPError unless it responds with 200 within two minutes."""
         path, body = self.request(prompt, max_tokens, ignore_eos=ignore_eos)
         response = httpx.post(self.url + path, json=body, timeout=REQUEST_TIMEOUT_S)
         response.raise_for_status()
@@ -216,19 +220,21 @@ class EngineServer(ABC):
 
     @property
     def log(self) -> str:
-        """All that it and its workers have written so far."""
+        """All output of it and its workers so far."""
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
     def tail(self, lines: int = 60) -> str:
-        """The end of its log, under the command line: for a failure's message."""
+        """Return the end of its log below the command line, for a failure's message."""
         return "\n".join((f"$ {' '.join(self.command)}", *self.log.splitlines()[-lines:]))
 
     def lines_with(self, word: str) -> list[str]:
-        """The lines of its log that contain a word."""
+        """Return the lines of its log that contain a word."""
         return [line for line in self.log.splitlines() if word in line]
 
     def wait_for_line(self, pattern: str, *, deadline_s: float = READY_S) -> re.Match[str]:
-        """The first match of a regular expression in its log; ServerDied or TimeoutError if none comes."""
+        """Return the first match of a regular expression in its log; ServerDied or TimeoutError if there is
+        none.
+        """
         compiled, deadline = re.compile(pattern, re.MULTILINE), time.monotonic() + deadline_s
         while True:
             ended = not self.running()
@@ -255,16 +261,18 @@ class EngineServer(ABC):
             print(self.tail(200))
 
     def _has_ended(self) -> bool:
-        """Whether neither the process, which is reaped here, nor any of its workers is left."""
+        """Return whether the process, which is reaped here, and all its workers have ended."""
         return self._started().poll() is not None and not self.processes()
 
     def _kill_remaining(self) -> bool:
-        """Send SIGKILL to all that are left, with what they may have started since; whether none was."""
+        """Send SIGKILL to all remaining processes, including newly started ones; returns whether none is
+        left.
+        """
         self.signal(signal.SIGKILL)
         return self._has_ended()
 
     def _wait_poll_interval(self) -> None:
-        """Let a moment pass, in which the process must not end."""
+        """Wait one poll interval, during which the process must not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._started().wait(POLL_INTERVAL_S)
             raise ServerDied(f"{self.engine} ended with {code}\n{self.tail()}")
@@ -276,9 +284,9 @@ class EngineServer(ABC):
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
-        # No engine may ask the network for anything, or tell it.
+        # Engines must neither fetch anything from the network nor send telemetry.
         quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-        # The venv's own programs (ninja, …) are found as in an activated one.
+        # The venv's own programs (ninja, …) are found as in an activated venv.
         path = f"{self.python.parent}{os.pathsep}{inherited.get('PATH', '')}"
         cores = {"OMP_NUM_THREADS": str(self.threads)}
         return {**inherited, "PATH": path, **quiet, **cores, **self._variables(), **more}

@@ -1,4 +1,4 @@
-"""A small load generator: clients that ask a server for completions, one after another, while a test runs.
+"""Small load generator: clients that send completion requests to a server while a test runs.
 
 ::
 
@@ -29,17 +29,17 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class CompletedRequest:
-    """One request that was answered."""
+    """A completed request."""
 
     began_s: float
-    """By time.monotonic()."""
+    """Start time, by time.monotonic()."""
     latency_s: float
-    """From sending the request to having read all of the answer."""
+    """Seconds from sending the request to the end of the response."""
 
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """How a server answered for a while. Percentiles are by nearest rank; NaN without an answer."""
+    """Latencies and failures of a period. Percentiles are by nearest rank; NaN without a completed request."""
 
     requests: int
     seconds: float
@@ -55,19 +55,20 @@ class LoadSummary:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of the values do not exceed; NaN of none."""
+    """Return the smallest value that at least `share` (0 to 1) of the values do not exceed; NaN if there are
+    none.
+    """
     if not values:
         return math.nan
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
 class LoadGenerator:
-    """`concurrency` clients of one server, each sending its next request once the last is answered.
+    """`concurrency` clients of one server, each sending its next request after the previous one completes.
 
-    Every request asks for exactly `max_tokens` greedy tokens. A failure (no connection, a status that is not
-    200, no answer within two minutes) is kept, as one line, and the client that met it sends no more. The
-    clients live in a thread of their own, from entering the context to leaving it; requests that are under
-    way then are cancelled and not counted.
+    Every request is for exactly `max_tokens` greedy tokens. A failure (no connection, a status other than
+    200, no response within two minutes) is recorded as one line, and its client stops. The clients run in a
+    separate thread while the context is entered; requests in flight at its end are cancelled and not counted.
     """
 
     def __init__(
@@ -86,29 +87,29 @@ class LoadGenerator:
 
     @property
     def completed(self) -> list[CompletedRequest]:
-        """All that was answered so far, in the order of the answers."""
+        """Completed requests so far, in order of completion."""
         with self._changed:
             return list(self._completed)
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong so far, one line each."""
+        """Failures so far, one line each."""
         with self._changed:
             return list(self._failures)
 
     def wait_for(self, count: int, *, deadline_s: float = 300.0) -> None:
-        """Return once `count` more requests are answered; RuntimeError if all clients fail or time is up."""
+        """Return once `count` more requests have completed; RuntimeError if all clients fail or time is up."""
         with self._changed:
             wanted = len(self._completed) + count
             self._changed.wait_for(
                 lambda: len(self._completed) >= wanted or len(self._failures) >= self._concurrency, deadline_s
             )
             if len(self._completed) < wanted:
-                why = self._failures or f"{deadline_s} s have passed"
-                raise RuntimeError(f"{wanted - len(self._completed)} answers are missing: {why}")
+                reason = self._failures or f"{deadline_s} s have passed"
+                raise RuntimeError(f"{wanted - len(self._completed)} requests did not complete: {reason}")
 
     def summary(self, since_s: float | None = None, until_s: float | None = None) -> LoadSummary:
-        """Latencies of requests that began between two readings of time.monotonic(); all without them."""
+        """Summarize requests that began between two times of time.monotonic(); by default all."""
         with self._changed:
             first = self._began_s if since_s is None else since_s
             ended = time.monotonic() if math.isnan(self._ended_s) else self._ended_s
@@ -123,7 +124,7 @@ class LoadGenerator:
             )
 
     def stop(self) -> None:
-        """Send no more, and wait until the clients are gone. Again is harmless."""
+        """Stop sending, and wait until the clients have ended. Idempotent."""
         if self._thread.is_alive() and self._loop is not None and self._stopped is not None:
             self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(STOP_S)
@@ -159,7 +160,7 @@ class LoadGenerator:
             await asyncio.gather(*clients, return_exceptions=True)
 
     async def _run_client(self, client: httpx.AsyncClient) -> None:
-        """One client: requests one after another until it is cancelled or one fails."""
+        """Send requests sequentially until cancelled or until one fails."""
         while True:
             began = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""Folders of models for the engines to serve, made without a network."""
+"""Model folders for the engines, made without a network."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Literal
 import torch
 
 Architecture = Literal["llama", "qwen3"]
-# What holds weights in a Hugging Face folder, and the index that says where they are.
+# Weight files in a Hugging Face folder, and their index.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.gguf")
 
 
 def copy_without_weights(folder: Path, parent: Path) -> Path:
-    """A copy of a model's folder under `parent`, of the same name, in which no weights are."""
+    """Copy a model's folder below `parent`, with the same name, without weights."""
     return Path(shutil.copytree(folder, parent / folder.name, ignore=shutil.ignore_patterns(*WEIGHTS)))
 
 
 def copy_with_weights(folder: Path, parent: Path) -> Path:
-    """A copy of a model's folder under `parent`, of the same name, with its weights."""
+    """Copy a model's folder below `parent`, with the same name and its weights."""
     return Path(shutil.copytree(folder, parent / folder.name))
 
 
 def make_tiny(folder: Path, tokenizer: Path, architecture: Architecture, *, seed: int) -> None:
     """Write a random float32 model of hidden size 256 and 4 layers (16 MB, two shards or more) into `folder`.
 
-    The same `seed` gives the same weights. The tokenizer's files and their vocabulary of 512 come from the
-    folder `tokenizer`. Contexts of 1,024 tokens.
+    Equal `seed` values produce equal weights. The tokenizer's files and their vocabulary of 512 come from the
+    folder `tokenizer`. The context length is 1,024 tokens.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ def make_tiny(folder: Path, tokenizer: Path, architecture: Architecture, *, seed
         bos_token_id=1,
         eos_token_id=2,
         dtype="float32",
-        # Five times the usual, with which a random model only repeats its last token.
+        # Five times the default, with which a random model only repeats its last token.
         initializer_range=0.1,
     )
     folder.mkdir(parents=True)

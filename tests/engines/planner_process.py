@@ -1,4 +1,4 @@
-"""A real planner process for tests of engines, with what the planner itself says of its fleet."""
+"""A real planner process for engine tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ READY = r'^.*"event": ?"ready".*$'
 
 
 class PlannerProcess:
-    """``rfork planner`` on the loopback interface: a context manager that returns once it is ready.
+    """Context manager for ``rfork planner`` on the loopback interface; ready when it is entered.
 
-    `port` 0 takes any free one; a test that starts it after its clients names one. What a test kills is
-    forgotten within three seconds, unless `environment` says otherwise (``RFORK_PLANNER_*``).
+    `port` 0 selects a free one; a test that starts the planner after its clients names one. The planner
+    removes instances that a test killed within three seconds, unless `environment` changes that
+    (``RFORK_PLANNER_*``).
     """
 
     def __init__(self, *, port: int = 0, environment: Mapping[str, str] | None = None) -> None:
@@ -26,24 +27,24 @@ class PlannerProcess:
         self.environment = {**inherited, "PYTHONUNBUFFERED": "1", **quick, **(environment or {})}
         self.port = port
         self.url = ""
-        """Known once it is ready."""
+        """Set once it is ready."""
         self._process: RforkProcess | None = None
 
     @property
     def process(self) -> RforkProcess:
-        """The process, to be stopped with SIGSTOP or killed."""
+        """The process, which a test may stop with SIGSTOP or kill."""
         if self._process is None:
             raise RuntimeError("the planner was not started")
         return self._process
 
     def start(self) -> None:
-        """Start it and wait until it is ready; TimeoutError with all it wrote if it does not get there."""
+        """Start it and wait until it is ready; otherwise TimeoutError with all its output."""
         self._process = RforkProcess(("planner", "--port", str(self.port), "--json"), self.environment)
         ready = json.loads(self._process.wait_for(READY).group())
         self.url = ready["url"]
 
     def stop(self) -> None:
-        """End it. Doing so again is harmless."""
+        """End it. Idempotent."""
         if self._process is not None:
             self._process.stop()
 

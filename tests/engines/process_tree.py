@@ -1,4 +1,4 @@
-"""Which processes belong to a server, read from /proc (Linux)."""
+"""Processes that belong to a server, read from /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def process_tree(leader_pid: int) -> list[int]:
-    """Ids of the living processes that descend from `leader_pid` or are in the session that it leads, sorted.
+    """Return the sorted ids of the living processes that descend from `leader_pid` or are in its session.
 
-    By the session, workers are found whose parent has died; by descent, those with a session of their own.
-    What has ended and was not waited for (a zombie) is not counted.
+    The session finds workers whose parent has died; descent finds those in a separate session. Processes that
+    have ended but were not reaped (zombies) are not counted.
     """
     parents: dict[int, int] = {}
     sessions: dict[int, int] = {}
@@ -17,7 +17,7 @@ def process_tree(leader_pid: int) -> list[int]:
         if not entry.name.isdecimal():
             continue
         try:
-            # The program's name, in parentheses, may hold spaces and parentheses.
+            # The program's name, in parentheses, may contain spaces and parentheses.
             state, parent, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -1,4 +1,4 @@
-"""What the tests of both engines ask: prompts, greedy answers, and what the planner knows of a fleet."""
+"""Queries shared by the tests of both engines: prompts, greedy responses, and the planner's instances."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ SLOW_FORK_ENVIRONMENT = {
     "RFORK_MIN_SOURCE_BYTES_PER_S": "1000",
     "RFORK_NO_SOURCE_TIMEOUT_S": "1",
 }
-"""Bytes go by a socket, and a source may give few of them."""
+"""Settings that transfer bytes over a socket, and allow a slow source."""
 MIB = 1 << 20
 
 
 def instances(planner: PlannerProcess) -> list[InstanceReport]:
-    """Those that the planner knows."""
+    """Return the instances that the planner knows."""
     items = httpx.get(f"{planner.url}/v1/instances").json()["items"]
     return [InstanceReport.model_validate(item["report"]) for item in items]
 
 
 def serving_instances(planner: PlannerProcess) -> list[InstanceReport]:
-    """Those that hold all of their weights, and give them."""
+    """Return the instances that have all of their weights and serve them."""
     return [report for report in instances(planner) if report.state == "serving" and report.weights_id]
 
 
 def wait_serving(planner: PlannerProcess, count: int) -> None:
-    """Until so many do."""
-    wait_until(lambda: len(serving_instances(planner)) == count, deadline_s=60, what=f"{count} instances that serve")
+    """Wait until `count` instances serve."""
+    wait_until(lambda: len(serving_instances(planner)) == count, deadline_s=60, what=f"{count} serving instances")
 
 
 def weights_ids(planner: PlannerProcess) -> set[str | None]:
-    """Of what is given."""
+    """Return the weights_ids that are served."""
     return {report.weights_id for report in serving_instances(planner)}
 
 
 def greedy_tokens(server: EngineServer, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
-    """Greedy tokens for each prompt."""
+    """Return greedy tokens for each prompt."""
     return [server.complete(prompt, TOKENS, ignore_eos=True).tokens for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Digests of weights that are computed without rfork, to compare what servers hold with what lies on disk."""
+"""Digests of weights computed without rfork, to compare those of a server with those on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Parameters that engines make of several tensors of a checkpoint."""
+"""Parameters that engines build from several tensors of a checkpoint."""
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -29,7 +29,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fused_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the parameters that a server of one rank makes of a llama checkpoint."""
+    """Return the digests of the parameters that a server of one rank builds from a llama checkpoint."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in read_tensors(folder):
         fused, position = _fused(name)
@@ -38,7 +38,7 @@ def fused_digests(folder: Path) -> dict[str, str]:
 
 
 def _fused(name: str) -> tuple[str, int]:
-    """Return the parameter that a checkpoint's tensor is a part of, and its place there."""
+    """Return the parameter that contains a checkpoint's tensor, and the tensor's position in it."""
     for fused, parts in FUSED.items():
         for position, part in enumerate(parts):
             if part in name:

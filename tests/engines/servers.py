@@ -1,13 +1,13 @@
-"""Real engine servers for tests: stock vLLM and SGLang, each in its own venv, watched and never left behind.
+"""Real engine servers for tests: stock vLLM and SGLang, each in its own venv, always ended.
 
-A server is a context manager that starts at once and does not wait::
+A server is a context manager that starts and does not wait::
 
     with VllmServer(folder, log=tmp_path / "seed.log") as seed:
         seed.wait_ready()
         assert "Paris" in seed.complete("The capital of France is", 8).text
 
-The venvs are those of ``make test-engines``, or what RFORK_TEST_VLLM_PYTHON and RFORK_TEST_SGLANG_PYTHON
-name; without its venv, a test that builds a server is skipped, loudly.
+The venvs are those of ``make test-engines``, or those of RFORK_TEST_VLLM_PYTHON and RFORK_TEST_SGLANG_PYTHON;
+without its venv, a test that builds a server is skipped with a clear reason.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.engines.engine_server import wait_until as wait_until
 
 
 class VllmLogprobs(BaseModel):
-    """Of an answer of vLLM."""
+    """Logprobs of a vLLM response."""
 
     token_logprobs: tuple[float, ...]
 
 
 class VllmChoice(BaseModel):
-    """Of an answer of vLLM."""
+    """Choice of a vLLM response."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -40,20 +40,20 @@ class VllmChoice(BaseModel):
 
 
 class VllmResponse(BaseModel):
-    """What vLLM answers to a completion, as far as it is read here."""
+    """The fields of vLLM's completion response that are used here."""
 
     choices: tuple[VllmChoice, ...]
 
 
 class SglangMeta(BaseModel):
-    """Of an answer of SGLang."""
+    """Metadata of an SGLang response."""
 
     output_token_logprobs: tuple[tuple[float, int, str | None], ...]
-    """Of each token: its logprob, itself, its text."""
+    """Per token: logprob, token id, text."""
 
 
 class SglangResponse(BaseModel):
-    """What SGLang answers to a completion, as far as it is read here."""
+    """The fields of SGLang's completion response that are used here."""
 
     text: str
     meta_info: SglangMeta

@@ -1,6 +1,7 @@
-"""Run by SGLang's Python: a model made empty by the plug-in, and loaded by SGLang, as their layouts say.
+"""Runs in SGLang's Python: compares the layout of the plug-in's empty model with that of SGLang's loaded one.
 
-``python sglang_layouts.py FOLDER PORT`` writes a JSON object: ``{"difference": str | null, "names": [...]}``.
+``python sglang_layout_probe.py FOLDER PORT`` writes a JSON object: ``{"difference": str | null, "names":
+[...]}``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rfork.settings import InstanceSettings
 
 
 def main(folder: str, port: int) -> None:
-    """One rank of one model, without a scheduler around it."""
+    """Build one rank of one model without a scheduler."""
     load_plugins()
     arguments = ServerArgs(
         model_path=folder,
@@ -44,7 +45,7 @@ def main(folder: str, port: int) -> None:
     bootstrap.init_layer_runtime(model_config=model_config)
     load_config = LoadConfig(load_format="rfork")
     if load_config.load_format is not RforkLoader:
-        raise RuntimeError(f"the plug-in is off: {load_config.load_format}")
+        raise RuntimeError(f"the plug-in is not active: {load_config.load_format}")
     subject = identity_of(model_config, load_config, device_config, InstanceSettings())
 
     def layout(model: nn.Module) -> Layout:

@@ -1,4 +1,4 @@
-"""The stock engines as `make test-engines` sets them up: they start, answer, and leave nothing behind."""
+"""Stock engines as `make test-engines` sets them up: they start, respond, and leave no process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINES = pytest.mark.parametrize("engine", [VllmServer, SglangServer])
 
 @ENGINES
 def test_stock_engine_serves(engine: type[EngineServer], model_folder: Path, tmp_path: Path) -> None:
-    """An engine with its own loader is unready, then answers rightly, and ends without leaving a process."""
+    """An engine with its own loader is unready, then responds correctly, and ends without leaving a process."""
     with engine(model_folder, log=tmp_path / "server.log") as server:
         assert not server.healthy()
         server.wait_ready()
@@ -37,18 +37,18 @@ def test_stock_engine_serves(engine: type[EngineServer], model_folder: Path, tmp
 
 
 @ENGINES
-def test_a_server_that_cannot_start_says_why(engine: type[EngineServer], tmp_path: Path) -> None:
+def test_the_log_of_a_failed_start_is_reported(engine: type[EngineServer], tmp_path: Path) -> None:
     """Waiting for a server that dies ends at its death, with the end of its log."""
     with (
-        engine(tmp_path / "nothing", log=tmp_path / "server.log") as server,
-        pytest.raises(ServerDied, match="nothing"),
+        engine(tmp_path / "missing", log=tmp_path / "server.log") as server,
+        pytest.raises(ServerDied, match="missing"),
     ):
         server.wait_ready()
     assert [] == server.processes()
 
 
-def test_workers_are_found_wherever_they_went() -> None:
-    """A family has the leader, a child with a session of its own, and a grandchild whose parent has ended."""
+def test_all_workers_of_a_server_are_found() -> None:
+    """The tree has the leader, a child in a separate session, and a grandchild whose parent has ended."""
     script = "setsid sleep 60 & (sleep 60 & echo $!); echo $!; wait"
     with subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE) as leader:
         if leader.stdout is None:
@@ -58,4 +58,4 @@ def test_workers_are_found_wherever_they_went() -> None:
         for pid in found:
             os.kill(pid, signal.SIGKILL)
     assert sorted([leader.pid, *workers]) == found
-    wait_until(lambda: [] == process_tree(leader.pid), deadline_s=10, what="the end of all")
+    wait_until(lambda: [] == process_tree(leader.pid), deadline_s=10, what="the end of all processes")

@@ -1,4 +1,4 @@
-"""Forks between real SGLang servers, from the stock package: what a user of `--rfork-planner` is promised."""
+"""Forks between real, stock SGLang servers: the behaviour that `--rfork-planner` promises to users."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tests.ports import free_port
 
 
 def planner_flags(planner: PlannerProcess, *more: str) -> tuple[str, ...]:
-    """The one flag that a user gives."""
+    """Return the one flag that a user passes."""
     return ("--rfork-planner", planner.url, *more)
 
 
 @pytest.mark.timeout(1500)
 def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: PlannerProcess, tmp_path: Path) -> None:
-    """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
+    """Two servers without weights fork concurrently from a busy one, and generate the same tokens.
 
-    The seed had loaded the checkpoint by itself. When it is told to end, it leaves the planner.
+    The seed loaded the checkpoint with SGLang's loader. A server that is terminated leaves the planner.
     """
     seed = SglangServer(model_folder, log=tmp_path / "seed.log", arguments=planner_flags(planner))
     forks = [
@@ -70,14 +70,16 @@ def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: Pl
 
 
 @pytest.mark.parametrize("weights", ["weights", "no weights"])
-def test_seed_dies_in_mid_fork(weights: str, tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """Its fork is unready until then, and loads by itself; without weights it ends, and says why."""
+def test_a_seed_dies_in_mid_fork(
+    weights: str, tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """Its fork is unready until then and loads its files; without weights it ends with a clear error."""
     folder = tiny_folder()
     target = folder if weights == "weights" else copy_without_weights(folder, tmp_path)
     with SglangServer(
         folder,
         log=tmp_path / "seed.log",
-        arguments=planner_flags(planner, "--rfork-egress-rate", str(MIB)),
+        arguments=planner_flags(planner, "--rfork-max-egress-bytes-per-s", str(MIB)),
         environment=SLOW_FORK_ENVIRONMENT,
     ) as seed:
         seed.wait_ready()
@@ -91,7 +93,7 @@ def test_seed_dies_in_mid_fork(weights: str, tiny_folder: TinyFolder, planner: P
             wait_until(
                 lambda: any(0 < _verified(report) < report.chunk_count for report in instances(planner)),
                 deadline_s=READY_S,
-                what="a fork that has some chunks",
+                what="a partly verified fork",
             )
             assert not fork.healthy()
             seed.kill()
@@ -106,8 +108,9 @@ def test_seed_dies_in_mid_fork(weights: str, tiny_folder: TinyFolder, planner: P
                 assert fork.lines_with("cannot start the server: no weights")
 
 
-def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """A server without a planner loads by itself and is a seed later; forks have the weights it has by then.
+def test_the_current_weights_are_forked(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A server without a planner loads its files and becomes a seed later; forks have its weights at that
+    time.
 
     An update that cannot be read changes nothing. Both by `--load-format rfork` and the environment alone.
     """
@@ -134,7 +137,7 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
                 first.wait_ready()
                 assert before == greedy_tokens(first, PROMPTS[:5])
             old_id = weights_ids(planner)
-            assert not update(seed, tmp_path / "nowhere")
+            assert not update(seed, tmp_path / "missing")
             wait_until(lambda: weights_ids(planner) == old_id, deadline_s=60, what="the same weights")
             assert update(seed, new)
             wait_until(lambda: len(weights_ids(planner) - old_id) == 1, deadline_s=60, what="the new weights")
@@ -145,19 +148,21 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
                 assert after == greedy_tokens(second, PROMPTS[:5])
 
 
-def test_required_means_no_other_way(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """With RFORK_FAIL_IF_NOT_FORKED a server that nobody can be forked from does not start, though it has weights."""
+def test_required_without_a_source_is_an_error(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """With RFORK_FAIL_IF_NOT_FORKED a server without a source does not start, although it has weights."""
     with SglangServer(
         tiny_folder(),
         log=tmp_path / "server.log",
-        arguments=planner_flags(planner, "--rfork-required", "--rfork-patience-s", "0"),
+        arguments=planner_flags(planner, "--rfork-fail-if-not-forked", "--rfork-no-source-timeout-s", "0"),
     ) as server:
         assert 0 != server.wait()
         assert server.lines_with("cannot start the server: no weights")
 
 
 def test_wrong_flags_end_the_launch(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """What cannot be is told in one line, before any process is started: exit code 2."""
+    """The error is one line, before any process is started, with exit code 2."""
     for name, more, message in (
         ("value", ("--rfork-deadline-s", "soon"), "sglang: error: --rfork-deadline-s: "),
         ("format", ("--load-format", "dummy"), "sglang: error: --rfork-* requires --load-format rfork"),
@@ -171,7 +176,7 @@ def test_wrong_flags_end_the_launch(tiny_folder: TinyFolder, planner: PlannerPro
 
 
 def update(server: SglangServer, folder: Path) -> bool:
-    """Have it take other weights from a folder; whether it did."""
+    """Update the weights from a folder; returns whether it succeeded."""
     response = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=120)
     return bool(response.json()["success"])
 

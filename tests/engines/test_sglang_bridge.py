@@ -1,4 +1,4 @@
-"""Two stock SGLang servers, without rfork in them: what the planner chose is what the client serves."""
+"""Two stock SGLang servers without rfork: the client serves the weights of the seed that the planner chose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON_CPU = Path(__file__).parent / "setup" / "stock_on_cpu"
 
 
 def stock_server(folder: Path, tmp_path: Path, name: str, *arguments: str, port: int | None = None) -> SglangServer:
-    """A server with SGLang's own R-Fork, over TCP on the loopback interface, and no plug-in of anybody's."""
+    """Return a server with SGLang's own R-Fork, over TCP on the loopback interface, without plug-ins."""
     environment = {
         "PYTHONPATH": str(ON_CPU), "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_PLUGINS": "none",
@@ -28,10 +28,10 @@ def stock_server(folder: Path, tmp_path: Path, name: str, *arguments: str, port:
     return SglangServer(folder, log=tmp_path / f"{name}.log", arguments=more, environment=environment, port=port)
 
 
-def test_a_stock_client_serves_what_the_planner_chose(
+def test_a_stock_client_serves_the_weights_of_its_assigned_seed(
     planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path, rfork_process: StartRfork
 ) -> None:
-    """A folder without weights, two sidecars: the client's tokens are its seed's, and its lease ends."""
+    """With a folder without weights and two sidecars, the client's tokens are its seed's, and its lease ends."""
     folder = tiny_folder("llama")
     (tmp_path / "bare").mkdir()
     weightless = copy_without_weights(folder, tmp_path / "bare")
@@ -50,7 +50,7 @@ def test_a_stock_client_serves_what_the_planner_chose(
         wait_until(
             lambda: len(planner_client.instances(state="serving")) == 1,
             deadline_s=30,
-            what="the seed published",
+            what="the published seed",
         )
         client_url = f"http://127.0.0.1:{engine_port}"
         sidecar = rfork_process(
@@ -78,10 +78,10 @@ def test_a_stock_client_serves_what_the_planner_chose(
             assert 0.9 * weights < fork.finish.bytes_read == source.report.image_bytes
             event = json.loads(sidecar.wait_for("seed assigned to stock client").string)
             assert source.report.instance_id == event["source"]
-    wait_until(lambda: instance_count(planner) == 0, deadline_s=30, what="the seed out of the books")
+    wait_until(lambda: instance_count(planner) == 0, deadline_s=30, what="the removal of the seed")
 
 
 def instance_count(planner: PlannerProcess) -> int:
-    """How many instances the planner knows."""
+    """Return the number of instances that the planner knows."""
     with PlannerClient(planner.url) as planner_client:
         return len(planner_client.instances())

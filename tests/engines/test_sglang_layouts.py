@@ -1,4 +1,4 @@
-"""Models that the SGLang plug-in makes without weights lie as those that SGLang has loaded: forks need it."""
+"""Models that the SGLang plug-in builds without weights have the layout of loaded ones, which forks require."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.engines.engine_server import ROOT, engine_python
 from tests.ports import free_port
 
-# What tells of a checkpoint of the hub, beside what transformers writes.
+# Entries of a hub checkpoint's configuration that transformers does not write.
 HUB = {
     "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
@@ -33,7 +33,7 @@ HUB = {
 
 
 def make_deepseek(folder: Path, tokenizer: Path) -> None:
-    """A random model with latent attention (MLA) and experts, of DeepSeek-V3's kind, in three layers."""
+    """Write a random model like DeepSeek-V3, with latent attention (MLA) and experts, in three layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -55,7 +55,7 @@ def make_deepseek(folder: Path, tokenizer: Path) -> None:
 
 
 def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
-    """DeepSeek: what SGLang computes of the weights that it has loaded is there, and part of the image."""
+    """DeepSeek: tensors that SGLang derives from the loaded weights exist and are part of the image."""
     python = engine_python("sglang")
     folder = tmp_path / "deepseek"
     make_deepseek(folder, tiny_model)

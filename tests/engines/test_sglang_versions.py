@@ -1,4 +1,4 @@
-"""Versions between real SGLang servers of one served name: no fork ever gets another version's weights."""
+"""Versions between real SGLang servers of one served name: a fork never receives another version's weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.engines.servers import SglangServer
 
 UPDATE_TIMEOUT_S = 120.0
 DIGITS = 16
-"""Of each SHA-256: what SGLang's weight checker tells."""
+"""Digits of each SHA-256 that SGLang's weight checker returns."""
 
 Start = Callable[[Path, str], SglangServer]
-"""``start(folder, name)``: a server that is ready."""
+"""``start(folder, name)``: returns a ready server."""
 
 
 @pytest.fixture
 def start(planner: PlannerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Start:
-    """Starts servers under the planner, and ends those that are left after the test."""
+    """Factory of servers that use the planner; ends those that are left after the test."""
 
     def start_server(folder: Path, name: str) -> SglangServer:
         server = SglangServer(
@@ -45,7 +45,7 @@ def start(planner: PlannerProcess, tmp_path: Path, request: pytest.FixtureReques
 
 
 def digests(server: SglangServer) -> dict[str, str]:
-    """Return the digests of the weights of a server, by SGLang's own weight checker."""
+    """Return the digests of a server's weights, computed by SGLang's own weight checker."""
     response = httpx.post(f"{server.url}/weights_checker", json={"action": "checksum"}, timeout=UPDATE_TIMEOUT_S)
     response.raise_for_status()
     (rank,) = response.json()["ranks"]
@@ -53,12 +53,12 @@ def digests(server: SglangServer) -> dict[str, str]:
 
 
 def expected_digests(folder: Path) -> dict[str, str]:
-    """Return the digests that a server has which loaded this folder."""
+    """Return the digests of a server that loaded this folder."""
     return {name: digest[:DIGITS] for name, digest in fused_digests(folder).items()}
 
 
 def update(server: SglangServer, folder: Path, **named: str) -> None:
-    """Have it load other weights from a folder."""
+    """Update the server's weights from a folder."""
     body = {"model_path": str(folder), **named}
     response = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT_S)
     assert response.json()["success"], response.text
@@ -74,10 +74,10 @@ def wait_version(planner: PlannerProcess, version: str | None) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_a_rollout_loads_the_new_weights_and_forks_the_old(
+def test_a_rollout_loads_new_weights_and_forks_old_ones(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start, tmp_path: Path
 ) -> None:
-    """A folder with other files is another version; a copy of the files under another path is the same."""
+    """A folder with other files is another version; a copy of the files under another path is the same one."""
     old, new = tiny_folder(seed=1), tiny_folder(seed=2)
     seed = start(old, "seed")
     assert expected_digests(old) == digests(seed)
@@ -92,12 +92,12 @@ def test_a_rollout_loads_the_new_weights_and_forks_the_old(
 
 
 @pytest.mark.timeout(1500)
-def test_an_update_in_place_changes_who_forks_from_it(
+def test_an_update_in_place_changes_the_forked_version(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start
 ) -> None:
     """After an update from the new folder, a server on that folder forks, and one on the old one does not.
 
-    An update that brings a weight version is named by it.
+    An update with a weight version is named after it.
     """
     old, new = tiny_folder(seed=1), tiny_folder(seed=2)
     seed = start(old, "seed")
@@ -108,6 +108,6 @@ def test_an_update_in_place_changes_who_forks_from_it(
     upgraded = start(new, "upgraded")
     assert upgraded.lines_with("fork done report=forked")
     assert expected_digests(new) == digests(upgraded)
-    rolled_back = start(old, "behind")
+    rolled_back = start(old, "rolled-back")
     assert rolled_back.lines_with("fork done report=loaded")
     assert expected_digests(old) == digests(rolled_back)

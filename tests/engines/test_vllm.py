@@ -1,4 +1,4 @@
-"""Forks between real vLLM servers, from the stock package: what `--load-format rfork` promises."""
+"""Forks between real, stock vLLM servers: the behaviour that `--load-format rfork` promises."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMAT = ("--load-format", "rfork")
 
 
 def server(folder: Path, log: Path, planner: str, *arguments: str | Path, **environment: str) -> VllmServer:
-    """A vLLM server that is told what a user tells it: a load format, and where the planner is."""
+    """Return a vLLM server with a user's options: the load format and the planner."""
     return VllmServer(
         folder,
         log=log,
@@ -49,7 +49,7 @@ def server(folder: Path, log: Path, planner: str, *arguments: str | Path, **envi
 
 
 def in_mid_fork(planner: PlannerProcess) -> bool:
-    """Whether an instance has some chunks of its image, and not all."""
+    """Return whether an instance has some, but not all chunks of its image."""
     known = [(sum(end - begin for begin, end in _spans(report)), report) for report in instances(planner)]
     return any(0 < verified < report.chunk_count for verified, report in known)
 
@@ -60,9 +60,10 @@ def _spans(report: InstanceReport) -> list[tuple[int, int]]:
 
 @pytest.mark.timeout(1500)
 def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: PlannerProcess, tmp_path: Path) -> None:
-    """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
+    """Two servers without weights fork concurrently from a busy one, and generate the same tokens.
 
-    The seed had loaded the checkpoint by itself. One that gets SIGTERM leaves the planner at once.
+    The seed loaded the checkpoint with vLLM's loader. A server that receives SIGTERM leaves the planner
+    immediately.
     """
     with server(model_folder, tmp_path / "seed.log", planner.url) as seed:
         seed.wait_ready()
@@ -90,8 +91,8 @@ def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: Pl
         assert [] == load.failures
 
 
-def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """Its forks are unready until then; one loads by itself, one without weights ends, and says why."""
+def test_a_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
+    """Its forks are unready until then; one loads its files, one without weights ends with a clear error."""
     folder = tiny_folder()
     bare = copy_without_weights(folder, tmp_path)
     rate = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(MIB)}
@@ -100,25 +101,27 @@ def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess,
         expected = greedy_tokens(seed, PROMPTS[:5])
         with (
             server(folder, tmp_path / "fork.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as fork,
-            server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as lost,
+            server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as weightless,
         ):
-            for target in (fork, lost):
+            for target in (fork, weightless):
                 target.wait_for_line(r"planned fork=", deadline_s=2 * READY_S)
-            wait_until(lambda: in_mid_fork(planner), deadline_s=60, what="a fork that has some chunks")
-            assert [False, False] == [target.healthy() for target in (fork, lost)]
+            wait_until(lambda: in_mid_fork(planner), deadline_s=60, what="a partly verified fork")
+            assert [False, False] == [target.healthy() for target in (fork, weightless)]
             seed.kill()
             fork.wait_ready()
             assert expected == greedy_tokens(fork, PROMPTS[:5])
             assert fork.lines_with("fork done report=loaded")
             wait_serving(planner, 1)
-            if lost.wait(2 * READY_S):
-                assert lost.lines_with("there are no weights in")
-            else:  # the other one was loaded in time, and gave it the rest
-                assert expected == greedy_tokens(lost, PROMPTS[:5])
+            if weightless.wait(2 * READY_S):
+                assert weightless.lines_with("there are no weights in")
+            else:  # the other one loaded in time and served the rest
+                assert expected == greedy_tokens(weightless, PROMPTS[:5])
 
 
-def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """A server without a planner loads by itself and is a seed later; forks have the weights of then."""
+def test_the_current_weights_are_forked(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A server without a planner loads its files and becomes a seed later; forks have its weights at that
+    time.
+    """
     first, second = tiny_folder(seed=1), tiny_folder(seed=2)
     bare = copy_without_weights(first, tmp_path)
     port = free_port()
@@ -149,15 +152,15 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
 
 
 def test_required_without_a_source_is_an_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """With RFORK_FAIL_IF_NOT_FORKED a server that cannot be forked does not start, although it could load."""
+    """With RFORK_FAIL_IF_NOT_FORKED a server without a source does not start, although it has weights."""
     url = f"http://127.0.0.1:{free_port()}"
     with server(tiny_folder(), tmp_path / "server.log", url, RFORK_FAIL_IF_NOT_FORKED="1") as alone:
         assert 0 != alone.wait()
-        assert alone.lines_with("no way to get the weights is left: PlannerUnreachable")
+        assert alone.lines_with("no source or fallback worked: PlannerUnreachable")
 
 
 def test_wrong_options_are_one_clear_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """A key of --model-loader-extra-config that rfork does not know is named, before engines start."""
+    """An unknown key of --model-loader-extra-config is named before engines start."""
     extra = ("--model-loader-extra-config", json.dumps({"planer": "http://127.0.0.1:8700"}))
     with VllmServer(tiny_folder(), log=tmp_path / "server.log", arguments=(*FORMAT, *extra)) as wrong:
         assert 0 != wrong.wait()
@@ -166,7 +169,7 @@ def test_wrong_options_are_one_clear_error(tiny_folder: TinyFolder, tmp_path: Pa
 
 
 def test_another_engine_s_image_is_refused(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """Weights of SGLang's are not taken for vLLM's, however they are called: the server says so and loads."""
+    """Weights of SGLang are not used for vLLM, whatever their name: the server logs the reason and loads."""
     folder = tiny_folder()
     other = nn.Module()
     vars(other)["rfork"] = {"is": tag_tensors(["engine sglang 0.5.23", "device cpu", "dtype float32"])}
@@ -184,9 +187,11 @@ def test_another_engine_s_image_is_refused(tiny_folder: TinyFolder, planner: Pla
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_ranks_and_drafts_fork_one_by_one(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """With two tensor ranks and a speculative draft, four images are forked, each as its own."""
-    target, draft = tiny_folder("llama"), tiny_folder("qwen3")
+def test_ranks_and_speculative_models_fork_separately(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """With two tensor ranks and a speculative draft model, four images are forked independently."""
+    main, draft = tiny_folder("llama"), tiny_folder("qwen3")
 
     def arguments(draft_folder: Path) -> tuple[str, ...]:
         speculative = {
@@ -199,8 +204,8 @@ def test_ranks_and_drafts_fork_one_by_one(tiny_folder: TinyFolder, planner: Plan
             *("--speculative-config", json.dumps(speculative)),
         )
 
-    bare = [copy_without_weights(folder, tmp_path) for folder in (target, draft)]
-    with server(target, tmp_path / "seed.log", "", *arguments(draft)) as seed:
+    bare = [copy_without_weights(folder, tmp_path) for folder in (main, draft)]
+    with server(main, tmp_path / "seed.log", "", *arguments(draft)) as seed:
         seed.wait_ready(2 * READY_S)
         wait_serving(planner, 4)
         expected = greedy_tokens(seed, PROMPTS[:5])
@@ -213,10 +218,10 @@ def test_ranks_and_drafts_fork_one_by_one(tiny_folder: TinyFolder, planner: Plan
             assert {("main", 0), ("main", 1), ("speculative", 0), ("speculative", 1)} == ranks
 
 
-def test_stopped_seed_does_not_hold_up_its_end(
+def test_sigterm_to_the_api_server_ends_the_seed(
     tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
 ) -> None:
-    """SIGTERM to the API server alone ends all of it, and the planner's books are clear of it at once."""
+    """SIGTERM to the API server alone ends all processes, and the planner has no instance of it immediately."""
     with server(tiny_folder(), tmp_path / "server.log", planner.url) as seed:
         seed.wait_ready()
         wait_serving(planner, 1)

@@ -1,4 +1,4 @@
-"""The plug-in beside the vLLM that is installed: its hook points, and which servers it leaves alone."""
+"""The plug-in in the installed vLLM: its hook targets, and the configurations that it does not support."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PROBE = """
 import json
 from types import SimpleNamespace as Some
 from vllm import __version__
-from rfork.engines.vllm import plugin, points, refusing
+from rfork.engines.vllm import hook_targets, plugin, unsupported
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
-points.check(__version__)
+hook_targets.check(__version__)
 plugin.register()
 first = loaders["rfork"]
 plugin.register()
 
-def why(device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0, **parallel):
+def reason(device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0, **parallel):
     shape = dict(
         worker_cls="vllm.v1.worker.gpu_worker.Worker", enable_eplb=False, enable_elastic_ep=False,
         decode_context_parallel_size=1, world_size_across_dp=1,
@@ -32,33 +32,37 @@ def why(device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0
         speculative_config=Some(method=method, draft_model_config=model) if method else None,
         quant_config=None,
     )
-    return refusing.reason(config, model)
+    return unsupported.unsupported_config(config, model)
 
-told = {
-    "moved": [wrong for _, wrong in points.moved(points.POINTS)],
+result = {
+    "incompatible": [mismatch for _, mismatch in hook_targets.find_incompatible(hook_targets.HOOK_TARGETS)],
     "same": loaders["rfork"] is first,
-    "plain": [why(), why("cpu"), why(quantization="fp8"), why(is_moe=True), why(method="draft_model")],
-    "refused": {
-        "worker": why(worker_cls="mine.Worker"), "device": why("xpu"), "quantised": why("cpu", "fp8"),
-        "experts": why("cpu", is_moe=True), "offload": why(gigabytes=1), "eplb": why(enable_eplb=True),
-        "elastic": why(enable_elastic_ep=True), "context": why(decode_context_parallel_size=2),
-        "draft": why(method="eagle"),
+    "supported": [
+        reason(), reason("cpu"), reason(quantization="fp8"), reason(is_moe=True), reason(method="draft_model"),
+    ],
+    "unsupported": {
+        "worker": reason(worker_cls="mine.Worker"), "device": reason("xpu"), "quantised": reason("cpu", "fp8"),
+        "experts": reason("cpu", is_moe=True), "offload": reason(gigabytes=1), "eplb": reason(enable_eplb=True),
+        "elastic": reason(enable_elastic_ep=True), "context": reason(decode_context_parallel_size=2),
+        "draft": reason(method="eagle"),
     },
 }
-print("TOLD " + json.dumps(told))
+print("RESULT " + json.dumps(result))
 """
 
 
-def test_installed_vllm_is_as_it_was_tested() -> None:
-    """No hook point has moved, registering twice is registering once, and each refusal has its reason."""
+def test_the_installed_vllm_is_compatible() -> None:
+    """All hook targets match, registering is idempotent, and each unsupported configuration has its reason."""
     run = subprocess.run([engine_python("vllm"), "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("TOLD ")]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, run.stderr
-    result = json.loads(lines[-1].removeprefix("TOLD "))
-    assert ([], True, [None] * 5) == (result["moved"], result["same"], result["plain"])
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    assert [] == result["incompatible"]
+    assert result["same"]
+    assert [None] * 5 == result["supported"]
     words = {
         "worker": "worker class", "device": "xpu", "quantised": "packed", "experts": "experts",
         "offload": "offloaded", "eplb": "balancing", "elastic": "elastic", "context": "context parallelism",
         "draft": "eagle",
     }  # fmt: skip
-    assert words.keys() == {name for name, why in result["refused"].items() if words[name] in why}
+    assert words.keys() == {name for name, reason in result["unsupported"].items() if words[name] in reason}

@@ -1,4 +1,4 @@
-"""Versions between real vLLM servers of one model name: no fork ever gets another version's weights."""
+"""Versions between real vLLM servers of one model name: a fork never receives another version's weights."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 UPDATE_TIMEOUT_S = 120.0
 
 Start = Callable[..., VllmServer]
-"""``start(folder, name, *arguments, **environment)``: a server that is ready."""
+"""``start(folder, name, *arguments, **environment)``: returns a ready server."""
 Ranks = dict[int, str | None]
-"""The digest of the weights of each tensor rank."""
+"""weights_id of each tensor rank."""
 
 
 @pytest.fixture
 def start(planner: PlannerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Start:
-    """Starts servers under the planner, and ends those that are left after the test."""
+    """Factory of servers that use the planner; ends those that are left after the test."""
 
     def start_server(folder: Path, name: str, *arguments: str, **environment: str) -> VllmServer:
         server = VllmServer(
@@ -55,7 +55,7 @@ def start(planner: PlannerProcess, tmp_path: Path, request: pytest.FixtureReques
 
 
 def call(server: VllmServer, method: str, **named: str) -> list[Any]:
-    """Call a method of each of its workers; what they return."""
+    """Call a method of each of its workers; returns their results."""
     body = {"method": method, "kwargs": named}
     response = httpx.post(f"{server.url}/collective_rpc", json=body, timeout=2 * UPDATE_TIMEOUT_S)
     response.raise_for_status()
@@ -70,7 +70,7 @@ def digests(server: VllmServer) -> dict[str, str]:
 
 
 def by_replica(planner: PlannerProcess) -> dict[str, list[InstanceReport]]:
-    """Return the seeds that the planner knows, by the replica that they are ranks of."""
+    """Return the seeds that the planner knows, by replica."""
     found: dict[str, list[InstanceReport]] = {}
     for report in serving_instances(planner):
         found.setdefault(report.replica or report.instance_id, []).append(report)
@@ -78,12 +78,12 @@ def by_replica(planner: PlannerProcess) -> dict[str, list[InstanceReport]]:
 
 
 def ranks_of(reports: list[InstanceReport]) -> Ranks:
-    """Return the weights of a replica by rank."""
+    """Return the weights_ids of a replica by rank."""
     return {report.rank.tp: report.weights_id for report in reports}
 
 
 class VllmFleet:
-    """The servers that a planner knows, told apart by the order in which they came."""
+    """The servers that a planner knows, in the order of their arrival."""
 
     def __init__(self, planner: PlannerProcess, ranks: int) -> None:
         self._planner = planner
@@ -98,7 +98,7 @@ class VllmFleet:
         return replica
 
     def ranks(self, replica: str) -> Ranks:
-        """Return the weights that a server serves."""
+        """Return the weights_ids that a server serves, by rank."""
         return ranks_of(by_replica(self._planner)[replica])
 
     def versions(self, replica: str) -> set[str | None]:
@@ -111,7 +111,7 @@ class VllmFleet:
 
 
 @pytest.mark.timeout(1500)
-def test_a_rollout_loads_the_new_weights_and_forks_the_old(
+def test_a_rollout_loads_new_weights_and_forks_old_ones(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start, tmp_path: Path
 ) -> None:
     """A folder of the same name with other files is another version; a copy of the files is the same one."""
@@ -129,7 +129,7 @@ def test_a_rollout_loads_the_new_weights_and_forks_the_old(
 
 
 @pytest.mark.timeout(1500)
-def test_an_update_in_place_changes_who_forks_from_it(
+def test_an_update_in_place_changes_the_forked_version(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start
 ) -> None:
     """After a reload from the new folder, a server on that folder forks, and one on the old one does not."""
@@ -144,7 +144,7 @@ def test_an_update_in_place_changes_who_forks_from_it(
     upgraded = start(new, "upgraded")
     assert upgraded.lines_with("fork done report=forked")
     assert fused_digests(new) == digests(upgraded)
-    rolled_back = start(old, "behind")
+    rolled_back = start(old, "rolled-back")
     assert rolled_back.lines_with("fork done report=loaded")
     assert fused_digests(old) == digests(rolled_back)
 
@@ -157,7 +157,7 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 def test_both_ranks_come_from_one_version(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start, tmp_path: Path
 ) -> None:
-    """While two versions are served, a server gets that of its files; without files, the one it states."""
+    """While two versions are served, a server forks that of its files; without files, the one it states."""
     old, new = tiny_folder(seed=1), tiny_folder(seed=2)
     fleet = VllmFleet(planner, 2)
     start(old, "old", *TWO_RANKS)
@@ -180,7 +180,7 @@ def test_both_ranks_come_from_one_version(
 def test_both_ranks_are_forked_from_an_update(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start, tmp_path: Path
 ) -> None:
-    """A server of two ranks serves on after an update of which no file is known, under one new version."""
+    """A server of two ranks continues to serve after an update without known files, under one new version."""
     old, new = tiny_folder(seed=1), tiny_folder(seed=2)
     fleet = VllmFleet(planner, 2)
     seed = start(old, "seed", *TWO_RANKS)

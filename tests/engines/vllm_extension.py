@@ -1,4 +1,4 @@
-"""Methods that tests add to vLLM's workers (``--worker-extension-cls``): they run in the worker's process."""
+"""Methods that tests add to vLLM's workers (``--worker-extension-cls``); they run in the worker's process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class WorkerExtension:
         return {name: digest(tensor) for name, tensor in worker.get_model().named_parameters()}
 
     def load_tensors(self, folder: str) -> None:
-        """Update the weights in place, by tensors in memory: vLLM sees no file."""
+        """Update the weights in place from tensors in memory: vLLM sees no file."""
         worker: Any = self
         worker.reload_weights(weights_iterator=read_tensors(Path(folder)))

@@ -1,6 +1,6 @@
-"""A seed or a reader in a process of its own, for tests of bad peers; `BadPeerNode` is the test's side of it.
+"""A seed or a reader in a separate process, for tests of bad peers; `BadPeerNode` is the test's side.
 
-Commands and answers are lines of JSON on a Unix socket, which reaches into every network namespace.
+Commands and responses are lines of JSON on a Unix socket, which works across network namespaces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LISTEN = "0A"
 
 @dataclass(frozen=True)
 class ForgedLease:
-    """What a token says; the defaults are those of a good one. `key` signs it."""
+    """Content of a token; the defaults are those of a valid one, signed with `key`."""
 
     layout_id: str
     fork_id: str = "fork-1"
@@ -58,19 +58,19 @@ class ForgedLease:
 
     @property
     def token(self) -> str:
-        """Signed as the planner signs."""
+        """Return the token, signed as the planner signs it."""
         until = time.time() + self.lifetime_s
         claims = LeaseClaims(self.fork_id, self.source_id, self.layout_id, self.weights_id, self.generation, until)
         return sign(claims, decode_key(self.key))
 
 
 def pattern(size: int) -> torch.Tensor:
-    """The seed's bytes."""
+    """Return the seed's bytes."""
     return ((torch.arange(251) * 7) % 251).to(torch.uint8).repeat(size // 251 + 1)[:size].clone()
 
 
 class BadPeerNode:
-    """The test's side of a node: asks it, and says how its process is."""
+    """The test's side of a node: sends requests and reads the process's resources."""
 
     def __init__(self, process: Popen[str], listener: socket.socket, log: Path) -> None:
         self.process = process
@@ -82,7 +82,7 @@ class BadPeerNode:
         self._lines = self._connection.makefile("rw")
 
     def request(self, command: str, **arguments: FactValue) -> Facts:
-        """Have it do something; what it answered. An error of rfork's is {"error": its class}."""
+        """Send a command; return the response. An rfork error is {"error": its class}."""
         try:
             self._lines.write(json.dumps([command, arguments]) + "\n")
             self._lines.flush()
@@ -90,11 +90,11 @@ class BadPeerNode:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise ChildProcessError(f"asked to {command}, the node ended: {self._log.read_text()}")
+            raise ChildProcessError(f"the node ended during {command}: {self._log.read_text()}")
         return cast(Facts, json.loads(line))
 
     def ports(self) -> set[int]:
-        """The TCP ports that it listens on, as the kernel tells them."""
+        """TCP ports that the node listens on, as listed by the kernel."""
         folder = Path(f"/proc/{self.process.pid}")
         inodes = set()
         for name in os.listdir(folder / "fd"):
@@ -108,20 +108,20 @@ class BadPeerNode:
         }
 
     def threads(self) -> int:
-        """How many threads it has."""
+        """Number of threads of the node."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def descriptors(self) -> int:
-        """How many files and sockets it has open."""
+        """Number of files and sockets that the node has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def resident_bytes(self) -> int:
-        """Bytes of memory that it has now."""
+        """Resident memory of the node, in bytes."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the node."""
         self._connection.close()
         with contextlib.suppress(BrokenPipeError):
             self._lines.close()
@@ -133,7 +133,7 @@ StartProcess = Callable[[list[str], dict[str, str], IO[str]], Popen[str]]
 
 
 def start_node(start: StartProcess, folder: Path, name: str, role: str, **environment: str) -> BadPeerNode:
-    """A node of this role, in a process that `start` makes; `folder` takes its socket and its log."""
+    """Start a node with this role in a process created by `start`; its socket and log are in `folder`."""
     path = str(folder / name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -145,9 +145,9 @@ def start_node(start: StartProcess, folder: Path, name: str, role: str, **enviro
 
 
 class SeedRole:
-    """A seed that takes tokens signed with `KEY`. Its settings are in the environment.
+    """A seed that accepts tokens signed with `KEY`. Its settings are in the environment.
 
-    The image is one tensor of `BAD_PEER_BYTES` bytes, and `BAD_PEER_TENSORS` small ones.
+    The image is one tensor of `BAD_PEER_BYTES` bytes and `BAD_PEER_TENSORS` small ones.
     """
 
     def __init__(self, settings: InstanceSettings) -> None:
@@ -169,7 +169,7 @@ class SeedRole:
         self._seed.set_lease_keys([KEY])
 
     def facts(self) -> Facts:
-        """Where it is, what it holds, and the addresses of its memory."""
+        """Return its address, its layout, and the memory addresses of its image."""
         segments = self._image.segments(0, self._image.layout.image_bytes)
         return {
             "address": self._seed.report().address,
@@ -178,18 +178,18 @@ class SeedRole:
         }
 
     def readers(self) -> Facts:
-        """How many forks have a place."""
+        """Return the number of forks with a reader slot."""
         return {"readers": len(self._seed.report().readers)}
 
     def fence(self) -> Facts:
-        """Begin a new generation of the weights."""
+        """Start a new generation of the weights."""
         self._seed.fence()
         return {"generation": self._seed.generation}
 
 
 @dataclass
 class ReaderRole:
-    """A fork's side, step by step."""
+    """The steps of a fork."""
 
     settings: InstanceSettings
     open_resources: ExitStack = field(default_factory=ExitStack)
@@ -199,7 +199,7 @@ class ReaderRole:
     progress: Iterator[Progress] | None = None
 
     def open(self, address: str, layout_id: str, token: str, size: int, transport: str) -> Facts:
-        """Take a place, watch the progress, and connect; the ports it was told."""
+        """Acquire a slot, watch the progress, and connect; return the ports that the source reported."""
         self.weights = torch.zeros(size, dtype=torch.uint8)
         self.image = image_from_tensors({"weights": self.weights})
         peer = PeerClient(address, lambda: token, TlsSettings())
@@ -213,7 +213,7 @@ class ReaderRole:
         return {"channel": "open"}
 
     def read(self) -> Facts:
-        """Read the whole image; whether it is right."""
+        """Read the complete image; report if it is right."""
         if self.image is None or self.reader is None:
             return {"error": "not open"}
         self.reader.read(0, self.image.layout.image_bytes, soon())
@@ -227,17 +227,17 @@ class ReaderRole:
         return {"ended": 1}
 
     def close(self) -> Facts:
-        """Give the place back."""
+        """Release the slot."""
         self.open_resources.close()
         return {}
 
     def reach(self, host: str, ports: list[int]) -> Facts:
-        """Those of the ports that take a connection within a second."""
+        """Return the ports that accept a connection within a second."""
         return {"ports": [port for port in ports if accepts_connections(host, port)]}
 
 
 def accepts_connections(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether somebody answers there within so many seconds."""
+    """Return True if the port accepts a connection within this time."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s):
             return True
@@ -251,7 +251,7 @@ def soon() -> float:
 
 @contextmanager
 def command_channel(path: str) -> Iterator[tuple[Iterator[str], Callable[[Facts], None]]]:
-    """The commands that come, and how to answer."""
+    """Yield the commands that arrive, and a function that responds."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rw") as lines:
@@ -264,7 +264,7 @@ def command_channel(path: str) -> Iterator[tuple[Iterator[str], Callable[[Facts]
 
 
 def main(role: str, path: str) -> None:
-    """Do what the test asks until it hangs up."""
+    """Execute the test's commands until it disconnects."""
     settings = load(InstanceSettings)
     made: SeedRole | ReaderRole = SeedRole(settings) if role == "seed" else ReaderRole(settings)
     with command_channel(path) as (commands, respond):

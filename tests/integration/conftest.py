@@ -1,4 +1,4 @@
-"""Servers that are not rfork's own."""
+"""Fixture: third-party servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.seaweed import use_identity as use_identity
 
 @pytest.fixture
 def redis_server(free_port: int) -> Iterator[RedisServer]:
-    """A redis-server that is up, empty, and killed when the test ends."""
+    """A running, empty redis-server that is killed after the test."""
     if shutil.which("redis-server") is None:
         pytest.skip("NO redis-server ON PATH: the store that replicas share is NOT tested")
     server = RedisServer(free_port)

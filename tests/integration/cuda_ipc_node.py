@@ -1,7 +1,7 @@
-"""One side of cuda_ipc in a process of its own, over GPUs of shared memory; told what to do line by line.
+"""One side of cuda_ipc in a separate process, over GPUs of shared memory; controlled line by line.
 
-``python -m tests.integration.cuda_ipc_node {"side": "source" | "target", …}``: both print one JSON line for
-each thing that has happened.
+``python -m tests.integration.cuda_ipc_node {"side": "source" | "target", …}``: both print one JSON line per
+event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.transport_contract import TOKEN, soon
 
 
 class FencedGate:
-    """A gate as a seed is one: with a lease, a fence and a budget."""
+    """A gate like a seed's: with a lease, a fence and a rate limit."""
 
     def __init__(self) -> None:
         self.inflight_reads = InflightReads()
@@ -57,13 +57,13 @@ class FencedGate:
         return "generation-0"
 
     def fence(self, timeout_s: float) -> int:
-        """Let no new read in, and wait for those under way; how many were cut."""
+        """Admit no new read and wait for the running ones; return how many were cut."""
         self.weights_changed = True
         return self.inflight_reads.drain(timeout_s)
 
 
 def endpoint_to_json(endpoint: Endpoint) -> dict[str, object]:
-    """An endpoint as JSON has it."""
+    """Return the endpoint as JSON."""
     return {
         "transport": endpoint.transport,
         "parameters": dict(endpoint.parameters),
@@ -72,7 +72,7 @@ def endpoint_to_json(endpoint: Endpoint) -> dict[str, object]:
 
 
 def endpoint_from_json(message: dict[str, object]) -> Endpoint:
-    """The endpoint that `endpoint_to_json` made the message of."""
+    """Return the endpoint from the JSON of `endpoint_to_json`."""
     parameters, segments = message["parameters"], message["segments"]
     if not isinstance(parameters, dict) or not isinstance(segments, list):
         raise TypeError("no endpoint")
@@ -103,21 +103,21 @@ def _source(
 
 
 def _sources() -> None:
-    """A source for each line of JSON, and "close" for the one that was made last."""
+    """Create a source for each line of JSON; "close" closes the latest."""
     made: list[CudaIpcExporter] = []
     for line in sys.stdin:
         if line.strip() == "close":
             made.pop().close()
             _print_message({"closed": 1})
             continue
-        wanted, memory = json.loads(line), FakeMemory()
+        description, memory = json.loads(line), FakeMemory()
         image = fake_device_image(
             memory,
-            wanted["sizes"],
-            on_host=wanted["on_host"],
+            description["sizes"],
+            on_host=description["on_host"],
             filled=True,
-            handle_type=wanted["kind"],
-            align=wanted["align"],
+            handle_type=description["kind"],
+            align=description["align"],
         )
         transport = CudaIpcTransport(InstanceSettings(), partial(FakeDriver, memory))
         made.append(transport.export(image, FencedGate()))
@@ -125,7 +125,7 @@ def _sources() -> None:
 
 
 def _target(sizes: Sequence[int], settings: InstanceSettings) -> None:
-    """Begin to read each endpoint that stdin brings, with copies that never end."""
+    """Start to read each endpoint that arrives on stdin, with copies that never finish."""
     for line in sys.stdin:
         _read(sizes, settings, endpoint_from_json(json.loads(line)))
 
@@ -148,11 +148,13 @@ def _read(sizes: Sequence[int], settings: InstanceSettings, endpoint: Endpoint) 
 
 
 if __name__ == "__main__":
-    wanted = json.loads(sys.argv[1])
+    description = json.loads(sys.argv[1])
     exporting.RELEASE_TIMEOUT_S = 60.0  # type: ignore[misc]  # a reader that is alive may be on a busy machine
-    if wanted["side"] == "source":
-        _source(wanted["sizes"], wanted["on_host"], wanted["kind"], wanted["align"], InstanceSettings())
-    elif wanted["side"] == "sources":
+    if description["side"] == "source":
+        _source(
+            description["sizes"], description["on_host"], description["kind"], description["align"], InstanceSettings()
+        )
+    elif description["side"] == "sources":
         _sources()
     else:
-        _target(wanted["sizes"], InstanceSettings())
+        _target(description["sizes"], InstanceSettings())

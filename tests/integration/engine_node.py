@@ -1,9 +1,9 @@
-"""A toy engine in a process of its own, for tests of `load_or_fork`; `EngineNode` is its other side.
+"""A toy engine in a separate process, for tests of `load_or_fork`; `EngineNode` is the test's side.
 
-The toy is made as engines are: built with its parameters in the checkpoint's shapes, loaded, and then
-post-processed, which transposes weights in place of the loaded ones, derives tensors and numbers, and hides
-some of them in helper objects. A command is one line of JSON on standard input, its answer one line on
-standard output. Options are rfork's own environment variables, and what `Options` reads of its command line.
+The toy works like real engines: it is built with parameters in the checkpoint's shapes, loaded, and
+post-processed, which replaces loaded weights by transposed ones, derives tensors and numbers, and hides some
+of them in helper objects. A command is one line of JSON on standard input, its response one line on standard
+output. Options are rfork's environment variables and the command line that `Options` parses.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Message = dict[str, str | int | float | bool | list[str] | None]
 
 MODEL = "toy"
 RESPONSE_TIMEOUT_S = 120.0
-"""It may have to start first; see `tests.processes.START_S`."""
+"""The process may have to start first; see `tests.processes.START_S`."""
 LAYERS = 3
 
 
 class ToyKernel:
-    """A helper object that keeps a tensor which no module has."""
+    """A helper object with a tensor that no module has."""
 
     def __init__(self) -> None:
         self.packed: torch.Tensor | None = None
 
 
 class ToyLayer(nn.Module):
-    """One layer; `size` is the bytes of its weight."""
+    """One layer; `size` is the size of its weight in bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ToyLayer(nn.Module):
         self.kernel = ToyKernel()
 
     def post_process(self) -> None:
-        """What engines do after loading: other shapes, derived tensors, numbers, hidden tensors."""
+        """Do what engines do after loading: reshape weights, derive tensors and numbers, hide tensors."""
         self.scale = float(self.weight[0, :16].abs().max())
         self.derived = self.weight[:, :32].float() * 3
         self.kernel.packed = self.weight[:2, :64].to(torch.float64)
@@ -65,17 +65,17 @@ class ToyLayer(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Some layers."""
+    """A model of a few layers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(ToyLayer(size // LAYERS) for _ in range(LAYERS))
 
     def fill(self, version: int) -> None:
-        """The weights of this version; before the post-processing."""
+        """Load the weights of this version; call before post-processing."""
         generator = torch.Generator().manual_seed(version)
         for parameter in self.parameters():
-            # By few random bytes, as large models are made in tests too.
+            # Filled from few random bytes, since tests use large models too.
             row = torch.rand(1024, generator=generator)
             flat = parameter.data.view(-1)
             for at in range(0, flat.numel(), 1024):
@@ -87,7 +87,7 @@ class ToyModel(nn.Module):
             cast(ToyLayer, layer).post_process()
 
     def checksum(self) -> str:
-        """A hash of all that it computes with."""
+        """Return a hash of everything that it computes with."""
         found = hashlib.sha256()
         for layer in self.layers:
             one = cast(ToyLayer, layer)
@@ -101,7 +101,7 @@ class ToyModel(nn.Module):
 
 
 def expected_proof(version: int, size: int) -> str:
-    """The proof of a model that was loaded in this version."""
+    """Return the proof of a model that was loaded in this version."""
     model = ToyModel(size)
     model.fill(version)
     model.post_process()
@@ -109,7 +109,7 @@ def expected_proof(version: int, size: int) -> str:
 
 
 class ToyEngine:
-    """The engine: its checkpoint is a file that holds a version, in a folder that may lack it."""
+    """The engine; its checkpoint is a file with a version, in a folder that may lack it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.loads = 0
@@ -117,17 +117,17 @@ class ToyEngine:
         self._options = options
 
     def empty(self) -> nn.Module:
-        """Built, touched, and post-processed."""
+        """Return a model that is built, touched and post-processed, but has no weights."""
         model = ToyModel(self._options.size)
         for parameter in model.parameters():
             parameter.data.zero_()
         model.post_process()
         if self._options.fail_empty:
-            raise ZeroDivisionError("a bug of the plug-in")
+            raise ZeroDivisionError("a bug of the plugin")
         return model
 
     def load(self) -> nn.Module:
-        """By the engine's own loader."""
+        """Load a model with the engine's own loader."""
         self.loads += 1
         with open(self._options.folder / "loads", "a") as log:
             log.write(f"{os.getpid()}\n")
@@ -144,13 +144,13 @@ class ToyEngine:
         return model
 
     def check(self) -> None:
-        """Whether there is a checkpoint."""
+        """Raise CheckpointError if there is no checkpoint."""
         if self._options.config_only:
             raise CheckpointError("there are no weights in the folder")
 
 
 class EngineProcess:
-    """The process's own side."""
+    """The process's side."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -158,7 +158,7 @@ class EngineProcess:
         self._engine = ToyEngine(options)
 
     def execute(self, command: str, value: str) -> Message:
-        """Do it."""
+        """Execute a command."""
         match command:
             case "up":
                 return self._up(value or "target")
@@ -241,19 +241,19 @@ class EngineProcess:
         return message
 
     def close(self) -> None:
-        """End what is given."""
+        """Stop serving."""
         for module in self._models.values():
             if (instance := served_model(module)) is not None:
                 instance.close(0.0)
 
 
 def print_message(message: Message) -> None:
-    """One line on standard output."""
+    """Print a message as one line on standard output."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
 class EngineNode:
-    """The test's side: a toy engine in a process of its own. Close it."""
+    """The test's side: a toy engine in a separate process. Must be closed."""
 
     def __init__(self, planner: str, folder: Path, *arguments: str, **options: str) -> None:
         self.lines: list[str] = []
@@ -281,30 +281,30 @@ class EngineNode:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Process id."""
         return self._process.pid
 
     def request(self, command: str, value: str = "") -> Message:
-        """Have it done; the answer. Raises RuntimeError when the process ends instead."""
+        """Execute a command and return the response. Raises RuntimeError if the process ends instead."""
         self.start_request(command, value)
         return self.next_response()
 
     def start_request(self, command: str, value: str = "") -> None:
-        """Tell it, and do not wait."""
+        """Send a command and return immediately."""
         if self._process.stdin is None:
-            raise RuntimeError("there is no way to tell it")
+            raise RuntimeError("the process has no input")
         self._process.stdin.write(json.dumps([command, value]) + "\n")
         self._process.stdin.flush()
 
     def next_response(self) -> Message:
-        """The answer to the oldest command that has none. Raises RuntimeError when the process ends."""
+        """Return the response to the oldest pending command. Raises RuntimeError if the process ends."""
         response = self._responses.get(timeout=RESPONSE_TIMEOUT_S)
         if response is None:
             raise RuntimeError(f"the process ended with {self._process.wait()}\n{''.join(self.lines)}")
         return response
 
     def has_response(self, *, within_s: float) -> bool:
-        """Whether an answer comes in that time; it is kept."""
+        """Return True if a response arrives in that time; it is kept."""
         try:
             response = self._responses.get(timeout=within_s)
         except queue.Empty:
@@ -313,13 +313,13 @@ class EngineNode:
         return True
 
     def wait_for(self, text: str) -> None:
-        """Block until a line of its log has this text; TimeoutError with all of the log otherwise."""
+        """Wait for a log line that contains this text; raises TimeoutError with the complete log otherwise."""
         with self._changed:
             if not self._changed.wait_for(lambda: any(text in line for line in self.lines), RESPONSE_TIMEOUT_S):
                 raise TimeoutError(f"no line has {text!r}\n{''.join(self.lines)}")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
@@ -337,7 +337,7 @@ class EngineNode:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -358,7 +358,7 @@ class EngineNode:
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Execute commands until standard input ends."""
     torch.set_num_threads(1)
     configure(False, "debug")
     parser = argparse.ArgumentParser()
@@ -375,6 +375,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.integration.engine_node import main as run  # by its name, so that helpers are of a package
+    from tests.integration.engine_node import main as run  # imported by name, so that helpers belong to a package
 
     run()

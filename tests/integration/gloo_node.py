@@ -1,7 +1,7 @@
-"""A process that gives or reads over gloo, for tests: ``python -m tests.integration.gloo_node seed|read …``.
+"""A process that serves or reads over gloo, for tests: ``python -m tests.integration.gloo_node seed|read …``.
 
-Each event is one line on standard output. A seed lives until its standard input ends; so does a reader that
-is to leave. Both then close what they have opened, or leave in another way: see `exit_abruptly`.
+Each event is one line on standard output. A seed lives until its standard input ends, and so does a reader
+with an exit mode. Both then close what they opened, or exit in another way: see `exit_abruptly`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.transport_contract import content, image_of
 KEY = derive_key(b"s" * 32, "seed-1")
 SIZES = (24 << 20, 5, 4096, *(1000 + index for index in range(300)), 9 << 20)
 SLOW = 16 << 20
-"""Bytes a second: the image takes two seconds."""
+"""Bytes per second: the image needs two seconds."""
 
 
 def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
-    """A started seed of an image of `SIZES`."""
+    """Return a started seed of an image of `SIZES`."""
     image = image_of(SIZES, seed=1)
     settings = InstanceSettings(max_egress_bytes_per_s=rate, source_idle_timeout_s=stall_s)
     identity = InstanceIdentity("model", instance_id="seed-1")
@@ -38,13 +38,13 @@ def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
 
 
 def create_token(image: Image, fork_id: str) -> str:
-    """A lease on the seed for a minute."""
+    """Return a lease on the seed for a minute."""
     claims = LeaseClaims(fork_id, "seed-1", image.layout.layout_id, None, 0, time.time() + 60)
     return sign(claims, decode_key(KEY))
 
 
 def open_reader(address: str, image: Image, fork_id: str, stall_s: float = 10.0) -> tuple[PeerClient, str, Reader]:
-    """A reader of the seed at `address`, its channel, and the client that holds it."""
+    """Return a reader of the seed at `address`, its channel, and the client that owns it."""
     token = create_token(image, fork_id)
     peer = PeerClient(address, lambda: token, TlsSettings())
     deadline = time.monotonic() + 30
@@ -56,12 +56,12 @@ def open_reader(address: str, image: Image, fork_id: str, stall_s: float = 10.0)
 
 
 def print_event(word: str) -> None:
-    """One event."""
+    """Print an event."""
     print(word, flush=True)
 
 
 def exit_abruptly(exit_mode: str) -> None:
-    """End this process without closing anything; `return` is for the caller to do."""
+    """End this process without closing anything; for `return` the caller returns."""
     if exit_mode == "exit":
         sys.exit(3)
     if exit_mode == "raise":
@@ -69,7 +69,7 @@ def exit_abruptly(exit_mode: str) -> None:
 
 
 def run_seed(rate: str, exit_mode: str = "") -> None:
-    """Seed until standard input ends."""
+    """Serve until standard input ends."""
     seed = start_seed(int(rate) or None)
     print_event(seed.report().address)
     sys.stdin.read()
@@ -80,7 +80,7 @@ def run_seed(rate: str, exit_mode: str = "") -> None:
 
 
 def run_reader(address: str, fork_id: str, exit_mode: str = "") -> None:
-    """Read the first chunk, then the image; with `exit_mode`, leave in the midst of that."""
+    """Read the first chunk, then the image; with `exit_mode`, exit in the middle of it."""
     image = image_of(SIZES)
     peer, _, reader = open_reader(address, image, fork_id)
     print_event("connected")
@@ -99,7 +99,7 @@ def run_reader(address: str, fork_id: str, exit_mode: str = "") -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Give or read."""
+    """Serve or read."""
     if arguments[0] == "seed":
         run_seed(*arguments[1:])
     else:

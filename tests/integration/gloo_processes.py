@@ -1,4 +1,4 @@
-"""Processes that talk over gloo, as a test sees them: `GlooProcess`, and what of this process has to end."""
+"""Processes that communicate over gloo: `GlooProcess`, and the resources of this process to check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def running_threads() -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes to hold within half a minute."""
+    """Return True if the condition becomes true within half a minute."""
     deadline, changed = soon(), threading.Event()
     while time.monotonic() < deadline:
         if condition():
@@ -37,10 +37,10 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def listening_ports(process_id: int) -> set[int]:
-    """The TCP ports that a process listens on over IPv4."""
+    """Return the TCP ports that a process listens on over IPv4."""
     open_files: set[str] = set()
     for link in Path(f"/proc/{process_id}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed in the meantime
             open_files.add(os.readlink(link))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
@@ -51,7 +51,7 @@ def listening_ports(process_id: int) -> set[int]:
 
 
 class GlooProcess:
-    """A process of `tests.integration.gloo_node`, its events as lines."""
+    """A process of `tests.integration.gloo_node`; its events are lines."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class GlooProcess:
         )
 
     def next_event(self) -> str:
-        """The next event; empty once it has ended."""
+        """Return the next event; empty once the process has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -71,15 +71,15 @@ class GlooProcess:
         send(self.process, number)
 
     def wait_exit(self) -> tuple[int, str]:
-        """Its exit code (negative: the signal) and what it wrote to standard error, once it has ended.
+        """Close its standard input and wait for its end.
 
-        Ends its standard input first.
+        Return its exit code (negative: the signal) and its standard error.
         """
         _, written = self.process.communicate(timeout=60)
         return self.process.returncode, written
 
     def ports(self) -> set[int]:
-        """Where it listens now."""
+        """Ports that it listens on now."""
         return listening_ports(self.process.pid)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class GlooProcess:
 
 @pytest.fixture
 def node() -> Iterator[Callable[..., GlooProcess]]:
-    """Starts nodes, and kills them when the test ends."""
+    """Starts nodes and kills them after the test."""
     started: list[GlooProcess] = []
 
     def start(*arguments: str) -> GlooProcess:

@@ -1,4 +1,4 @@
-"""JIT caches between processes: compiled in one, taken by another, used by a third that compiles none."""
+"""JIT caches between processes: compiled in one, fetched by another, used by a third that compiles nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.conftest import StartRfork
 
 pytestmark = pytest.mark.timeout(300)
 slow_compile = pytest.mark.slow
-"""Starts processes that run torch's compiler, which takes most of the time."""
+"""Starts processes that run torch's compiler, which dominates the time."""
 
 READY = r'"event": ?"ready"'
 MODEL = "tiny"
@@ -61,7 +61,7 @@ print(json.dumps({
     "kernels_compiled": len(runs),
 }))
 """
-"""What an engine does: compile a module, in a process that knows nothing but its cache's folder."""
+"""Compile a module like an engine, in a process that knows only its cache's folder."""
 
 UNPACK = """
 import os, signal, sys
@@ -78,11 +78,11 @@ def rename_or_die(source, target):
 os.rename = rename_or_die
 artifacts.load(sys.argv[1], artifacts=load(ArtifactSettings, kinds="inductor"))
 """
-"""Takes a saved cache and is killed when that many entries are in place."""
+"""Load a saved cache and be killed once this many entries are moved."""
 
 
 def python(program: str, *arguments: str, cache: Path, code: int = 0) -> str:
-    """The last line that a fresh process prints, whose torch.compile caches there."""
+    """Return the last line printed by a new process whose torch.compile cache is `cache`."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
@@ -95,12 +95,12 @@ def python(program: str, *arguments: str, cache: Path, code: int = 0) -> str:
 
 
 def compiled(cache: Path) -> dict[str, float]:
-    """What compiling the module took, with that cache."""
+    """Return the statistics of compiling the module with that cache."""
     return cast(dict[str, float], json.loads(python(COMPILE, cache=cache)))
 
 
 def cache_usage(counters: dict[str, float]) -> tuple[float, ...]:
-    """Hits of both caches, misses, and how many C++ files were compiled."""
+    """Hits of both caches, misses, and the number of compiled C++ files."""
     return tuple(
         counters[name] for name in ("fxgraph_cache_hit", "autograd_cache_hit", "fxgraph_cache_miss", "kernels_compiled")
     )
@@ -114,7 +114,7 @@ def artifact_settings(folder: Path, **more: float) -> ArtifactSettings:
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder but locks."""
+    """Return every file below a folder except locks."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -124,7 +124,7 @@ def read_tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """A cache as torch.compile makes one, of the same folders, that nobody compiled."""
+    """A synthetic cache with the folder structure of torch.compile."""
     names = ["ab/cab.cpp", "ab/cab.so", "cd/ccd.py", "ef/cef.so", "fxgraph/ab/x/graph", "fxgraph/cd/y/graph",
              "aotautograd/x/entry", "triton/0/HASH/k.cubin", "triton/0/HASH/k.json"]  # fmt: skip
     for name in names:
@@ -136,7 +136,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """A cache that torch.compile has filled, and what that took; do not write into it."""
+    """A cache that torch.compile has filled, and its statistics; do not write into it."""
     if shutil.which("g++") is None:
         pytest.skip("NO g++ ON PATH: caches of torch.compile are NOT tested")
     cache = tmp_path_factory.mktemp("caches") / "a"
@@ -145,7 +145,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, flo
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """The URL of a planner that knows nobody yet."""
+    """URL of a planner without instances."""
     process = rfork_process("planner", "--port", "0", "--json", until=READY)
     return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
 
@@ -162,7 +162,7 @@ def test_a_cache_travels_and_is_used(
     rfork_process: StartRfork,
     tmp_path: Path,
 ) -> None:
-    """A third process compiles the module with hits of both caches, and compiles no kernel."""
+    """A third process compiles the module with hits in both caches, and compiles no kernel."""
     origin, before = first
     cache = shutil.copytree(origin, tmp_path / "a")
     environment = {
@@ -176,9 +176,7 @@ def test_a_cache_travels_and_is_used(
         environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
     )  # fmt: skip
     target = tmp_path / "b"
-    pull = rfork_process(
-        "cache", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)}
-    )
+    pull = rfork_process("cache", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)})
     assert 0 == pull.wait()
     report = json.loads(pull.wait_for(r'^.*"reason".*$').group())
     assert (None, len(read_tree(cache)), read_tree(cache)) == (
@@ -186,15 +184,15 @@ def test_a_cache_travels_and_is_used(
         report["files"],
         read_tree(target),
     )
-    # Nothing may be found through the paths that the first process wrote down.
+    # Nothing may be found through the paths that the first process recorded.
     shutil.rmtree(cache)
     after = compiled(target)
     print(f"torch.compile: {before['seconds']} s, with the cache that travelled {after['seconds']} s")
     assert (FROM_CACHE, before["sum"]) == (cache_usage(after), after["sum"])
 
 
-def test_storage_keeps_a_cache(cache: Path, tmp_path: Path) -> None:
-    """Saved to a folder under its key, and loaded into another cache: the same files."""
+def test_storage_round_trip(cache: Path, tmp_path: Path) -> None:
+    """A cache saved to a folder under its key and loaded into another cache has the same files."""
     written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=artifact_settings(cache))
     report = artifacts.load((tmp_path / "s").as_uri(), artifacts=artifact_settings(tmp_path / "b"))
     assert (packed.files, written.uri, None) == (report.files, report.source, report.reason)
@@ -202,8 +200,10 @@ def test_storage_keeps_a_cache(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moves", [0, 3])
-def test_a_process_killed_while_it_unpacks_leaves_whole_entries(cache: Path, moves: int, tmp_path: Path) -> None:
-    """What is in place is whole; what is not is taken by the next, which sweeps the rest."""
+def test_a_process_killed_while_unpacking_leaves_complete_entries(cache: Path, moves: int, tmp_path: Path) -> None:
+    """Entries in the cache are complete; the next process loads the missing ones and removes the staging
+    folder.
+    """
     written, _ = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))
     target = tmp_path / "b"
     python(UNPACK, written.uri, str(moves), cache=target, code=-signal.SIGKILL)
@@ -215,15 +215,15 @@ def test_a_process_killed_while_it_unpacks_leaves_whole_entries(cache: Path, mov
 
 
 @slow_compile
-def test_a_cache_that_was_cut_short_still_compiles(first: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    """An engine that starts after the kill, with nobody to take the rest from, gets the right result."""
+def test_an_incomplete_cache_still_compiles(first: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    """An engine that starts after the kill, with no source for the rest, gets the right result."""
     written, _ = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(first[0]))
     python(UNPACK, written.uri, "2", cache=tmp_path / "b", code=-signal.SIGKILL)
     assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
 
 
-def test_two_instances_unpack_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have staged all files when they begin to move: each file is put in place once, and whole."""
+def test_two_instances_unpack_concurrently(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have staged all files before either moves them: each file is moved once, and is complete."""
     written, packed = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))
     barrier, move = threading.Barrier(2, timeout=30), _Unpacking._move
 
@@ -248,8 +248,8 @@ def test_two_instances_unpack_at_once(cache: Path, tmp_path: Path, monkeypatch: 
     assert packed.files == sum(report.already_present for report in reports)
 
 
-def test_the_image_with_the_most_files_is_taken(instance: InstanceSettings, tmp_path: Path) -> None:
-    """Givers that have compiled different things hold different images; each is one that can be had."""
+def test_the_image_with_more_files_is_fetched(instance: InstanceSettings, tmp_path: Path) -> None:
+    """Sources that have compiled different modules serve different images; the target chooses one."""
     for name, count in (("few", 2), ("many", 3)):
         for number in range(count):
             (tmp_path / name / "ab").mkdir(parents=True, exist_ok=True)
@@ -266,7 +266,7 @@ def test_the_image_with_the_most_files_is_taken(instance: InstanceSettings, tmp_
 def test_another_key_is_no_error_and_is_named(
     instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report says what differs, from a running instance and from storage alike; nothing is written."""
+    """The report names the difference, for a running instance and for storage; nothing is written."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "k.so").write_bytes(b"elf")
     local_key = artifacts.local_key()
@@ -283,8 +283,8 @@ def test_another_key_is_no_error_and_is_named(
     assert not (tmp_path / "b").exists()
 
 
-def test_nobody_there_is_a_report(instance: InstanceSettings, tmp_path: Path) -> None:
-    """A start goes on without caches, soon, whatever is missing."""
+def test_missing_sources_are_reported(instance: InstanceSettings, tmp_path: Path) -> None:
+    """An engine starts without caches, without delay, whatever is missing."""
     without_source = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
     off = artifacts.fetch(model=MODEL, settings=instance, artifacts=settings_of(ArtifactSettings))
     dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
@@ -295,10 +295,10 @@ def test_nobody_there_is_a_report(instance: InstanceSettings, tmp_path: Path) ->
     ]
 
 
-def test_new_files_are_given_by_a_new_seed(
+def test_new_files_are_served_by_a_new_seed(
     instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compiled since is taken by those who come later; nothing new, and no file is read."""
+    """Later targets get newly compiled files; if nothing is new, no file is read."""
     reads: list[Packed | None] = []
 
     def counting_pack(*arguments: Any, **named: Any) -> Packed | None:
@@ -319,11 +319,11 @@ def test_new_files_are_given_by_a_new_seed(
         assert artifact_server.seed.wait_registered(10)
         report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
     assert ([False, True, False, True, False], 2) == (steps, report.files)
-    assert 3 == len(reads)  # of the empty folder, and of each that was new
+    assert 3 == len(reads)  # of the empty folder, and of each new file
 
 
-def test_artifacts_beyond_the_bound_are_named_as_such(instance: InstanceSettings, tmp_path: Path) -> None:
-    """Somebody gives them: who takes less than that is told so, and by which setting."""
+def test_artifacts_above_the_size_limit_are_reported(instance: InstanceSettings, tmp_path: Path) -> None:
+    """A target whose limit is smaller than every image gets a reason that names the setting."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "k.so").write_bytes(bytes(5000))
     with artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "a")) as seed:
@@ -334,7 +334,7 @@ def test_artifacts_beyond_the_bound_are_named_as_such(instance: InstanceSettings
     assert "exceed RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
 
 
-def test_a_disk_that_is_full_is_asked_once(
+def test_a_full_disk_ends_the_fetch(
     instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another source of the same bytes would not help: nothing is fetched a second time."""

@@ -1,4 +1,4 @@
-"""Azure Blob Storage as a store, on Azurite, Microsoft's own emulator, where it is installed."""
+"""Azure Blob Storage as a store, on Azurite, Microsoft's emulator, if installed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 ACCOUNT = "devstoreaccount1"
-# Every Azurite has this key, which its documentation names.
+# Every Azurite has this key; its documentation lists it.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 SETTINGS = StorageSettings(staging_bytes=16 * MIB, max_attempts=2)
 
 
 @pytest.fixture
 def azurite(free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Azurite with the container ``models``, and an environment that leads to it."""
+    """Azurite with the container ``models``, and the environment for it."""
     process = subprocess.Popen(
         [
             str(AZURITE), "--silent", "--disableTelemetry", "--skipApiVersionCheck",
@@ -99,8 +99,8 @@ def store(azurite: None) -> Iterator[BlobStore]:
         yield opened
 
 
-def test_azure(store: BlobStore) -> None:
-    """Blobs are written, listed, read, left as they are where that is asked for, and removed."""
+def test_azure_operations(store: BlobStore) -> None:
+    """Blobs are written, listed, read, kept if they exist where requested, and removed."""
     sizes = (0, 1, 2 * MIB, 9 * MIB)
     for size in sizes:
         put(store, f"blob {size}", random_bytes(size))
@@ -112,8 +112,8 @@ def test_azure(store: BlobStore) -> None:
     assert names[1:] == [entry.name for entry in store.list("blob")]
 
 
-def test_azures_refusals(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not there, was replaced, was broken off, or is not allowed, is told as such."""
+def test_azure_errors(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, replaced and interrupted blobs and denied access are reported as such."""
 
     def interrupted() -> None:
         with store.write("gone") as writer:

@@ -1,4 +1,4 @@
-"""TLS files that are replaced on disk: planner, sources and clients take them up without a restart."""
+"""TLS files that are replaced on disk: planner, sources and clients load them without a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOON_S = 60.0
 
 
 class TlsFiles:
-    """The TLS files of one process, which can be renewed."""
+    """TLS files of one process, which can be renewed."""
 
     def __init__(self, folder: Path, authority: trustme.CA) -> None:
         folder.mkdir()
@@ -38,13 +38,13 @@ class TlsFiles:
         self.write_authorities(authority)
 
     def write_certificate(self, authority: trustme.CA, *, ends: datetime.datetime | None = None) -> None:
-        """Have the files hold a new certificate by this authority."""
+        """Write a new certificate by this authority."""
         leaf = authority.issue_cert("127.0.0.1", not_after=ends)
         self._replace("key", leaf.private_key_pem.bytes())
         self._replace("certificate", leaf.cert_chain_pems[0].bytes())
 
     def write_authorities(self, *authorities: trustme.CA) -> None:
-        """Have the files name these authorities."""
+        """Write these authorities as the trusted ones."""
         self._replace("authorities", b"".join(each.cert_pem.bytes() for each in authorities))
 
     def _replace(self, name: str, content: bytes) -> None:
@@ -65,17 +65,17 @@ def new() -> trustme.CA:
 
 @pytest.fixture
 def server(tmp_path: Path, old: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> TlsFiles:
-    """The files of the servers of this process."""
+    """TLS files of the servers in this process."""
     made = TlsFiles(tmp_path / "server", old)
     for name in ("certificate", "key", "ca"):
         monkeypatch.setenv(f"RFORK_TLS_{name.upper()}", str(getattr(made.tls, name)))
     return made
 
 
-def test_a_planner_and_its_clients_take_up_renewed_files(
+def test_a_planner_and_its_clients_load_renewed_files(
     tmp_path: Path, server: TlsFiles, old: trustme.CA, new: trustme.CA
 ) -> None:
-    """Another authority included, on both sides, which is what a renewal changes most."""
+    """This includes a change of authority on both sides, the largest change of a renewal."""
     client = TlsFiles(tmp_path / "client", old)
     transport = DeadlineTransport(CurrentContext(client.tls, client_context))
     with run_in_thread(PlannerSettings(port=0)) as url, PlannerClient(url, transport=transport) as planner:
@@ -90,12 +90,12 @@ def test_a_planner_and_its_clients_take_up_renewed_files(
         server.write_authorities(new)
         with PlannerClient(url, tls=client.tls) as other:
             assert [] == other.models()
-        transport.interrupt()  # its next call makes a connection of its own
+        transport.interrupt()  # its next call opens a new connection
         assert [] == planner.models()
 
 
 def test_an_expired_certificate_is_named(server: TlsFiles, old: trustme.CA) -> None:
-    """The planner is there: whoever asks is told to renew its certificate, not to start it."""
+    """The planner is running: the client's hint is to renew its certificate, not to start it."""
     with run_in_thread(PlannerSettings(port=0)) as url:
         server.write_certificate(old, ends=datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=1))
         with PlannerClient(url, tls=server.tls) as planner, pytest.raises(PlannerUnreachable) as raised:
@@ -105,8 +105,8 @@ def test_an_expired_certificate_is_named(server: TlsFiles, old: trustme.CA) -> N
     assert "start it" not in raised.value.hint
 
 
-def test_the_planner_shows_when_its_certificate_ends(server: TlsFiles, old: trustme.CA) -> None:
-    """As of the file that is there now."""
+def test_the_planner_reports_its_certificates_expiry(server: TlsFiles, old: trustme.CA) -> None:
+    """The time is that of the current file."""
     ends = datetime.datetime(2031, 5, 4, 3, 2, 1, tzinfo=datetime.UTC)
     with run_in_thread(PlannerSettings(port=0)) as url:
         server.write_certificate(old, ends=ends)
@@ -117,17 +117,17 @@ def test_the_planner_shows_when_its_certificate_ends(server: TlsFiles, old: trus
 
 
 @pytest.mark.parametrize("year", [2031, 2061])
-def test_the_end_of_a_certificate_is_read_in_both_forms(tmp_path: Path, year: int) -> None:
-    """Years from 2050 on are written in another form; a certificate that has ended still says when."""
+def test_certificate_expiry_is_read_in_both_encodings(tmp_path: Path, year: int) -> None:
+    """Years from 2050 on are encoded differently; the expiry of an expired certificate is read too."""
     ends = datetime.datetime(year, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
     trustme.CA().issue_cert("a", not_after=ends).cert_chain_pems[0].write_to_path(tmp_path / "certificate")
     assert ends.timestamp() == not_after(tmp_path / "certificate")
 
 
-def test_a_certificate_that_is_about_to_end_is_warned_of(
+def test_a_certificate_that_expires_soon_is_logged(
     server: TlsFiles, old: trustme.CA, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When it is read, and not at each connection after that."""
+    """The warning is logged when it is read, not on every connection."""
     caplog.set_level(logging.INFO)
     server.write_certificate(old, ends=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
     current = CurrentContext(server.tls, client_context)
@@ -137,8 +137,8 @@ def test_a_certificate_that_is_about_to_end_is_warned_of(
     assert ["certificate expires soon"] == events
 
 
-def test_half_of_a_renewal_keeps_the_files_before(server: TlsFiles, old: trustme.CA) -> None:
-    """A certificate that does not go with the key yet ends nobody's connections."""
+def test_an_incomplete_renewal_keeps_the_previous_files(server: TlsFiles, old: trustme.CA) -> None:
+    """A certificate that does not match the key yet breaks no connection."""
     current = CurrentContext(server.tls, client_context)
     before = current()
     key = server.tls.key
@@ -147,8 +147,8 @@ def test_half_of_a_renewal_keeps_the_files_before(server: TlsFiles, old: trustme
     assert before is current()
 
 
-def test_a_source_takes_up_renewed_files(tmp_path: Path, server: TlsFiles, old: trustme.CA, new: trustme.CA) -> None:
-    """Its data port and its peer service, for the readers that come from then on."""
+def test_a_source_loads_renewed_files(tmp_path: Path, server: TlsFiles, old: trustme.CA, new: trustme.CA) -> None:
+    """Its data port and its peer service use them for new readers."""
 
     settings = InstanceSettings(node_name="node", transports=("http",))
     seed = Seed(IMAGE, InstanceIdentity("m"), settings, [HttpTransport(settings)], manifest=compute_manifest(IMAGE))

@@ -1,4 +1,4 @@
-"""Cold starts of real processes: nobody holds the image, and storage is read once between them."""
+"""Cold starts of real processes: no instance has the image, and the group reads storage once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.processes import RforkProcess, startup_patch
 
 READY = r'"event": ?"ready"'
 CHUNKS_BEFORE_GATE = 4
-"""Chunks that a gated disk gives before it waits."""
+"""Chunks that a gated disk returns before it blocks."""
 GATED_DISK_PATCH = f"""
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.chunked import CheckpointChunks
@@ -46,13 +46,13 @@ def gated_load(self, module):
 
 CheckpointChunks.read, Checkpoint.load_into = gated_read, gated_load
 """
-"""What a process with a gated disk runs at its start: opening a FIFO waits until somebody writes to it."""
+"""Startup patch of a process with a gated disk: opening a FIFO waits for a writer."""
 
 Report = dict[str, object]
 
 
 class ColdGroup:
-    """A planner, and instances of one model that start from nothing."""
+    """A planner, and instances of one model that start without a seed."""
 
     def __init__(self, start: StartRfork, model: Path, folder: Path) -> None:
         self._start = start
@@ -60,7 +60,7 @@ class ColdGroup:
         self._gate = folder / "gate"
         os.mkfifo(self._gate)
         self._gate_environment = startup_patch(folder / "patch", GATED_DISK_PATCH.format(gate=str(self._gate)))
-        # Soon enough for who waits for one that was killed; one that this machine holds up is not lost by it.
+        # Short enough to replace a killed instance soon; long enough that a slow machine loses none.
         environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
@@ -73,7 +73,7 @@ class ColdGroup:
         gated: bool = False,
         environment: dict[str, str] | None = None,
     ) -> RforkProcess:
-        """An instance that stays as a seed once it has its weights."""
+        """Start an instance that stays as a seed once it has its weights."""
         more = {
             "RFORK_TRANSPORTS": "http",
             "RFORK_MAX_INFLIGHT_CHUNKS": "1",
@@ -88,17 +88,17 @@ class ColdGroup:
         return self._start(*arguments, "--json", "--sha256", "--stay", environment=more)
 
     def open_gate(self) -> None:
-        """Let the gated disk go on."""
+        """Unblock the gated disk."""
         self._gate.write_text("")
 
 
 def wait_for_chunks(process: RforkProcess, chunks: int) -> None:
-    """Wait until it has verified so many chunks, of a MiB each."""
+    """Wait until the process has verified this many chunks of 1 MiB."""
     process.wait_for(rf"fork tiny: {chunks}\.\d+ MB of")
 
 
 def results(processes: Sequence[RforkProcess]) -> list[Report]:
-    """The report of each, as soon as it has its weights."""
+    """Return the report of each process, as soon as it has its weights."""
     return [json.loads(process.wait_for(r'^\{"fork_id".*$').group()) for process in processes]
 
 
@@ -108,7 +108,7 @@ def storage_bytes(reports: Sequence[Report]) -> int:
 
 @pytest.fixture
 def group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[ColdGroup]:
-    """A planner that knows nobody yet."""
+    """A planner without instances."""
     made = ColdGroup(rfork_process, tiny_model, tmp_path)
     yield made
     made.client.close()
@@ -116,12 +116,12 @@ def group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterat
 
 @pytest.fixture(scope="session")
 def expected_sha256(tiny_model: Path) -> str:
-    """The hash of the tiny model's tensors, as loaded from its checkpoint."""
+    """Hash of the tiny model's tensors, as loaded from its checkpoint."""
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
 def test_a_cold_group_reads_its_checkpoint_once(group: ColdGroup, tiny_model: Path, expected_sha256: str) -> None:
-    """Two follow while the leader's disk is still at work; all have the right bytes, read once in sum."""
+    """Two follow while the leader's disk is still reading; all have the right bytes, read once in total."""
     leader = group.pull(checkpoint=tiny_model, gated=True)
     wait_for_chunks(leader, CHUNKS_BEFORE_GATE)
     followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
@@ -149,10 +149,12 @@ def test_a_cold_group_reads_its_checkpoint_once(group: ColdGroup, tiny_model: Pa
         pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
     ],
 )
-def test_a_leader_that_is_lost_is_replaced_without_starting_again(
+def test_a_lost_leader_is_replaced_without_a_restart(
     group: ColdGroup, tiny_model: Path, expected_sha256: str, number: signal.Signals
 ) -> None:
-    """Dead or hung in mid-read: one of the others reads on where it stopped, and nothing twice."""
+    """It dies or hangs during the read: another instance continues where it stopped, and nothing is read
+    twice.
+    """
     leader = group.pull(checkpoint=tiny_model, gated=True)
     wait_for_chunks(leader, CHUNKS_BEFORE_GATE)
     followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
@@ -168,10 +170,10 @@ def test_a_leader_that_is_lost_is_replaced_without_starting_again(
     )
 
 
-def test_a_checkpoint_that_has_to_be_converted(
+def test_a_checkpoint_that_must_be_converted(
     group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str
 ) -> None:
-    """One converts and loads it whole, and gives the result to the other."""
+    """One instance loads and converts the complete checkpoint and serves the result to the other."""
     loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
     reports = results([group.pull(checkpoint=tmp_path / "float32") for _ in range(2)])
     names = {share["source_id"] for report in reports for share in cast(list[dict[str, str]], report["sources"])}
@@ -185,10 +187,10 @@ def test_a_checkpoint_that_has_to_be_converted(
 def test_a_loader_that_dies_is_replaced(
     group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str
 ) -> None:
-    """Those that wait for a loader that gave nothing yet elect another when it is killed."""
+    """Instances that wait for a loader without chunks elect another when it is killed."""
     loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
     leader = group.pull(checkpoint=tmp_path / "float32", gated=True)
-    leader.wait_for("loading for all that wait")
+    leader.wait_for("loading for all waiting instances")
     followers = [group.pull(checkpoint=tmp_path / "float32") for _ in range(2)]
     for follower in followers:
         follower.wait_for('"event": "planned"')

@@ -1,4 +1,4 @@
-"""Cold starts from storage on a network: read once between them, and given up in order when it fails."""
+"""Cold starts from network storage: read once by the group, and abandoned cleanly when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.storage_server import StorageServer
 
 NAME = "model-rank-000.safetensors"
 BEFORE = 6
-"""Answers that a server gives before it stalls: to have it opened, and some chunks."""
+"""Responses of a server before it stalls: enough to open the file and read some chunks."""
 SEQUENTIAL_READS = {
     "RFORK_STORAGE_CONCURRENCY": "1",
     "RFORK_STORAGE_HEDGE_RATIO": "0",
@@ -31,18 +31,18 @@ SEQUENTIAL_READS = {
     "RFORK_STORAGE_TIMEOUT_S": "120",
     "RFORK_STORAGE_IDLE_TIMEOUT_S": "120",
 }
-"""One request after the other, and each once where nothing fails: they can be counted."""
+"""Sequential requests, each sent once if nothing fails, so that they can be counted."""
 FAST_RETRY_PATCH = """
 from rfork.storage.http import blob
 budget = blob.RetryBudget
 blob.RetryBudget = lambda min_attempts, min_retry_s, *rest: budget(min_attempts, 0.0, *rest)
 """
-"""What a process runs at its start that gives a server up after its attempts, however soon they failed."""
+"""Startup patch: a process gives up after its attempts, however fast they failed."""
 
 
 @pytest.fixture
 def cold_group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[ColdGroup]:
-    """A planner that knows nobody yet."""
+    """A planner without instances."""
     made = ColdGroup(rfork_process, tiny_model, tmp_path)
     yield made
     made.client.close()
@@ -56,7 +56,7 @@ def image(tiny_model: Path) -> Image:
 
 @pytest.fixture
 def server(image: Image, tiny_model: Path, tmp_path: Path) -> Iterator[StorageServer]:
-    """A web server that holds its snapshot."""
+    """A web server with its snapshot."""
     folder = tmp_path / "served"
     folder.mkdir()
     write_snapshot(image, image.manifest(), folder / NAME, version=version_of(tiny_model))
@@ -77,12 +77,14 @@ def verified_chunks(report: Report) -> dict[str, int]:
 
 
 def reasons_text(report: Report) -> str:
-    """All that went wrong on the way."""
+    """All errors of the fork as text."""
     return "; ".join(cast(list[str], report["reasons"]))
 
 
-def test_a_group_reads_its_snapshot_once_over_http(cold_group: ColdGroup, image: Image, server: StorageServer) -> None:
-    """Three start at once: they take one image of it, the server gives little more, and all are right."""
+def test_a_group_reads_its_http_snapshot_once(cold_group: ColdGroup, image: Image, server: StorageServer) -> None:
+    """Three instances start concurrently: they read one image between them, the server sends little more, and
+    all are right.
+    """
     snapshot = {"RFORK_SNAPSHOT": server.url(f"{NAME}?signature=secret"), **SEQUENTIAL_READS}
     started = [cold_group.pull(environment=snapshot) for _ in range(3)]
     reports = results(started)
@@ -92,7 +94,7 @@ def test_a_group_reads_its_snapshot_once_over_http(cold_group: ColdGroup, image:
         [report["outcome"] for report in reports],
         storage_bytes(reports),
     )
-    # Besides manifests and headers, what one had read ahead when a plan gave it to another that came later.
+    # Besides manifests and headers: chunks read ahead before a plan moved them to a later instance.
     besides = server.bytes_sent - size
     assert (True, {f"snapshot:{server.url(NAME)}"}) == (
         0 < besides < size // 2,
@@ -101,10 +103,10 @@ def test_a_group_reads_its_snapshot_once_over_http(cold_group: ColdGroup, image:
     assert not [process for process in started if "secret" in process.transcript()]
 
 
-def test_an_object_that_is_replaced_in_mid_read(
+def test_an_object_replaced_during_a_read(
     cold_group: ColdGroup, image: Image, server: StorageServer, tiny_model: Path
 ) -> None:
-    """What was read of it by then stays, nothing of the other is taken, and the checkpoint gives the rest."""
+    """Chunks read before are kept, nothing of the new object is used, and the checkpoint supplies the rest."""
     server.script.then(*[None] * BEFORE, StallFault())
     reader = cold_group.pull(
         checkpoint=tiny_model, environment={"RFORK_SNAPSHOT": server.url(NAME), **SEQUENTIAL_READS}
@@ -116,22 +118,23 @@ def test_an_object_that_is_replaced_in_mid_read(
     assert (image_sha256(image), True) == (report["sha256"], "StorageChanged" in reasons_text(report))
 
 
-def test_a_server_that_dies_in_mid_read(
+def test_a_server_that_dies_during_a_read(
     cold_group: ColdGroup, image: Image, server: StorageServer, tmp_path: Path
 ) -> None:
-    """What was verified is kept: another, whose server lives, reads the rest, and nothing is read twice."""
+    """Verified chunks are kept: an instance whose server lives reads the rest, and nothing is read twice."""
     size = image.layout.image_bytes
     with StorageServer({name: stored_in(server, name) for name in (NAME, f"{NAME}.manifest.json")}) as other:
         server.script.then(*[None] * BEFORE, StallFault())
         server.script.always(ResetFault(None))
-        # The stall is waited out for as long as the other reader takes to start, the dead server is not.
-        brief = {**SEQUENTIAL_READS, **startup_patch(tmp_path / "impatient", FAST_RETRY_PATCH)}
-        unlucky = cold_group.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **brief})
+        # The first reader waits through the stall until the other one has started, but not for the dead
+        # server.
+        fast_retry = {**SEQUENTIAL_READS, **startup_patch(tmp_path / "fast-retry", FAST_RETRY_PATCH)}
+        unlucky_reader = cold_group.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **fast_retry})
         server.script.wait_stalled()
-        lucky = cold_group.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **SEQUENTIAL_READS})
-        lucky.wait_for('"event": "planned"')
+        lucky_reader = cold_group.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **SEQUENTIAL_READS})
+        lucky_reader.wait_for('"event": "planned"')
         server.script.release()
-        reports = results([unlucky, lucky])
+        reports = results([unlucky_reader, lucky_reader])
         assert ([image_sha256(image)] * 2, ["forked"] * 2, size) == (
             [report["sha256"] for report in reports],
             [report["outcome"] for report in reports],
@@ -143,11 +146,11 @@ def test_a_server_that_dies_in_mid_read(
         )
 
 
-def test_wrong_credentials_are_told_and_passed_over(
+def test_wrong_credentials_are_reported_and_skipped(
     cold_group: ColdGroup, image: Image, seaweed_server: SeaweedServer, tiny_model: Path
 ) -> None:
-    """A bucket that lets nobody in with such a key: the checkpoint is read, and the report says why."""
-    wrong = {**seaweed_server.environment(WRITER), "AWS_SECRET_ACCESS_KEY": "quite-another-secret"}
+    """The bucket rejects the key: the checkpoint is read, and the report states the reason."""
+    wrong = {**seaweed_server.environment(WRITER), "AWS_SECRET_ACCESS_KEY": "another-secret"}
     reader = cold_group.pull(
         checkpoint=tiny_model,
         environment={"RFORK_SNAPSHOT": "s3://models/cold/", **wrong, **SEQUENTIAL_READS},
@@ -157,5 +160,5 @@ def test_wrong_credentials_are_told_and_passed_over(
         report["sha256"],
         [name.partition(":")[0] for name in verified_chunks(report)],
         "StorageAccessDenied" in reasons_text(report),
-        "quite-another-secret" in reader.transcript(),
+        "another-secret" in reader.transcript(),
     )

@@ -1,4 +1,4 @@
-"""Lines between a reader and its source's exporter: in memory and over gRPC on the loopback interface."""
+"""Control streams between a reader and its source's exporter: in memory, and over gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ LINE_THREADS = ("rfork-control",)
 
 
 class EchoExporter(InMemoryExporter):
-    """Answers each message with itself reversed; `hush` ends the line, `flood` says more than can wait.
+    """Responds to each message with its reverse; `hush` ends the stream, `flood` sends more than can be
+    queued.
 
-    Notes are heard, and not answered.
+    Notes are received without a response.
     """
 
     def __init__(self, network: InMemoryNetwork, image: Image, gate: AccessGate) -> None:
@@ -135,7 +136,7 @@ def stream_thread_count() -> int:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition holds within half a minute."""
+    """Return True if the condition becomes true within half a minute."""
     deadline, changed = soon(), threading.Event()
     while time.monotonic() < deadline:
         if condition():
@@ -146,7 +147,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 @pytest.fixture(params=["memory", "grpc"])
 def seed_and_reader(request: pytest.FixtureRequest) -> Iterator[SeedAndReader]:
-    """One seed and one reader; at the end no line's thread is left."""
+    """One seed and one reader; no stream's thread is left at the end."""
     made = SeedAndReader(request.param)
     yield made
     made.close()
@@ -162,8 +163,8 @@ def grpc_pair() -> Iterator[SeedAndReader]:
     assert until(lambda: stream_thread_count() == 0)
 
 
-def test_messages_go_both_ways_in_order(seed_and_reader: SeedAndReader) -> None:
-    """Of any size up to the largest, and each once."""
+def test_messages_arrive_in_order_in_both_directions(seed_and_reader: SeedAndReader) -> None:
+    """Messages of any size up to the maximum arrive once."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     messages = [b"one", b"", b"x" * (MAX_MESSAGE_BYTES - 1) + b"y", b"four"]
     for message in messages:
@@ -172,7 +173,7 @@ def test_messages_go_both_ways_in_order(seed_and_reader: SeedAndReader) -> None:
 
 
 def test_a_message_that_is_too_large_is_the_callers_error(seed_and_reader: SeedAndReader) -> None:
-    """It is not sent, and the line goes on."""
+    """It is not sent, and the stream stays open."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     with pytest.raises(ValueError, match="65536"):
         line.send(bytes(MAX_MESSAGE_BYTES + 1))
@@ -181,7 +182,7 @@ def test_a_message_that_is_too_large_is_the_callers_error(seed_and_reader: SeedA
 
 
 def test_silence_ends_at_the_deadline(seed_and_reader: SeedAndReader) -> None:
-    """Nothing was said: SourceTimeout, and the line goes on."""
+    """Without a message the reader raises SourceTimeout, and the stream stays open."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     with pytest.raises(SourceTimeout):
         line.receive(time.monotonic() + 0.05)
@@ -189,8 +190,8 @@ def test_silence_ends_at_the_deadline(seed_and_reader: SeedAndReader) -> None:
     assert b"ba" == line.receive(soon())
 
 
-def test_the_source_hangs_up(seed_and_reader: SeedAndReader) -> None:
-    """What it said before is heard; then there is nothing more to hear or to say."""
+def test_the_source_closes_the_stream(seed_and_reader: SeedAndReader) -> None:
+    """Earlier messages still arrive; afterwards nothing can be sent or received."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     line.send(b"ab")
     line.send(b"hush")
@@ -202,7 +203,7 @@ def test_the_source_hangs_up(seed_and_reader: SeedAndReader) -> None:
     assert b"ba" == received
 
 
-def test_the_reader_hangs_up(seed_and_reader: SeedAndReader) -> None:
+def test_the_reader_closes_the_stream(seed_and_reader: SeedAndReader) -> None:
     """The source's thread ends; closing twice is harmless."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     assert seed_and_reader.exporter.begun.acquire(timeout=SOON_S)
@@ -214,8 +215,8 @@ def test_the_reader_hangs_up(seed_and_reader: SeedAndReader) -> None:
     assert [SourceUnavailable] == [type(error) for error in seed_and_reader.exporter.ended]
 
 
-def test_what_was_said_before_hanging_up_is_heard(seed_and_reader: SeedAndReader) -> None:
-    """A reader that says it is done and closes the line has said so."""
+def test_messages_sent_before_closing_arrive(seed_and_reader: SeedAndReader) -> None:
+    """A final message sent before the reader closes the stream arrives."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     line.send(b"note one")
     line.send(b"note two")
@@ -224,8 +225,8 @@ def test_what_was_said_before_hanging_up_is_heard(seed_and_reader: SeedAndReader
     assert [b"note one", b"note two"] == seed_and_reader.exporter.notes
 
 
-def test_a_bug_in_one_conversation_ends_that_line_alone(seed_and_reader: SeedAndReader) -> None:
-    """The reader hears that it is over, and can open another."""
+def test_a_bug_in_one_conversation_ends_only_that_stream(seed_and_reader: SeedAndReader) -> None:
+    """The reader is notified of the end, and can open another stream."""
     line, other = (
         seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id),
         seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id),
@@ -237,8 +238,8 @@ def test_a_bug_in_one_conversation_ends_that_line_alone(seed_and_reader: SeedAnd
     assert b"ba" == other.receive(soon())
 
 
-def test_a_channel_that_closes_ends_its_line(seed_and_reader: SeedAndReader) -> None:
-    """On both sides, though neither said so on the line."""
+def test_a_channel_that_closes_ends_its_stream(seed_and_reader: SeedAndReader) -> None:
+    """It ends on both sides, although neither closed the stream."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     assert seed_and_reader.exporter.begun.acquire(timeout=SOON_S)
     seed_and_reader.seed.close_channel(seed_and_reader.channel_id)
@@ -247,8 +248,8 @@ def test_a_channel_that_closes_ends_its_line(seed_and_reader: SeedAndReader) -> 
     assert seed_and_reader.exporter.stopped.acquire(timeout=SOON_S)
 
 
-def test_a_fence_ends_lines(grpc_pair: SeedAndReader) -> None:
-    """Weights that change end the channels and so their lines; the reader hears why."""
+def test_a_fence_ends_streams(grpc_pair: SeedAndReader) -> None:
+    """Changed weights end the channels and so their streams; the reader gets the reason."""
     line = grpc_pair.peer.open_control_stream(grpc_pair.channel_id)
     line.send(b"ab")
     line.receive(soon())
@@ -258,8 +259,8 @@ def test_a_fence_ends_lines(grpc_pair: SeedAndReader) -> None:
     assert grpc_pair.exporter.stopped.acquire(timeout=SOON_S)
 
 
-def test_a_lease_that_ends_ends_its_line(grpc_pair: SeedAndReader) -> None:
-    """A reader that is silent holds a thread of the seed no longer than its lease."""
+def test_an_expired_lease_ends_its_stream(grpc_pair: SeedAndReader) -> None:
+    """A silent reader occupies a thread of the seed no longer than its lease lasts."""
     peer = grpc_pair.dial(grpc_pair.token("fork-2", lifetime_s=4.0))
     line = peer.open_control_stream(peer.open(grpc_pair.seed.image.layout.layout_id, ("memory",), soon())[0])
     with pytest.raises(SourceError):
@@ -268,8 +269,8 @@ def test_a_lease_that_ends_ends_its_line(grpc_pair: SeedAndReader) -> None:
     assert grpc_pair.exporter.stopped.acquire(timeout=SOON_S)
 
 
-def test_a_seed_that_stops_ends_its_lines(seed_and_reader: SeedAndReader) -> None:
-    """The reader hears that the source is gone, at once."""
+def test_a_seed_that_stops_ends_its_streams(seed_and_reader: SeedAndReader) -> None:
+    """The reader raises SourceUnavailable immediately."""
     line = seed_and_reader.peer.open_control_stream(seed_and_reader.channel_id)
     assert seed_and_reader.exporter.begun.acquire(timeout=SOON_S)
     seed_and_reader.seed.close()
@@ -278,8 +279,8 @@ def test_a_seed_that_stops_ends_its_lines(seed_and_reader: SeedAndReader) -> Non
     assert seed_and_reader.exporter.stopped.acquire(timeout=SOON_S)
 
 
-def test_only_who_holds_the_channel_talks(grpc_pair: SeedAndReader) -> None:
-    """Another fork's channel, one that is none, a forged lease: no thread of the seed is begun."""
+def test_only_the_channels_owner_can_open_a_stream(grpc_pair: SeedAndReader) -> None:
+    """Another fork's channel, an unknown channel or a forged lease starts no thread on the seed."""
     refused: list[type[Exception]] = []
     for token_text, channel_id in (
         (grpc_pair.token("fork-2"), grpc_pair.channel_id),
@@ -296,8 +297,8 @@ def test_only_who_holds_the_channel_talks(grpc_pair: SeedAndReader) -> None:
     assert not grpc_pair.exporter.begun.acquire(blocking=False)
 
 
-def test_one_fork_has_few_lines(grpc_pair: SeedAndReader) -> None:
-    """The next one is refused; once one has ended there is room again."""
+def test_a_fork_has_few_streams(grpc_pair: SeedAndReader) -> None:
+    """One above the limit is refused; once a stream has ended, another can be opened."""
     lines = [grpc_pair.peer.open_control_stream(grpc_pair.channel_id) for _ in range(MAX_CONTROL_STREAMS)]
     for line in lines:
         line.send(b"ab")
@@ -307,7 +308,7 @@ def test_one_fork_has_few_lines(grpc_pair: SeedAndReader) -> None:
     lines[0].close()
     assert grpc_pair.exporter.stopped.acquire(timeout=SOON_S)
 
-    def opens_stream() -> bool:
+    def can_open_stream() -> bool:
         try:
             line = grpc_pair.peer.open_control_stream(grpc_pair.channel_id)
             line.send(b"ab")
@@ -315,11 +316,11 @@ def test_one_fork_has_few_lines(grpc_pair: SeedAndReader) -> None:
         except (SourceBusy, SourceUnavailable):
             return False
 
-    assert until(opens_stream)
+    assert until(can_open_stream)
 
 
-def test_a_reader_that_does_not_listen_is_cut_off(grpc_pair: SeedAndReader) -> None:
-    """What waits for it is bounded: the source's thread ends instead of waiting."""
+def test_a_reader_that_does_not_receive_is_cut_off(grpc_pair: SeedAndReader) -> None:
+    """The queue of its messages is bounded: the source's thread ends instead of waiting."""
     address = grpc_pair.seed.report().address
     call_finished = threading.Event()
 
@@ -337,8 +338,8 @@ def test_a_reader_that_does_not_listen_is_cut_off(grpc_pair: SeedAndReader) -> N
     assert stopped
 
 
-def test_a_source_that_is_not_heard_out_waits(grpc_pair: SeedAndReader) -> None:
-    """A reader may say far more than fits into memory as long as it hears: nothing is lost."""
+def test_a_source_with_unread_messages_waits(grpc_pair: SeedAndReader) -> None:
+    """A reader that receives may send far more than fits into memory: nothing is lost."""
     line = grpc_pair.peer.open_control_stream(grpc_pair.channel_id)
     count = 3 * MAX_QUEUED
     received: list[bytes] = []

@@ -1,4 +1,4 @@
-"""`rfork convert` as its users run it: on disk, from a web server, to and from S3."""
+"""`rfork convert` as users run it: on disk, from a web server, to and from S3."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def read_tensors(uri: str) -> Raw:
-    """What lies at a URI."""
+    """Return the tensors at a URI."""
     with closing(open_source(uri)) as opened:
         return raw_tensors(opened.stream())
 
 
-def test_there_and_back_with_secrets_in_files(rfork_process: StartRfork, source: Path, tmp_path: Path) -> None:
-    """Encrypted under a password, then under a key, then plain again: every byte is the same."""
+def test_round_trip_with_secrets_in_files(rfork_process: StartRfork, source: Path, tmp_path: Path) -> None:
+    """Encrypted with a password, then with a key, then plain again: every byte is the same."""
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
     (tmp_path / "key").write_text(KEY.hex() + "\n")
     steps = (
@@ -88,8 +88,8 @@ def test_there_and_back_with_secrets_in_files(rfork_process: StartRfork, source:
     assert raw_tensors(TENSORS) == raw_tensors(load_file(tmp_path / "out.safetensors"))
 
 
-def test_wrong_use_is_one_line(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each wrong input ends with an error on one line, its exit code, and no traceback."""
+def test_user_errors_are_one_line(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each invalid input ends with a one-line error, its exit code, and no traceback."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad-key").write_bytes(b"too short")
     (tmp_path / "empty").write_bytes(b"")
@@ -121,12 +121,12 @@ def test_wrong_use_is_one_line(tmp_path: Path, source: Path, monkeypatch: pytest
 def test_an_interrupted_conversion_leaves_nothing(
     rfork_process: StartRfork, written: bytes, tmp_path: Path, target: str
 ) -> None:
-    """Ctrl-C while the source hangs: the command ends at once, and nothing is where it wrote."""
+    """Ctrl-C while the source hangs: the command ends immediately and leaves no output."""
     folder = tmp_path / "target"
     folder.mkdir()
     shard_size_option = ("--max-shard-size", "3MB") if target == "shards" else ()
     with StorageServer({"model.tensors": written}) as server:
-        # The index and a part of the tensors come; then the server says nothing any more.
+        # The index and some of the tensors arrive; then the server sends nothing more.
         server.script.then(*[None] * 3)
         server.script.always(StallFault(after=1000))
         process = rfork_process(
@@ -142,7 +142,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 @pytest.mark.parametrize("target", ["out.tensors", "out.safetensors", "folder", "shards"])
 def test_a_full_disk_leaves_nothing(rfork_process: StartRfork, source: Path, small_disk: Path, target: str) -> None:
-    """No space left is one line, and the space that was taken is free again."""
+    """A full disk is a one-line error, and the used space is freed."""
     shard_size_option = ("--max-shard-size", "3MB") if target == "shards" else ()
     process = rfork_process("convert", str(source), str(small_disk / target), *shard_size_option)
     assert (6, False) == (process.wait(), "Traceback" in process.stderr)
@@ -150,8 +150,8 @@ def test_a_full_disk_leaves_nothing(rfork_process: StartRfork, source: Path, sma
     assert [] == [path for path in small_disk.rglob("*") if path.is_file()]
 
 
-def test_s3_there_and_back(rfork_process: StartRfork, s3: SeaweedServer, source: Path, tmp_path: Path) -> None:
-    """To S3 as a stream, from there to a set of files, a snapshot and back to this disk."""
+def test_s3_round_trip(rfork_process: StartRfork, s3: SeaweedServer, source: Path, tmp_path: Path) -> None:
+    """To S3 as a stream, from there to a set of files, a snapshot, and back to this disk."""
     environment = s3.environment()
     conversions = (
         (str(source), "s3://models/convert/a.tensors"),
@@ -168,7 +168,7 @@ def test_s3_there_and_back(rfork_process: StartRfork, s3: SeaweedServer, source:
 
 
 def test_a_web_servers_faults_are_survived(written: bytes) -> None:
-    """Resets, early ends and 503s in the middle of a `.tensors` file: every tensor is right."""
+    """Resets, early ends and 503s within a `.tensors` file: every tensor is right."""
     with StorageServer({"model.tensors": written}) as server:
         server.script.then(
             None,
@@ -184,7 +184,7 @@ def test_a_web_servers_faults_are_survived(written: bytes) -> None:
 
 
 def test_a_file_replaced_on_a_web_server_is_noticed(written: bytes) -> None:
-    """Another file under the name, in the middle of the read: it is said, and no tensor is mixed."""
+    """If the file is replaced during the read, an error reports it and no tensor is mixed."""
     with (
         StorageServer({"model.tensors": written}) as server,
         TensorizerSource.open(server.url("model.tensors"), settings=STORAGE_SETTINGS) as opened,
@@ -195,7 +195,7 @@ def test_a_file_replaced_on_a_web_server_is_noticed(written: bytes) -> None:
 
 
 def test_one_tensor_costs_its_own_bytes_on_the_wire(written: bytes) -> None:
-    """Specs are the index, and one tensor of eight is an eighth of the file."""
+    """Specs cost the index, and one tensor of eight costs an eighth of the file."""
     with (
         StorageServer({"model.tensors": written}) as server,
         TensorizerSource.open(server.url("model.tensors"), settings=STORAGE_SETTINGS) as opened,
@@ -203,12 +203,12 @@ def test_one_tensor_costs_its_own_bytes_on_the_wire(written: bytes) -> None:
         begun = server.bytes_sent
         assert TENSORS.keys() == opened.specs.keys()
         assert raw_tensors({"t": TENSORS["layers.5.weight"]}) == raw_tensors({"t": opened["layers.5.weight"]})
-        # The file, an eighth of it, and at most twice what an opening brings along.
+        # The file, an eighth of it, and at most twice the prefetched start of the file.
         assert 1_200_000 <= server.bytes_sent - begun <= 1_200_000 + 2 * FRONT + 10_000
 
 
-def test_a_presigned_urls_secret_is_in_no_error(written: bytes) -> None:
-    """The query of a URL opens the file and is named nowhere."""
+def test_errors_contain_no_secret_of_a_presigned_url(written: bytes) -> None:
+    """The query of a URL opens the file and appears in no message."""
     with StorageServer({"model.tensors": written[:-1], "ok.tensors": written}) as server:
         with TensorizerSource.open(server.url("ok.tensors?sig=SECRET"), settings=STORAGE_SETTINGS) as opened:
             assert raw_tensors(TENSORS) == raw_tensors(opened.stream())

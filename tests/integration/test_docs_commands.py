@@ -1,4 +1,4 @@
-"""What the pages show, read: each command, option, variable, target and chart value in them exists."""
+"""Checks the commands, options, variables, targets and chart values on the pages without running them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.docs.run_by import commands_not_run, script_commands
 
 ROOT = Path(__file__).parents[2]
 SPANS = {"make plan"}
-"""Names that only look like commands: those of spans (docs/tracing.md)."""
+"""Span names, which resemble commands (docs/tracing.md)."""
 PAGES = pytest.mark.parametrize("page", pages(), ids=page_name)
 
 
@@ -34,7 +34,7 @@ def shell_text(block: PageBlock) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "lacks"),
+    ("text", "path", "missing"),
     [
         ("rfork pull config --generate x", "docs/quickstart.md", []),
         ("rfork drain x", "docs/quickstart.md", ["drain"]),
@@ -50,13 +50,13 @@ def shell_text(block: PageBlock) -> str:
         ("curl -H h u | grep -q x", "tests/integration/http_transport/test_http_transport.py", ["-q grep"]),
     ],
 )
-def test_who_runs_a_block(text: str, path: str, lacks: list[str]) -> None:
-    """A test, a page or a script that has its commands, with all of their options and variables."""
-    assert lacks == commands_not_run(PageBlock("page.md", 1, "bash", text, {"run by": path}))
+def test_what_runs_a_block(text: str, path: str, missing: list[str]) -> None:
+    """A test, a page or a script runs a block if it has its commands with all their options and variables."""
+    assert missing == commands_not_run(PageBlock("page.md", 1, "bash", text, {"run by": path}))
 
 
-def test_what_of_a_command_must_be_the_same() -> None:
-    """Its subcommands, options and variables; not its values, nor what the shell does itself."""
+def test_the_parts_of_a_command_that_must_match() -> None:
+    """Its subcommands, options and variables; not its values, nor the shell's own commands."""
     script = "export RFORK_LOG_LEVEL=debug\nAB=b rfork snapshot rm s3://x --leftovers # x\ncd x && make demo\n"
     assert [
         {"RFORK_LOG_LEVEL"},
@@ -68,7 +68,9 @@ def test_what_of_a_command_must_be_the_same() -> None:
 
 
 def test_make_bench_names_benchmarks() -> None:
-    """`make bench` runs all that can be started but the one with an API server, and the page says so."""
+    """`make bench` runs everything with a `__main__` except the benchmark with an API server, as the page
+    lists.
+    """
     named = re.search(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert named is not None
     started = (path for path in (ROOT / "benchmarks").glob("*.py") if "harness.options(" in path.read_text())
@@ -79,14 +81,14 @@ def test_make_bench_names_benchmarks() -> None:
 
 
 @PAGES
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
-    """A block of commands is run by the page's test, by a test that has them, or says what it lacks."""
+def test_every_block_is_run_or_has_a_reason(page: Path) -> None:
+    """A block of commands is run by the page's test or by a test that contains them, or states why it is not."""
     wrong = []
     for block in blocks(page):
         if block.language not in EXECUTED_LANGUAGES | DISPLAYED_LANGUAGES:
             wrong.append(f"{block.location}: the language {block.language!r}")
-        elif "run by" in block.directives and (lacking := commands_not_run(block)):
-            wrong.append(f"{block.location}: {block.directives['run by']} do not run {lacking}")
+        elif "run by" in block.directives and (missing := commands_not_run(block)):
+            wrong.append(f"{block.location}: {block.directives['run by']} do not run {missing}")
         elif block.directives.get("not run", "a reason") == "":
             wrong.append(f"{block.location}: not run, and no reason")
         elif block.language == "console" and not steps(block):
@@ -96,7 +98,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 @PAGES
 def test_commands_in_blocks_exist(page: Path) -> None:
-    """Each rfork subcommand and option, make target, benchmark, chart value and engine flag is there."""
+    """Each rfork subcommand and option, make target, benchmark, chart value and engine flag exists."""
     wrong = [
         f"{block.location}: {fault}"
         for block in blocks(page)
@@ -109,11 +111,11 @@ def test_commands_in_blocks_exist(page: Path) -> None:
 
 @PAGES
 def test_commands_in_sentences_exist(page: Path) -> None:
-    """The same of what a sentence names between backquotes."""
-    prose = re.sub(r"^( *)(```+).*?^\1\2", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """Each command between backquotes in a sentence exists."""
+    text = re.sub(r"^( *)(```+).*?^\1\2", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     wrong = [
         f"{page_name(page)}: {fault}"
-        for code in re.findall(r"(?<!`)`((?:rfork|make|python -m benchmarks\.\w+|helm)(?: [^`]+)?)`", prose)
+        for code in re.findall(r"(?<!`)`((?:rfork|make|python -m benchmarks\.\w+|helm)(?: [^`]+)?)`", text)
         for words in simple_commands(code.replace("NAME", "pull").partition("…")[0])
         if len(words) > 1 and code not in SPANS and (fault := command_problem(words)) is not None
     ]
@@ -121,8 +123,8 @@ def test_commands_in_sentences_exist(page: Path) -> None:
 
 
 @PAGES
-def test_python_in_blocks_names_what_there_is(page: Path) -> None:
-    """Each name of the package that a piece of Python uses exists, and takes the keywords given."""
+def test_python_in_blocks_uses_existing_names(page: Path) -> None:
+    """Each name of the package in a Python block exists and accepts the keywords that it gets."""
     wrong = [
         f"{block.location}: {fault}"
         for block in blocks(page)
@@ -134,24 +136,24 @@ def test_python_in_blocks_names_what_there_is(page: Path) -> None:
 
 @PAGES
 def test_variables_exist(page: Path) -> None:
-    """Each RFORK_… on a page is read by a setting."""
+    """A setting reads each RFORK_… variable on a page."""
     assert [] == unknown_variables(page.read_text())
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if "docs" not in page.parts], ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Each link to a file of the repository finds it, and its heading (of docs/: test_docs_site)."""
+    """Each link to a file of the repository finds it and its heading (for docs/: test_docs_site)."""
     wrong = []
     for link in page_links(page):
         path, _, anchor = link.partition("#")
-        meant = (page.parent / path).resolve() if path else page
-        if not meant.exists() or (anchor and anchor not in headings(meant)):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in headings(target)):
             wrong.append(f"{page_name(page)}: {link}")
     assert [] == wrong
 
 
-def test_what_a_reader_of_pages_sees(tmp_path: Path) -> None:
-    """Comments belong to the block that follows at once; consoles have commands with their output."""
+def test_the_content_of_pages_is_parsed(tmp_path: Path) -> None:
+    """Comments belong to the block that follows directly; consoles have commands with their output."""
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- not run: a GPU -->\n```bash\nnvidia-smi\n```\n\nText.\n\n<!-- exit: 1 -->\n\nMore text.\n\n"
@@ -163,7 +165,7 @@ def test_what_a_reader_of_pages_sees(tmp_path: Path) -> None:
 
 
 def test_output_is_compared_loosely() -> None:
-    """Numbers may be others, … stands for anything, lines between do not matter; a line that lacks does."""
+    """Numbers may differ, … matches anything, extra lines do not matter; a missing line does."""
     written = "one\nforked 15.20 GB in 3 s from ab12\n\nlast"
     assert None is first_missing_line(("forked 1 GB in 0.5 s from …", "last"), written)
     assert "last thing" == first_missing_line(("one", "last thing"), written)
@@ -186,14 +188,14 @@ def test_output_is_compared_loosely() -> None:
         ("echo $(rfork statu)", True),
     ],
 )
-def test_a_command_that_does_not_exist_is_found(command: str, wrong: bool) -> None:
-    """These commands are right, and those are wrong."""
+def test_nonexistent_commands_are_found(command: str, wrong: bool) -> None:
+    """Wrong commands are found, right ones are not."""
     faults = [fault for words in simple_commands(command) if (fault := command_problem(words))]
     assert wrong == bool(faults), faults
 
 
-def test_python_that_does_not_exist_is_found() -> None:
-    """A name that the package lacks, and a keyword that a function does not take."""
+def test_nonexistent_python_is_found() -> None:
+    """A missing name of the package and an unknown keyword of a function are found."""
     text = "import rfork\nrfork.spoon()\nrfork.seed(m, modell='x')\nrfork.seed(m, model='x')\n"
     assert ["rfork.seed(modell=)", "rfork.spoon"] == sorted(unknown_python_names(text))
     assert ["RFORK_PLANER"] == unknown_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_K8S_…")

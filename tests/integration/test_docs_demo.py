@@ -1,4 +1,4 @@
-"""`make demo`, as the README and the quickstart begin: what it runs, run."""
+"""Runs `make demo`, the first command of the README and the quickstart."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_forks_three_times(tmp_path: Path) -> None:
-    """Three forks of the real model end with one SHA-256 and exit code 0, though a relay is killed."""
+    """Three forks of the real model end with one SHA-256 and exit code 0, although a relay is killed."""
     pytest.importorskip("gguf")
     result = tmp_path / "demo.json"
     options = f"--json {result} --cache {tmp_path / 'cache'}"
-    # What `make demo` begins with is there already: the environment that this runs in.
+    # The environment that `make demo` creates first is the one this test runs in.
     make = ["make", "-o", "venv", "demo", f"BIN={Path(sys.executable).parent}", f"DEMO={options}"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr
@@ -27,7 +27,7 @@ def test_the_demo_forks_three_times(tmp_path: Path) -> None:
 
 
 def _sums(found: object) -> list[str]:
-    """Every `sha256` in a result."""
+    """Return every `sha256` in a result."""
     if isinstance(found, dict):
         here = [value for key, value in found.items() if key == "sha256" and isinstance(value, str)]
         return here + [each for value in found.values() for each in _sums(value)]

@@ -1,4 +1,4 @@
-"""The site of docs/: built with warnings as errors, whole, and readable where there is no internet."""
+"""The site of docs/: built with warnings as errors, complete, and readable without internet access."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RESOURCE_ATTRIBUTES = {
     ("input", "src"), ("link", "href"), ("object", "data"), ("script", "src"), ("source", "src"),
     ("video", "poster"), ("video", "src"),
 }  # fmt: skip
-"""Attributes whose URL a browser fetches by itself."""
+"""Attributes whose URL a browser fetches automatically."""
 NOT_FETCHED = {"canonical", "next", "prev", "alternate"}
 
 
 class SitePage(HTMLParser):
-    """What a page links to, what it loads, and the places in it that links may name."""
+    """Links, loaded resources and link anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class SitePage(HTMLParser):
 
 
 def is_external(link: str) -> bool:
-    """Whether a link leaves the site."""
+    """Return True if a link leaves the site."""
     return bool(urlsplit(link).scheme or urlsplit(link).netloc)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """Folder of the built site."""
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("NO Zensical: THE SITE OF THE DOCS IS NOT TESTED: pip install 'rfork[docs]'")
     out = tmp_path_factory.mktemp("docs") / "site"
@@ -71,7 +71,7 @@ def pages(site: Path) -> dict[Path, SitePage]:
 
 
 def inner_links(path: Path, page: SitePage) -> Iterator[tuple[str, Path, str]]:
-    """Each link of a page within the site: as it is written, the file, and the place in it."""
+    """Each link of a page within the site: as written, the file, and the anchor in it."""
     for link in page.links:
         parts = urlsplit(link)
         if not is_external(link):
@@ -81,7 +81,7 @@ def inner_links(path: Path, page: SitePage) -> Iterator[tuple[str, Path, str]]:
 
 
 def test_each_page_of_docs_is_in_the_site(site: Path) -> None:
-    """No page is forgotten, and each one is reached from the navigation of the first."""
+    """Every page is part of the site and linked from the navigation of the first."""
     sources = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
     expected = {str(path.with_suffix(".html")) for path in sources if path.parts[0] != "site"}
     navigated = {
@@ -95,8 +95,8 @@ def test_each_page_of_docs_is_in_the_site(site: Path) -> None:
     assert "quickstart.html" in navigated
 
 
-def test_links_and_places_exist(pages: dict[Path, SitePage]) -> None:
-    """Each link within the site leads to a page that is there, and to a place that is in it."""
+def test_links_and_anchors_exist(pages: dict[Path, SitePage]) -> None:
+    """Each link within the site leads to an existing page and anchor."""
     known = {path.resolve(): page for path, page in pages.items()}
     wrong = [
         f"{path.name}: {link}"
@@ -114,7 +114,7 @@ def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, SitePage]) -> None:
 
 
 def test_styles_load_nothing_from_elsewhere(site: Path) -> None:
-    """Nor does a style sheet or a drawing name another host."""
+    """No style sheet or drawing refers to another host."""
     wrong = [
         path.name
         for pattern in ("*.css", "*.svg")
@@ -125,5 +125,5 @@ def test_styles_load_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_comments_to_tests_are_not_shown(site: Path) -> None:
-    """What a page says to its tests is no part of the site."""
+    """Comments for tests are not part of the site."""
     assert [] == [path.name for path in site.rglob("*.html") if "<!-- run by" in path.read_text()]

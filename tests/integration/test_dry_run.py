@@ -1,4 +1,4 @@
-"""`rfork plan` beside a real planner: what it says is what real forks then do."""
+"""`rfork plan` with a real planner: its prediction matches what real forks then do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ READY = r'"event": ?"ready"'
 TIMEOUT_S = 60.0
 
 
-def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
-    """Two come together: each reads half from the seed and half from the other, for the chunks are few."""
+def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
+    """Two forks arrive together: each reads half from the seed and half from the other, since the chunks are
+    few.
+    """
     environment = {"RFORK_PLANNER_SCALEUP_WAIT_S": "8"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
     url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
@@ -50,7 +52,7 @@ def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, 
     assert [0, 0] == [pull.wait() for pull in pulls]
     with PlannerClient(url) as client:
         plans = [fork.plan for fork in client.forks()]
-    # By what they are: a seed that was there, or somebody that came with them.
+    # By type: an existing seed, or another fork.
     predicted = Counter(share.source_id[:4] == "seed" for each in preview.targets for share in each.shares)
     read = Counter(share.source_id[:4] == "seed" for shares in plans for share in shares)
     assert ({True: 2, False: 2}, predicted, True) == (

@@ -1,4 +1,4 @@
-"""The example server: real processes that fork their model, serve it, and seed it meanwhile."""
+"""The example server: real processes that fork their model and serve and seed it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.processes import RforkProcess, SignalThread, startup_patch
 
 PROMPTS = ("The capital of France is", "fork() copies")
 SLOW = str(2 << 20)
-"""Bytes a second at which the tiny model (9 MB) takes seconds: time to see a server that is not ready."""
+"""Bytes per second at which the tiny model (9 MB) needs seconds, so that a server is seen before it is ready."""
 TOKENS = 8
 RESPONSE_TIMEOUT_S = 60.0
 COMMIT = "1" * 40
@@ -42,53 +42,53 @@ def dropped(number, handler):
 
 signal.signal = dropped
 """
-"""What a server runs at its start that hears of signals where no exception leads out."""
+"""Startup patch of a server in which exceptions of signal handlers are dropped."""
 
 
 class ExampleServer:
-    """One example server, and what it answers."""
+    """One example server, and its responses."""
 
     def __init__(self, model: str, planner: str, options: dict[str, str], name: str = "tiny") -> None:
         self.process = RforkProcess(
             [model, "--planner", planner, "--name", name, "--port", "0"],
-            # One thread: on a busy machine, two wait for one another at each step.
+            # One thread: on a busy machine, two wait for each other at each step.
             {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **options},
             module="deploy.examples.pytorch.server",
         )
         self._address: str | None = None
 
     def event(self, name: str) -> dict[str, str]:
-        """Wait until it says so."""
+        """Wait until the server reports the event."""
         line = self.process.wait_for(rf'^{{"event": "{name}".*$').group()
         return cast(dict[str, str], json.loads(line))
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection to it, once it listens."""
+        """Return a connection to the server, once it listens."""
         if self._address is None:
             self._address = urlsplit(self.event("listening")["url"]).netloc
         return http.client.HTTPConnection(self._address, timeout=RESPONSE_TIMEOUT_S)
 
     def health(self) -> int:
-        """The status that /health answers with."""
+        """Return the status of /health."""
         with closing(self.connect()) as connection:
             connection.request("GET", "/health")
             return connection.getresponse().status
 
     def tokens(self, prompt: str) -> list[int]:
-        """What it continues the prompt with."""
+        """Return the tokens with which the server continues the prompt."""
         with closing(self.connect()) as connection:
             send_prompt(connection, prompt)
             return read_tokens(connection)
 
 
 def send_prompt(connection: http.client.HTTPConnection, prompt: str) -> None:
-    """Send a prompt, and do not wait."""
+    """Send a prompt and return immediately."""
     body = json.dumps({"prompt": prompt, "max_new_tokens": TOKENS})
     connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
 
 
 def read_tokens(connection: http.client.HTTPConnection) -> list[int]:
-    """The tokens that were asked for."""
+    """Return the requested tokens."""
     response = connection.getresponse()
     text = response.read().decode()
     assert (200, text) == (response.status, text)
@@ -100,7 +100,7 @@ StartServer = Callable[..., ExampleServer]
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """A planner that forgets within the test what a test kills."""
+    """A planner that removes killed instances within the test."""
     environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "8"}
     process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
@@ -125,19 +125,19 @@ def server(planner: str) -> Iterator[StartServer]:
 
 @pytest.fixture
 def weightless(tiny_model: Path, tmp_path: Path) -> Path:
-    """The folder of the tiny model, less its weights."""
+    """Folder of the tiny model without its weights."""
     return without_weights(tiny_model, tmp_path / "bare")
 
 
 def without_weights(folder: Path, target: Path) -> Path:
-    """Copy a model's folder, less its weights."""
+    """Copy a model's folder without its weights."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     return target
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
-    """What transformers continues the prompts with."""
+    """Tokens with which transformers continues the prompts."""
     model, tokenizer = loaded_model(tiny_model), tokenizer_of(tiny_model)
     found: list[list[int]] = []
     for prompt in PROMPTS:
@@ -160,7 +160,9 @@ def test_servers_that_fork_from_one_another(
     tmp_path: Path,
     expected: list[list[int]],
 ) -> None:
-    """The first reads its files, the second, without any, forks; the first killed, a third forks from it."""
+    """The first reads its files; the second has none and forks; the first is killed, and a third forks from
+    the second.
+    """
     first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless)
@@ -190,28 +192,35 @@ def test_servers_that_fork_from_one_another(
     without_weights(weightless, cache / "snapshots" / COMMIT)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)
-    third = server("acme/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
+    with closing(PlannerClient(planner)) as client:
+        [version] = {instance.version for instance in client.instances(model="tiny")}
+    # A Hub model's version is its commit, which differs from the fingerprint of the first server's files.
+    third = server("acme/tiny", HF_HUB_CACHE=str(tmp_path / "hub"), RFORK_VERSION=version)
     assert third.event("ready")["weights"].startswith("forked ")
     assert expected == [third.tokens(prompt) for prompt in PROMPTS]
 
 
-def test_the_end_in_order(server: StartServer, planner: str, tiny_model: Path, expected: list[list[int]]) -> None:
-    """At SIGTERM an answer under way is given, the planner is told, and the exit code is 0."""
+def test_sigterm_shuts_down_cleanly(
+    server: StartServer, planner: str, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    """At SIGTERM a running response is finished, the planner is notified, and the exit code is 0."""
     only = server(tiny_model)
     only.event("ready")
     with closing(PlannerClient(planner)) as client:
         assert 1 == len(client.instances(model="tiny"))
         with closing(only.connect()) as connection:
             send_prompt(connection, PROMPTS[0])
-            assert 200 == only.health()  # what was sent before is under way by now
+            assert 200 == only.health()  # the request sent before is running by now
             only.process.signal(signal.SIGTERM)
             assert expected[0] == read_tokens(connection)
         assert 0 == only.process.wait()
         assert [] == client.instances(model="tiny")
 
 
-def test_a_signal_that_another_thread_takes_ends_it(server: StartServer, tiny_model: Path, tmp_path: Path) -> None:
-    """In order, though the thread that waits for it is not woken."""
+def test_a_signal_delivered_to_another_thread_ends_the_server(
+    server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The server shuts down cleanly although the waiting thread is not woken."""
     thread = SignalThread(tmp_path / "patch")
     only = server(tiny_model, **thread.environment)
     only.event("ready")
@@ -220,10 +229,10 @@ def test_a_signal_that_another_thread_takes_ends_it(server: StartServer, tiny_mo
     assert "ended" == only.event("ended")["event"]
 
 
-def test_a_signal_whose_exception_is_dropped_ends_it(
+def test_a_signal_with_a_dropped_exception_ends_the_server(
     server: StartServer, tiny_model: Path, weightless: Path, tmp_path: Path
 ) -> None:
-    """It came as a weak reference's callback ran: the fork is finished, and nothing is served."""
+    """The signal arrives in a weak reference's callback: the fork finishes, and nothing is served."""
     first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless, **startup_patch(tmp_path / "patch", DROPPED_EXCEPTION_PATCH))
@@ -234,8 +243,8 @@ def test_a_signal_whose_exception_is_dropped_ends_it(
     assert '"ready"' not in second.process.stdout
 
 
-def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, weightless: Path) -> None:
-    """SIGTERM in mid-fork ends a server that was never ready, with exit code 0."""
+def test_sigterm_before_the_server_is_ready(server: StartServer, tiny_model: Path, weightless: Path) -> None:
+    """SIGTERM during the fork ends a server that was never ready, with exit code 0."""
     first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless)

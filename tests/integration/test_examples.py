@@ -1,4 +1,4 @@
-"""The examples of deploy/examples run as they say: real processes, one planner."""
+"""Runs the examples of deploy/examples as documented: real processes, one planner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from tests.processes import RforkProcess
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
-ELSEWHERE = {
+RUN_BY_OTHER_TESTS = {
     "pytorch/server.py": "test_example_server.py",
     "pytorch/tensor_parallel.py": "test_tensor_parallel_example.py",
 }
-"""Examples that another file of tests runs."""
+"""Examples that another test file runs."""
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("RFORK_")},
     "OMP_NUM_THREADS": "1",
@@ -32,7 +32,7 @@ Start = Callable[..., RforkProcess]
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    """Starts ``python -m MODULE ARGUMENTS``; whatever still runs is ended with the module."""
+    """Starts ``python -m MODULE ARGUMENTS``; running processes are ended with the module."""
     started: list[RforkProcess] = []
 
     def start_module(module: str, *arguments: str, **environment: str) -> RforkProcess:
@@ -47,7 +47,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def planner(start: Start) -> str:
-    """A planner's URL."""
+    """URL of a planner."""
     line = start("rfork", "planner", "--port", "0", "--json").wait_for(r'^.*"event": ?"ready".*$').group()
     return str(json.loads(line)["url"])
 
@@ -61,7 +61,7 @@ def seed(start: Start, planner: str) -> RforkProcess:
 
 
 def checksums(text: str) -> list[str]:
-    """What modules compute, as they print it."""
+    """Return the checksums that the modules print."""
     return re.findall(r"checksum (-?[\d.]+)", text)
 
 
@@ -90,7 +90,7 @@ def test_replicas_that_an_autoscaler_announces(start: Start, planner: str, seed:
 
 
 def test_the_same_with_curl(planner: str, seed: RforkProcess) -> None:
-    """Models, forks and instances as JSON, and the stream of events until the time is over."""
+    """Models, forks and instances as JSON, and the stream of events until its time ends."""
     if shutil.which("curl") is None:
         pytest.skip("NO curl ON PATH: watch.sh is NOT tested")
     done = subprocess.run(
@@ -108,8 +108,8 @@ def test_the_same_with_curl(planner: str, seed: RforkProcess) -> None:
     assert [line for line in stream if line.startswith("retry:")]
 
 
-def test_a_snapshot_and_back(start: Start, tmp_path: Path) -> None:
-    """Saved, and the same again in each of the ways that the example shows."""
+def test_a_snapshot_round_trip(start: Start, tmp_path: Path) -> None:
+    """Saved, and restored by each method that the example shows."""
     process = start("deploy.examples.pytorch.snapshot", str(tmp_path))
     assert 0 == process.wait(), process.transcript()
     output = process.stdout
@@ -118,9 +118,9 @@ def test_a_snapshot_and_back(start: Start, tmp_path: Path) -> None:
     assert "one tensor: (1000, 256)" in output
 
 
-@pytest.mark.slow  # transformers is imported twice
+@pytest.mark.slow  # two processes import transformers
 def test_pretrained(start: Start, planner: str, tiny_model: Path, tmp_path: Path) -> None:
-    """The first loads the folder, the second forks without its weights, and both continue a prompt alike."""
+    """The first loads the folder, the second forks without its weights, and both continue a prompt the same."""
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     common = ("--planner", planner, "--name", "tiny")
@@ -134,7 +134,7 @@ def test_pretrained(start: Start, planner: str, tiny_model: Path, tmp_path: Path
 
 
 def test_each_example_is_run_and_listed() -> None:
-    """Each Python and shell example is run by a test, and the README has all of them."""
+    """Each Python and shell example is run by a test, and the README lists all of them."""
     found = {
         file.relative_to(EXAMPLES).as_posix()
         for suffix in ("py", "sh")
@@ -143,7 +143,7 @@ def test_each_example_is_run_and_listed() -> None:
     }
     here, readme = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
     run = {name for name in found if Path(name).name in here or Path(name).stem in here}
-    for name, file in ELSEWHERE.items():
+    for name, file in RUN_BY_OTHER_TESTS.items():
         assert Path(name).stem in (Path(__file__).parent / file).read_text()
-    assert found == run | ELSEWHERE.keys()
+    assert found == run | RUN_BY_OTHER_TESTS.keys()
     assert found == set(re.findall(r"\]\(([\w/]+\.(?:py|sh))\)", readme))

@@ -1,4 +1,4 @@
-"""The fan-out benchmark from end to end, with an image so small that only the bytes are looked at."""
+"""The fan-out benchmark end to end, with an image so small that only the bytes are checked."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CASES = [
 
 
 def test_every_mode_fills_every_target() -> None:
-    """The seed sends the image as often as the mode says, and the runner compares all bytes itself."""
+    """The seed sends the image as often as the mode states, and the runner compares all bytes."""
     sent: dict[str, int] = {}
-    with FanoutCluster(["seed0", "t00", "t01"], size=SIZE, rate=200e6, delay_s=0.0) as crew:
-        runner = FanoutRunner(crew)
+    with FanoutCluster(["seed0", "t00", "t01"], size=SIZE, rate=200e6, delay_s=0.0) as cluster:
+        runner = FanoutRunner(cluster)
         for case in CASES:
             run = runner.run(case)
             sent[case.name] = round(run.traffic["seed0"].sent / SIZE)
         with pytest.raises(FanoutError, match="nobody listens"):
-            crew["t00"].request(FanoutCommand("give"))
+            cluster["t00"].request(FanoutCommand("send"))
     expected = {"limit: TCP": 1, "rfork 2": 1, "star 2": 2, "doubling 2": 2, "rfork 2, 1 late, 1 slow": 1}
     assert expected == sent

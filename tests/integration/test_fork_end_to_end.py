@@ -1,4 +1,4 @@
-"""Forks between real processes, through a real planner, over gRPC and http on the loopback interface."""
+"""Forks between real processes, through a real planner, over gRPC and http on loopback."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.processes import RforkProcess
 from tests.storage_faults import StallFault
 
 SLOW = str(2 << 20)
-"""Bytes a second at which the tiny model (9 MB) takes seconds: time to kill its source."""
+"""Bytes per second at which the tiny model (9 MB) needs seconds: time to kill its source."""
 READY = r'"event": ?"ready"'
 
 Report = dict[str, object]
 
 
 def event(process: RforkProcess) -> dict[str, str]:
-    """What a process said when it was ready."""
+    """Return the event that a process printed when it was ready."""
     return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
 
 
 class ForkFleet:
-    """A planner, and the processes that were started with it."""
+    """A planner, and the processes started with it."""
 
     def __init__(self, start: StartRfork, model: Path) -> None:
         self._start = start
@@ -80,7 +80,7 @@ class ForkFleet:
                 "RFORK_TRANSPORTS": "http",
                 # One chunk in flight: a slow seed sends something every half second.
                 "RFORK_MAX_INFLIGHT_CHUNKS": "1",
-                # However long this machine has something else to do.
+                # Long, since this machine may be busy.
                 "RFORK_SOURCE_IDLE_TIMEOUT_S": "60",
                 **(environment or {}),
             },
@@ -91,14 +91,14 @@ class ForkFleet:
 
 
 def result(process: RforkProcess, code: int = 0) -> Report:
-    """The report of a pull that ended with this exit code."""
+    """Return the report of a pull that ended with this exit code."""
     assert code == process.wait()
     return cast(Report, json.loads(process.stdout))
 
 
 @pytest.fixture
 def fleet(rfork_process: StartRfork, tiny_model: Path) -> Iterator[ForkFleet]:
-    """A planner that knows nobody yet."""
+    """A planner without instances."""
     made = ForkFleet(rfork_process, tiny_model)
     yield made
     made.close()
@@ -106,17 +106,17 @@ def fleet(rfork_process: StartRfork, tiny_model: Path) -> Iterator[ForkFleet]:
 
 @pytest.fixture(scope="session")
 def expected_sha256(tiny_model: Path) -> str:
-    """The hash of the tiny model's tensors, as loaded from its checkpoint."""
+    """Hash of the tiny model's tensors, as loaded from its checkpoint."""
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
 def wait_mid_fork(process: RforkProcess) -> None:
-    """Wait until a pull has some bytes, and by far not all."""
+    """Wait until a pull has some bytes, but far from all."""
     process.wait_for(r"fork tiny: [2-5]\.\d+ MB of")
 
 
 def test_a_fork_between_processes(fleet: ForkFleet, expected_sha256: str) -> None:
-    """The target has the seed's tensors, every chunk verified, and the planner knows it finished."""
+    """The target has the seed's tensors, every chunk is verified, and the planner knows that it finished."""
     fleet.seed()
     report = result(fleet.pull())
     assert ("forked", expected_sha256, [], report["chunks"]) == (
@@ -131,7 +131,7 @@ def test_a_fork_between_processes(fleet: ForkFleet, expected_sha256: str) -> Non
 
 
 class TiedWeightsModel(nn.Module):
-    """Tied weights, and a buffer that no checkpoint would hold."""
+    """Tied weights, and a buffer that no checkpoint would contain."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -151,7 +151,9 @@ def equal(one: TiedWeightsModel, other: TiedWeightsModel) -> bool:
 
 
 def test_a_fork_in_python(fleet: ForkFleet) -> None:
-    """`rfork.seed` gives a module, `rfork.fork` fills another with it, tied weights and buffers included."""
+    """`rfork.seed` serves a module and `rfork.fork` fills another from it, including tied weights and
+    buffers.
+    """
     chosen = InstanceSettings(planner=fleet.url, transports=("http",))
     source, target = TiedWeightsModel(1), TiedWeightsModel(2)
     with rfork.seed(source, model="net", settings=chosen) as seed:
@@ -164,7 +166,7 @@ def test_a_fork_in_python(fleet: ForkFleet) -> None:
 
 
 def test_a_corrupted_source(fleet: ForkFleet) -> None:
-    """A seed whose bytes are not those of its manifest is found out, and what it gave does not stay."""
+    """A seed whose bytes do not match its manifest is detected, and its bytes are replaced."""
     chosen = InstanceSettings(planner=fleet.url, transports=("http",), drain_timeout_s=0)
     source, target, right = TiedWeightsModel(1), TiedWeightsModel(2), TiedWeightsModel(3)
     with rfork.seed(source, model="net", settings=chosen) as seed:
@@ -184,7 +186,7 @@ def test_a_corrupted_source(fleet: ForkFleet) -> None:
         )
     assert report.seed is not None
     report.seed.close()
-    # Elected, or as a fallback: that depends on whether the chunk that was right came first.
+    # Elected, or as a fallback, depending on whether the valid chunk arrived first.
     verified_bytes = {share.source_id: share.verified_bytes for share in report.sources}
     assert (report.image_bytes, "SourceCorrupt") == (
         verified_bytes["loader:"],
@@ -196,7 +198,7 @@ def test_a_corrupted_source(fleet: ForkFleet) -> None:
 
 
 def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha256: str, free_port: int) -> None:
-    """A planner that is away: the checkpoint loads, and the report says why."""
+    """If the planner is unreachable, the checkpoint loads, and the report states why."""
     planner = f"http://127.0.0.1:{free_port}"
     report = result(fleet.pull("--checkpoint", str(fleet.model), planner=planner))
     reasons = cast(list[str], report["reasons"])
@@ -208,8 +210,8 @@ def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha25
     )
 
 
-def test_a_planner_that_is_silent_at_first_is_asked_again(fleet: ForkFleet, expected_sha256: str) -> None:
-    """The fork is not given up for one answer that did not come: the next one plans it, under its id."""
+def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected_sha256: str) -> None:
+    """One missing response does not end the fork: the next one plans it under its id."""
     fleet.seed()
     with FaultProxy(int(fleet.url.rpartition(":")[2])) as proxy:
         proxy.script.then(StallFault(None), path="POST /v1/forks")
@@ -222,8 +224,8 @@ def test_a_planner_that_is_silent_at_first_is_asked_again(fleet: ForkFleet, expe
     )  # fmt: skip
 
 
-def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: ForkFleet, expected_sha256: str) -> None:
-    """With `cold_start` independent, a model that nobody holds is loaded from the checkpoint as a fallback."""
+def test_independent_cold_start_makes_no_target_wait(fleet: ForkFleet, expected_sha256: str) -> None:
+    """With `cold_start` independent, a model without a source is loaded from the checkpoint as a fallback."""
     own = {"RFORK_COLD_START": "independent"}
     report = result(fleet.pull("--version", "v1", environment=own))
     reasons = cast(list[str], report["reasons"])
@@ -235,19 +237,21 @@ def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: ForkFleet, expected_sh
     )
 
 
-def test_nothing_left_is_exit_code_7(fleet: ForkFleet, tmp_path: Path) -> None:
-    """Without a source, a checkpoint and weights of its own the command fails, and says so."""
+def test_no_source_left_is_exit_code_7(fleet: ForkFleet, tmp_path: Path) -> None:
+    """Without a source, a checkpoint and other weights the command fails with a clear error."""
     folder = tmp_path / "config-only"
     shutil.copytree(fleet.model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     process = fleet.pull(model=folder)
     assert 7 == process.wait()
-    assert "no way to get the weights is left" in process.stdout + process.stderr
+    assert "no source or fallback worked" in process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("seeds", [2, 1], ids=["another seed", "checkpoint"])
-def test_a_source_lost_in_mid_fork(fleet: ForkFleet, expected_sha256: str, number: signal.Signals, seeds: int) -> None:
-    """A source that dies or hangs in mid-fork is replaced, by another seed or by the checkpoint."""
+def test_a_source_lost_during_a_fork(
+    fleet: ForkFleet, expected_sha256: str, number: signal.Signals, seeds: int
+) -> None:
+    """A source that dies or hangs during a fork is replaced by another seed or by the checkpoint."""
     for _ in range(seeds):
         fleet.seed(rate=SLOW)
     process = fleet.pull("--checkpoint", str(fleet.model), environment={"RFORK_SOURCE_IDLE_TIMEOUT_S": "5"})
@@ -266,17 +270,17 @@ def test_a_source_lost_in_mid_fork(fleet: ForkFleet, expected_sha256: str, numbe
 
 
 @pytest.mark.parametrize("back", [True, False], ids=["restarted", "away"])
-def test_a_planner_lost_in_mid_fork(
+def test_a_planner_lost_during_a_fork(
     fleet: ForkFleet, rfork_process: StartRfork, expected_sha256: str, back: bool
 ) -> None:
-    """Killed, with or without another in its place: the fork finishes, and reads nothing twice."""
+    """With or without a replacement for the killed planner, the fork finishes and reads nothing twice."""
     seed = fleet.seed(rate=SLOW)
     process = fleet.pull()
     wait_mid_fork(process)
     fleet.planner.signal(signal.SIGKILL)
     fleet.planner.wait()
     if back:
-        seed.signal(signal.SIGSTOP)  # the fork is not over before the next one is up
+        seed.signal(signal.SIGSTOP)  # the fork lasts until the next one is up
         rfork_process("planner", "--port", fleet.url.rpartition(":")[2], "--json", until=READY)
         seed.signal(signal.SIGCONT)
     report = result(process)
@@ -290,8 +294,8 @@ def test_a_planner_lost_in_mid_fork(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_in_mid_fork(fleet: ForkFleet, number: signal.Signals) -> None:
-    """Ctrl-C, or an orderly end, is exit code 130; the planner has the lease back, the instance is gone."""
+def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM is exit code 130; the planner has the lease back and has removed the instance."""
     fleet.seed(rate=SLOW)
     process = fleet.pull()
     wait_mid_fork(process)
@@ -303,7 +307,7 @@ def test_an_interrupt_in_mid_fork(fleet: ForkFleet, number: signal.Signals) -> N
 
 
 def test_another_layout_names_the_tensor(fleet: ForkFleet, tmp_path: Path) -> None:
-    """A seed of the same version with other shapes: the reason names the first tensor that differs."""
+    """For a seed of the same version with other shapes, the reason names the first tensor that differs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(fleet.model)

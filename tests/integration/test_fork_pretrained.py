@@ -1,4 +1,4 @@
-"""`fork_pretrained` through a real planner, over gRPC and http on the loopback interface."""
+"""`fork_pretrained` through a real planner, over gRPC and http on loopback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = torch.tensor([[1, 5, 9, 60, 2, 77]])
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """A planner that knows nobody yet."""
+    """A planner without instances."""
     process = rfork_process("planner", "--port", "0", "--json")
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
     return cast(dict[str, str], json.loads(line))["url"]
@@ -36,20 +36,20 @@ def planner(rfork_process: StartRfork) -> str:
 
 @pytest.fixture
 def settings(planner: str) -> InstanceSettings:
-    """Forks that give up soon."""
+    """Settings with short timeouts."""
     return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_timeout_s=0)
 
 
 @pytest.fixture(autouse=True)
 def _seeds_closed() -> Iterator[None]:
-    """What a test forked is closed with it."""
+    """Closes the seeds of all models that a test forked."""
     yield
     gc.collect()
     wait_until_closed()
 
 
 def wait_until_closed() -> None:
-    """Seeds of models that are gone are closed on threads of their own."""
+    """Wait for the threads that close seeds of deleted models."""
     for thread in threading.enumerate():
         if thread.name == "rfork-close":
             thread.join()
@@ -57,13 +57,13 @@ def wait_until_closed() -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small model whose checkpoint is read as it lies."""
+    """Folder of a small model whose checkpoint is read as stored."""
     return save_random_model(tmp_path_factory.mktemp("models") / "llama", LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small model whose checkpoint only transformers can read: it merges experts."""
+    """Folder of a small model whose checkpoint only transformers can read: it merges experts."""
     return save_random_model(tmp_path_factory.mktemp("models") / "mixtral", MixtralForCausalLM)
 
 
@@ -86,24 +86,24 @@ def save_random_model(folder: Path, model_class: type[PreTrainedModel]) -> Path:
 
 
 def without_weights(folder: Path, target: Path) -> Path:
-    """Copy a model's folder, less its weights."""
+    """Copy a model's folder without its weights."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     return target
 
 
 def model_checksum(model: torch.nn.Module) -> str:
-    """The hash of all that it serves with."""
+    """Return the hash of everything that the model serves."""
     return image_sha256(capture(model))
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
-    """What it says to the prompt."""
+    """Return the model's output for the prompt."""
     with torch.inference_mode():
         return cast(torch.Tensor, model(PROMPT).logits)
 
 
 def report(model: PreTrainedModel) -> rfork.ForkReport:
-    """How it got its weights."""
+    """Return how the model got its weights."""
     found = rfork.fork_report(model)
     assert found is not None
     return found
@@ -113,7 +113,7 @@ def report(model: PreTrainedModel) -> rfork.ForkReport:
 def test_the_first_loads_and_the_second_forks(
     request: pytest.FixtureRequest, settings: InstanceSettings, tmp_path: Path, which: str
 ) -> None:
-    """Whatever the first had to be loaded by, the second, without weights, has the same and says the same."""
+    """However the first was loaded, the second, without weight files, has the same weights and output."""
     folder: Path = request.getfixturevalue(which)
     expected = type(rfork.fork_pretrained(folder, settings=InstanceSettings())).from_pretrained(folder)
     first = rfork.fork_pretrained(folder, settings=settings)
@@ -129,8 +129,8 @@ def test_the_first_loads_and_the_second_forks(
     assert (False, which) == (second.training, report(second).model)
 
 
-def test_what_loads_the_first(settings: InstanceSettings, llama: Path, mixtral: Path) -> None:
-    """Files that are read as they lie are read here; what only transformers can read is left to it."""
+def test_the_loader_of_the_first(settings: InstanceSettings, llama: Path, mixtral: Path) -> None:
+    """rfork reads files that are used as stored; those that only transformers can read are left to it."""
     models = [rfork.fork_pretrained(folder, settings=settings) for folder in (llama, mixtral)]
     assert [("forked", None), ("fallback", "the engine's loader")] == [
         (report(model).outcome, report(model).fallback) for model in models
@@ -139,7 +139,7 @@ def test_what_loads_the_first(settings: InstanceSettings, llama: Path, mixtral: 
 
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
-    """The weights are loaded, and the report says why."""
+    """The weights are loaded, and the report states why."""
     folder: Path = request.getfixturevalue(which)
     model = rfork.fork_pretrained(folder)
     assert ("fallback", True) == (
@@ -149,8 +149,8 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
     assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
 
 
-def test_a_dtype_of_its_own(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
-    """Models of another dtype do not fork from one another, and those of one do."""
+def test_another_dtype_is_another_layout(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
+    """Models of different dtypes do not fork from each other, and those of one dtype do."""
     first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)
     bare = without_weights(llama, tmp_path / "llama")
     with pytest.raises(AllSourcesFailed, match="another layout"):
@@ -164,19 +164,19 @@ def test_a_dtype_of_its_own(settings: InstanceSettings, llama: Path, tmp_path: P
 
 
 def test_nothing_to_load_from(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
-    """Without a source and without weights it fails, and says so."""
+    """Without a source and without weights it fails with a clear error."""
     with pytest.raises(AllSourcesFailed, match="no instance has model llama"):
         rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
 
 
 def test_a_fork_that_is_required(settings: InstanceSettings, llama: Path) -> None:
-    """The weights are there, and are not loaded."""
+    """The checkpoint exists, but is not loaded."""
     with pytest.raises(AllSourcesFailed):
         rfork.fork_pretrained(llama, settings=settings.model_copy(update={"fail_if_not_forked": True}))
 
 
 def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
-    """It cannot be forked, and nothing is put in its place."""
+    """It cannot be forked, and no other weights are loaded."""
     folder = without_weights(llama, tmp_path / "llama")
     config = folder / "config.json"
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -186,7 +186,7 @@ def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: P
 
 
 def test_the_seed_ends_with_the_model(settings: InstanceSettings, llama: Path) -> None:
-    """A model that is gone is given no more: the planner knows it no longer."""
+    """A deleted model is no longer served: the planner no longer lists it."""
     model = rfork.fork_pretrained(llama, settings=settings)
     with PlannerClient(str(settings.planner)) as client:
         seed = report(model).seed
@@ -200,7 +200,7 @@ def test_the_seed_ends_with_the_model(settings: InstanceSettings, llama: Path) -
 
 
 def test_a_copy_is_no_fork(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
-    """A model that was forked can be copied and saved like any other; only itself is a seed."""
+    """A forked model can be copied and saved like any other; only the original is a seed."""
     model = rfork.fork_pretrained(llama, settings=settings)
     other = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
@@ -209,17 +209,17 @@ def test_a_copy_is_no_fork(settings: InstanceSettings, llama: Path, tmp_path: Pa
     assert (None, None) == (rfork.fork_report(other), rfork.fork_report(read))
 
 
-def test_pull_leaves_it_to_transformers_where_it_has_to(
+def test_pull_leaves_merged_weights_to_transformers(
     rfork_process: StartRfork, planner: str, mixtral: Path, tmp_path: Path
 ) -> None:
-    """`rfork pull --checkpoint` of weights that are merged as they are read: a folder works, a URI cannot."""
+    """`rfork pull --checkpoint` of weights that are merged during reading: a folder works, a URI cannot."""
     bare = without_weights(mixtral, tmp_path / "bare")
     expected = model_checksum(MixtralForCausalLM.from_pretrained(mixtral))
     common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
-    quick = {"RFORK_TRANSPORTS": "http", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_DRAIN_TIMEOUT_S": "0"}
-    fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)
+    environment = {"RFORK_TRANSPORTS": "http", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_DRAIN_TIMEOUT_S": "0"}
+    fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=environment)
     assert (7, True) == (fails.wait(), "while reading: pass a local folder" in fails.stdout)
-    works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=quick)
+    works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=environment)
     assert 0 == works.wait()
     found = json.loads(works.stdout)
     assert (expected, "fallback", "the engine's loader") == (

@@ -1,4 +1,4 @@
-"""The gloo transport within one process: the contract, and readers that share."""
+"""The gloo transport within one process: the contract, and concurrent readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Transport
 
 
 class GlooStreamBackend:
-    """A `StreamBackend` of one exporter."""
+    """`StreamBackend` of one exporter."""
 
     def __init__(self, exporter: Exporter) -> None:
         self.exporter = exporter
@@ -37,7 +37,7 @@ class GlooStreamBackend:
 
 
 def control_stream_opener(exporter: Exporter, channel_id: str) -> Callable[[], ControlStream]:
-    """Opens a line in memory to an exporter that has let the channel in."""
+    """Opens an in-memory control stream to an exporter that has admitted the channel."""
 
     def talk() -> ControlStream:
         near, far = stream_pair()
@@ -53,7 +53,7 @@ def control_stream_opener(exporter: Exporter, channel_id: str) -> Callable[[], C
 
 
 class GlooPair(TransportPair):
-    """A pair whose reader holds a channel."""
+    """A pair whose reader owns a channel."""
 
     opened = 0
 
@@ -75,7 +75,7 @@ class GlooPair(TransportPair):
 
 @pytest.fixture
 def pair() -> Iterator[GlooPair]:
-    """A source and a target in this process; at the end none of their threads is left."""
+    """A source and a target in this process; none of their threads is left at the end."""
     made = GlooPair.create(GlooTransport(InstanceSettings()))
     assert isinstance(made, GlooPair)
     yield made
@@ -89,8 +89,8 @@ def test_gloo_keeps_the_contract(check: Callable[[TransportPair], None], pair: G
     check(pair)
 
 
-def test_small_tensors_and_blocks_come_out_right(pair: GlooPair) -> None:
-    """Twenty thousand tensors, read in one go: in blocks, each packed."""
+def test_small_tensors_and_blocks_are_right(pair: GlooPair) -> None:
+    """Twenty thousand tensors, read in one call: in blocks, each packed."""
     sizes = [1 + index % 2000 for index in range(20_000)]
     pair.source = image_of([20 << 20, *sizes], seed=3)
     pair.target = image_of([20 << 20, *sizes])
@@ -101,7 +101,7 @@ def test_small_tensors_and_blocks_come_out_right(pair: GlooPair) -> None:
 
 
 def readers_at_once(pair: GlooPair, images: list[Image]) -> list[Reader]:
-    """Readers that connect at the same moment, so that they are one group."""
+    """Readers that connect at the same moment, so that they form one group."""
     connecting = [threading.Thread(target=pair.connect, args=(image,)) for image in images]
     for thread in connecting:
         thread.start()
@@ -111,7 +111,7 @@ def readers_at_once(pair: GlooPair, images: list[Image]) -> list[Reader]:
 
 
 def read_at_once(readers: list[Reader], size: int) -> list[Exception]:
-    """Each reads the whole image; what that raised."""
+    """Read the complete image with each; return the errors raised."""
     raised: list[Exception] = []
 
     def read(reader: Reader) -> None:
@@ -133,9 +133,9 @@ def exporter_of(pair: GlooPair) -> CollectiveExporter:
     return pair.exporter
 
 
-def test_readers_of_one_host_share_what_they_all_want(pair: GlooPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that read the same at the same time get it by broadcast, and both get it right."""
-    # However late this machine lets the second begin.
+def test_readers_of_one_host_share_a_broadcast(pair: GlooPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that read the same range concurrently get it by broadcast, and both get it right."""
+    # The second may start late on a busy machine.
     monkeypatch.setattr(group_scheduler, "MAX_MEMBERS", 2)
     monkeypatch.setattr(group_scheduler, "FORM_WINDOW_S", 30.0)
     monkeypatch.setattr(group_scheduler, "BROADCAST_WINDOW_S", 30.0)
@@ -153,8 +153,8 @@ def test_readers_of_one_host_share_what_they_all_want(pair: GlooPair, monkeypatc
     assert exporter.broadcasts + exporter.sends < 2 * 5  # of five blocks, twice
 
 
-def test_a_reader_that_leaves_holds_up_no_other(pair: GlooPair) -> None:
-    """Its group breaks; the other's read goes on in the next one."""
+def test_a_reader_that_leaves_delays_no_other(pair: GlooPair) -> None:
+    """Its group breaks; the other's read continues in the next one."""
     begun, release = threading.Event(), threading.Event()
 
     def block_grant(nbytes: int) -> None:
@@ -177,8 +177,8 @@ def test_a_reader_that_leaves_holds_up_no_other(pair: GlooPair) -> None:
     assert 1 == [content(target) == expected_bytes for target in targets].count(True)
 
 
-def test_whom_the_other_torch_does_not_fit(pair: GlooPair) -> None:
-    """It says so before a group is tried: the next transport is taken."""
+def test_an_incompatible_torch_version(pair: GlooPair) -> None:
+    """It is reported before a group is formed: the next transport is used."""
     endpoint = Endpoint("gloo", {**pair.exporter.endpoint().parameters, "version": "1.0"})
     with pytest.raises(VersionMismatch, match=r"1\.0"):
         pair.transport.connect(endpoint, pair.target, lambda: TOKEN, soon())
@@ -192,7 +192,7 @@ def test_an_image_on_a_gpu_is_not_for_gloo(pair: GlooPair, monkeypatch: pytest.M
 
 
 def test_nothing_is_left_after_twenty_readers(pair: GlooPair) -> None:
-    """No thread and no descriptor, neither here nor there: both are in this process."""
+    """No thread and no descriptor of either side: both are in this process."""
 
     def counts() -> tuple[int, int]:
         gc.collect()

@@ -1,4 +1,4 @@
-"""gloo groups that do not form: what is given back, without a second process."""
+"""gloo groups that do not form, in one process: their resources are released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORM_TIMEOUT_S = 30.0
 
 
 class FailingKeyStore:
-    """`KeyValueStore` that fail where a rank tells where it listens, or asks for the others."""
+    """`KeyValueStore` that fails when a rank publishes its address, or waits for the others."""
 
     def __init__(self, fails: str, error: RforkError) -> None:
         self._fails = fails
@@ -35,7 +35,7 @@ class FailingKeyStore:
 def test_a_gloo_group_that_does_not_form_leaves_no_port(
     fails: str, error: RforkError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ends it, the filter lets go of the listener: else that is open until the memory is tidied."""
+    """On any error the filter closes the listener: otherwise it stays open until garbage collection."""
     closed: list[PacketFilter] = []
     monkeypatch.setattr(PacketFilter, "close", lambda port: closed.append(port))
     with pytest.raises(type(error), match=str(error)):

@@ -1,4 +1,4 @@
-"""What gloo must not do to a process that gives: end it, or let strangers in."""
+"""gloo must not end a serving process, nor admit unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.integration.gloo_processes import node as node
 from tests.transport_contract import content, image_of, soon
 
 OTHER_ADDRESS = "127.0.0.2"
-"""Another address of the loopback interface: to a packet filter, another host."""
+"""Another address of the loopback interface: for a packet filter, another host."""
 LOCAL_ADDRESS = "127.0.0.1"
 
 
 SLOW_MARK = pytest.mark.slow
-"""Of the ways out that say the same again: each starts two processes."""
+"""Mark of exit modes that repeat another one's result: each starts two processes."""
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,12 @@ SLOW_MARK = pytest.mark.slow
     ids=["1", "2", "3", "exit", "raise"],
 )
 @pytest.mark.parametrize("reads_on", [True, False], ids=["in mid-send", "between blocks"])
-def test_a_seed_that_is_never_closed_ends_as_it_wants(
+def test_a_seed_that_is_never_closed_ends_normally(
     node: Callable[..., GlooProcess], exit_mode: str, code: int, reads_on: bool
 ) -> None:
-    """Whose main thread is done while a group of its lives: by its own exit code, and by no signal."""
+    """Its main thread finishes while a group is alive: the process ends with its own exit code and by no
+    signal.
+    """
     seed = node("seed", str(SLOW), exit_mode)
     image = image_of(SIZES)
     peer, _, reader = open_reader(seed.next_event(), image, "fork-1")
@@ -70,7 +72,7 @@ def test_a_seed_that_is_never_closed_ends_as_it_wants(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW_MARK)])
 def test_a_seed_that_a_signal_ends(node: Callable[..., GlooProcess], number: signal.Signals) -> None:
-    """With Python's own handling of it, while a group lives: by that signal and not by SIGABRT."""
+    """With Python's default handling while a group is alive: by that signal and not by SIGABRT."""
     seed = node("seed", "0", "return")
     image = image_of(SIZES)
     peer, _, reader = open_reader(seed.next_event(), image, "fork-1")
@@ -91,10 +93,10 @@ def test_a_seed_that_a_signal_ends(node: Callable[..., GlooProcess], number: sig
     ],
     ids=["1", "2", "3", "exit"],
 )
-def test_a_reader_that_is_never_closed_ends_as_it_wants(
+def test_a_reader_that_is_never_closed_ends_normally(
     node: Callable[..., GlooProcess], exit_mode: str, code: int
 ) -> None:
-    """In mid-read."""
+    """It ends during a read."""
     seed = start_seed(rate=SLOW)
     target = node("read", seed.report().address, "fork-1", exit_mode)
     assert ["connected", "chunk"] == [target.next_event(), target.next_event()]
@@ -104,19 +106,21 @@ def test_a_reader_that_is_never_closed_ends_as_it_wants(
 
 
 def can_connect(port: int, address: str, stack: ExitStack) -> bool:
-    """Whether a connection from this address is taken; it stays open, and says 1 KiB that is no gloo."""
+    """Return True if a connection from this address is accepted; it stays open and sends 1 KiB that is not
+    gloo.
+    """
     try:
         connection = socket.create_connection((LOCAL_ADDRESS, port), 0.3, source_address=(address, 0))
     except OSError:
         return False
     stack.enter_context(closing(connection))
-    with suppress(OSError):  # it may be cut as soon as it is taken
+    with suppress(OSError):  # it may be cut right after it is accepted
         connection.sendall(bytes(8) + os.urandom(1016))  # as the first rank, then anything
     return True
 
 
-def test_strangers_do_not_reach_a_group(node: Callable[..., GlooProcess]) -> None:
-    """While it is built and while it runs: both sides live, and the reader gets everything."""
+def test_unauthenticated_clients_do_not_reach_a_group(node: Callable[..., GlooProcess]) -> None:
+    """While it is formed and while it runs: both sides survive, and the reader gets everything."""
     seed = node("seed", str(SLOW))
     address = seed.next_event()
     before = {*seed.ports(), *listening_ports(os.getpid())}
@@ -125,7 +129,7 @@ def test_strangers_do_not_reach_a_group(node: Callable[..., GlooProcess]) -> Non
     tried: set[int] = set()
 
     def connect_repeatedly() -> None:
-        """Be at each new port as soon as it is there."""
+        """Connect to each new port as soon as it exists."""
         with ExitStack() as stack:
             while not stopped.is_set():
                 for port in {*seed.ports(), *listening_ports(os.getpid())} - before:
@@ -155,8 +159,10 @@ def test_strangers_do_not_reach_a_group(node: Callable[..., GlooProcess]) -> Non
 
 
 @pytest.mark.parametrize("payload", [b"", os.urandom(1024)], ids=["silent", "garbage"])
-def test_many_who_come_from_the_readers_host(node: Callable[..., GlooProcess], payload: bytes) -> None:
-    """A hundred that are let in, as the filter tells hosts apart, and that are no rank: both sides live."""
+def test_many_connections_from_the_readers_host(node: Callable[..., GlooProcess], payload: bytes) -> None:
+    """A hundred connections that pass the filter, which distinguishes hosts, but are no rank: both sides
+    survive.
+    """
     seed = node("seed", str(SLOW))
     address = seed.next_event()
     before = seed.ports()
@@ -176,7 +182,7 @@ def test_many_who_come_from_the_readers_host(node: Callable[..., GlooProcess], p
 
 
 class RecordingKeyStore(KeyValueStore):
-    """Keys that remember what they were told."""
+    """Key store that records the values set."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -189,7 +195,7 @@ class RecordingKeyStore(KeyValueStore):
 
 
 def listen_message(port: int) -> bytes:
-    """What gloo tells of a rank of two that listens on this port."""
+    """Return the message of a gloo rank of two that listens on this port."""
     address = socket.AF_INET.to_bytes(2, "little") + port.to_bytes(2, "big") + socket.inet_aton(LOCAL_ADDRESS)
     name = b"host"
     return b"".join(
@@ -210,8 +216,8 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def test_who_came_before_the_port_was_shut_has_no_place(listener: socket.socket) -> None:
-    """The group does not form, and nobody is told where it listens."""
+def test_a_connection_before_the_port_was_closed_is_rejected(listener: socket.socket) -> None:
+    """The group does not form, and the address is published to no rank."""
     port, keys = listener.getsockname()[1], RecordingKeyStore()
     shut = FirewalledStore(keys, 0, 2, LOCAL_ADDRESS, soon())
     with (
@@ -223,8 +229,8 @@ def test_who_came_before_the_port_was_shut_has_no_place(listener: socket.socket)
     assert {} == keys.values
 
 
-def test_where_a_rank_listens_is_told_once_the_port_is_shut(listener: socket.socket) -> None:
-    """To the readers' host alone."""
+def test_an_address_is_published_once_the_port_is_closed(listener: socket.socket) -> None:
+    """Only to the readers' host."""
     port, keys = listener.getsockname()[1], RecordingKeyStore()
     shut = FirewalledStore(keys, 0, 2, LOCAL_ADDRESS, soon())
     shut.put("0/0", listen_message(port))

@@ -31,8 +31,8 @@ from rfork.transport.collective.messages import (
     SendingBlock,
     StoreValues,
     receive_from_source,
+    send_message,
 )
-from rfork.transport.collective.messages import send_message as tell
 from rfork.transport.collective.remote_store import RemoteKeyStore
 from tests.conftest import StartRfork
 from tests.integration.gloo_node import SIZES, SLOW, create_token, open_reader, start_seed
@@ -43,14 +43,14 @@ from tests.transport_contract import content, image_of, soon
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_target_that_dies_or_stops_in_mid_send(
+def test_a_target_that_dies_or_stops_during_a_send(
     node: Callable[..., GlooProcess], signal_number: signal.Signals
 ) -> None:
     """The source's threads are free again, and its next reader gets everything."""
     seed = start_seed(rate=SLOW, stall_s=2.0)
     target = node("read", seed.report().address, "fork-1")
     assert ["connected", "chunk"] == [target.next_event(), target.next_event()]
-    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the midst of the next read
+    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the middle of the next read
     target.signal(signal_number)
     assert wait_until(lambda: not running_threads().count("rfork-gloo"))
     image = image_of(SIZES)
@@ -65,12 +65,12 @@ def test_a_target_that_dies_or_stops_in_mid_send(
     assert wait_until(lambda: not running_threads()), running_threads()
 
 
-def test_a_target_that_was_stopped_goes_on(node: Callable[..., GlooProcess]) -> None:
-    """Its group is over by then; it joins another one and gets the rest."""
+def test_a_stopped_target_continues(node: Callable[..., GlooProcess]) -> None:
+    """Its group has ended by then; it joins another one and gets the rest."""
     seed = start_seed(rate=SLOW, stall_s=1.0)
     target = node("read", seed.report().address, "fork-1")
     assert ["connected", "chunk"] == [target.next_event(), target.next_event()]
-    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the midst of the next read
+    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the middle of the next read
     target.signal(signal.SIGSTOP)
     assert wait_until(lambda: not running_threads().count("rfork-gloo"))
     target.signal(signal.SIGCONT)
@@ -86,10 +86,10 @@ def test_a_target_that_was_stopped_goes_on(node: Callable[..., GlooProcess]) -> 
     [(signal.SIGKILL, SourceUnavailable), (signal.SIGSTOP, SourceTimeout)],
     ids=["killed", "stopped"],
 )
-def test_a_source_that_dies_or_stops_in_mid_send(
+def test_a_source_that_dies_or_stops_during_a_send(
     node: Callable[..., GlooProcess], signal_number: signal.Signals, error_type: type[Exception]
 ) -> None:
-    """The read says so, by its deadline, and nothing of the reader is left."""
+    """The read reports it by its deadline, and nothing of the reader is left."""
     source = node("seed", str(SLOW))
     image = image_of(SIZES)
     peer, _, reader = open_reader(source.next_event(), image, "fork-1", stall_s=2.0)
@@ -107,7 +107,7 @@ def test_a_source_that_dies_or_stops_in_mid_send(
 
 @contextmanager
 def stalled_reader(seed: Seed) -> Iterator[None]:
-    """Joins a group and wants a block, which the source is about to send inside; it never takes it."""
+    """Join a group and request a block that the source starts to send; never receive it."""
     token, changed, formed = create_token(seed.image, "fork-1"), threading.Condition(), Queue[GroupFormed]()
     sending, backend = threading.Event(), GlooBackend("127.0.0.1")
     peer = PeerClient(seed.report().address, lambda: token, TlsSettings())
@@ -128,22 +128,22 @@ def stalled_reader(seed: Seed) -> Iterator[None]:
                     case SendingBlock():
                         sending.set()
 
-    hearing = threading.Thread(target=receive_messages)
-    hearing.start()
-    tell(line, JoinGroup())
+    receiving_thread = threading.Thread(target=receive_messages)
+    receiving_thread.start()
+    send_message(line, JoinGroup())
     rank = formed.get(timeout=30)
     group = backend.form(keys, rank.rank, rank.size, "", torch.device("cpu"), soon())
-    tell(line, RequestBlock(number=1, begin=0, end=backend.block_bytes, token=token))
+    send_message(line, RequestBlock(number=1, begin=0, end=backend.block_bytes, token=token))
     assert sending.wait(30)
     yield
     line.close()
     peer.close()
-    hearing.join()
+    receiving_thread.join()
     group.close()
 
 
-def test_a_fence_cuts_what_is_under_way() -> None:
-    """Though the reader takes nothing, and might for ten minutes: the update does not wait for it."""
+def test_a_fence_cuts_running_sends() -> None:
+    """A reader that receives nothing, for up to ten minutes, does not delay the update."""
     seed = start_seed(stall_s=600)
     with stalled_reader(seed):
         fencing = threading.Thread(target=seed.fence, daemon=True)
@@ -157,7 +157,7 @@ def test_a_fence_cuts_what_is_under_way() -> None:
 
 @pytest.mark.slow
 def test_a_fork_through_the_planner(rfork_process: StartRfork, tiny_model: Path) -> None:
-    """Planner, seed and pull that are told gloo and nothing else: the right bytes, by gloo."""
+    """Planner, seed and pull with gloo as the only transport: the right bytes, by gloo."""
     planner = rfork_process("planner", "--port", "0", "--json", until=READY)
     url = event(planner)["url"]
     environment = {"RFORK_TRANSPORTS": "gloo"}

@@ -1,4 +1,4 @@
-"""The GPU benchmarks run through on a machine without a GPU, on the same code, at a tiny size."""
+"""The GPU benchmarks on a machine without a GPU: the same code at a tiny size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class BenchmarkResult(NamedTuple):
-    """What a benchmark wrote: rows by contender, and figures."""
+    """Result of a benchmark: rows by contender, and figures."""
 
     rows: dict[str, dict[str, str | float]]
     figures: dict[str, float]
@@ -24,7 +24,7 @@ class BenchmarkResult(NamedTuple):
 
 
 def run(name: str, folder: Path, *arguments: str) -> BenchmarkResult:
-    """One run with `--device cpu --quick`."""
+    """Run a benchmark with `--device cpu --quick`."""
     file = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--device", "cpu", "--quick", "--rounds", "1"]
     done = subprocess.run(
@@ -54,32 +54,32 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkResult:
     ["rfork http", "http reads", "limit: device copy", "limit: pinned copy", "digest", "limit: memory read",
      "rfork.load, page cache", "rfork reading engine, page cache", "safetensors load_file"],
 )  # fmt: skip
-def test_who_needs_no_gpu_is_measured(pulled: BenchmarkResult, shape: str, contender: str) -> None:
+def test_contenders_without_a_gpu_are_measured(pulled: BenchmarkResult, shape: str, contender: str) -> None:
     """Each of these has a row with a rate, for both images."""
     row = pulled.rows[f"{shape}: {contender}"]
     assert (True, "") == (float(row["GB/s"]) > 0, row["note"])
 
 
-def test_who_cannot_run_says_why(pulled: BenchmarkResult) -> None:
+def test_contenders_that_cannot_run_have_a_reason(pulled: BenchmarkResult) -> None:
     """CUDA IPC on host memory is a row with a reason, not the end of the benchmark."""
     row = pulled.rows["dense: rfork cuda_ipc"]
     assert (False, True) == ("GB/s" in row, bool(row["note"]))
 
 
 def test_all_bytes_were_right(pulled: BenchmarkResult) -> None:
-    """No contender left other bytes than the source's; the benchmark would have failed."""
+    """No contender left wrong bytes: the benchmark would have failed."""
     assert 0 == pulled.figures["gpu_wrong_bytes"]
     assert [] == [name for name, row in pulled.rows.items() if row["note"] == "WRONG BYTES"]
 
 
-def test_the_figures_that_have_goals_are_there(pulled: BenchmarkResult) -> None:
-    """All but those of CUDA IPC, which a CPU has not."""
+def test_figures_with_goals_exist(pulled: BenchmarkResult) -> None:
+    """All but those of CUDA IPC, which a CPU lacks."""
     assert {"gpu_h2d_vs_pinned", "gpu_digest_tb_per_s", "gpu_http_vs_pinned"} <= set(pulled.figures)
     assert "gpu_ipc_vs_device_copy" not in pulled.figures
 
 
 def test_a_seed_is_disturbed_by_each_transport_that_runs(disturbed: BenchmarkResult) -> None:
-    """Tokens were made in every slot, governed and not, and the worst governed transport is the figure."""
+    """Tokens were generated in every slot, governed and not, and the worst governed transport is the figure."""
     names = ["idle, slot 1", "idle, slot 2", "http, 2 targets, governor off", "http, 2 targets, governor on",
              "kernel copies, 2 targets"]  # fmt: skip
     assert [True] * len(names) == [float(disturbed.rows[name]["tokens/s"]) > 0 for name in names]
@@ -91,7 +91,7 @@ def test_a_seed_is_disturbed_by_each_transport_that_runs(disturbed: BenchmarkRes
     assert min(shares) == disturbed.figures["gpu_disturb_tokens_per_s"]
 
 
-def test_without_cuda_no_slot_is_one(disturbed: BenchmarkResult) -> None:
-    """A CPU runs the decoder as it is; CUDA IPC has a row that says why it did not run."""
+def test_no_slot_needs_cuda(disturbed: BenchmarkResult) -> None:
+    """A CPU runs the decoder as it is; CUDA IPC has a row that states why it did not run."""
     assert 0.0 == float(disturbed.settings["cuda_graph"])
     assert True is bool(disturbed.rows["cuda_ipc, 2 targets, governor on"]["note"])

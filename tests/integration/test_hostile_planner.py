@@ -1,4 +1,4 @@
-"""Planners that are silent, slow or endless: no call, no fork and no seed is held by them."""
+"""Planners that are silent, slow or endless: none blocks a call, a fork or a seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.hostile_planner import (
 
 DEADLINE_S = 1.0
 LONG_DEADLINE_S = 10.0
-"""Far more than any of these calls may take, and far less than the defects cost, which have no bound."""
+"""Far more than any of these calls needs, and far less than a call without a time limit."""
 SLOW_RESPONSES = [write_response for write_response in HOSTILE if write_response not in (endless_body, gzip_bomb)]
 
 
@@ -38,7 +38,7 @@ def settings(planner: str, **changed: float) -> InstanceSettings:
 
 
 def failing_call_seconds(call: Callable[[], object]) -> float:
-    """How long the call takes, which ends with an error of rfork's."""
+    """Return the duration of a call that raises an rfork error."""
     begun = time.monotonic()
     with pytest.raises(rfork.RforkError):
         call()
@@ -47,7 +47,7 @@ def failing_call_seconds(call: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("write_response", SLOW_RESPONSES)
 def test_a_call_ends_by_its_timeout(write_response: ResponseWriter) -> None:
-    """The timeout is for the complete answer, its head included."""
+    """The timeout covers the complete response, including its head."""
     with hostile_server(write_response) as url, PlannerClient(url, timeout_s=0.5) as client:
         with pytest.raises(PlannerUnreachable, match=r"no response within 0\.5 s") as raised:
             client.models()
@@ -57,16 +57,16 @@ def test_a_call_ends_by_its_timeout(write_response: ResponseWriter) -> None:
 @pytest.mark.parametrize(
     ("write_response", "reason"), [(endless_body, "larger than 32 MiB"), (gzip_bomb, "its body is encoded")]
 )
-def test_an_answer_without_bound_is_refused(write_response: ResponseWriter, reason: str) -> None:
-    """Neither its bytes nor what they expand to fill this process's memory."""
+def test_an_unbounded_response_is_refused(write_response: ResponseWriter, reason: str) -> None:
+    """Neither its bytes nor their decompressed form fill this process's memory."""
     with hostile_server(write_response) as url, PlannerClient(url) as client:
         with pytest.raises(PlannerRejected, match=reason) as refused:
             client.models()
         assert "not-a-planner" == refused.value.problem
 
 
-def test_the_first_deadline_of_a_call_holds() -> None:
-    """The caller's own, where that comes before the client's timeout."""
+def test_the_earlier_deadline_of_a_call_applies() -> None:
+    """The caller's deadline applies if it is before the client's timeout."""
     with (
         hostile_server(silent) as url,
         PlannerClient(url, timeout_s=60.0) as client,
@@ -76,7 +76,7 @@ def test_the_first_deadline_of_a_call_holds() -> None:
 
 
 def test_closing_a_client_ends_a_call_in_progress() -> None:
-    """The thread that waits for the answer gets an error at once."""
+    """The thread that waits for the response gets an error immediately."""
     raised: list[PlannerUnreachable] = []
     request_received = threading.Event()
 
@@ -102,14 +102,14 @@ def test_closing_a_client_ends_a_call_in_progress() -> None:
 
 @pytest.mark.parametrize("write_response", HOSTILE)
 def test_a_fork_ends_by_its_deadline(write_response: ResponseWriter) -> None:
-    """Whatever the planner sends, and the seed that the fork is meanwhile is closed too."""
+    """Whatever the planner sends, the fork ends, and the seed that it is meanwhile is closed too."""
     with hostile_server(write_response) as url:
         elapsed_s = failing_call_seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=settings(url)))
     assert elapsed_s < LONG_DEADLINE_S
 
 
-def test_a_fork_whose_planner_accepts_no_connection_ends_by_its_deadline() -> None:
-    """The wait for the connection is bounded too."""
+def test_a_planner_that_accepts_no_connection_delays_no_deadline() -> None:
+    """The connection attempt has a time limit too."""
     with unaccepting_address() as (host, port):
         chosen = settings(f"http://{host}:{port}", planner_timeout_s=60.0)
         elapsed_s = failing_call_seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=chosen))
@@ -118,7 +118,7 @@ def test_a_fork_whose_planner_accepts_no_connection_ends_by_its_deadline() -> No
 
 @pytest.mark.parametrize("write_response", [silent, SLOW_RESPONSES[1]])
 def test_a_seed_closes_soon(write_response: ResponseWriter) -> None:
-    """A planner that does not answer is not waited for, though its timeout is a minute."""
+    """It does not wait for a planner that does not respond, although its timeout is a minute."""
     with hostile_server(write_response) as url:
         chosen = settings(url, planner_timeout_s=60.0)
         with rfork.seed(nn.Linear(64, 64), model="m", settings=chosen):
@@ -127,8 +127,8 @@ def test_a_seed_closes_soon(write_response: ResponseWriter) -> None:
     assert elapsed_s < LONG_DEADLINE_S
 
 
-def test_a_fork_that_fails_leaves_nothing_behind() -> None:
-    """No thread and no descriptor, wherever it fails."""
+def test_a_failed_fork_leaves_nothing_open() -> None:
+    """No thread and no descriptor is left, wherever it fails."""
 
     def left() -> tuple[set[str], int]:
         return {each.name for each in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
@@ -139,7 +139,7 @@ def test_a_fork_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises((TypeError, ValueError, rfork.RforkError)):
             rfork.fork(nn.Linear(4, 4), model=model, settings=chosen)  # type: ignore[arg-type]
 
-    fail("m")  # what is made once in a process
+    fail("m")  # objects created once per process
     names, descriptors = left()
     for _ in range(3):
         fail(3)

@@ -1,4 +1,4 @@
-"""Files behind web servers, over real sockets: what is read, what is asked again, and what fails how."""
+"""Files on web servers, over real sockets: reads, retries, and errors."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def read_all(blob: Blob) -> bytes:
 
 
 def ranges(server: StorageServer) -> list[str]:
-    """What was asked for since the blob was opened."""
+    """Ranges requested since the blob was opened."""
     return [seen.range for seen in server.requests_matching()[1:]]
 
 
-def test_a_file_is_read_whole(server: StorageServer) -> None:
-    """Size, tag and bytes are the server's; it is asked for the first byte, and for all of them."""
+def test_a_file_is_read_completely(server: StorageServer) -> None:
+    """Size, tag and bytes are the server's; the first byte is requested, then all of them."""
     with blob_of(server) as blob:
         stored = server.get_object(NAME)
         assert stored is not None
@@ -73,15 +73,15 @@ def test_a_file_is_read_whole(server: StorageServer) -> None:
     assert ["bytes=0-0", f"bytes=0-{len(DATA) - 1}"] == [seen.range for seen in server.requests_matching()]
 
 
-def test_every_read_is_held_to_the_tag(server: StorageServer) -> None:
-    """Each range is asked for under If-Match with the tag that the file had when it was opened."""
+def test_every_read_is_conditional_on_the_tag(server: StorageServer) -> None:
+    """Each range is requested under If-Match with the tag that the file had when it was opened."""
     with blob_of(server) as blob:
         read_range(blob, 5, 10)
         assert [blob.version] == [seen.fields.get("if-match") for seen in server.requests_matching()[1:]]
 
 
 def test_many_small_views_are_one_request(server: StorageServer) -> None:
-    """Views of any size, more than one system call takes, are filled in order by one answer."""
+    """One response fills views of any size in order, more than one system call can receive into."""
     target = bytearray(len(DATA))
     view = memoryview(target)
     sizes = [1, 0, 7, 4096, 999]
@@ -95,16 +95,16 @@ def test_many_small_views_are_one_request(server: StorageServer) -> None:
     assert [f"bytes=100-{99 + at}"] == ranges(server)
 
 
-def test_the_front_comes_with_the_opening(server: StorageServer) -> None:
-    """What opening brought along is read without a request, and only what lacks is asked for."""
+def test_the_prefetched_start_needs_no_request(server: StorageServer) -> None:
+    """Bytes that arrived with opening are read without a request, and only the missing ones are requested."""
     store = HttpStore(Location.parse(server.url()), StorageSettings())
     with closing(store), closing(store.open(NAME, front=1000)) as blob:
         assert (DATA[10:1000], DATA[900:1100]) == (read_range(blob, 10, 990), read_range(blob, 900, 200))
     assert ["bytes=0-999", "bytes=1000-1099"] == [seen.range for seen in server.requests_matching()]
 
 
-def test_a_small_file_is_all_front(server: StorageServer) -> None:
-    """A file that is no longer than what was wanted of it comes whole with its opening."""
+def test_a_small_file_is_prefetched_completely(server: StorageServer) -> None:
+    """A file no longer than the prefetched start arrives completely with opening."""
     server.put("small.json", b"{}")
     store = HttpStore(Location.parse(server.url()), StorageSettings())
     with closing(store), closing(store.open("small.json", front=1000)) as blob:
@@ -112,7 +112,7 @@ def test_a_small_file_is_all_front(server: StorageServer) -> None:
 
 
 def test_names_are_quoted_and_the_query_is_passed_on(server: StorageServer) -> None:
-    """A name with blanks and letters of any language is found; a presigned URL's query reaches the server."""
+    """A name with spaces and non-ASCII letters is found; a presigned URL's query reaches the server."""
     location = Location.parse(server.url("folder with blank/é.bin?signature=secret&x=1"))
     with open_blob(location, StorageSettings()) as blob:
         assert OTHER == read_all(blob)
@@ -121,14 +121,14 @@ def test_names_are_quoted_and_the_query_is_passed_on(server: StorageServer) -> N
 
 
 def test_an_empty_file_has_no_bytes(server: StorageServer) -> None:
-    """A file of no bytes is opened by the server's 416, and reading nothing of it asks for nothing."""
+    """An empty file is opened by the server's 416, and reading nothing from it sends no request."""
     with blob_of(server, "empty.bin") as blob:
         blob.read(0, [])
         assert (0, b"", 1) == (blob.size, read_all(blob), len(server.requests_matching()))
 
 
-def test_reading_past_the_end_asks_for_nothing(server: StorageServer) -> None:
-    """A range that is not in the file is refused here."""
+def test_reading_past_the_end_sends_no_request(server: StorageServer) -> None:
+    """A range outside the file is refused by the client."""
     with blob_of(server) as blob:
         with pytest.raises(StorageError, match=r"has 3000000 bytes, not \[2999999, 3000001\)"):
             read_range(blob, len(DATA) - 1, 2)
@@ -143,23 +143,24 @@ def test_reading_past_the_end_asks_for_nothing(server: StorageServer) -> None:
         ([TruncateFault(after=700_000)], [0, 700_000]),
         ([ErrorStatus(503), ErrorStatus(500, text=b"oh", chunked=True)], [0, 0, 0]),
         ([ErrorStatus(429, {"Retry-After": "0"}), TruncateFault(after=1_500_000)], [0, 0, 1_500_000]),
-        # What brings a megabyte is no attempt in vain: four failures, where three in vain end it.
+        # An attempt that transfers a megabyte is not fruitless: four failures, where three fruitless ones end
+        # the read.
         ([TruncateFault(1), TruncateFault(1_500_000), TruncateFault(1), None], [0, 1, 1_500_001, 1_500_002]),
     ],
     ids=str,
 )
-def test_what_passes_is_asked_again(server: StorageServer, faults: list[Fault | None], expected: list[int]) -> None:
-    """After each failure the rest is asked for, from the byte where it broke off, and all bytes are right."""
+def test_transient_faults_are_retried(server: StorageServer, faults: list[Fault | None], expected: list[int]) -> None:
+    """After each failure the rest is requested from the byte where it stopped, and all bytes are right."""
     with blob_of(server) as blob:
         server.script.then(*faults)
         assert DATA == read_all(blob)
     last = len(DATA) - 1
-    # A connection that was kept and ends before an answer is idle ones' way: it is replaced at once.
+    # Idle kept connections may end before a response: they are replaced immediately.
     assert [f"bytes={begin}-{last}" for begin in expected] == ranges(server)
 
 
-def test_a_reset_in_mid_body_goes_on_from_what_came(server: StorageServer) -> None:
-    """A reset may cost bytes that were on their way; what arrived before it is not asked for again."""
+def test_a_reset_in_mid_body_continues_from_the_received_bytes(server: StorageServer) -> None:
+    """A reset may lose bytes in flight; bytes that arrived before are not requested again."""
     with blob_of(server) as blob:
         server.script.then(ResetFault(after=900_000))
         assert DATA == read_all(blob)
@@ -167,8 +168,8 @@ def test_a_reset_in_mid_body_goes_on_from_what_came(server: StorageServer) -> No
     assert (0, 2, True) == (begins[0], len(begins), 0 <= begins[1] <= 900_000)
 
 
-def test_a_silent_server_is_asked_again(server: StorageServer) -> None:
-    """An answer that stops coming is given up after the timeout, and the rest is asked for."""
+def test_a_silent_server_is_retried(server: StorageServer) -> None:
+    """A response that stalls is given up after the timeout, and the rest is requested."""
     with blob_of(server, timeout_s=0.5) as blob:
         server.script.then(StallFault(after=100_000), StallFault(after=None))
         assert DATA == read_all(blob)
@@ -188,13 +189,15 @@ def test_a_silent_server_is_asked_again(server: StorageServer) -> None:
     ],
     ids=str,
 )
-def test_nothing_is_asked_for_ever(server: StorageServer, fault: Fault, cause: str) -> None:
-    """After the attempts and the time of the settings a read fails, and says how often it asked and why."""
+def test_retries_are_bounded(server: StorageServer, fault: Fault, cause: str) -> None:
+    """After the attempts and the time of the settings a read fails; the error has the number of attempts and
+    the cause.
+    """
     with blob_of(server, timeout_s=0.5) as blob:
         server.script.always(fault)
         with pytest.raises(StorageError) as raised:
             read_all(blob)
-    # One more where the connection of the first had been kept, and ended before it was answered.
+    # One more if the first used a kept connection that ended before the response.
     extra = 1 if isinstance(fault, ResetFault | TruncateFault) and fault.after is None else 0
     made = len(ranges(server)) - extra
     message = f"{server.url(NAME)}: gave up on bytes [0, 3000000) after {made} attempts: {cause}"
@@ -211,7 +214,7 @@ def test_nothing_is_asked_for_ever(server: StorageServer, fault: Fault, cause: s
     ],
 )
 def test_refusals_are_final(server: StorageServer, status: int, error_type: type[StorageError], message: str) -> None:
-    """Other refusals fail at once, when a file is opened and when it is read, with one request each."""
+    """Other refusals fail immediately, on opening and on reading, with one request each."""
     server.script.then(ErrorStatus(status))
     with pytest.raises(StorageError) as raised, blob_of(server, f"{NAME}?signature=secret"):
         pass
@@ -233,11 +236,13 @@ def test_refusals_are_final(server: StorageServer, status: int, error_type: type
 
 @pytest.mark.parametrize("between", [True, False], ids=["between reads", "in mid-read"])
 @pytest.mark.parametrize("tags", ["strong", "weak", "none"])
-@pytest.mark.parametrize("heeds", [True, False])
-def test_a_replaced_file_is_noticed(tags: Literal["strong", "weak", "none"], heeds: bool, between: bool) -> None:
-    """By tag or date, with a server that heeds conditions or not: the read fails at once."""
+@pytest.mark.parametrize("honours_preconditions", [True, False])
+def test_a_replaced_file_is_noticed(
+    tags: Literal["strong", "weak", "none"], honours_preconditions: bool, between: bool
+) -> None:
+    """By tag or date, whether or not the server honours conditions: the read fails immediately."""
     with (
-        StorageServer({NAME: DATA}, tags=tags, honours_preconditions=heeds) as server,
+        StorageServer({NAME: DATA}, tags=tags, honours_preconditions=honours_preconditions) as server,
         blob_of(server) as blob,
     ):
         if between:
@@ -249,8 +254,8 @@ def test_a_replaced_file_is_noticed(tags: Literal["strong", "weak", "none"], hee
         assert (1 if between else 2) == len(ranges(server))
 
 
-def test_another_tag_in_an_answer_is_another_file(server: StorageServer) -> None:
-    """A server whose answer has another tag than the file had is not read from, and not asked again."""
+def test_another_tag_in_a_response_is_another_file(server: StorageServer) -> None:
+    """If a response has another tag than the file had, the read fails without a retry."""
     with blob_of(server) as blob:
         server.script.then(HeaderFields({"ETag": '"other"'}))
         with pytest.raises(StorageChanged, match=r'its tag is "other" instead of "[0-9a-f]{32}"'):
@@ -272,8 +277,8 @@ def test_another_tag_in_an_answer_is_another_file(server: StorageServer) -> None
     ],
     ids=str,
 )
-def test_what_is_no_range_of_the_file_is_refused(server: StorageServer, fault: Fault, message: str) -> None:
-    """An answer that is not the very bytes asked for fails the read at once, by one line."""
+def test_a_wrong_range_is_refused(server: StorageServer, fault: Fault, message: str) -> None:
+    """A response with other bytes than requested fails the read immediately, with a one-line error."""
     with blob_of(server) as blob:
         server.script.then(fault)
         with pytest.raises(StorageError) as raised:
@@ -286,14 +291,14 @@ def test_what_is_no_range_of_the_file_is_refused(server: StorageServer, fault: F
 
 
 def test_a_server_without_ranges_is_refused_when_the_file_is_opened(server: StorageServer) -> None:
-    """A 200 to the first request says that nothing here can be read by ranges."""
+    """A 200 to the first request means that the server does not support ranges."""
     server.script.then(FullObject())
     with pytest.raises(StorageError, match="does not support range requests"), blob_of(server):
         pass
 
 
-def test_what_is_no_http_is_asked_again_and_given_up(server: StorageServer) -> None:
-    """A port that speaks TLS is no web server in the clear: one line, after the attempts."""
+def test_a_server_without_http_is_retried_and_given_up(server: StorageServer) -> None:
+    """A TLS port read as plain HTTP is a one-line error after the attempts."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -306,8 +311,8 @@ def test_what_is_no_http_is_asked_again_and_given_up(server: StorageServer) -> N
             pass
 
 
-def test_a_server_that_is_not_there_is_given_up(free_port: int) -> None:
-    """Nobody listens: one line that says so, after the attempts."""
+def test_an_unreachable_server_is_given_up(free_port: int) -> None:
+    """If no server listens, a one-line error reports it after the attempts."""
     location = Location.parse(f"http://127.0.0.1:{free_port}/{NAME}?signature=secret")
     settings = StorageSettings(max_attempts=2, timeout_s=0.5)
     cause = r"cannot connect to 127\.0\.0\.1: Connection refused"
@@ -317,7 +322,7 @@ def test_a_server_that_is_not_there_is_given_up(free_port: int) -> None:
 
 
 def test_a_web_server_is_only_read() -> None:
-    """Listing, writing and removing are refused before anything is asked."""
+    """Listing, writing and removing are refused without a request."""
     store = HttpStore(Location.parse("https://models.example/llama/"), StorageSettings())
     with pytest.raises(SettingsError, match=r"https://models\.example/llama/ cannot be listed"):
         store.list()
@@ -338,7 +343,7 @@ def test_a_web_server_is_only_read() -> None:
     ids=str,
 )
 def test_faults_of_a_proxy_are_survived(server: StorageServer, fault: Fault, requests: int) -> None:
-    """What a proxy between does wrong is asked again, through it, and the bytes are right."""
+    """Faults of a proxy are retried through it, and the bytes are right."""
     with FaultProxy(server.port) as proxy:
         location = Location.parse(f"{proxy.url}/{NAME}")
         with open_blob(location, StorageSettings(timeout_s=4.0 if isinstance(fault, StallFault) else 30.0)) as blob:

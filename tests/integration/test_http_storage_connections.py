@@ -1,4 +1,4 @@
-"""Connections to web storage: many at once, TLS, redirects, second requests, and ends in mid-read."""
+"""Connections to web storage: concurrency, TLS, redirects, hedged requests, and closing during reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.storage_server import StorageServer
 DATA = random.Random(7).randbytes(3_000_000)
 NAME = "model.bin"
 GUARD_S = 20
-"""Far less than the timeouts in these tests: what ends by then was ended."""
+"""Far less than the timeouts in these tests: a call that ends by then was ended."""
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def read_all(blob: RangedBlob) -> bytes:
     return read_range(blob, 0, blob.size)
 
 
-def test_one_connection_serves_reads_in_turn(server: StorageServer) -> None:
-    """A connection whose answer was read is used for the next request, refusals and all."""
+def test_sequential_reads_share_one_connection(server: StorageServer) -> None:
+    """A connection whose response was read is used for the next request, also after a refusal."""
     with pooled(server) as (blob, _):
         server.script.then(None, ErrorStatus(503, text=b"busy", chunked=True), ErrorStatus(500, text=b"oh"))
         assert [DATA[:10], DATA[5:50]] == [read_range(blob, 0, 10), read_range(blob, 5, 45)]
@@ -83,7 +83,7 @@ def test_one_connection_serves_reads_in_turn(server: StorageServer) -> None:
 
 
 def test_sixteen_threads_share_the_streams_of_the_settings(server: StorageServer) -> None:
-    """Threads that read at once get their own bytes, over no more connections than the settings allow."""
+    """Concurrent threads get the right bytes over no more connections than the settings allow."""
     with pooled(server, concurrency=4, hedge_ratio=0) as (blob, _), ThreadPoolExecutor(16) as threads:
         begins = [at * 7919 for at in range(200)]
         read = list(threads.map(lambda begin: read_range(blob, begin, 60_000), begins))
@@ -92,7 +92,7 @@ def test_sixteen_threads_share_the_streams_of_the_settings(server: StorageServer
 
 
 def test_a_blob_outlives_its_store(server: StorageServer) -> None:
-    """A pool that is closed keeps its connections for the blobs that are still open, and no longer."""
+    """A closed pool keeps its connections while a blob is still open, and no longer."""
     with pooled(server) as (blob, pool):
         pool.close()
         assert DATA == read_all(blob)
@@ -100,8 +100,8 @@ def test_a_blob_outlives_its_store(server: StorageServer) -> None:
         assert 1 == server.connections
 
 
-def test_each_attempt_is_signed_anew(server: StorageServer) -> None:
-    """A URL that may expire is made for each request."""
+def test_each_attempt_gets_a_new_signature(server: StorageServer) -> None:
+    """A URL that may expire is created for each request."""
     count = itertools.count()
     chosen = StorageSettings()
     pool = HttpConnectionPool(chosen)
@@ -114,7 +114,7 @@ def test_each_attempt_is_signed_anew(server: StorageServer) -> None:
 
 
 def test_refusals_may_be_explained(server: StorageServer) -> None:
-    """What a kind of server says of a refusal goes before what its status means to all."""
+    """A server-specific explanation of a refusal replaces the general meaning of its status."""
     chosen = StorageSettings()
     pool = HttpConnectionPool(chosen)
 
@@ -137,8 +137,8 @@ def test_refusals_may_be_explained(server: StorageServer) -> None:
     [StallFault(after=1000), StallFault(after=None), ErrorStatus(503, {"Retry-After": "30"})],
     ids=str,
 )
-def test_closing_ends_reads_that_are_under_way(server: StorageServer, fault: Fault) -> None:
-    """A read that waits for bytes, an answer or its next attempt ends at once when the blob is closed."""
+def test_closing_ends_running_reads(server: StorageServer, fault: Fault) -> None:
+    """A read that waits for bytes, a response or its next attempt ends immediately when the blob is closed."""
     with pooled(server) as (blob, _), ThreadPoolExecutor(1) as threads:
         server.script.then(fault)
         reading = threads.submit(read_all, blob)
@@ -152,7 +152,7 @@ def test_closing_ends_reads_that_are_under_way(server: StorageServer, fault: Fau
 
 
 def test_closing_ends_reads_that_wait_for_a_connection(server: StorageServer) -> None:
-    """A read that waits for its turn, while another holds the only stream, ends at once too."""
+    """A read that waits while another one uses the only stream ends immediately too."""
     with pooled(server, concurrency=1) as (first, pool), ThreadPoolExecutor(2) as threads:
         chosen = StorageSettings(timeout_s=60, concurrency=1)
         second = RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), pool, chosen)
@@ -167,41 +167,41 @@ def test_closing_ends_reads_that_wait_for_a_connection(server: StorageServer) ->
         assert DATA == slow_read.result(GUARD_S)
 
 
-def test_a_connection_in_the_making_can_be_ended() -> None:
-    """A server that takes no more connections is not waited for once the wait is ended."""
+def test_a_connection_attempt_can_be_cancelled() -> None:
+    """A server that accepts no more connections is not awaited once the scope is cancelled."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [socket.socket() for _ in range(4)]
         for client in waiting:
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        leg = CancelScope()
+        scope = CancelScope()
         origin = HttpOrigin(False, "127.0.0.1", full.getsockname()[1])
         with ThreadPoolExecutor(1) as threads:
-            dialling = threads.submit(open_connection, origin, None, 60.0, leg)
-            leg.end()
+            pending = threads.submit(open_connection, origin, None, 60.0, scope)
+            scope.end()
             with pytest.raises((Cancelled, OSError)):
-                dialling.result(GUARD_S)
+                pending.result(GUARD_S)
         for client in waiting:
             client.close()
 
 
-def test_a_connection_that_is_ended_as_it_begins_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux says of a socket that was shut down before that it is connected."""
-    leg = CancelScope()
+def test_a_connection_cancelled_at_its_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports a socket as connected if it was shut down before."""
+    scope = CancelScope()
     connect = socket.socket.connect
 
     def late(connecting: socket.socket, address: tuple[str, int]) -> None:
-        leg.end()
+        scope.end()
         connect(connecting, address)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setattr(socket.socket, "connect", late)
         with pytest.raises(Cancelled):
-            open_connection(HttpOrigin(False, "127.0.0.1", listening.getsockname()[1]), None, GUARD_S, leg)
+            open_connection(HttpOrigin(False, "127.0.0.1", listening.getsockname()[1]), None, GUARD_S, scope)
 
 
-def test_a_connection_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where TLS cannot even begin, the server sees the connection end."""
+def test_a_failed_tls_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If TLS cannot even start, the server sees the connection end."""
 
     def broken(connected: ssl.SSLSocket) -> TlsStream:
         raise OSError("not connected any more")
@@ -217,20 +217,20 @@ def test_a_connection_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPa
 
 
 def warm_up_pool(blob: RangedBlob) -> None:
-    """Let the pool see how long requests take."""
+    """Let the pool measure how long requests take."""
     for _ in range(MIN_SAMPLES):
         read_range(blob, 0, 300_000)
 
 
-def test_a_slow_answer_is_asked_for_a_second_time(server: StorageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that stalls is overtaken by a second request for what is missing, long before its timeout."""
+def test_a_slow_response_is_requested_again(server: StorageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second request for the missing bytes overtakes a stalled response, long before its timeout."""
     with pooled(server) as (blob, pool):
         reserve = pool.hedges.reserve
 
-        def once_it_stalls(lacking: int) -> bool:
-            return lacking <= len(DATA) - 1_000_000 and reserve(lacking)
+        def reserve_when_stalled(missing_bytes: int) -> bool:
+            return missing_bytes <= len(DATA) - 1_000_000 and reserve(missing_bytes)
 
-        monkeypatch.setattr(pool.hedges, "reserve", once_it_stalls)
+        monkeypatch.setattr(pool.hedges, "reserve", reserve_when_stalled)
         warm_up_pool(blob)
         server.script.then(StallFault(after=1_000_000))
         target = bytearray(len(DATA))
@@ -242,7 +242,7 @@ def test_a_slow_answer_is_asked_for_a_second_time(server: StorageServer, monkeyp
 
 
 def test_a_second_request_that_fails_leaves_the_first_alone(server: StorageServer) -> None:
-    """The first goes on where the second is refused."""
+    """The first continues if the second is refused."""
     with pooled(server) as (blob, pool), ThreadPoolExecutor(1) as threads:
         warm_up_pool(blob)
         server.script.then(StallFault(after=1000), ErrorStatus(403))
@@ -253,7 +253,7 @@ def test_a_second_request_that_fails_leaves_the_first_alone(server: StorageServe
 
 
 def test_nothing_writes_into_views_after_the_read(server: StorageServer) -> None:
-    """Whichever of two requests loses, what it still brings goes nowhere near the caller's memory."""
+    """Whichever of two requests loses, its later bytes do not reach the caller's memory."""
     with pooled(server) as (blob, _), ThreadPoolExecutor(1) as threads:
         warm_up_pool(blob)
         target = bytearray(len(DATA))
@@ -273,7 +273,7 @@ def test_nothing_writes_into_views_after_the_read(server: StorageServer) -> None
 
 
 def test_tls_is_checked_by_the_authorities_of_the_settings(authority: trustme.CA, ca: Path) -> None:
-    """With `ca`, a server that this authority vouches for is read from, into many views."""
+    """With `ca`, a server with a certificate of this authority is read, into many views."""
     with tls_server(authority) as server, pooled(server, ca=ca) as (blob, _):
         target = bytearray(len(DATA))
         view = memoryview(target)
@@ -282,7 +282,7 @@ def test_tls_is_checked_by_the_authorities_of_the_settings(authority: trustme.CA
 
 
 def test_a_certificate_that_is_not_trusted_is_final(authority: trustme.CA) -> None:
-    """A server that nobody vouches for is asked once, and the line says what to set."""
+    """A server without a trusted certificate gets one request, and the error names the setting."""
     with tls_server(authority) as server:
         message = r"the certificate of 127\.0\.0\.1 is not trusted"
         with pytest.raises(StorageError, match=message) as raised, pooled(server):
@@ -290,8 +290,8 @@ def test_a_certificate_that_is_not_trusted_is_final(authority: trustme.CA) -> No
         assert (1, "set SSL_CERT_FILE") == (server.connections, " ".join(raised.value.hint.split()[:2]))
 
 
-def test_authorities_that_cannot_be_read_are_a_wrong_setting(authority: trustme.CA, tmp_path: Path) -> None:
-    """A `ca` that is no file is named."""
+def test_unreadable_authorities_are_a_settings_error(authority: trustme.CA, tmp_path: Path) -> None:
+    """The error names a `ca` that is no file."""
     with (
         tls_server(authority) as server,
         pytest.raises(SettingsError, match="SSL_CERT_FILE: cannot use"),

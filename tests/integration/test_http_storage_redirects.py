@@ -1,4 +1,4 @@
-"""Redirects of web storage, and who is shown the token."""
+"""Redirects of web storage, and the servers that get the token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[StorageServer]:
 
 @pytest.fixture
 def authenticated_server() -> Iterator[StorageServer]:
-    """What wants the token."""
+    """A server that requires the token."""
     with StorageServer({NAME: DATA}, token=TOKEN) as made:
         yield made
 
@@ -42,12 +42,12 @@ def redirect_to(location: str, status: int = 302) -> ErrorStatus:
 
 
 def authorization_headers(server: StorageServer) -> set[str | None]:
-    """What its requests had for Authorization."""
+    """Authorization headers of the server's requests."""
     return {seen.fields.get("authorization") for seen in server.requests_matching()}
 
 
-def test_the_token_is_shown(authenticated_server: StorageServer) -> None:
-    """A server that wants the token gets it with every request."""
+def test_the_token_is_sent(authenticated_server: StorageServer) -> None:
+    """A server that requires the token gets it with every request."""
     with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
         assert DATA == read_range(blob, 0, blob.size)
     assert {f"Bearer {TOKEN}"} == authorization_headers(authenticated_server)
@@ -55,7 +55,7 @@ def test_the_token_is_shown(authenticated_server: StorageServer) -> None:
 
 @pytest.mark.parametrize("settings", [StorageSettings(), StorageSettings(http_token=SecretStr("wrong"))])
 def test_another_token_is_denied(authenticated_server: StorageServer, settings: StorageSettings) -> None:
-    """Without the right token there is one request, one clear line, and no word of the token."""
+    """Without the right token there is one request and a clear one-line error without the token."""
     with (
         pytest.raises(StorageAccessDenied) as raised,
         open_blob(Location.parse(authenticated_server.url(NAME)), settings),
@@ -71,7 +71,7 @@ def test_another_token_is_denied(authenticated_server: StorageServer, settings: 
 def test_a_redirect_to_another_server_is_followed_without_the_token(
     authenticated_server: StorageServer, server: StorageServer, status: int
 ) -> None:
-    """The other server is asked for the same bytes and shown no token; later reads go there at once."""
+    """The other server gets requests for the same bytes without the token; later reads go to it directly."""
     authenticated_server.script.always(redirect_to(f"{server.url(NAME)}?signature=secret", status))
     with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
         assert (DATA, DATA[7:9]) == (read_range(blob, 0, blob.size), read_range(blob, 7, 2))
@@ -84,7 +84,7 @@ def test_a_redirect_to_another_server_is_followed_without_the_token(
 
 
 def test_a_redirect_on_the_same_server_keeps_the_token(authenticated_server: StorageServer) -> None:
-    """A path may lead to another path, and the token goes along."""
+    """A redirect to another path of the server carries the token."""
     authenticated_server.script.then(redirect_to(f"/{NAME}"))
     with open_blob(Location.parse(authenticated_server.url("latest")), SETTINGS) as blob:
         assert DATA == read_range(blob, 0, blob.size)
@@ -95,10 +95,10 @@ def test_a_redirect_on_the_same_server_keeps_the_token(authenticated_server: Sto
 
 
 @pytest.mark.parametrize(("status", "text"), [(403, b"Request has expired"), (400, b"ExpiredToken")])
-def test_a_redirect_that_has_expired_is_asked_for_again(
+def test_an_expired_redirect_is_renewed(
     authenticated_server: StorageServer, server: StorageServer, status: int, text: bytes
 ) -> None:
-    """Where the place that a redirect led to refuses, the first server is asked for the way once more."""
+    """If the target of a redirect refuses, the first server gets the request once more."""
     authenticated_server.script.always(redirect_to(f"{server.url(NAME)}?signature=secret"))
     with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
         server.script.then(ErrorStatus(status, text=text))
@@ -109,7 +109,7 @@ def test_a_redirect_that_has_expired_is_asked_for_again(
     )
 
 
-def test_redirects_in_a_ring_end(authenticated_server: StorageServer) -> None:
+def test_redirect_loops_end(authenticated_server: StorageServer) -> None:
     """Five redirects are followed, and no more."""
     authenticated_server.script.always(redirect_to(f"/{NAME}"))
     with (
@@ -120,8 +120,8 @@ def test_redirects_in_a_ring_end(authenticated_server: StorageServer) -> None:
     assert 6 == len(authenticated_server.requests_matching())
 
 
-def test_a_redirect_out_of_tls_is_not_followed(server: StorageServer, tmp_path: Path) -> None:
-    """What was to come over https is not taken over http, and the server there is not even asked."""
+def test_a_redirect_from_https_to_http_is_refused(server: StorageServer, tmp_path: Path) -> None:
+    """The file is not read over http, and the server there gets no request."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""Web servers that die, trickle, or forget connections, and readers that fork: over real sockets."""
+"""Web servers that die, trickle or drop connections, and readers that fork, over real sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blob_of(url: str, **settings: object) -> Iterator[Blob]:
 
 
 class TricklingServer:
-    """A server of one connection at a time: sends `begin` at once, and then byte after byte of `rest`."""
+    """A server of one connection at a time: sends `begin` immediately, and then `rest` byte by byte."""
 
     def __init__(self, begin: bytes, rest: bytes) -> None:
         self._requested: list[str] = []
@@ -53,7 +53,9 @@ class TricklingServer:
         return f"http://127.0.0.1:{self._listening.getsockname()[1]}/{NAME}"
 
     def requested_ranges(self, count: int) -> list[str]:
-        """The ranges asked for, once they are so many: those who left are heard after whom it answers."""
+        """Return the requested ranges once there are this many: closed connections are handled after the
+        current one.
+        """
         with self._request_received:
             self._request_received.wait_for(lambda: len(self._requested) >= count, GUARD_S)
             return list(self._requested)
@@ -85,7 +87,7 @@ class TricklingServer:
                     return
                 connected.sendall(bytes([byte]))
         except OSError:
-            return  # the reader has left
+            return  # the reader has disconnected
 
 
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-999/1000\r\nContent-Length: 1000\r\n\r\n"
@@ -101,7 +103,7 @@ HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-999/1000\r\nCont
     ids=["head", "text", "body"],
 )
 def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
-    """A byte now and then is no answer: each attempt has its time, and after the last the read fails."""
+    """A byte now and then is no response: each attempt has a time limit, and after the last the read fails."""
     with closing(TricklingServer(begin, rest)) as server, ThreadPoolExecutor(1) as threads:
         settings = StorageSettings(timeout_s=0.5, max_attempts=2)
 
@@ -115,8 +117,8 @@ def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
         assert ["Range: bytes=0-999"] * 2 == server.requested_ranges(2)
 
 
-def test_connections_that_were_forgotten_cost_one_timeout() -> None:
-    """Where one that was kept is silent, the others kept with it are not tried in their turn."""
+def test_dropped_connections_cost_one_timeout() -> None:
+    """If one kept connection is silent, the others kept with it are not tried in turn."""
     settings = StorageSettings(timeout_s=0.5, max_attempts=3, hedge_ratio=0)
     with StorageServer({NAME: DATA}) as server, closing(HttpConnectionPool(settings)) as pool:
         request = HttpRequest(server.url(NAME))
@@ -129,38 +131,38 @@ def test_connections_that_were_forgotten_cost_one_timeout() -> None:
         assert (4, 3) == (server.connections, len(server.requests_matching()))
 
 
-def test_a_server_that_starts_again_is_waited_for() -> None:
-    """More refusals than there are attempts are survived within the time of the settings."""
+def test_a_server_that_restarts_is_awaited() -> None:
+    """More refusals than attempts are survived within the time of the settings."""
     with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=30) as blob:
         server.script.then(*[ErrorStatus(503)] * 5)
         assert DATA == read_range(blob, 0, len(DATA))
         assert 7 == len(server.requests_matching())
 
 
-def test_a_fork_has_connections_of_its_own() -> None:
-    """What two processes read after a fork, at the same time, is what each of them asked for."""
+def test_a_forked_process_opens_new_connections() -> None:
+    """After a process fork, concurrent reads of both processes return the requested bytes."""
     with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=10) as blob:
         wrong = []
         for at in range(0, 200_000, 10_000):
             assert DATA[:1000] == read_range(blob, 0, 1000)  # a connection is kept
             child = os.fork()
             if child == 0:
-                # Nothing of the test's own may run here.
+                # No code of the test's own may run here.
                 try:
                     os._exit(0 if read_range(blob, at, 200_000) == DATA[at : at + 200_000] else 1)
                 finally:
                     os._exit(2)
             try:
-                mine = read_range(blob, at + 1, 190_000)
+                received = read_range(blob, at + 1, 190_000)
             finally:
                 status = os.waitpid(child, 0)[1]
-            if (status, mine) != (0, DATA[at + 1 : at + 190_001]):
+            if (status, received) != (0, DATA[at + 1 : at + 190_001]):
                 wrong.append(at)
         assert ([], 21) == (wrong, server.connections)
 
 
-def test_closing_in_a_fork_leaves_the_other_process_alone() -> None:
-    """A child that closes what it inherited ends no read of its parent's that is under way."""
+def test_closing_in_a_child_process_does_not_affect_the_parent() -> None:
+    """A child that closes its inherited blob ends no running read of its parent."""
     with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=30) as blob:
         server.script.then(StallFault(after=1000))
         with ThreadPoolExecutor(1) as threads:

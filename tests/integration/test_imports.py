@@ -1,4 +1,4 @@
-"""What is imported with what, asked of fresh interpreters."""
+"""Imports that fresh interpreters load for each package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ OPTIONAL = ["boto3", "gguf", "mooncake", "redis", "sglang", "transformers", "vll
 
 
 def imported_with(packages: list[str], watched: list[str]) -> list[str]:
-    """Which of `watched` a fresh interpreter holds once it has imported every module of `packages`."""
+    """Return the modules of `watched` that a fresh interpreter has loaded after it imports every module of
+    `packages`.
+    """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IMPORT_ALL, json.dumps(watched), *packages],
         capture_output=True,
@@ -38,27 +40,27 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
 
 
 def test_planner_runs_without_torch() -> None:
-    """No module of the planner brings torch or an extra, but those that speak to Redis, a cluster, KEDA."""
+    """No module of the planner imports torch or an extra, except the Redis, Kubernetes and KEDA modules."""
     assert [] == imported_with(["planner"], ["torch", "grpc", "lightkube", *OPTIONAL])
 
 
-def test_hooks_run_without_torch() -> None:
-    """Those bring no torch either: the image of planner and hooks has none."""
-    hooks = ["planner.integrations.kubernetes", "planner.integrations.keda"]
-    assert [] == imported_with(hooks, ["torch", "jsonpatch", *OPTIONAL])
+def test_integrations_run_without_torch() -> None:
+    """The integrations do not import torch either: the planner's container image does not contain it."""
+    integrations = ["planner.integrations.kubernetes", "planner.integrations.keda"]
+    assert [] == imported_with(integrations, ["torch", "jsonpatch", *OPTIONAL])
 
 
 @pytest.mark.parametrize("package", ["image", "transport", "storage", "planner_client", "peer", "source", "receiver"])
 def test_packages_import_without_extras(package: str) -> None:
-    """Every module of a room below the engines imports with the base dependencies alone."""
+    """Every module of a package below the engines imports with the base dependencies alone."""
     assert [] == imported_with([f"rfork.{package}"], OPTIONAL)
 
 
 def test_commands_start_without_extras() -> None:
-    """The command line is there on a machine without extras, so that it can name the one that is missing."""
+    """The command line starts without extras, so that it can name a missing one."""
     assert [] == imported_with(["rfork.cli.app"], OPTIONAL)
 
 
-def test_help_comes_without_torch() -> None:
-    """Help, and the commands that move no bytes, do not wait for torch."""
+def test_help_does_not_import_torch() -> None:
+    """Help, and commands that transfer no bytes, do not wait for torch."""
     assert [] == imported_with(["rfork.cli.app"], ["torch"])

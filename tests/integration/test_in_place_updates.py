@@ -1,4 +1,4 @@
-"""Weights that change while others read them, between real processes: a fork has one version or another."""
+"""Weights that change while other processes read them: a fork always gets one consistent version."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, W
 
 READY = r'"event": ?"ready"'
 SLOW = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(2 << 20)}
-"""A fork of all 12 MiB takes seconds: time to change what it reads."""
+"""A fork of all 12 MiB takes seconds, enough to change what it reads."""
 SLOWER = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(1 << 20)}
-"""The same where two give it."""
+"""The same with two sources."""
 ONE_READER = {"RFORK_MAX_READERS": "1"}
 """The second target has to read from the first."""
 ManifestFuture = Future[Manifest]
@@ -44,7 +44,7 @@ OLD, NEW, LOADED = sha256_of(1), sha256_of(2), sha256_of(CHECKPOINT)
 
 
 class WeightsFleet:
-    """A planner and the instances that were started with it."""
+    """A planner and the instances started with it."""
 
     def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
         environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_LOG_LEVEL": "debug"}
@@ -56,7 +56,7 @@ class WeightsFleet:
         stack.callback(self.client.close)
 
     def node(self, **options: str) -> WeightsNode:
-        """An instance that does nothing yet."""
+        """Start an instance that does nothing yet."""
         chosen = {
             "RFORK_MAX_INFLIGHT_CHUNKS": "1",
             "RFORK_SOURCE_IDLE_TIMEOUT_S": "5",
@@ -66,12 +66,12 @@ class WeightsFleet:
         return self._stack.enter_context(WeightsNode(self.url, chosen))
 
     def seed(self, **options: str) -> tuple[WeightsNode, str]:
-        """A seed of version 1, and its id."""
+        """Start a seed of version 1 and return it with its id."""
         node = self.node(**options)
         return node, cast(str, node.request("seed", 1)["id"])
 
     def chain(self, relay: Mapping[str, str] = SLOW) -> tuple[WeightsNode, WeightsNode, WeightsNode]:
-        """A slow seed, a target in mid-fork, and a second one that reads from the first, the `relay`."""
+        """Start a slow seed, a target in mid-fork, and a second one that reads from the first, the `relay`."""
         first, second = self.node(**relay), self.node()
         seed, _ = self.seed(**SLOW, **ONE_READER)
         first.request("fork")
@@ -83,30 +83,32 @@ class WeightsFleet:
 
 @pytest.fixture
 def fleet(rfork_process: StartRfork) -> Iterator[WeightsFleet]:
-    """A planner that knows nobody yet."""
+    """A fleet with an empty planner."""
     with contextlib.ExitStack() as stack:
         yield WeightsFleet(rfork_process, stack)
 
 
 def error_kinds(report: Message) -> list[str]:
-    """The kinds of errors in a report."""
+    """Return the error kinds in a report."""
     return [reason.partition(":")[0] for reason in cast(list[str], report["reasons"])]
 
 
 def quarantined(fleet: WeightsFleet) -> dict[str, str]:
-    """Why instances are kept from others, by id."""
+    """Return the quarantine reason of each quarantined instance, by id."""
     views = fleet.client.instances(model=MODEL)
     return {view.report.instance_id: view.quarantined for view in views if view.quarantined}
 
 
 def accused(fleet: WeightsFleet) -> dict[str, str]:
-    """What readers say that instances did wrong, by id; all are on one host, so none is quarantined."""
+    """Return the readers' failure reports about instances, by id; all are on one host, so none is
+    quarantined.
+    """
     views = fleet.client.instances(model=MODEL)
     return {view.report.instance_id: view.accused for view in views if view.accused}
 
 
 def fork_afterwards(fleet: WeightsFleet) -> str:
-    """The bytes that a fork gets which comes after all of it."""
+    """Return the hash of the bytes that a later fork gets."""
     node = fleet.node()
     node.request("fork")
     return cast(str, node.request("report")["sha256"])
@@ -114,7 +116,9 @@ def fork_afterwards(fleet: WeightsFleet) -> str:
 
 @pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice in a row"])
 def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) -> None:
-    """Who read the old weights, from seed or relay, starts over with the newest; nobody is to blame."""
+    """Targets that read the old weights, from seed or relay, start over with the newest ones; no source is
+    blamed.
+    """
     seed, *targets = fleet.chain()
     for version in updates:
         seed.request("update", version)
@@ -127,8 +131,10 @@ def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) 
     assert newest == fork_afterwards(fleet)
 
 
-def test_a_seed_that_stays_fenced(fleet: WeightsFleet) -> None:
-    """Who read the old weights waits for others as long as the setting says, and then loads."""
+def test_targets_of_a_fenced_seed_fall_back(fleet: WeightsFleet) -> None:
+    """A target that read the old weights waits for another source until the configured timeout, and then
+    loads from storage.
+    """
     seed, *targets = fleet.chain()
     seed.request("fence")
     reports = [target.request("report") for target in targets]
@@ -137,10 +143,10 @@ def test_a_seed_that_stays_fenced(fleet: WeightsFleet) -> None:
 
 
 def test_an_update_under_a_reader_that_opens_its_channel(fleet: WeightsFleet) -> None:
-    """A target that has a plan for the old weights, and no byte yet, gets the new ones."""
+    """A target that has a plan for the old weights but no bytes yet gets the new ones."""
     seed, _ = fleet.seed(**SLOW)
     target = fleet.node()
-    target.request("id")  # it is up: a planner forgets who is silent for as long as that may take
+    target.request("id")  # the seed is up now: the planner expires silent instances only after a long start-up
     seed.signal(signal.SIGSTOP)
     try:
         target.request("fork")
@@ -155,7 +161,7 @@ def test_an_update_under_a_reader_that_opens_its_channel(fleet: WeightsFleet) ->
 
 
 def test_a_silent_write_to_one_of_two_seeds(fleet: WeightsFleet) -> None:
-    """Its reader finds out by the digest, accuses it, and gets the bytes from the other."""
+    """The target detects it by digest, reports the seed, and reads the bytes from the other."""
     seeds = {name: node for node, name in (fleet.seed(**SLOWER) for _ in range(2))}
     target = fleet.node()
     target.request("fork")
@@ -169,7 +175,7 @@ def test_a_silent_write_to_one_of_two_seeds(fleet: WeightsFleet) -> None:
 
 
 def test_a_silent_write_to_the_only_seed(fleet: WeightsFleet) -> None:
-    """Its reader finds out by the digest, accuses it, and loads."""
+    """The target detects it by digest, reports the seed, and loads from storage."""
     seed, name = fleet.seed(**SLOW)
     target = fleet.node()
     target.request("fork")
@@ -181,7 +187,7 @@ def test_a_silent_write_to_the_only_seed(fleet: WeightsFleet) -> None:
 
 
 def test_a_silent_write_to_a_relay(fleet: WeightsFleet) -> None:
-    """Its memory goes bad after it was verified: its reader blames it, and reads from the root."""
+    """The relay's memory is corrupted after verification: its reader blames it, and reads from the root."""
     seed, relay, target = fleet.chain(relay=SLOWER)
     relay.wait_for_chunks(CHUNKS // 2)
     relay.request("write", CHUNKS // 2 - 1)
@@ -193,7 +199,7 @@ def test_a_silent_write_to_a_relay(fleet: WeightsFleet) -> None:
 
 
 def token_for(seed: Seed) -> str:
-    """A lease of the seed's weights as they are now."""
+    """Return a lease for the seed's current weights."""
     name, layout_id = seed.identity.instance_id, seed.image.layout.layout_id
     key = derive_key(b"s" * 32, name)
     seed.set_lease_keys([key])
@@ -202,14 +208,16 @@ def token_for(seed: Seed) -> str:
 
 
 @contextlib.contextmanager
-def pending_manifest_request(draft: str | None, patch: pytest.MonkeyPatch) -> Iterator[tuple[Seed, ManifestFuture]]:
-    """A relay that does not know its manifest, and what somebody gets who asks for it and waits by now."""
+def pending_manifest_request(
+    provisional_id: str | None, patch: pytest.MonkeyPatch
+) -> Iterator[tuple[Seed, ManifestFuture]]:
+    """Start a relay without a manifest, and a request for that manifest that is already waiting."""
     image, settings = (
         image_from_tensors({"a": torch.ones(2 * MIB, dtype=torch.uint8)}),
         InstanceSettings(drain_timeout_s=0),
     )
     board = ChunkState(image.layout.chunks)
-    board.set_provisional_id(draft)
+    board.set_provisional_id(provisional_id)
     board.mark_verified(0, b"w" * 16)
     request_waiting = threading.Event()
     with Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], chunk_state=board) as relay:
@@ -228,8 +236,8 @@ def pending_manifest_request(draft: str | None, patch: pytest.MonkeyPatch) -> It
             yield relay, future
 
 
-def test_who_waits_for_a_manifest_hears_of_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asked for what the image held before: what it holds afterwards is no answer to that."""
+def test_a_manifest_request_fails_on_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request was for the previous weights, so the manifest of the new ones is no valid response."""
     with pending_manifest_request(None, monkeypatch) as (relay, future):
         with relay.updating():
             pass
@@ -237,8 +245,8 @@ def test_who_waits_for_a_manifest_hears_of_a_fence(monkeypatch: pytest.MonkeyPat
             future.result()
 
 
-def test_who_waits_for_a_manifest_gets_it_from_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relay that drops wrong chunks of its draft as it learns its manifest tells that all the same."""
+def test_a_manifest_request_gets_the_final_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay that drops wrong chunks as its provisional manifest is replaced still answers the request."""
     with pending_manifest_request("a" * 32, monkeypatch) as (relay, future):
         relay.invalidate([0])
         relay.set_manifest(relay.image.manifest())
@@ -246,7 +254,7 @@ def test_who_waits_for_a_manifest_gets_it_from_a_draft(monkeypatch: pytest.Monke
 
 
 def test_after_a_fence_no_new_byte_goes_to_an_old_reader() -> None:
-    """Who does not take its bytes is cut in mid-slice: what it still gets afterwards is all of the old."""
+    """A reader that does not consume its bytes is cut in mid-slice; whatever it still receives is old data."""
     image = image_from_tensors({"a": torch.zeros(64 * MIB, dtype=torch.uint8)})
     settings = InstanceSettings(drain_timeout_s=0)
     seed = Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], manifest=image.manifest())

@@ -1,6 +1,7 @@
-"""rfork as files, as an engine's container gets them: real Pythons whose packages are not rfork's.
+"""rfork injected as files into an engine's container: real Python environments whose packages differ from
+rfork's.
 
-The engines are stand-ins of a few lines: what is looked at is what they find, and what they are told.
+The engines are short stand-ins; the tests check what they import and which settings they receive.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ OUTDATED_PROTOBUF_MESSAGE = "this image's protobuf is 5.29.6, and rfork needs <8
 
 @dataclass(frozen=True)
 class EngineImage:
-    """An engine's image: its Python, its packages, and rfork's files, put in as the webhook does."""
+    """An engine's container image: its Python, its packages, and rfork's files, injected as the webhook does."""
 
     python: Path
     packages: Path
     files: Path
 
     def add(self, texts: dict[str, str]) -> None:
-        """Install something: a text for each file."""
+        """Install a package: file names and their contents."""
         for name, text in texts.items():
             file = self.packages / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,19 +111,19 @@ class EngineImage:
             file.write_text("\n".join(line[indent:] for line in lines) + "\n", "utf-8")
 
     def run(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """The image's Python, in an environment that has PYTHONPATH and these variables."""
+        """Run the image's Python with PYTHONPATH and these environment variables."""
         environment = {"PYTHONPATH": str(self.files / "path"), "PATH": os.defpath, **variables}
         command = [str(self.python), "-B", *map(str, arguments)]
         return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
     def run_lines(self, code: str, **variables: str) -> list[str]:
-        """The lines that a program prints, which has to end well."""
+        """Return the lines that a program prints; the program must succeed."""
         done = self.run("-c", code, **variables)
         assert (0, "") == (done.returncode, done.stderr)
         return done.stdout.splitlines()
 
     def rfork(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The command, as a preStop hook has the shell run it, from files where nothing can be executed."""
+        """Run the `rfork` command as a preStop hook's shell does, from files that are not executable."""
         environment = {
             "PYTHONPATH": str(self.files / "path"),
             "PATH": f"{self.python.parent}{os.pathsep}{os.defpath}",
@@ -133,7 +134,7 @@ class EngineImage:
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files, for this Python, of packages that are installed here."""
+    """The injected files for this Python, made of packages that are installed here."""
     folder = tmp_path_factory.mktemp("rfork")
 
     def install(wanted: object, python: str, target: Path) -> None:
@@ -147,12 +148,14 @@ def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def image(layer: Path, tmp_path: Path) -> EngineImage:
-    """An image that has nothing."""
+    """An image without any packages."""
     return EngineImage(*bare_python(tmp_path / "image"), layer)
 
 
 def test_engines_find_both_plugins(image: EngineImage) -> None:
-    """Each engine's group has one entry point of the distribution rfork, which leads to the files' hook."""
+    """Each engine's entry-point group has one entry of the distribution rfork, which refers to the injected
+    plugin.
+    """
     code = (
         "from importlib.metadata import entry_points\n"
         f"for group in {list(ENTRY_POINTS)}:\n"
@@ -165,12 +168,14 @@ def test_engines_find_both_plugins(image: EngineImage) -> None:
 
 
 def test_nothing_but_rfork_goes_before_the_images_packages(layer: Path) -> None:
-    """What is on PYTHONPATH hides no module of the image: there is no planner, and no dependency."""
+    """The directory on PYTHONPATH hides no module of the image: it contains neither the planner nor
+    dependencies.
+    """
     assert ["rfork", "rfork-0.1.0.dist-info"] == sorted(each.name for each in (layer / "path").iterdir())
 
 
-def test_dependencies_are_found_behind_the_images_own(image: EngineImage) -> None:
-    """The image's own packages are imported; what it lacks is found at the end of the path."""
+def test_the_images_packages_come_before_dependencies(image: EngineImage) -> None:
+    """The image's own packages are imported; missing ones come from the end of the path."""
     image.add({"structlog/__init__.py": "", "structlog-99.dist-info/METADATA": "Name: structlog\nVersion: 99"})
     deps = f"{image.files}/deps/cp{PYTHON_VERSION.replace('.', '')}"
     assert [
@@ -186,15 +191,15 @@ def test_dependencies_are_found_behind_the_images_own(image: EngineImage) -> Non
     )
 
 
-def test_a_pickle_may_come_before_the_plugins(image: EngineImage, tmp_path: Path) -> None:
-    """A process that only unpickles what is rfork's finds what that needs."""
+def test_an_object_can_be_unpickled_before_the_plugins_load(image: EngineImage, tmp_path: Path) -> None:
+    """A process that only unpickles an object of rfork finds the modules that it needs."""
     (tmp_path / "settings").write_bytes(pickle.dumps(InstanceSettings(max_inflight_chunks=3)))
     code = f"import pickle; print(pickle.load(open({str(tmp_path / 'settings')!r}, 'rb')).max_inflight_chunks)"
     assert ["3"] == image.run_lines(code)
 
 
 def test_files_are_found_through_a_link(image: EngineImage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rfork launch` links to the package from a folder of its own: the files' dependencies are found."""
+    """`rfork launch` links to the package from its own directory: the injected dependencies are found."""
     monkeypatch.setattr("rfork.__file__", str(image.files / "path" / "rfork" / "__init__.py"))
     with with_plugin_path({}) as environment:
         assert ["True"] == image.run_lines(
@@ -210,8 +215,8 @@ def test_files_are_found_through_a_link(image: EngineImage, monkeypatch: pytest.
     ],
     ids=["vllm", "sglang"],
 )
-def test_an_image_whose_packages_are_too_old(image: EngineImage, engine: dict[str, str], loads: str) -> None:
-    """The engine loads by itself, and one line names the package: no traceback, no unknown load format."""
+def test_an_image_with_outdated_packages_disables_rfork(image: EngineImage, engine: dict[str, str], loads: str) -> None:
+    """The engine uses its own loader, and one line names the package: no traceback, no unknown load format."""
     image.add({**engine, **OLD_PROTOBUF})
     done = image.run(image.packages / "serve.py")
     assert (0, loads, f"{DISABLED_MESSAGE}{OUTDATED_PROTOBUF_MESSAGE}\n") == (
@@ -221,8 +226,12 @@ def test_an_image_whose_packages_are_too_old(image: EngineImage, engine: dict[st
     )
 
 
-def test_an_image_whose_packages_are_too_old_is_launched(image: EngineImage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `rfork launch` puts in front of the files leads to the same: the engine loads by itself."""
+def test_launch_in_an_image_with_outdated_packages_disables_rfork(
+    image: EngineImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that `rfork launch` puts first on the path have the same result: the engine uses its own
+    loader.
+    """
     image.add({**VLLM, **OLD_PROTOBUF})
     monkeypatch.setattr("rfork.__file__", str(image.files / "path" / "rfork" / "__init__.py"))
     with with_plugin_path({"PYTHONPATH": str(image.files / "path")}) as environment:
@@ -231,16 +240,16 @@ def test_an_image_whose_packages_are_too_old_is_launched(image: EngineImage, mon
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_image_that_does_not_fit_is_left_alone(image: EngineImage, engine: str) -> None:
-    """Nothing of rfork's is on its path, where the engine would take it for a package of its own."""
+def test_an_incompatible_image_is_not_modified(image: EngineImage, engine: str) -> None:
+    """No directory of rfork is on its path, where the engine would import packages from it."""
     image.add({**VLLM, **SGLANG, **OLD_PROTOBUF})
     code = f"import sys, rfork._files as files; files.{engine}(); print([p for p in sys.path if 'deps' in p])"
     assert ["[]"] == image.run_lines(code)
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["vllm", "sglang"])
-def test_a_server_that_must_be_forked(image: EngineImage, engine: dict[str, str]) -> None:
-    """With RFORK_FAIL_IF_NOT_FORKED it does not start, for the same reason."""
+def test_a_server_that_must_fork_does_not_start(image: EngineImage, engine: dict[str, str]) -> None:
+    """With RFORK_FAIL_IF_NOT_FORKED it exits with the same reason."""
     image.add({**engine, **OLD_PROTOBUF})
     done = image.run(image.packages / "serve.py", RFORK_FAIL_IF_NOT_FORKED="1")
     expected = (
@@ -249,52 +258,52 @@ def test_a_server_that_must_be_forked(image: EngineImage, engine: dict[str, str]
     assert (1, expected) == (done.returncode, done.stderr.splitlines()[-1])
 
 
-def test_a_python_that_the_files_are_not_for(image: EngineImage, tmp_path: Path) -> None:
-    """The reason names the Pythons there are."""
+def test_an_unsupported_python_is_named(image: EngineImage, tmp_path: Path) -> None:
+    """The reason lists the supported Python versions."""
     for name in ("path", "bin"):
         shutil.copytree(image.files / name, tmp_path / name)
     (tmp_path / "deps" / "cp399").mkdir(parents=True)
     moved = EngineImage(image.python, image.packages, tmp_path)
     this = f"cp{PYTHON_VERSION.replace('.', '')}"
-    why = f"rfork's files in {tmp_path} are for cp399, and this Python is {this}"
-    assert [why] == moved.run_lines("import rfork._files as files; print(files.unusable_reason())")
+    reason = f"rfork's files in {tmp_path} are for cp399, and this Python is {this}"
+    assert [reason] == moved.run_lines("import rfork._files as files; print(files.unusable_reason())")
     done = moved.rfork("drain", "--help")
     expected = f"rfork: its files in {tmp_path} are for cp399, and this Python is {this}\n"
     assert (1, expected) == (done.returncode, done.stderr)
 
 
-def test_what_packages_ask_of_one_another_is_tried(image: EngineImage) -> None:
-    """A package of the image that is older than another asks for, but does, is no reason to be off."""
+def test_an_unmet_requirement_that_works_is_ignored(image: EngineImage) -> None:
+    """A package that is older than another one requires, but works, does not disable rfork."""
     image.add({"sniffio/__init__.py": "", "certifi-1.dist-info/METADATA": "Name: certifi\nVersion: 1"})
     image.add({"idna-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: idna\nVersion: 1"})
     assert ["''"] == image.run_lines("import rfork._files as files; print(repr(files.unusable_reason()))")
 
 
-def test_what_does_not_import_is_told(image: EngineImage) -> None:
-    """One that does not even import is."""
+def test_a_package_that_fails_to_import_is_named(image: EngineImage) -> None:
+    """An unmet requirement that fails on import disables rfork."""
     image.add(
         {
             "typing_inspection/__init__.py": "raise ImportError('broken')",
             "typing_inspection-0.1.dist-info/METADATA": "Name: typing-inspection\nVersion: 0.1",
         }
     )
-    (why,) = image.run_lines("import rfork._files as files; print(files.unusable_reason())")
-    assert "this image's typing-inspection is 0.1, and pydantic needs " in why
-    assert why.endswith(" (ImportError: broken)")
+    (reason,) = image.run_lines("import rfork._files as files; print(files.unusable_reason())")
+    assert "this image's typing-inspection is 0.1, and pydantic needs " in reason
+    assert reason.endswith(" (ImportError: broken)")
 
 
-def test_the_command_runs_whatever_the_image_has(image: EngineImage) -> None:
-    """`rfork drain` is a process of its own: there rfork's dependencies go first."""
+def test_the_command_runs_with_any_packages(image: EngineImage) -> None:
+    """`rfork drain` runs in its own process, where rfork's dependencies come first."""
     image.add({**OLD_PROTOBUF, "httpx/__init__.py": "raise ImportError", "rich/__init__.py": "raise ImportError"})
-    helped = image.rfork("drain", "--help")
-    assert (0, "Usage: rfork drain [OPTIONS] [INSTANCE]") == (helped.returncode, helped.stdout.split("\n")[0])
+    help_result = image.rfork("drain", "--help")
+    assert (0, "Usage: rfork drain [OPTIONS] [INSTANCE]") == (help_result.returncode, help_result.stdout.split("\n")[0])
     done = image.rfork("drain", "--replica", "server-1", "--planner", "http://127.0.0.1:9", "--wait", "0")
     assert "error: planner http://127.0.0.1:9 is unreachable" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_image_without_python(layer: Path, tmp_path: Path) -> None:
-    """The command says so, as shells do of what is not there."""
+def test_an_image_without_python_is_reported(layer: Path, tmp_path: Path) -> None:
+    """The command exits like a shell that does not find a program."""
     (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
     done = subprocess.run(
         ["/bin/sh", layer / "bin" / "rfork"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
@@ -302,7 +311,7 @@ def test_an_image_without_python(layer: Path, tmp_path: Path) -> None:
     assert (127, "rfork: this image has no python3 on its PATH\n") == (done.returncode, done.stderr)
 
 
-def test_a_python_that_is_no_version() -> None:
-    """A build for no Python there is ends before it begins."""
+def test_an_invalid_python_version_fails_the_build() -> None:
+    """A build for an invalid Python version fails before it starts."""
     with pytest.raises(ValueError, match=r"invalid Python version, expected e\.g\. 3\.11: cp312"):
         files.build(Path("/nonexistent"), Path("/nonexistent"), ["3.11", "cp312"], lambda *_: None)

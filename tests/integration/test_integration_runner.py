@@ -1,4 +1,4 @@
-"""Hooks as processes: `rfork k8s`, and beside the planner; and a TLS server whose certificate is changed."""
+"""Integrations as processes: `rfork k8s`, and inside the planner; and a TLS server whose certificate changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POD = {
 
 
 def review(pod: dict[str, Any]) -> dict[str, Any]:
-    """What the API server asks when a Pod is created."""
+    """Return the API server's admission request for a new Pod."""
     request = {
         "uid": "1",
         "operation": "CREATE",
@@ -50,14 +50,14 @@ def review(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 class WebhookCertificates:
-    """A folder of certificates, and what it is trusted by."""
+    """A certificate directory, and the authority that clients trust."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.own = self.renew()
 
     def renew(self, days: float = DAYS) -> CertBundle:
-        """Another certificate, by another authority."""
+        """Replace the certificate by one of another authority."""
         self.own = certs.generate_bundle(HOSTS, days, time.time())
         for name, content in self.own.data().items():
             (self.path / name).write_bytes(content)
@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> WebhookCertificates:
 
 @pytest.fixture
 def environment(folder: WebhookCertificates, tmp_path: Path) -> dict[str, str]:
-    """A webhook that needs no cluster, and finds none."""
+    """Environment of a webhook that needs no cluster, and finds none."""
     return {
         "HOME": str(tmp_path),
         "KUBECONFIG": str(tmp_path / "none"),
@@ -88,7 +88,7 @@ def trusted_context(own: CertBundle) -> ssl.SSLContext:
 
 
 def mutate(url: str, own: CertBundle) -> dict[str, Any]:
-    """The labelled Pod as the webhook makes it."""
+    """Return the labelled Pod as the webhook modifies it."""
     response = httpx.post(f"{url}/mutate", json=review(POD), verify=trusted_context(own))
     patch = json.loads(base64.b64decode(response.raise_for_status().json()["response"]["patch"]))
     changed: dict[str, Any] = jsonpatch.apply_patch(POD, patch)
@@ -96,7 +96,7 @@ def mutate(url: str, own: CertBundle) -> dict[str, Any]:
 
 
 def injected_planner_urls(pod: dict[str, Any]) -> list[str]:
-    """Where the Pod's containers are told that the planner is."""
+    """Return the planner URLs in the Pod's containers."""
     return [
         variable["value"]
         for container in pod["spec"]["containers"]
@@ -105,8 +105,8 @@ def injected_planner_urls(pod: dict[str, Any]) -> list[str]:
     ]
 
 
-async def test_a_certificate_is_changed_under_a_connection() -> None:
-    """One that lives goes on; new ones see the new certificate, though its key is of another kind."""
+async def test_a_certificate_changes_while_connections_are_open() -> None:
+    """Open connections continue; new ones get the new certificate, even with another key type."""
     first = trustme.CA(key_type=trustme.KeyType.RSA).issue_cert(*HOSTS, key_type=trustme.KeyType.RSA)
     second = certs.generate_bundle(HOSTS, DAYS, time.time())
     live = ReloadingContext()
@@ -134,7 +134,7 @@ async def test_a_certificate_is_changed_under_a_connection() -> None:
 
 
 async def test_without_a_certificate_no_handshake_succeeds() -> None:
-    """Until there is one the server listens, and refuses; it does not fail."""
+    """Until it has a certificate, the server listens and refuses handshakes without failing."""
     live = ReloadingContext()
     listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
@@ -150,14 +150,14 @@ async def test_without_a_certificate_no_handshake_succeeds() -> None:
 
 
 async def hello(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI application that says one word."""
+    """An ASGI application that responds with one word."""
     if scope["type"] == "http":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"hello"})
 
 
-def test_hooks_need_no_torch() -> None:
-    """The planner's image has none: what runs hooks imports without it, and the command too."""
+def test_integrations_do_not_import_torch() -> None:
+    """The planner's container image has no torch: the integrations and their command import without it."""
     code = (
         "import sys; sys.modules['torch'] = None;"
         "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_client;"
@@ -169,7 +169,9 @@ def test_hooks_need_no_torch() -> None:
 def test_the_webhook_serves_without_a_cluster(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
 ) -> None:
-    """With certificates of others it needs none: Pods are changed, probes green, SIGTERM ends it with 0."""
+    """With certificates from elsewhere it needs no cluster: it modifies Pods, its probes succeed, and SIGTERM
+    ends it with code 0.
+    """
     process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
     url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
     probes = process.wait_for(r"probes=(\S+)")[1]
@@ -186,10 +188,10 @@ def test_the_webhook_serves_without_a_cluster(
     )
 
 
-def test_the_webhook_takes_a_renewed_certificate(
+def test_the_webhook_reloads_a_renewed_certificate(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
 ) -> None:
-    """Files that change are shown without a restart; a broken key in between is one log line."""
+    """Changed files are used without a restart; a broken key in between is logged once."""
     process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
     url, old = process.wait_for(r"webhook ready.*url=(\S+)")[1], folder.own
     (folder.path / "tls.key").write_text("half of")
@@ -203,7 +205,7 @@ def test_the_webhook_takes_a_renewed_certificate(
 
 @pytest.fixture
 def port_in_use() -> Iterator[str]:
-    """A port that somebody holds."""
+    """A port that is in use."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -221,13 +223,17 @@ def port_in_use() -> Iterator[str]:
             "/nowhere/tls.crt: No such file or directory",
         ),
         (("webhook",), {"RFORK_K8S_CERTIFICATE_DIR": ""}, "cannot use the kubeconfig"),
-        (("webhook",), {"RFORK_K8S_POD_PLANNER_URL": ""}, "the webhook needs the URL that Pods use to reach the planner"),
+        (
+            ("webhook",),
+            {"RFORK_K8S_POD_PLANNER_URL": ""},
+            "the webhook needs the URL that Pods use to reach the planner",
+        ),
         (("webhook",), {"RFORK_K8S_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
         (("controller",), {}, "cannot use the kubeconfig"),
         (("webhook", "nothing"), {}, "unknown integration 'nothing': choose from webhook, controller, scaler"),
     ],
 )
-def test_what_cannot_work_is_one_line(
+def test_an_invalid_configuration_is_one_line(
     rfork_process: StartRfork,
     environment: dict[str, str],
     port_in_use: str,
@@ -248,10 +254,10 @@ def test_what_cannot_work_is_one_line(
     ), process.transcript()
 
 
-def test_one_that_fails_ends_the_others(
+def test_a_failing_integration_ends_the_others(
     rfork_process: StartRfork, environment: dict[str, str], port_in_use: str
 ) -> None:
-    """A Pod with two hooks is restarted as a whole."""
+    """A Pod that runs two integrations is restarted as a unit."""
     process_environment = {"RFORK_PLANNER": "http://planner:8700", "RFORK_K8S_SCALER_PORT": port_in_use}
     process = rfork_process("k8s", "webhook", "scaler", environment=environment | process_environment)
     assert 2 == process.wait(), process.transcript()
@@ -260,7 +266,9 @@ def test_one_that_fails_ends_the_others(
 def test_the_planner_runs_the_webhook(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates, free_port: int
 ) -> None:
-    """One process serves its API, and Pods over TLS; its metrics tell of the hook, and it ends with 0."""
+    """One process serves the REST API and the webhook over TLS; its metrics include the webhook, and it exits
+    with code 0.
+    """
     process_environment = {"RFORK_PLANNER_INTEGRATIONS": "webhook", "RFORK_PLANNER_PORT": str(free_port)}
     process = rfork_process("planner", until="webhook ready", environment=environment | process_environment)
     url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
@@ -284,10 +292,12 @@ def test_the_planner_runs_the_webhook(
     )
 
 
-def test_a_hook_that_fails_does_not_hurt_the_planner(
+def test_a_failing_integration_does_not_affect_the_planner(
     rfork_process: StartRfork, environment: dict[str, str], free_port: int
 ) -> None:
-    """Its port is taken: the log says so and when it is tried again; the planner answers, and ends with 0."""
+    """Its port is in use: the log has the reason and the retry delay; the planner keeps serving and exits
+    with code 0.
+    """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -306,10 +316,10 @@ def test_a_hook_that_fails_does_not_hurt_the_planner(
     assert (200, 0) == (status_code, process.wait())
 
 
-def test_a_planner_with_hooks_that_cannot_work_does_not_start(
+def test_a_planner_with_misconfigured_integrations_does_not_start(
     rfork_process: StartRfork, environment: dict[str, str]
 ) -> None:
-    """Settings that are wrong are one line, as all others of the planner."""
+    """Invalid settings are reported in one line, like all others of the planner."""
     process_environment = {
         "RFORK_PLANNER_INTEGRATIONS": "webhook",
         "RFORK_PLANNER_PORT": "0",

@@ -1,4 +1,4 @@
-"""Hooks and planner in one trace, sent by their processes to a collector; and one that takes nothing."""
+"""Traces across integrations and planner, sent to a collector; and a collector that does not respond."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster
 READY: Final = r'"event": ?"ready"'
 
 
-async def test_a_scale_up_is_one_trace_over_controller_and_planner(
+async def test_a_scale_up_is_one_trace_across_controller_and_planner(
     rfork_process: StartRfork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins where the controller acts, and goes on in the planner's process."""
+    """The trace begins in the controller and continues in the planner's process."""
     monkeypatch.setattr(span_processor, "CLOSE_S", 60.0)
     with running_collector() as collector:
         environment = {
@@ -84,11 +84,11 @@ def folder(tmp_path: Path) -> WebhookCertificates:
     return WebhookCertificates(tmp_path)
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["takes spans", "hangs"])
-def test_a_webhook_answers_whatever_its_collector_does(
+@pytest.mark.parametrize("hangs", [False, True], ids=["collector responds", "hangs"])
+def test_a_webhook_responds_with_any_collector(
     rfork_process: StartRfork, folder: WebhookCertificates, hangs: bool
 ) -> None:
-    """Pods are changed in the API server's trace; a collector that hangs holds neither them nor its end."""
+    """Its spans belong to the API server's trace; a hanging collector delays neither responses nor exit."""
     with running_collector(hangs=hangs) as collector:
         environment = {
             "HOME": str(folder.path),

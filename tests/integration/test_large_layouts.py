@@ -1,4 +1,4 @@
-"""A million tensors in 100 GB: what the control path of a fork takes, on both sides."""
+"""A million tensors in 100 GB: cost of a fork's control path on both sides."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from tests.integration.large_layout import LAST_TENSOR
 
 CPU_S = 20
-"""The kernel ends a side that takes more: three times what it takes on a core of its own, as on one that is
-shared the same work counts for up to twice as much."""
+"""The kernel kills a side that uses more CPU time: three times the usual amount on a dedicated core, because
+on a shared one the same work is accounted up to twice.
+"""
 MAX_BYTES = 10**9
-"""Of memory at any time, torch included."""
+"""Peak memory, including torch."""
 NEVER_S = 120.0
 
 
 @contextmanager
 def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """One side's process, under the limit of processor time, ended with the block."""
+    """Run one side's process under the CPU limit; it ends with the block."""
     command = [sys.executable, "-m", "tests.integration.large_layout", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
@@ -33,7 +34,9 @@ def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_million_tensors() -> None:
-    """Layouts are hashed, streamed, compared, a fork is planned and told: in 20 s of a core, 1 GB a side."""
+    """Layouts are hashed, streamed and compared, and a fork is planned and reported, within 20 s of CPU and 1
+    GB per side.
+    """
     with side("source") as source_process:
         if source_process.stdout is None:
             raise RuntimeError("started without a pipe")
@@ -49,7 +52,7 @@ def test_a_million_tensors() -> None:
     print({"source": source_cost, "target": target_cost})
     assert f"{LAST_TENSOR}: here float16[128, 16]" == target_report["difference"].partition(" stride")[0]
     assert ("True", source_report["chunks"]) == (target_report["differs"], target_report["verified"])
-    assert 1 == source_report["segments"]  # what one-sided transports tell is of the size of the memory's runs
-    # What is told again and again is of the size of the chunks, of which there are 374.
+    assert 1 == source_report["segments"]  # one-sided endpoints are proportional to the number of memory runs
+    # Repeated messages are proportional to the number of chunks, which is 374.
     assert [] == [size for size in (source_report["report_bytes"], target_report["progress_bytes"]) if size > 4096]
     assert [] == [cost for cost in (source_cost, target_cost) if cost["peak_bytes"] > MAX_BYTES]

@@ -1,4 +1,4 @@
-"""`rfork launch` as a real process, over stand-ins for engines: signals, exit codes, and the drain."""
+"""`rfork launch` as a process, with stand-ins for engines: signals, exit codes, and the drain."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tests.processes import RforkProcess, SignalThread
 ENGINE = """#!{python}
 import importlib.metadata, os, signal, sys, time
 
-def say(*words):
+def report(*words):
     print(*words, flush=True)
 
 def end(number, frame):
-    say("engine got", signal.Signals(number).name)
+    report("engine got", signal.Signals(number).name)
     if "--stubborn" not in sys.argv:
         sys.exit(7)
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, end)
 points = {{point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}}
-told = [os.environ["RFORK_" + name] for name in ("PLANNER", "REPLICA", "DRAIN_S")]
-say("engine has", sys.argv[1:], *told, points)
+settings = [os.environ["RFORK_" + name] for name in ("PLANNER", "REPLICA", "DRAIN_TIMEOUT_S")]
+report("engine has", sys.argv[1:], *settings, points)
 if "--die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 while "--once" not in sys.argv:
-    time.sleep(1)  # a signal that comes as it begins is heard when it ends
+    time.sleep(1)  # a signal just before the sleep is handled after it
 sys.exit(3)
 """
 REPLICA = "server-1"
@@ -49,7 +49,7 @@ Launch = Callable[..., RforkProcess]
 
 @pytest.fixture
 def launch(rfork_process: StartRfork, tmp_path: Path) -> Launch:
-    """Starts a stand-in by `rfork launch`, and waits until it is up."""
+    """Start a stand-in with `rfork launch`, and wait until it is up."""
     engine = tmp_path / "vllm"
     engine.write_text(ENGINE.format(python=sys.executable))
     engine.chmod(0o755)
@@ -71,7 +71,7 @@ def launch(rfork_process: StartRfork, tmp_path: Path) -> Launch:
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> Iterator[PlannerClient]:
-    """A planner's client."""
+    """A client of a planner."""
     process = rfork_process("planner", "--port", "0", "--json", until=r'"event": ?"ready"')
     client = PlannerClient(process.wait_for(r"http://127.0.0.1:\d+").group())
     yield client
@@ -79,7 +79,7 @@ def planner(rfork_process: StartRfork) -> Iterator[PlannerClient]:
 
 
 def seed_of(planner: PlannerClient, replica: str, *, has_weights: bool = True) -> Seed:
-    """What a rank of the server would give, or would like to have."""
+    """Register a rank of the server as a seed or as an instance without weights."""
     settings = InstanceSettings()
     image = image_from_tensors({"weight": torch.ones(64)})
     return Seed(
@@ -97,44 +97,44 @@ def lines(process: RforkProcess) -> list[str]:
     return re.findall("engine got .*", process.stdout)
 
 
-def test_the_engine_gets_what_it_needs(launch: Launch) -> None:
-    """Load format, planner, name, plug-in, and no drain of its own; and its exit code is the launcher's."""
+def test_the_engine_gets_its_configuration(launch: Launch) -> None:
+    """Load format, planner, name, plugin and a zero drain timeout; its exit code is the launcher's."""
     process = launch("--once")
     arguments = ["serve", "model", "--once", "--load-format", "rfork"]
     message = f"engine has {arguments} http://127.0.0.1:9 {REPLICA} 0 {{'rfork'}}"
     assert (3, message) == (process.wait(), process.wait_for("engine has .*").group())
 
 
-def test_a_signal_that_ends_the_engine_is_told(launch: Launch) -> None:
-    """128 and the number of the signal, as shells say it."""
+def test_a_signal_that_kills_the_engine_is_the_exit_code(launch: Launch) -> None:
+    """128 plus the number of the signal, as in shells."""
     assert 128 + signal.SIGKILL == launch("--die").wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_other_signals_go_on_as_they_came(launch: Launch, number: signal.Signals) -> None:
+def test_other_signals_are_forwarded(launch: Launch, number: signal.Signals) -> None:
     """Once, and without a drain."""
     process = launch()
     process.signal(number)
     assert (7, [f"engine got {number.name}"]) == (process.wait(), lines(process))
 
 
-def test_a_signal_that_another_thread_takes_goes_on(launch: Launch, tmp_path: Path) -> None:
-    """Though the launcher, which waits for news of the engine, is not woken by it."""
+def test_a_signal_received_on_another_thread_is_forwarded(launch: Launch, tmp_path: Path) -> None:
+    """Even though it does not wake the launcher, which waits for the engine."""
     thread = SignalThread(tmp_path / "patch")
     process = launch(environment=thread.environment)
     thread.deliver(signal.SIGINT)
     assert (7, ["engine got SIGINT"]) == (process.wait(), lines(process))
 
 
-def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None:
-    """A SIGTERM goes on to the engine in the time of a drain, though nobody can be asked for one."""
+def test_an_unreachable_planner_does_not_block_the_exit(launch: Launch) -> None:
+    """SIGTERM reaches the engine within the drain timeout, even though no planner responds."""
     process = launch(drain_timeout_s="0.5")
     process.signal(signal.SIGTERM)
     assert (7, ["engine got SIGTERM"]) == (process.wait(), lines(process))
 
 
 def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
-    """The server's instance drains, though it is the last; that of one whose name begins alike does not."""
+    """The server's instance drains although it is the last; an instance with a similar name does not."""
     with seed_of(planner, REPLICA) as seed, seed_of(planner, f"{REPLICA}-b") as other:
         assert (True, True) == (seed.wait_registered(10), other.wait_registered(10))
         process = launch(planner=planner.url)
@@ -145,8 +145,8 @@ def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
         assert (7, ["engine got SIGTERM"], expected) == (code, lines(process), states)
 
 
-def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient) -> None:
-    """Though the drain would go on: somebody reads from the server for longer than the test waits."""
+def test_a_second_sigterm_is_forwarded_immediately(launch: Launch, planner: PlannerClient) -> None:
+    """Even though the drain would continue: a reader stays for longer than the test waits."""
     with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", has_weights=False) as reader:
         assert (True, True) == (seed.wait_registered(10), reader.wait_registered(10))
         planner.request_plan(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current_assignments=()))
@@ -166,6 +166,6 @@ def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient
     ],
 )
 def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], message: str) -> None:
-    """Exit code 2, and what is wrong with it."""
+    """Exit code 2, and the problem."""
     process = rfork_process("launch", "--", *command)
     assert (2, True, False) == (process.wait(), message in process.stderr, "Traceback" in process.stderr)

@@ -1,4 +1,4 @@
-"""A toy engine's model brought up in real processes: forked where somebody has it, else loaded once."""
+"""A toy engine's model started in real processes: forked if an instance has it, otherwise loaded once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import StartRfork
 from tests.integration.engine_node import RESPONSE_TIMEOUT_S, EngineNode, expected_proof
 
 READY = r'"event": ?"ready"'
-LOADING = "loading for all that wait"
+LOADING = "loading for all waiting instances"
 SIZE = 6 * MIB
 LARGE = 300 * 1000 * 1000
 Start = Callable[..., EngineNode]
@@ -41,17 +41,17 @@ class ToyEngineFleet:
         os.mkfifo(folder / "gate")
 
     def node(self, *arguments: str, **options: str) -> EngineNode:
-        """One more engine's process."""
+        """Start one more engine process."""
         made = EngineNode(options.pop("planner", self.url), self.folder, *arguments, **options)
         self.nodes.append(made)
         return made
 
     def open_gate(self) -> None:
-        """Let one gated loader go on."""
+        """Release one gated loader."""
         (self.folder / "gate").write_text("")
 
     def wait_for_chunks(self, min_chunks: int) -> None:
-        """Wait until some instance that is not whole has verified so many chunks."""
+        """Wait until an incomplete instance has verified `min_chunks` chunks."""
         until = time.monotonic() + 40
         while not any(
             ranges.count(view.report.verified) >= min_chunks
@@ -59,18 +59,18 @@ class ToyEngineFleet:
             if view.report.state == "loading"
         ):
             if time.monotonic() > until:
-                raise TimeoutError("nobody reads")
+                raise TimeoutError("no instance is reading")
 
     @property
     def loads(self) -> list[str]:
-        """The processes whose own loader was run, in that order."""
+        """Return the processes whose own loader has run, in that order."""
         loads_file = self.folder / "loads"
         return loads_file.read_text().split() if loads_file.exists() else []
 
 
 @pytest.fixture
 def fleet(rfork_process: StartRfork, tmp_path: Path) -> Iterator[ToyEngineFleet]:
-    """A planner that knows nobody yet."""
+    """A fleet with an empty planner."""
     made = ToyEngineFleet(rfork_process, tmp_path)
     yield made
     for node in made.nodes:
@@ -80,7 +80,9 @@ def fleet(rfork_process: StartRfork, tmp_path: Path) -> Iterator[ToyEngineFleet]
 
 
 def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
-    """The first loads by its engine; the next has all of it, hidden or not, and reads no file."""
+    """The first instance uses the engine's loader; the next one forks everything, including hidden tensors,
+    and reads no file.
+    """
     first = fleet.node().request("up")
     second = fleet.node("--config-only").request("up")
     assert ("fallback", 1, "forked", 0, expected_proof(1, SIZE), first["proof"], first["weights_id"]) == (
@@ -90,8 +92,8 @@ def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
 
 
 def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
-    """Of several that start together one is elected; the others wait for it, and fork from it."""
-    # As long as a process that just starts may be silent on a busy machine.
+    """Of several that start together one is elected; the others wait for it and fork from it."""
+    # Starting processes may be silent this long on a busy machine.
     nodes = [fleet.node("--gate", no_source_timeout_s="1", source_idle_timeout_s="4") for _ in range(3)]
     for node in nodes:
         node.start_request("up")
@@ -99,7 +101,7 @@ def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
     for node in nodes:
         if node is not loader:
             node.wait_for("planned")
-    # Longer than a fork without any route waits for one, and than a source may be silent for.
+    # Longer than the no-source and the source-idle timeouts.
     assert [False] * 3 == [node.has_response(within_s=5) for node in nodes]
     fleet.open_gate()
     responses = [node.next_response() for node in nodes]
@@ -111,8 +113,8 @@ def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
 
 
 @pytest.mark.parametrize("failure", ["--fail-load", pytest.param("--fail-load-as-rfork", marks=pytest.mark.slow)])
-def test_another_is_elected_where_a_loader_fails(fleet: ToyEngineFleet, failure: str) -> None:
-    """The engine gets its own loader's error, once; whoever waited for it loads, and is right."""
+def test_another_is_elected_after_a_loader_fails(fleet: ToyEngineFleet, failure: str) -> None:
+    """The engine gets its loader's error once; a waiting instance loads, correctly."""
     failing = fleet.node("--gate", failure, source_idle_timeout_s="2")
     failing.start_request("up")
     failing.wait_for(LOADING)
@@ -128,15 +130,15 @@ def test_another_is_elected_where_a_loader_fails(fleet: ToyEngineFleet, failure:
 
 
 def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
-    """A folder that has only the configuration stands behind one that has the weights, and forks from it."""
-    rich, poor = fleet.node("--gate"), fleet.node("--config-only")
-    rich.start_request("up")
-    rich.wait_for(LOADING)
-    poor.start_request("up")
-    poor.wait_for("planned")
+    """An instance with only a configuration waits for one with the weights, and forks from it."""
+    complete, config_only = fleet.node("--gate"), fleet.node("--config-only")
+    complete.start_request("up")
+    complete.wait_for(LOADING)
+    config_only.start_request("up")
+    config_only.wait_for("planned")
     fleet.open_gate()
-    loaded, forked = rich.next_response(), poor.next_response()
-    assert ([str(rich.pid)], 0, expected_proof(1, SIZE), loaded["proof"]) == (
+    loaded, forked = complete.next_response(), config_only.next_response()
+    assert ([str(complete.pid)], 0, expected_proof(1, SIZE), loaded["proof"]) == (
         fleet.loads,
         forked["loads"],
         forked["proof"],
@@ -144,19 +146,19 @@ def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     )
 
 
-def test_the_report_says_why_it_was_elected(fleet: ToyEngineFleet) -> None:
-    """A cold start is no failure without a reason: in the report, on its line, and at the planner."""
+def test_the_report_has_the_reason_of_the_election(fleet: ToyEngineFleet) -> None:
+    """A cold start's reason is in the report, in its summary line, and at the planner."""
     response = fleet.node().request("up")
-    expected = "no instance has model toy: elected to read 7 of 7 chunks from loader, for all that wait"
+    expected = "no instance has model toy: elected to read 7 of 7 chunks from loader, for all waiting instances"
     assert ([f"NoSource: {expected}"], True, [f"NoSource: {expected}"]) == (
         response["reasons"],
-        cast(str, response["line"]).endswith(f"because: NoSource: {expected}"),
+        cast(str, response["line"]).endswith(f"reason: NoSource: {expected}"),
         [reason for fork in fleet.client.forks() if fork.finish for reason in fork.finish.reasons],
     )
 
 
-def test_another_engines_layout_is_refused_in_words(fleet: ToyEngineFleet) -> None:
-    """It loads by itself, and says in which subject the two differ, here and at the planner."""
+def test_another_engines_layout_is_refused_with_a_reason(fleet: ToyEngineFleet) -> None:
+    """It uses its own loader, and reports the difference locally and to the planner."""
     fleet.node().request("up")
     other = fleet.node("--engine", "2.0").request("up")
     reason = cast(list[str], other["reasons"])[-1]
@@ -174,7 +176,7 @@ def test_another_engines_layout_is_refused_in_words(fleet: ToyEngineFleet) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("transports", ["http", "shared_memory,http"])
 def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, transports: str) -> None:
-    """What had arrived is given back before the engine loads: the process never holds two models."""
+    """Received memory is released before the engine loads: the process never has two models."""
     options = {"transports": transports, "source_idle_timeout_s": "2", "no_source_timeout_s": "1"}
     seed = fleet.node("--size", str(LARGE), max_egress_bytes_per_s=str(60_000_000), **options)
     seed.request("up")
@@ -193,14 +195,14 @@ def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, tr
 
 @pytest.mark.slow
 def test_a_cold_load_costs_no_second_model(fleet: ToyEngineFleet) -> None:
-    """Nor where nobody holds it: the model that was to be filled has gone before the other is made."""
+    """Nor without any source: the empty model is released before the engine builds another."""
     response = fleet.node("--size", str(LARGE)).request("up")
     assert expected_proof(1, LARGE) == response["proof"]
     assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
 
 
 def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
-    """One that is down, and none at all, are no reason not to serve."""
+    """An unreachable planner, or none, does not stop an engine from serving."""
     down = fleet.node(planner="http://127.0.0.1:9", no_source_timeout_s="1").request("up")
     none = fleet.node(planner="").request("up")
     assert ([expected_proof(1, SIZE)] * 2, [True, False]) == (
@@ -209,25 +211,25 @@ def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
     )
 
 
-def test_what_is_required_is_never_loaded(fleet: ToyEngineFleet) -> None:
-    """With the setting, no planner, nobody to fork from, and a bug are errors of rfork's kinds."""
-    alone = fleet.node(fail_if_not_forked="1", no_source_timeout_s="1").request("up")
-    none = fleet.node(fail_if_not_forked="1", planner="").request("up")
+def test_fail_if_not_forked_never_loads(fleet: ToyEngineFleet) -> None:
+    """With the setting, an unreachable source, a missing planner and a bug each raise rfork's errors."""
+    no_source = fleet.node(fail_if_not_forked="1", no_source_timeout_s="1").request("up")
+    no_planner = fleet.node(fail_if_not_forked="1", planner="").request("up")
     bug = fleet.node("--fail-empty", fail_if_not_forked="1").request("up")
     assert (["AllSourcesFailed", "SettingsError", "TargetError"], [0, 0, 0]) == (
-        [response["error"] for response in (alone, none, bug)],
-        [response["loads"] for response in (alone, none, bug)],
+        [response["error"] for response in (no_source, no_planner, bug)],
+        [response["loads"] for response in (no_source, no_planner, bug)],
     )
 
 
-def test_a_bug_of_the_plug_in_does_not_keep_the_engine_from_serving(fleet: ToyEngineFleet) -> None:
-    """Where no model can be made to be filled, the engine loads as if there were no rfork."""
+def test_a_bug_in_the_plugin_does_not_stop_the_engine(fleet: ToyEngineFleet) -> None:
+    """If the empty model cannot be built, the engine loads as without rfork."""
     response = fleet.node("--fail-empty").request("up")
     assert (expected_proof(1, SIZE), 1, False) == (response["proof"], response["loads"], response["instance"])
 
 
 def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None:
-    """The draft's image is its own: each role forks from its own seed."""
+    """The speculative model has its own image: each role forks from its own seed."""
     seed, target = fleet.node(replica="one"), fleet.node("--config-only", replica="two")
     loaded = [seed.request("up", role) for role in ("main", "speculative")]
     forked = [target.request("up", role) for role in ("main", "speculative")]
@@ -238,8 +240,8 @@ def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None
     )
 
 
-def test_an_update_is_fenced_and_later_forks_have_it(fleet: ToyEngineFleet) -> None:
-    """Weights and numbers that change on the seed are what later forks get; so after memory has moved."""
+def test_later_forks_get_an_updated_seeds_weights(fleet: ToyEngineFleet) -> None:
+    """Weights and scalars that change on the seed reach later forks, also after memory has moved."""
     seed = fleet.node()
     seed.request("up")
     seed.request("update", "2")
@@ -251,7 +253,7 @@ def test_an_update_is_fenced_and_later_forks_have_it(fleet: ToyEngineFleet) -> N
 
 
 def wait_elected(nodes: list[EngineNode]) -> EngineNode:
-    """Wait until one runs its loader, and say which."""
+    """Wait until one runs its loader, and return it."""
     found: SimpleQueue[EngineNode] = SimpleQueue()
 
     def wait_for_loader(node: EngineNode) -> None:

@@ -1,4 +1,4 @@
-"""A folder as a store, on real file systems: one that is full, and one in memory."""
+"""The local store on real file systems: a full one, and one in memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MIB = 1 << 20
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory with room for 4 MiB."""
+    """A 4 MiB file system in memory."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a file system takes root")
+        pytest.skip("mounting a file system requires root")
     folder = tmp_path / "tiny"
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     mounted = subprocess.run(mounting, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(f"cannot mount a file system: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full(tiny: Path) -> None:
-    """A blob that does not fit is not there, nor a part of it; what fits can be written after."""
+def test_a_full_disk(tiny: Path) -> None:
+    """A blob that does not fit leaves nothing; a smaller one can be written afterwards."""
     store = LocalStore(Location.parse(tiny), StorageSettings())
 
     def write(name: str, mebibytes: int) -> None:
@@ -51,7 +51,7 @@ def test_a_disk_that_is_full(tiny: Path) -> None:
 
 @pytest.mark.parametrize("direct", ["auto", "always", "never"])
 def test_a_file_system_in_memory(tiny: Path, direct: str) -> None:
-    """One that has no disk to go to is read like any other."""
+    """A file system without a disk is read like any other."""
     store = LocalStore(Location.parse(tiny), StorageSettings.model_validate({"direct_io": direct}))
     content = os.urandom(3 * MIB + 7)
     with store.write("model") as writer:

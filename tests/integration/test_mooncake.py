@@ -1,4 +1,4 @@
-"""The transfer_engine transport over loopback TCP, between real processes that die, stop and restart."""
+"""The transfer_engine transport over loopback TCP, between processes that die, stop and restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE = library_state()
 pytestmark = [
     pytest.mark.skipif(
         bool(STATE.error),
-        reason=f"mooncake-transfer-engine-non-cuda cannot be used: {STATE.error} ({STATE.hint})",
+        reason=f"mooncake-transfer-engine-non-cuda is unavailable: {STATE.error} ({STATE.hint})",
     )
 ]
 MIXED = [3, 4096, 1 << 20, 17] + [8191] * 500 + [(20 << 20) + 5, 1]
@@ -41,7 +41,7 @@ StartSeed = Callable[..., MooncakeSeedProcess]
 
 @pytest.fixture
 def start_seed() -> Iterator[StartSeed]:
-    """Starts seeds that end with the test."""
+    """Start seeds that end with the test."""
     with contextlib.ExitStack() as seeds:
 
         def start(sizes: list[int], salt: int = 0) -> MooncakeSeedProcess:
@@ -53,26 +53,26 @@ def start_seed() -> Iterator[StartSeed]:
 
 
 def empty_target(sizes: list[int]) -> tuple[Image, list[torch.Tensor]]:
-    """A target image of zeros, and its tensors."""
+    """Return a target image of zeros, and its tensors."""
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     return image_of(sizes, tensors), tensors
 
 
 def connect(endpoint: Endpoint, image: Image, seconds: float = 10.0) -> TransferEngineReader:
-    """A reader, by a deadline from now."""
+    """Open a reader with a deadline `seconds` from now."""
     transport = TransferEngineTransport(SETTINGS)
     return transport.connect(endpoint, image, lambda: "token", time.monotonic() + seconds)
 
 
 def wrong_tensors(tensors: list[torch.Tensor], salt: int = 0) -> list[int]:
-    """The indices of the tensors that do not hold the seed's bytes."""
+    """Return the indices of tensors that differ from the seed's."""
     return [
         index for index, tensor in enumerate(tensors) if not torch.equal(tensor, pattern(index, tensor.numel(), salt))
     ]
 
 
-def test_chunks_read_at_once_arrive_whole(start_seed: StartSeed) -> None:
-    """Every byte of large, small and unaligned tensors arrives, read by chunks from several threads."""
+def test_concurrent_reads_arrive_complete(start_seed: StartSeed) -> None:
+    """Every byte of large, small and unaligned tensors arrives, read in chunks by several threads."""
     seed = start_seed(MIXED)
     image, tensors = empty_target(MIXED)
     reader = connect(seed.endpoint, image)
@@ -88,8 +88,8 @@ def test_chunks_read_at_once_arrive_whole(start_seed: StartSeed) -> None:
     assert wrong_tensors(tensors) == []
 
 
-def test_only_the_range_asked_for_changes(start_seed: StartSeed) -> None:
-    """A read of some bytes leaves all others, and the gaps between tensors, as they were."""
+def test_only_the_requested_range_changes(start_seed: StartSeed) -> None:
+    """A partial read leaves all other bytes, and the gaps between tensors, unchanged."""
     sizes = [100, 5000, 300]
     seed = start_seed(sizes)
     image, tensors = empty_target(sizes)
@@ -104,7 +104,7 @@ def test_only_the_range_asked_for_changes(start_seed: StartSeed) -> None:
 
 
 def read_until_error(reader: TransferEngineReader, image: Image, seconds: float) -> SourceError:
-    """Read the image again and again until the source fails; how it failed."""
+    """Read the image repeatedly until the source fails, and return the error."""
     while True:
         try:
             reader.read(0, image.layout.image_bytes, time.monotonic() + seconds)
@@ -112,14 +112,14 @@ def read_until_error(reader: TransferEngineReader, image: Image, seconds: float)
             return error
 
 
-def test_a_killed_seed_is_gone_and_another_one_still_reads(start_seed: StartSeed) -> None:
-    """SIGKILL in the middle of a read is SourceUnavailable; a reader of another seed goes on in this process."""
-    doomed, healthy = start_seed(LARGE), start_seed(MIXED)
+def test_a_killed_seed_is_unavailable_and_another_continues(start_seed: StartSeed) -> None:
+    """SIGKILL during a read is SourceUnavailable; a reader of another seed continues in this process."""
+    killed, healthy = start_seed(LARGE), start_seed(MIXED)
     image, _ = empty_target(LARGE)
     other, tensors = empty_target(MIXED)
-    reader, second = connect(doomed.endpoint, image), connect(healthy.endpoint, other)
+    reader, second = connect(killed.endpoint, image), connect(healthy.endpoint, other)
     reader.read(0, 1 << 20, time.monotonic() + 10)
-    timer = threading.Timer(0.1, doomed.send_signal, [signal.SIGKILL])
+    timer = threading.Timer(0.1, killed.send_signal, [signal.SIGKILL])
     timer.start()
     error = read_until_error(reader, image, 10)
     timer.join()
@@ -129,8 +129,8 @@ def test_a_killed_seed_is_gone_and_another_one_still_reads(start_seed: StartSeed
     assert (type(error), wrong_tensors(tensors)) == (SourceUnavailable, [])
 
 
-def test_a_stopped_seed_stalls_and_lands_nothing_later(start_seed: StartSeed) -> None:
-    """SIGSTOP in the middle of a read is SourceTimeout, and no byte lands once the seed runs again."""
+def test_a_stopped_seed_times_out_and_writes_nothing_later(start_seed: StartSeed) -> None:
+    """SIGSTOP during a read is SourceTimeout, and no byte arrives once the seed continues."""
     seed = start_seed(LARGE)
     image, tensors = empty_target(LARGE)
     reader = connect(seed.endpoint, image)
@@ -148,8 +148,8 @@ def test_a_stopped_seed_stalls_and_lands_nothing_later(start_seed: StartSeed) ->
     assert (type(error), torch.equal(tensors[0], before)) == (SourceTimeout, True)
 
 
-def test_what_fails_here_is_not_the_source_s_fault(start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handshake that ends in anything but an answer is this side's failure, and its engine is closed."""
+def test_a_local_failure_does_not_blame_the_source(start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake that fails locally is this side's failure, and its engine is closed."""
     closed: list[MooncakeEngine] = []
     close = MooncakeEngine.close
 
@@ -169,7 +169,7 @@ def test_what_fails_here_is_not_the_source_s_fault(start_seed: StartSeed, monkey
     assert 1 == len(closed)
 
 
-def test_a_closed_reader_reads_no_more(start_seed: StartSeed) -> None:
+def test_a_closed_reader_rejects_reads(start_seed: StartSeed) -> None:
     """After close, which may be called twice, reads raise SourceUnavailable."""
     seed = start_seed([4096])
     image, _ = empty_target([4096])
@@ -180,8 +180,8 @@ def test_a_closed_reader_reads_no_more(start_seed: StartSeed) -> None:
         reader.read(0, 4096, time.monotonic() + 10)
 
 
-def test_a_silent_peer_stalls_and_does_not_block_a_healthy_one(start_seed: StartSeed) -> None:
-    """A peer that accepts and says nothing is SourceTimeout by the deadline; others read meanwhile."""
+def test_a_silent_peer_times_out_and_does_not_block_a_healthy_one(start_seed: StartSeed) -> None:
+    """A peer that accepts and never responds is SourceTimeout at the deadline; others read meanwhile."""
     seed = start_seed(MIXED)
     image, tensors = empty_target(MIXED)
     reader = connect(seed.endpoint, image)
@@ -210,7 +210,7 @@ def test_a_silent_peer_stalls_and_does_not_block_a_healthy_one(start_seed: Start
     )
 
 
-def test_nobody_at_the_port_is_gone(free_port: int) -> None:
+def test_a_port_without_a_listener_is_unavailable(free_port: int) -> None:
     """An endpoint where nothing listens is SourceUnavailable."""
     image, _ = empty_target([64])
     endpoint = Endpoint(
@@ -223,7 +223,7 @@ def test_nobody_at_the_port_is_gone(free_port: int) -> None:
 
 
 class _Forward(socketserver.BaseRequestHandler):
-    """Passes one handshake on to the seed that stands behind the port now."""
+    """Forwards one handshake to the seed currently behind the port."""
 
     def handle(self) -> None:
         server = self.server
@@ -237,7 +237,7 @@ class _Forward(socketserver.BaseRequestHandler):
 
 
 class FixedPort(socketserver.ThreadingTCPServer):
-    """A handshake port that stays while the seeds behind it come and go."""
+    """A handshake port that stays the same while the seeds behind it are replaced."""
 
     session = ""
 
@@ -249,8 +249,8 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_WR)
 
 
-def test_a_seed_restarted_behind_its_port_is_read_afresh(start_seed: StartSeed) -> None:
-    """A new reader of the same session reads the new process's bytes, not through old addresses."""
+def test_a_seed_restarted_on_the_same_port_is_read_correctly(start_seed: StartSeed) -> None:
+    """A new reader of the same session reads the new process's bytes, not stale addresses."""
     sizes = [1 << 16]
     seen: list[list[int]] = []
     with FixedPort(("127.0.0.1", 0), _Forward) as fixed, contextlib.ExitStack() as readers:
@@ -272,8 +272,8 @@ def test_a_seed_restarted_behind_its_port_is_read_afresh(start_seed: StartSeed) 
     assert seen == [[], []]
 
 
-def test_a_closed_exporter_gives_nothing() -> None:
-    """After the exporter's close, which may be called twice, a reader's reads raise SourceUnavailable."""
+def test_a_closed_exporter_serves_nothing() -> None:
+    """After the exporter's close, which may be called twice, reads raise SourceUnavailable."""
     source = image_of([1 << 16], [pattern(0, 1 << 16, 0)])
     image, tensors = empty_target([1 << 16])
     exporter = TransferEngineTransport(SETTINGS).export(source, UnusedGate())
@@ -289,7 +289,7 @@ def test_a_closed_exporter_gives_nothing() -> None:
 
 
 def test_every_listener_on_a_port_is_filtered() -> None:
-    """Sockets of both families, or on several addresses, may share it."""
+    """Sockets of both families, or on several addresses, may share a port."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = first.getsockname()[1]
@@ -303,7 +303,7 @@ def test_every_listener_on_a_port_is_filtered() -> None:
 
 
 def test_tcp_is_refused_unless_allowed() -> None:
-    """Without unguarded_tcp a machine without RDMA neither exports nor connects."""
+    """Without allow_unauthenticated_tcp a machine without RDMA neither exports nor connects."""
     transport = TransferEngineTransport(InstanceSettings())
     image, _ = empty_target([64])
     with pytest.raises(TransportUnavailable, match="a lease lets its complete host read"):

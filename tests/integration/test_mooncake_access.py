@@ -1,7 +1,8 @@
-"""transfer_engine over TCP between hosts with addresses of their own: who holds no channel reaches nothing.
+"""transfer_engine over TCP between hosts with separate addresses: a host without an open channel reaches no
+port.
 
-Mooncake itself lets everybody in, so these tests show what its ports do to strangers and, the other way
-round, that the attacks work from a host that was let in.
+Mooncake itself accepts every connection, so these tests show what unauthenticated clients can do to its ports
+and, as a control, that the attacks work from an admitted host.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from tests.integration.bad_peer_node import (
 )
 
 STATE = library_state()
-SKIP_REASON = f"mooncake cannot be used: {STATE.error}" if STATE.error else netlab.unavailable_reason()
-pytestmark = pytest.mark.skipif(bool(SKIP_REASON), reason=SKIP_REASON or "all is there")
+SKIP_REASON = f"mooncake is unavailable: {STATE.error}" if STATE.error else netlab.unavailable_reason()
+pytestmark = pytest.mark.skipif(bool(SKIP_REASON), reason=SKIP_REASON or "available")
 
 SIZE = 8 << 20
 CLONE_NEWNET = 0x40000000
@@ -45,7 +46,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class MooncakeLab:
-    """A seed and a reader on hosts of their own, and a third host, `stranger`."""
+    """A seed and a reader on separate hosts, and a third host, `intruder`."""
 
     lab: NetworkLab
     seed: BadPeerNode
@@ -54,10 +55,10 @@ class MooncakeLab:
     layout_id: str
     memory: int
     engine_ports: list[int]
-    """The ports of the seed's engine: all it has but that of the peer service."""
+    """The ports of the seed's engine: all of its ports except the peer service's."""
 
     def open(self, fork_id: str = "fork-1", lifetime_s: float = 600.0) -> Facts:
-        """Have the reader take a place."""
+        """Make the reader acquire a slot."""
         return self.reader.request(
             "open",
             address=self.address,
@@ -68,34 +69,38 @@ class MooncakeLab:
         )
 
     def fork(self) -> tuple[Facts, Facts, Facts]:
-        """Have the reader open a channel, read everything and close it; what it said."""
+        """Make the reader open a channel, read everything and close it; return its responses."""
         return self.open(), self.reader.request("read"), self.reader.request("close")
 
     def run_on_host(self, host: str, function: Callable[[], Result]) -> Result:
-        """Do something with the network of a host: sockets stay in the one they were made in."""
+        """Call a function in a host's network namespace: sockets stay in the namespace in which they were
+        created.
+        """
         return in_namespace(self.lab.namespace(host), function)
 
     def reachable_ports(self, host: str) -> list[int]:
-        """The ports of the seed's engine that take a connection from this host."""
+        """Return the ports of the seed's engine that accept a connection from this host."""
         there = self.lab.address("seed")
         return self.run_on_host(
             host, lambda: [port for port in self.engine_ports if accepts_connections(there, port, 0.5)]
         )
 
     def open_connections(self, host: str) -> list[socket.socket]:
-        """A connection from this host to each port of the seed's engine."""
+        """Connect from this host to each port of the seed's engine."""
         there = self.lab.address("seed")
         return self.run_on_host(
             host, lambda: [socket.create_connection((there, port), 5.0) for port in self.engine_ports]
         )
 
     def send(self, host: str, message: bytes, max_response_bytes: int = 0, within_s: float = 0.3) -> bytes:
-        """Send this to both ports of the seed's engine; up to so many bytes that came back in time."""
+        """Send a message to both ports of the seed's engine; return up to `max_response_bytes` received in
+        time.
+        """
         there = self.lab.address("seed")
         return self.run_on_host(host, lambda: exchange(there, self.engine_ports, message, max_response_bytes, within_s))
 
     def read(self, expected: bytes) -> bytes:
-        """What the reader's host reads at the start of the weights, as soon as it is that."""
+        """Read the start of the weights from the reader's host until it is `expected`, and return it."""
         until = time.monotonic() + TIMEOUT_S
         while True:
             size = len(expected)
@@ -105,7 +110,7 @@ class MooncakeLab:
 
 
 def exchange(host: str, ports: list[int], message: bytes, max_bytes: int, within_s: float) -> bytes:
-    """Send a message on a connection to each port; up to `max_bytes` bytes that came in that time."""
+    """Send a message on a connection to each port; return up to `max_bytes` bytes received in that time."""
     received, until = b"", time.monotonic() + within_s
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for port in ports:
@@ -128,7 +133,7 @@ def exchange(host: str, ports: list[int], message: bytes, max_bytes: int, within
 
 
 def in_namespace(name: str, function: Callable[[], Result]) -> Result:
-    """Call `function` on a thread that is in a network namespace."""
+    """Call `function` on a thread in a network namespace."""
     done: list[Result] = []
     failed: list[OSError] = []
 
@@ -152,9 +157,9 @@ def in_namespace(name: str, function: Callable[[], Result]) -> Result:
 
 @pytest.fixture(scope="module")
 def mooncake_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeLab]:
-    """One seed for all tests: it has to live on."""
+    """One seed for all tests, which must survive them."""
     folder = tmp_path_factory.mktemp("nodes")
-    with NetworkLab(["seed", "reader", "stranger"]) as lab, contextlib.ExitStack() as nodes:
+    with NetworkLab(["seed", "reader", "intruder"]) as lab, contextlib.ExitStack() as nodes:
         made = []
         for name in ("seed", "reader"):
             environment = {
@@ -176,7 +181,7 @@ def mooncake_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeL
 
 
 def request(operation: int, address: int, length: int) -> bytes:
-    """The head of a transfer on Mooncake's data port."""
+    """Return the header of a transfer on Mooncake's data port."""
     return struct.pack("<QQB7x", length, address, operation)
 
 
@@ -191,39 +196,39 @@ MALFORMED = [
 ]
 
 
-def test_a_stranger_reaches_no_port_of_the_engine(mooncake_lab: MooncakeLab) -> None:
-    """While a reader reads, another host connects to neither port, and the reader's own to both."""
+def test_an_unauthenticated_client_reaches_no_port_of_the_engine(mooncake_lab: MooncakeLab) -> None:
+    """While a reader reads, another host can connect to neither port, and the reader's host to both."""
     mooncake_lab.open()
-    reachable_ports = mooncake_lab.reachable_ports("stranger"), mooncake_lab.reachable_ports("reader")
+    reachable_ports = mooncake_lab.reachable_ports("intruder"), mooncake_lab.reachable_ports("reader")
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
     assert (([], mooncake_lab.engine_ports), {"right": 1}) == (reachable_ports, right)
 
 
-def test_the_targets_engine_is_reached_by_nobody(mooncake_lab: MooncakeLab) -> None:
-    """It listens too, but over TCP not even the source has to reach it."""
+def test_the_targets_engine_is_unreachable(mooncake_lab: MooncakeLab) -> None:
+    """It listens too, but over TCP not even the source needs to reach it."""
     mooncake_lab.open()
     there, ports = mooncake_lab.lab.address("reader"), sorted(mooncake_lab.reader.ports())
     reachable_ports = {
         host: mooncake_lab.run_on_host(host, lambda: [port for port in ports if accepts_connections(there, port, 0.5)])
-        for host in ("seed", "stranger", "reader")
+        for host in ("seed", "intruder", "reader")
     }
     mooncake_lab.reader.request("close")
-    assert (2, {"seed": [], "stranger": [], "reader": []}) == (len(ports), reachable_ports)
+    assert (2, {"seed": [], "intruder": [], "reader": []}) == (len(ports), reachable_ports)
 
 
-def test_malformed_handshakes_of_a_stranger_kill_nobody(mooncake_lab: MooncakeLab) -> None:
-    """Messages that end a process which reads them do not get to the seed."""
+def test_malformed_handshakes_of_unauthenticated_clients_are_harmless(mooncake_lab: MooncakeLab) -> None:
+    """Messages that crash a process that reads them do not reach the seed."""
     mooncake_lab.open()
     for body in MALFORMED:
-        mooncake_lab.send("stranger", struct.pack("<Q", len(body)) + body, 1)
+        mooncake_lab.send("intruder", struct.pack("<Q", len(body)) + body, 1)
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
     assert ({"right": 1}, None, FORKED) == (right, mooncake_lab.seed.process.poll(), mooncake_lab.fork())
 
 
-def test_idle_connections_of_a_stranger_delay_nobody(mooncake_lab: MooncakeLab) -> None:
-    """The engine would wait five seconds for each of them before it answers the next reader."""
+def test_idle_connections_of_unauthenticated_clients_delay_no_reader(mooncake_lab: MooncakeLab) -> None:
+    """The engine would wait five seconds for each of them before it serves the next reader."""
     there = mooncake_lab.lab.address("seed")
 
     def begin() -> list[socket.socket]:
@@ -234,23 +239,23 @@ def test_idle_connections_of_a_stranger_delay_nobody(mooncake_lab: MooncakeLab) 
         return sockets
 
     with contextlib.ExitStack() as idle:
-        for connection in mooncake_lab.run_on_host("stranger", begin):
+        for connection in mooncake_lab.run_on_host("intruder", begin):
             idle.enter_context(connection)
         assert FORKED == mooncake_lab.fork()
 
 
-def test_a_stranger_reads_and_writes_nothing(mooncake_lab: MooncakeLab) -> None:
-    """A bare request to the data port gets no byte, and changes none."""
+def test_an_unauthenticated_client_cannot_read_or_write(mooncake_lab: MooncakeLab) -> None:
+    """A bare request to the data port returns no byte, and changes none."""
     mooncake_lab.open()
-    got = mooncake_lab.send("stranger", request(READ, mooncake_lab.memory, 64), 64)
-    mooncake_lab.send("stranger", request(WRITE, mooncake_lab.memory, 64) + b"\xff" * 64)
+    got = mooncake_lab.send("intruder", request(READ, mooncake_lab.memory, 64), 64)
+    mooncake_lab.send("intruder", request(WRITE, mooncake_lab.memory, 64) + b"\xff" * 64)
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
     assert (b"", {"right": 1}) == (got, right)
 
 
-def test_a_host_that_was_let_in_reads_and_writes(mooncake_lab: MooncakeLab) -> None:
-    """What is left: any process of the reader's host gets at the weights as long as a channel is open."""
+def test_an_admitted_host_can_read_and_write(mooncake_lab: MooncakeLab) -> None:
+    """The remaining risk: any process on the reader's host can access the weights while a channel is open."""
     mooncake_lab.open()
     weights_bytes = bytes(pattern(4).tolist())
     before = mooncake_lab.read(weights_bytes)
@@ -263,8 +268,8 @@ def test_a_host_that_was_let_in_reads_and_writes(mooncake_lab: MooncakeLab) -> N
     assert (weights_bytes, b"evil", {"right": 1}) == (before, changed, right)
 
 
-def test_a_reader_whose_channel_ended_is_out(mooncake_lab: MooncakeLab) -> None:
-    """Its connections are cut, and it gets no new ones."""
+def test_a_reader_is_locked_out_after_its_channel_closes(mooncake_lab: MooncakeLab) -> None:
+    """Its connections are cut, and new ones are refused."""
     before = mooncake_lab.reachable_ports("reader")
     mooncake_lab.open()
     connections = mooncake_lab.open_connections("reader")
@@ -273,8 +278,8 @@ def test_a_reader_whose_channel_ended_is_out(mooncake_lab: MooncakeLab) -> None:
     assert ([], [True, True], []) == (before, cut, mooncake_lab.reachable_ports("reader"))
 
 
-def test_a_reader_whose_lease_ended_is_out(mooncake_lab: MooncakeLab) -> None:
-    """Nobody has to ask: the channel ends with the lease, and the way in with the channel."""
+def test_a_reader_is_locked_out_after_its_lease_expires(mooncake_lab: MooncakeLab) -> None:
+    """Automatically: the channel ends with the lease, and access ends with the channel."""
     mooncake_lab.open("fork-2", lifetime_s=8.0)
     connections = mooncake_lab.open_connections("reader")
     ended = mooncake_lab.reader.request("wait_end")
@@ -286,7 +291,7 @@ def test_a_reader_whose_lease_ended_is_out(mooncake_lab: MooncakeLab) -> None:
 
 
 def is_closed_by_peer(connection: socket.socket) -> bool:
-    """Whether the other side ends this connection."""
+    """Return True if the peer has closed this connection."""
     with connection:
         try:
             return connection.recv(1) == b""

@@ -1,4 +1,4 @@
-"""Shaped hosts on one machine: what a link lets through, and that nothing is left behind."""
+"""Shaped network hosts on one machine: their links, and that nothing remains afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import netlab
 from benchmarks.netlab import NetworkLab
 
 pytestmark = pytest.mark.skipif(
-    bool(netlab.unavailable_reason()), reason=netlab.unavailable_reason() or "labs can be made"
+    bool(netlab.unavailable_reason()), reason=netlab.unavailable_reason() or "labs are available"
 )
 
 RATE = 20e6
@@ -70,14 +70,14 @@ with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
 
 @pytest.fixture
 def lab() -> Iterator[NetworkLab]:
-    """Two hosts, `a` with a server that sends `SIZE` bytes to each caller."""
+    """Two hosts; `a` runs a server that sends `SIZE` bytes to each client."""
     with NetworkLab(["a", "b"], rate=RATE) as lab:
         lab.start("a", [sys.executable, "-c", SERVER, lab.address("a"), str(SIZE)])
         yield lab
 
 
 def run_client(lab: NetworkLab, folder: Path, *, timeout_s: float = TIMEOUT_S) -> str:
-    """What a client on `b` says of its call to `a`."""
+    """Return the result of a client on `b` that connects to `a`."""
     output_file = folder / "said"
     with output_file.open("w") as output:
         client = lab.start("b", [sys.executable, "-c", CLIENT, lab.address("a"), str(timeout_s)], output=output)
@@ -85,22 +85,22 @@ def run_client(lab: NetworkLab, folder: Path, *, timeout_s: float = TIMEOUT_S) -
     return output_file.read_text().strip()
 
 
-def test_a_link_carries_no_more_than_its_rate(lab: NetworkLab, tmp_path: Path) -> None:
-    """All bytes arrive, in no less time than the rate allows, but for what the bucket passes at once."""
+def test_a_link_does_not_exceed_its_rate(lab: NetworkLab, tmp_path: Path) -> None:
+    """All bytes arrive, no faster than the rate allows plus the burst of the bucket."""
     got, seconds = run_client(lab, tmp_path).split()
     min_s = (SIZE - 2 * netlab.BURST) * 8 / RATE
     assert (SIZE, True) == (int(got), float(seconds) >= min_s)
 
 
-def test_traffic_counts_what_a_host_sent_and_received(lab: NetworkLab, tmp_path: Path) -> None:
-    """The payload and no more than a tenth on top, at both ends."""
+def test_traffic_counts_sent_and_received_bytes(lab: NetworkLab, tmp_path: Path) -> None:
+    """The payload plus at most a tenth, at both ends."""
     run_client(lab, tmp_path)
     sent, received = lab.traffic("a").sent, lab.traffic("b").received
     assert (True, True) == (SIZE <= sent < 1.1 * SIZE, SIZE <= received < 1.1 * SIZE)
 
 
-def test_a_cut_host_is_silent_until_it_is_healed(lab: NetworkLab, tmp_path: Path) -> None:
-    """No refusal while the link is cut: the caller waits for nothing; afterwards it is served."""
+def test_a_cut_host_is_silent_until_its_link_is_restored(lab: NetworkLab, tmp_path: Path) -> None:
+    """While the link is cut, connections are not refused but time out; afterwards the client is served."""
     run_client(lab, tmp_path)
     lab.cut("a")
     while_cut = run_client(lab, tmp_path, timeout_s=0.5)
@@ -108,8 +108,8 @@ def test_a_cut_host_is_silent_until_it_is_healed(lab: NetworkLab, tmp_path: Path
     assert ("silence", str(SIZE)) == (while_cut, run_client(lab, tmp_path).split()[0])
 
 
-def test_a_link_can_be_shaped_anew(lab: NetworkLab, tmp_path: Path) -> None:
-    """A host's rate can be changed while its processes run."""
+def test_a_link_can_be_reshaped(lab: NetworkLab, tmp_path: Path) -> None:
+    """A host's rate can change while its processes run."""
     lab.shape("a", rate=RATE / 2)
     got, seconds = run_client(lab, tmp_path).split()
     min_s = (SIZE - 2 * netlab.BURST) * 8 / (RATE / 2)
@@ -117,10 +117,10 @@ def test_a_link_can_be_shaped_anew(lab: NetworkLab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "min_packets", "max_packets"), [(0.0, 200, 200), (0.3, 100, 180)])
-def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
+def test_a_link_loses_the_configured_share_of_packets(
     lab: NetworkLab, tmp_path: Path, loss: float, min_packets: int, max_packets: int
 ) -> None:
-    """Of 200 datagrams about as many arrive as the link lets through."""
+    """Of 200 datagrams about the expected number arrives."""
     run_client(lab, tmp_path)  # the hosts know each other's hardware address from here on
     lab.shape("b", rate=RATE, loss=loss)
     output_file, bound, sent = (tmp_path / name for name in ("said", "bound", "sent"))
@@ -135,14 +135,14 @@ def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
     assert True is (min_packets <= got <= max_packets), f"{got} of 200 arrived"
 
 
-def test_all_bytes_arrive_over_a_link_that_loses_packets(lab: NetworkLab, tmp_path: Path) -> None:
-    """TCP sends again what was lost."""
+def test_all_bytes_arrive_despite_packet_loss(lab: NetworkLab, tmp_path: Path) -> None:
+    """TCP retransmits lost packets."""
     lab.shape("a", rate=RATE, loss=0.02)
     assert str(SIZE) == run_client(lab, tmp_path).split()[0]
 
 
-def test_nothing_is_left_when_the_block_raises() -> None:
-    """Namespaces and processes are gone, also those that a process of the lab started."""
+def test_nothing_remains_after_the_block_raises() -> None:
+    """Namespaces and processes are removed, including children of a lab's process."""
     lab = NetworkLab(["a"])
 
     def broken() -> None:
@@ -155,10 +155,10 @@ def test_nothing_is_left_when_the_block_raises() -> None:
     assert [] == running([lab.namespace("a")])
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
-    """A lab whose owner was SIGKILLed is removed by the next one, with the process that runs in it."""
+def test_the_lab_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    """A lab whose owner was SIGKILLed is removed by the next one, with its processes."""
     code = (
-        "import os, signal; from benchmarks.netlab import Lab; lab = Lab(['a']).__enter__();"
+        "import os, signal; from benchmarks.netlab import NetworkLab; lab = NetworkLab(['a']).__enter__();"
         "print(lab.namespace('a'), lab.start('a', ['sleep', '600']).pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -169,20 +169,20 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 
 def test_host_names_are_unique() -> None:
-    """Two hosts of one name are refused before anything is made."""
-    with pytest.raises(ValueError, match="a name of its own"):
+    """Two hosts with the same name are refused before anything is created."""
+    with pytest.raises(ValueError, match="unique names"):
         NetworkLab(["a", "a"])
 
 
 def running(namespaces: list[str]) -> list[str]:
-    """Those of the namespaces that exist."""
+    """Return the namespaces that exist."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = {line.partition(" ")[0] for line in listed.stdout.splitlines()}
     return [namespace for namespace in namespaces if namespace in names]
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet has."""
+    """Return True if a process has ended, including one that was not waited for."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:

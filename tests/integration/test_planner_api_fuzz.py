@@ -1,4 +1,4 @@
-"""Schemathesis against a running planner: whatever is sent, it answers as its OpenAPI document says."""
+"""Schemathesis against a running planner: every response conforms to its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ CHECKS = (
     "ensure_resource_availability",
     "ignored_auth",
 )
-"""Left out: whether valid data is accepted and invalid data refused. A schema cannot tell that chunk ranges
-lie within `chunk_count`, and numbers may be written as `true` or "1", as pydantic has it.
+"""Excluded: checks that valid data is accepted and invalid data refused. A schema cannot express that chunk
+ranges lie within `chunk_count`, and pydantic accepts numbers written as `true` or "1".
 """
 CONFIGURATION = """
 [[operations]]
 include-path = "/v1/scaleups/{scaleup_id}"
 checks.ensure_resource_availability.enabled = false
 """
-"""A scale-up of no replicas is a withdrawal: what was posted so is not there."""
+"""A scale-up of no replicas is a withdrawal: it does not exist afterwards."""
 OWNER = f"{OWNER_HEADER}: {'o' * 32}"
 ENDLESS = "/v1/events"
-"""A stream without an end: no answer to wait for. tests/unit/planner/test_event_bus.py reads it."""
+"""An endless stream has no complete response. tests/unit/planner/test_event_bus.py reads it."""
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ ENDLESS = "/v1/events"
         pytest.param("examples,coverage,fuzzing,stateful", 25, marks=pytest.mark.slow),
     ],
 )
-def test_the_planner_answers_as_its_document_says(
+def test_the_planner_conforms_to_its_openapi_document(
     rfork_process: StartRfork, tmp_path: Path, phases: str, examples: int
 ) -> None:
-    """Good and bad requests to each route, alone and in sequence: no 5xx, no answer that it does not tell."""
+    """Valid and invalid requests to each route, alone and in sequence: no 5xx, no undocumented response."""
     environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_WINDOW_S": "0.002"}
     planner = rfork_process("planner", "--port", "0", "--json", until='"event": ?"ready"', environment=environment)
     url = json.loads(planner.wait_for(r'^.*"event": ?"ready".*$').group())["url"]

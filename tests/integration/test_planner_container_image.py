@@ -1,4 +1,6 @@
-"""What the planner's image holds, in a Python that has just that: no torch, no pip, no tools."""
+"""The contents of the planner's container image, in a Python environment with the same packages: no torch, no
+pip, no tools.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from deploy.docker.requirements import PLANNER_EXTRAS, requirements
 from tests.packages import bare_python, build_wheel, copy_packages
 
 COMMANDS = ("planner", "k8s", "drain", "status", "launch", "doctor", "version")
-"""What the image is asked to run."""
+"""The commands that the image runs."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it with nothing in its environment, as no user of this machine."""
+    """Run it with an empty environment, as an unprivileged user."""
     environment = {"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [str(python), *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=100)
@@ -38,13 +40,13 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_runs(python: Path, command: str) -> None:
-    """Without torch, and with no home to write to."""
+    """Without torch, and without a writable home directory."""
     done = run(python, "-m", "rfork", command, *([] if command == "version" else ["--help"]))
     assert (0, "") == (done.returncode, done.stderr)
 
 
-def test_all_of_the_planner_is_there(python: Path) -> None:
-    """Each module of the planner and of its hooks is imported, and none of them wants torch."""
+def test_every_planner_module_imports(python: Path) -> None:
+    """Each module of the planner and of its integrations is imported, and none needs torch."""
     done = run(
         python,
         "-c",
@@ -56,8 +58,8 @@ def test_all_of_the_planner_is_there(python: Path) -> None:
     assert (0, "None\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
-def test_the_planner_serves_and_ends(python: Path) -> None:
-    """It is ready, and SIGTERM ends it with code 0."""
+def test_the_planner_serves_and_exits(python: Path) -> None:
+    """It becomes ready, and SIGTERM ends it with code 0."""
     with subprocess.Popen(
         [python, "-m", "rfork", "planner", "--port", "0", "--json"],
         env={"PATH": os.defpath, "HOME": "/nonexistent"}, cwd="/", stdout=subprocess.PIPE, text=True,

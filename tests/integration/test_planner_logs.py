@@ -1,4 +1,4 @@
-"""What a real planner process logs, for machines."""
+"""Machine-readable logs of a planner process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STARTS = [
 def test_a_request_that_failed_is_found_by_its_id(
     rfork_process: StartRfork, arguments: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    """The caller's id stands in the problem's header and in a JSON line that says what was answered."""
+    """The caller's request id is in the response's header and in a JSON log line with the response."""
     planner = rfork_process(*arguments, environment=environment, until=READY)
     url = planner.wait_for(READY)[0]
-    response = httpx.get(f"{url}/v1/forks/none", headers={"X-Request-Id": "looked-for.1"}, trust_env=False)
-    planner.wait_for("looked-for.1")
+    response = httpx.get(f"{url}/v1/forks/none", headers={"X-Request-Id": "request-7.1"}, trust_env=False)
+    planner.wait_for("request-7.1")
     lines = [json.loads(line) for line in planner.stderr.splitlines()]
-    found = [line for line in lines if line.get("request_id") == "looked-for.1"]
-    assert (404, "application/problem+json", "looked-for.1") == (
+    found = [line for line in lines if line.get("request_id") == "request-7.1"]
+    assert (404, "application/problem+json", "request-7.1") == (
         response.status_code, response.headers["content-type"], response.headers["x-request-id"],
     )  # fmt: skip
     assert [("request", "info", "GET", "/v1/forks/none", 404)] == [
@@ -39,7 +39,7 @@ def test_a_request_that_failed_is_found_by_its_id(
 
 
 def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork) -> None:
-    """Start, registration, plan, problems and the end in order: nothing else is ever written there."""
+    """Start, registration, plan, problems and exit in order: nothing else is ever written there."""
     everything = {"RFORK_LOG_LEVEL": "debug"}
     planner = rfork_process("planner", "--port", "0", "--json", environment=everything, until=READY)
     url = planner.wait_for(READY)[0]
@@ -62,7 +62,7 @@ def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork)
 
 
 def test_two_requests_without_an_id_get_different_ones(rfork_process: StartRfork) -> None:
-    """The planner's own ids tell its lines apart."""
+    """The planner's own ids distinguish its log lines."""
     planner = rfork_process("planner", "--port", "0", "--json", until=READY)
     url = planner.wait_for(READY)[0]
     request_ids = [httpx.get(f"{url}/nowhere/{number}", trust_env=False).headers["x-request-id"] for number in (1, 2)]

@@ -1,4 +1,4 @@
-"""Planner processes that share one Redis: two replicas behind one address, as a fleet would meet them."""
+"""Planner processes that share one Redis: two replicas behind one address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
 
 
 class PlannerReplica:
-    """One planner process, and the client of it."""
+    """One planner process, and a client of it."""
 
     def __init__(self, process: RforkProcess) -> None:
         self.process = process
@@ -36,14 +36,14 @@ class PlannerReplica:
 
 @pytest.fixture
 def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[tuple[PlannerReplica, PlannerReplica]]:
-    """Two planners over one Redis."""
+    """Two planners on one Redis."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
         "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nothing sends heartbeats here
         "RFORK_PLANNER_LEASE_TTL_S": "600",
-        "RFORK_PLANNER_BATCH_WINDOW_S": "0",  # each request is planned by itself: as many meet as can
+        "RFORK_PLANNER_BATCH_WINDOW_S": "0",  # each request is planned separately, for maximum concurrency
     }
     processes = [rfork_process("planner", "--port", "0", environment=environment) for _ in range(2)]
     first, second = (PlannerReplica(process) for process in processes)
@@ -53,16 +53,16 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[t
 
 
 def until(predicate: Callable[[], bool]) -> None:
-    """Ask again until it holds; fails the test where it never does."""
+    """Poll until the predicate is true; fail the test after a timeout."""
     deadline = time.monotonic() + TIMEOUT_S
     while not predicate():
         if time.monotonic() > deadline:
-            pytest.fail(f"did not come to hold within {TIMEOUT_S:g} s")
+            pytest.fail(f"condition not met within {TIMEOUT_S:g} s")
         threading.Event().wait(0.02)
 
 
 def request_plans(replicas: tuple[PlannerReplica, PlannerReplica], requests: list[ForkRequest]) -> list[Plan]:
-    """Ask for all at once, every other one at the other replica."""
+    """Send all requests concurrently, alternating between the replicas."""
     start = threading.Barrier(len(requests))
 
     def one(index: int) -> Plan:
@@ -74,15 +74,17 @@ def request_plans(replicas: tuple[PlannerReplica, PlannerReplica], requests: lis
 
 
 def readers(planner: PlannerClient) -> Counter[str]:
-    """How many forks under way read from each source, as one replica lists them."""
+    """Return the number of running forks per source, as listed by one replica."""
     forks = [fork for fork in planner.forks() if fork.finish is None]
     return Counter(
         source_id for fork in forks for source_id in {share.source_id for share in fork.plan} - {fork.instance_id}
     )
 
 
-def test_no_slot_is_given_twice(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
-    """Rounds of asks against both at a time, forks ending in between: no source is over its capacity."""
+def test_no_slot_is_assigned_twice(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
+    """Rounds of concurrent requests to both replicas, with forks ending in between: no source exceeds its
+    capacity.
+    """
     seeds = [f"s{index}" for index in range(4)]
     for index, name in enumerate(seeds):
         replicas[index % 2].planner.report(seed_report(name, max_readers=2))
@@ -101,7 +103,9 @@ def test_no_slot_is_given_twice(replicas: tuple[PlannerReplica, PlannerReplica])
 
 
 def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
-    """Sixteen that nobody has the image for ask both replicas at once: one reads, the rest wait behind it."""
+    """Sixteen instances without a source send requests to both replicas: one loads from storage, the others
+    wait for it.
+    """
     offer = (StorageCandidate(kind="loader"),)
     for turn in range(8):
         requests = [fork_request(f"t{turn}-{index}", storage=offer, model=f"cold-{turn}") for index in range(16)]
@@ -109,8 +113,8 @@ def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[PlannerReplica, 
         assert [((0, CHUNKS),)] == [read.chunks for plan in plans for read in plan.storage]
 
 
-def test_a_replica_that_dies_is_not_missed(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
-    """SIGKILL: the other knows its instances, forks and leases, and plans on."""
+def test_the_other_replica_continues_after_one_is_killed(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
+    """After SIGKILL the other one knows its instances, forks and leases, and continues to plan."""
     first, second = replicas
     first_keys = first.planner.report(seed_report("s")).lease_keys
     before = first.planner.request_plan(fork_request("t"))
@@ -128,10 +132,10 @@ def test_a_replica_that_dies_is_not_missed(replicas: tuple[PlannerReplica, Plann
     assert first_keys == second.planner.report(seed_report("s", readers=("fork-t",))).lease_keys
 
 
-def test_redis_may_die_and_come_back(
+def test_planners_recover_from_a_redis_restart(
     replicas: tuple[PlannerReplica, PlannerReplica], redis_server: RedisServer
 ) -> None:
-    """One clear problem while it is away; whole again after it came back, and one heartbeat."""
+    """One clear error while Redis is down; everything works after it is back and one heartbeat."""
     first, second = replicas
     first.planner.report(seed_report("s"))
     first.planner.request_plan(fork_request("t"))
@@ -147,7 +151,7 @@ def test_redis_may_die_and_come_back(
         len(problem["detail"].splitlines()),
     )
     assert problem["detail"].startswith(f"the store at 127.0.0.1:{redis_server.port} is unavailable: ")
-    leases = set(first.planner.progress("fork-t", PROGRESS).leases)  # forks under way go on
+    leases = set(first.planner.progress("fork-t", PROGRESS).leases)  # running forks continue
     redis_server.start()
     until(lambda: first.planner.ready() and second.planner.ready())
     with pytest.raises(PlannerRejected) as refused:
@@ -162,7 +166,7 @@ def test_redis_may_die_and_come_back(
 
 
 def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process: StartRfork) -> None:
-    """Started before it, it is not ready, says so in one clear line, and serves as soon as there is one."""
+    """Started before Redis, it is not ready, logs one clear line, and serves as soon as Redis is up."""
     redis_server.kill()
     url = redis_server.url.replace("redis://", "redis://default:hush@")
     environment = {"RFORK_PLANNER_STORE": url, "RFORK_PLANNER_LEASE_KEYS": "s" * 32}

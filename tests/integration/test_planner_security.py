@@ -1,4 +1,4 @@
-"""Real planners behind TLS, tokens and limits, as clients and sources meet them."""
+"""Planners with TLS, tokens and limits, as used by clients and sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.planner.builders import fork_request, seed_report
 
 READY = r"planner ready at (\S+)"
 RETRY_TIMEOUT_S = 30.0
-ROLES = "reader look\ninstance work-1\noperator rule\n"
+ROLES = "reader read-1\ninstance work-1\noperator rule\n"
 OLD, NEW = "o" * 32, "n" * 32
 Files = dict[str, Path]
 StartPlanner = Callable[..., tuple[RforkProcess, str]]
@@ -37,14 +37,14 @@ StartPlanner = Callable[..., tuple[RforkProcess, str]]
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """PEM files: an authority, certificates of a server and a client by it, one by another authority."""
+    """PEM files: an authority, its server and client certificates, and a certificate of another authority."""
     folder = tmp_path_factory.mktemp("tls")
     ours, others = trustme.CA(), trustme.CA()
     ours.cert_pem.write_to_path(folder / "ca")
     for name, leaf in (
         ("server", ours.issue_cert("127.0.0.1")),
         ("client", ours.issue_cert("worker.fleet")),
-        ("stranger", others.issue_cert("worker.fleet")),
+        ("untrusted", others.issue_cert("worker.fleet")),
     ):
         leaf.private_key_pem.write_to_path(folder / f"{name}-key")
         leaf.cert_chain_pems[0].write_to_path(folder / name)
@@ -61,7 +61,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(rfork_process: StartRfork) -> StartPlanner:
-    """Starts a planner on a free port, with variables of the environment; gives it and its URL."""
+    """Start a planner on a free port with environment variables; return it and its URL."""
 
     def started(port: int = 0, **environment: str | Path) -> tuple[RforkProcess, str]:
         variables = {f"RFORK_{name}": str(value) for name, value in environment.items()}
@@ -72,12 +72,12 @@ def start(rfork_process: StartRfork) -> StartPlanner:
 
 
 def server_tls(files: Files) -> dict[str, Path]:
-    """The variables of a planner that speaks TLS."""
+    """Return the variables of a planner that uses TLS."""
     return {"TLS_CERTIFICATE": files["server"], "TLS_KEY": files["server-key"]}
 
 
 def heartbeat_result(url: str, token: str | None) -> str:
-    """What a heartbeat with this token gets: its problem, or `ok`."""
+    """Return the problem type that a heartbeat with this token gets, or `ok`."""
     with PlannerClient(url, token=token) as planner:
         try:
             planner.report(seed_report("s"))
@@ -87,22 +87,22 @@ def heartbeat_result(url: str, token: str | None) -> str:
 
 
 def replace(path: Path, content: str) -> None:
-    """Put new content in the file's place at once, as the planner wants it."""
+    """Replace a file's content atomically, as the planner requires."""
     successor = path.with_name("successor")
     successor.write_text(content)
     successor.replace(path)
 
 
 def retry_until(done: Callable[[], bool]) -> None:
-    """Calls `done`, which sends a request, until it is true; TimeoutError after a while."""
+    """Call `done`, which sends a request, until it returns true; raise TimeoutError after a while."""
     deadline = time.monotonic() + RETRY_TIMEOUT_S
     while not done():
         if time.monotonic() > deadline:
             raise TimeoutError("the planner has not changed")
 
 
-def test_https_shows_who_the_planner_is(start: StartPlanner, files: Files) -> None:
-    """Who trusts its authority is served; who does not, or speaks no TLS, is not."""
+def test_https_authenticates_the_planner(start: StartPlanner, files: Files) -> None:
+    """Clients that trust its authority are served; others, and clients without TLS, are not."""
     _, url = start(**server_tls(files))
     with PlannerClient(url, tls=TlsSettings(ca=files["ca"])) as planner:
         assert ("https", []) == (url.partition(":")[0], planner.models())
@@ -111,11 +111,11 @@ def test_https_shows_who_the_planner_is(start: StartPlanner, files: Files) -> No
             planner.models()
 
 
-def test_mutual_tls_lets_in_only_who_shows_a_certificate(start: StartPlanner, files: Files) -> None:
-    """None, or one by another authority, ends the handshake, for the health checks too."""
+def test_mutual_tls_requires_a_client_certificate(start: StartPlanner, files: Files) -> None:
+    """No certificate, or one of another authority, fails the handshake, for health checks too."""
     _, url = start(**server_tls(files), TLS_CA=files["ca"])
     ours = TlsSettings(ca=files["ca"], certificate=files["client"], key=files["client-key"])
-    untrusted_tls = TlsSettings(ca=files["ca"], certificate=files["stranger"], key=files["stranger-key"])
+    untrusted_tls = TlsSettings(ca=files["ca"], certificate=files["untrusted"], key=files["untrusted-key"])
     with PlannerClient(url, tls=ours) as planner:
         assert (True, []) == (planner.ready(), planner.models())
     for tls in (TlsSettings(ca=files["ca"]), untrusted_tls):
@@ -123,32 +123,32 @@ def test_mutual_tls_lets_in_only_who_shows_a_certificate(start: StartPlanner, fi
             planner.ready()
 
 
-def test_a_token_is_asked_for_behind_mutual_tls_too(start: StartPlanner, files: Files, tokens: Path) -> None:
-    """A certificate says that one belongs to the fleet, the token what one may do there."""
-    _, url = start(**server_tls(files), TLS_CA=files["ca"], PLANNER_TOKENS=tokens)
+def test_a_token_is_required_with_mutual_tls_too(start: StartPlanner, files: Files, tokens: Path) -> None:
+    """The certificate proves membership of the fleet, the token grants permissions."""
+    _, url = start(**server_tls(files), TLS_CA=files["ca"], PLANNER_TOKENS_FILE=tokens)
     context = ssl.create_default_context(cafile=files["ca"])
     context.load_cert_chain(files["client"], files["client-key"])
     with httpx.Client(base_url=url, verify=context, trust_env=False) as web:
         statuses = [
             web.request(method, "/v1/models", headers={"Authorization": f"Bearer {token}"}).status_code
-            for method, token in (("GET", "look"), ("GET", "wrong"), ("DELETE", "look"))
+            for method, token in (("GET", "read-1"), ("GET", "wrong"), ("DELETE", "read-1"))
         ]
     assert [200, 401, 403] == statuses
 
 
-def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None:
-    """By the file, beside the token of the settings that may everything."""
-    _, url = start(PLANNER_TOKENS=tokens, PLANNER_TOKEN="all")
+def test_each_role_has_its_permissions(start: StartPlanner, tokens: Path) -> None:
+    """From the tokens file, in addition to the settings' token, which grants everything."""
+    _, url = start(PLANNER_TOKENS_FILE=tokens, PLANNER_TOKEN="all")
     with PlannerClient(url) as unauthenticated_client:
         assert (True, "unauthorized") == (unauthenticated_client.ready(), heartbeat_result(url, None))
     assert ["unauthorized", "forbidden", "ok", "ok", "ok"] == [
-        heartbeat_result(url, token) for token in ("wrong", "look", "work-1", "rule", "all")
+        heartbeat_result(url, token) for token in ("wrong", "read-1", "work-1", "rule", "all")
     ]
     drains: dict[str, list[int]] = {}
     with PlannerClient(url, token="work-1") as planner:
-        planner.report(seed_report("t"))  # so that the other is not the last seed, which nobody may drain just so
+        planner.report(seed_report("t"))  # so that the other is not the last seed, which needs force to drain
     for query in ("", "?force=true"):
-        for token in ("look", "work-1", "rule", "all"):
+        for token in ("read-1", "work-1", "rule", "all"):
             drain = httpx.post(
                 f"{url}/v1/instances/s/drain{query}", headers={"Authorization": f"Bearer {token}"},
                 trust_env=False,
@@ -158,7 +158,7 @@ def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")])
-def test_a_server_is_drained_by_its_own_processes_alone(
+def test_only_a_servers_own_processes_drain_it(
     start: StartPlanner,
     tokens: Path,
     tmp_path: Path,
@@ -167,9 +167,9 @@ def test_a_server_is_drained_by_its_own_processes_alone(
     environment: dict[str, str],
     expected: str,
 ) -> None:
-    """A preStop hook finds the secret that the server's processes share; another caller has another one."""
+    """A preStop hook finds the secret shared by the server's processes; another caller has a different one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    _, url = start(PLANNER_TOKENS=tokens)
+    _, url = start(PLANNER_TOKENS_FILE=tokens)
     server = InstanceSettings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
     with PlannerClient.of(server) as planner:
         for name in ("pod-x-target-0", "other"):
@@ -181,8 +181,8 @@ def test_a_server_is_drained_by_its_own_processes_alone(
 
 
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
-    """The new one opens, the removed one does not; a file that breaks changes nothing and is told of."""
-    process, url = start(PLANNER_TOKENS=tokens)
+    """A new token is accepted, a removed one is not; an invalid file changes nothing and is logged."""
+    process, url = start(PLANNER_TOKENS_FILE=tokens)
     before = [heartbeat_result(url, token) for token in ("work-1", "work-2")]
     replace(tokens, ROLES.replace("work-1", "work-2"))
     retry_until(lambda: heartbeat_result(url, "work-2") == "ok")
@@ -195,22 +195,22 @@ def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path)
 
 
 def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None:
-    """A page that looks, and a reader of events, within seconds; neither is let in again."""
-    _, url = start(PLANNER_TOKENS=tokens)
-    old = {"Authorization": "Bearer look"}
+    """The page's stream and an event reader end within seconds; neither can reconnect."""
+    _, url = start(PLANNER_TOKENS_FILE=tokens)
+    old = {"Authorization": "Bearer read-1"}
     with httpx.Client(base_url=url, headers=old, timeout=RETRY_TIMEOUT_S) as web:
         with web.stream("GET", "/ui/feed") as feed, web.stream("GET", "/v1/events") as events:
             lines = feed.iter_lines(), events.iter_lines()
             first = [next(each) for each in lines]
-            replace(tokens, ROLES.replace("look", "look-2"))
+            replace(tokens, ROLES.replace("read-1", "read-2"))
             ended = [list(each)[-1:] != [] for each in lines]
         again = [web.get(path).status_code for path in ("/ui/feed", "/v1/events")]
     assert (["event: begin", "retry: 2000"], [True, True], [401, 401]) == (first, ended, again)
 
 
-def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, tokens: Path) -> None:
-    """One line that names the file and its line, and shows no token."""
-    tokens.write_text("reader look\nhidden-secret instance\n")
+def test_a_malformed_tokens_file_fails_the_start(rfork_process: StartRfork, tokens: Path) -> None:
+    """One line names the file and the line, without the token."""
+    tokens.write_text("reader read-1\nhidden-secret instance\n")
     process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS_FILE": str(tokens)})
     code = process.wait()
     log_text = " ".join(process.stderr.split())
@@ -218,11 +218,13 @@ def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, token
 
 
 def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: int) -> None:
-    """Signed under the old secret, good at a source that the restarted planner told both keys; not after."""
+    """A lease signed with the old key stays valid at a source while the restarted planner has both keys, and
+    not later.
+    """
     keys: list[list[bytes]] = []
     leases: list[str] = []
     for secret in (OLD, f"{NEW},{OLD}", NEW):
-        process, url = start(free_port, PLANNER_SECRET=secret)
+        process, url = start(free_port, PLANNER_LEASE_KEYS=secret)
         with PlannerClient(url) as planner:
             keys.append([decode_key(key) for key in planner.report(seed_report("s")).lease_keys])
             leases.append(planner.request_plan(fork_request("a")).routes[0].lease.token)
@@ -238,8 +240,10 @@ def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: i
             verify(token, by, source_id="s")
 
 
-def test_limits_on_bodies_and_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body above the limit gets 413, and a second request within the period of `max_requests_per_s` gets 429."""
+def test_body_and_request_limits_are_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body above the limit gets 413, and a second request within the period of `max_requests_per_s` gets
+    429.
+    """
     monkeypatch.setattr("planner.app.MAX_BODY_BYTES", 100)
     chosen = PlannerSettings(port=0, max_requests_per_s=0.01)
     with run_in_thread(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
@@ -254,8 +258,10 @@ def test_limits_on_bodies_and_requests_hold(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bound beyond loopback with it, no warning is due; and without a token nobody is let in."""
+def test_a_tokens_file_protects_the_planner(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A planner bound beyond loopback with a tokens file logs no warning, and refuses requests without a
+    token.
+    """
     with run_in_thread(PlannerSettings(port=0, bind="0.0.0.0", tokens_file=tokens)) as url:
         status = httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/models", trust_env=False).status_code
     assert (401, []) == (status, [each for each in caplog.records if each.levelname == "WARNING"])
@@ -263,7 +269,7 @@ def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
 def test_a_refused_body_ends_its_connection(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer comes while most of the body is still on its way, and then the end of the stream."""
+    """The response arrives while most of the body is still being sent, followed by the end of the stream."""
     monkeypatch.setattr("planner.app.MAX_BODY_BYTES", 100)
     with run_in_thread(PlannerSettings(port=0)) as url:
         host, _, port = url.removeprefix("http://").partition(":")
@@ -277,7 +283,7 @@ def test_a_refused_body_ends_its_connection(encoding: str, monkeypatch: pytest.M
 
 
 def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
-    """So many connections, each with the beginning of a request's head."""
+    """Open `count` connections, each with an incomplete request head."""
     host, _, port = url.removeprefix("http://").partition(":")
     opened = []
     for _ in range(count):
@@ -287,8 +293,8 @@ def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
     return opened
 
 
-def test_half_open_requests_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest of them is closed to make room."""
+def test_half_open_requests_block_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of them is closed to free a connection."""
     monkeypatch.setattr(ConnectionLimits, "from_descriptor_limit", classmethod(lambda cls, max_descriptors: cls(8, 4)))
     with run_in_thread(PlannerSettings(port=0)) as url, ExitStack() as stack:
         oldest, *_ = half_open(url, 20, stack)
@@ -298,8 +304,8 @@ def test_half_open_requests_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -
             assert b"" == oldest.recv(1)
 
 
-def test_a_request_whose_head_never_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its connection was of use before."""
+def test_a_request_with_an_endless_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a connection that was used before."""
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
     monkeypatch.setattr(connection_acceptor, "CHECK_S", 0.05)
     with run_in_thread(PlannerSettings(port=0)) as url, ExitStack() as stack:
@@ -313,8 +319,8 @@ def test_a_request_whose_head_never_ends_is_closed(monkeypatch: pytest.MonkeyPat
             assert b"" == connection.recv(1)
 
 
-def test_without_descriptors_the_planner_says_so_once(start: StartPlanner) -> None:
-    """And goes on: what holds them without a request is closed."""
+def test_the_planner_logs_missing_descriptors_once(start: StartPlanner) -> None:
+    """It continues to serve: idle connections are closed."""
     process, url = start()
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
     with ExitStack() as stack:

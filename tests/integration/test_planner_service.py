@@ -26,30 +26,32 @@ import sys
 from planner.server import serve
 from rfork.settings import PlannerSettings
 serve(PlannerSettings(port=0), lambda url: print(url, flush=True))
-print("ended in order", flush=True)
+print("exited cleanly", flush=True)
 """
 EARLY = """
 import os, signal
 import planner.server
-make = planner.server.create_app
+create_app = planner.server.create_app
 
-def told(settings, **more):
+def create_app_after_signal(settings, **more):
     os.kill(os.getpid(), signal.SIGTERM)
-    return make(settings, **more)
+    return create_app(settings, **more)
 
-planner.server.create_app = told
+planner.server.create_app = create_app_after_signal
 """
-"""What a planner runs at its start, that is told to stop before it is up."""
+"""Startup code of a planner that is stopped before it is ready."""
 PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
 
 
 def settings(**options: str | int | float) -> PlannerSettings:
-    """Any free port of the loopback interface; nobody sends heartbeats here, and processes start slowly."""
+    """Settings with any free loopback port and long expiries: nothing sends heartbeats here, and processes
+    start slowly.
+    """
     return PlannerSettings(**{"port": 0, "instance_ttl_s": 600, "lease_ttl_s": 600, **options})  # type: ignore[arg-type]
 
 
 def test_a_chain_of_three_from_registration_to_finish() -> None:
-    """Over real sockets: register, plan, progress, finish, lists."""
+    """Over sockets: register, plan, progress, finish, lists."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         planner.report(seed_report("s"))
         chain = [planner.request_plan(fork_request(name)).routes[0].source_id for name in "abc"]
@@ -61,13 +63,13 @@ def test_a_chain_of_three_from_registration_to_finish() -> None:
         assert planner.ready()
 
 
-def test_a_planner_that_restarted_is_whole_after_one_heartbeat(free_port: int) -> None:
-    """The client goes on over the same object; what it asks for again carries all that is needed."""
+def test_a_restarted_planner_recovers_with_one_heartbeat(free_port: int) -> None:
+    """The same client continues; its next request contains everything that the planner needs."""
     with run_in_thread(settings(port=free_port)) as url:
         planner = PlannerClient(url)
         planner.report(seed_report("s"))
         planner.request_plan(fork_request("a"))
-    with pytest.raises(PlannerUnreachable, match=f"planner {url} cannot be reached"):
+    with pytest.raises(PlannerUnreachable, match=f"planner {url} is unreachable"):
         planner.instances()
     with run_in_thread(settings(port=free_port)):
         with pytest.raises(PlannerRejected) as refused:
@@ -81,8 +83,8 @@ def test_a_planner_that_restarted_is_whole_after_one_heartbeat(free_port: int) -
     planner.close()
 
 
-def test_a_token_is_asked_for() -> None:
-    """401 as a problem document without it, an answer with it."""
+def test_a_token_is_required() -> None:
+    """401 with a problem document without the token, a normal response with it."""
     with run_in_thread(settings(token="secret")) as url:
         response = httpx.get(f"{url}/v1/models", trust_env=False)
         with PlannerClient(url, token="secret") as planner:
@@ -95,7 +97,7 @@ def test_a_token_is_asked_for() -> None:
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
-    """Both ways to start name the address and the variable."""
+    """Both ways to start it name the address and the variable."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortInUse, match=f"127.0.0.1:{port}") as error:
@@ -104,14 +106,14 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 
 @pytest.mark.parametrize("bind", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_that_is_not_ours_is_a_settings_error(bind: str) -> None:
-    """Told before anything starts."""
+def test_a_foreign_address_is_a_settings_error(bind: str) -> None:
+    """Raised before anything starts."""
     with pytest.raises(SettingsError, match=f"cannot listen on {bind}"):
         serve(settings(bind=bind))
 
 
-def test_an_open_planner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Bound beyond loopback without a token: loud; with one, or on loopback: silent."""
+def test_an_open_planner_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond loopback without a token: a warning; with a token, or on loopback: none."""
     for options in ({"bind": "0.0.0.0"}, {"bind": "0.0.0.0", "token": "t"}, {}):
         with run_in_thread(settings(**options)):
             pass
@@ -120,8 +122,8 @@ def test_an_open_planner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
-    """Exit code 0, nothing on stderr but its own log; the port that was picked is printed."""
+def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+    """Exit code 0, nothing but its own log on stderr; the chosen port is printed."""
     with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
@@ -129,29 +131,29 @@ def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
             with PlannerClient(url) as planner:
                 assert planner.ready()
                 process.send_signal(number)
-                assert ("ended in order\n", 0) == (process.stdout.read(), process.wait(30))
+                assert ("exited cleanly\n", 0) == (process.stdout.read(), process.wait(30))
         finally:
             process.kill()
 
 
-def test_a_signal_before_it_is_up_ends_it_too() -> None:
-    """In order, and nobody hears that it is ready."""
+def test_a_signal_during_start_ends_it_cleanly() -> None:
+    """It exits cleanly without reporting that it is ready."""
     result = subprocess.run(
         [sys.executable, "-c", EARLY + SERVE], capture_output=True, text=True, check=True, timeout=120
     )
-    assert "ended in order\n" == result.stdout
+    assert "exited cleanly\n" == result.stdout
 
 
-def test_the_planner_needs_no_torch() -> None:
-    """A fresh interpreter that built the whole application has not imported it."""
-    code = "import sys, planner.server; print(sorted({'torch', 'grpc', 'rfork.fork'} & set(sys.modules)))"
+def test_the_planner_does_not_import_torch() -> None:
+    """A fresh interpreter that builds the complete application does not import it."""
+    code = "import sys, planner.server; print(sorted({'torch', 'grpc', 'rfork.receiver'} & set(sys.modules)))"
     assert "[]\n" == subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout  # fmt: skip
 
 
 def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a `ca`, only clients that show a certificate of it are answered."""
+    """With a `ca`, only clients with a certificate of that authority are served."""
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -164,16 +166,16 @@ def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.Monkey
     with run_in_thread(settings()) as url:
         with PlannerClient(url, tls=TlsSettings()) as planner:
             assert ("https", []) == (url.partition(":")[0], planner.models())
-        bare = ssl.create_default_context(cafile=ca)
+        without_certificate = ssl.create_default_context(cafile=ca)
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/healthz", verify=bare, trust_env=False)
+            httpx.get(f"{url}/healthz", verify=without_certificate, trust_env=False)
     monkeypatch.setenv("RFORK_TLS_KEY", str(ca))
     with pytest.raises(SettingsError, match="TLS files"):
         serve(settings())
 
 
-def test_a_fork_is_followed_from_its_plan_to_its_end() -> None:
-    """Over a real socket: what is under way at first, then each change, in order."""
+def test_events_follow_a_fork_from_plan_to_finish() -> None:
+    """Over a socket: first the running forks, then each change in order."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         planner.report(seed_report("s"))
         planner.request_plan(fork_request("a"))
@@ -189,8 +191,8 @@ def test_a_fork_is_followed_from_its_plan_to_its_end() -> None:
     assert PROGRESS == seen[1].fork.progress
 
 
-def test_a_planner_that_stops_ends_its_streams() -> None:
-    """Readers see an end, not a broken connection, and the planner does not wait for them."""
+def test_a_stopping_planner_ends_its_streams() -> None:
+    """Readers see the end of the stream, not a broken connection, and the planner does not wait for them."""
     with run_in_thread(settings()) as url:
         planner = PlannerClient(url)
         planner.report(seed_report("s"))
@@ -201,22 +203,22 @@ def test_a_planner_that_stops_ends_its_streams() -> None:
     planner.close()
 
 
-def test_a_signal_ends_a_planner_whose_events_are_read() -> None:
-    """Exit code 0, though a stream is open."""
+def test_a_signal_ends_a_planner_with_open_streams() -> None:
+    """Exit code 0, even with an open stream."""
     with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         try:
             with PlannerClient(url) as planner, planner.events() as events:
                 process.send_signal(signal.SIGTERM)
-                assert ([], "ended in order\n", 0) == (list(events), process.stdout.read(), process.wait(30))
+                assert ([], "exited cleanly\n", 0) == (list(events), process.stdout.read(), process.wait(30))
         finally:
             process.kill()
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
-    """Whoever waits for its next event is woken, by the end of the stream alone or of the whole client."""
+    """Closing the stream or the complete client wakes a thread that waits for its next event."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         planner.report(seed_report("s"))
         planner.request_plan(fork_request("a"))
@@ -235,8 +237,8 @@ def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
         assert (False, ["planned"]) == (reader.is_alive(), seen)
 
 
-def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> None:
-    """`rfork drain` ends once the last reader has: exit code 0, and the answer as JSON."""
+def test_drain_waits_for_an_instances_readers(rfork_process: StartRfork) -> None:
+    """`rfork drain` ends after the last reader: exit code 0, and the response as JSON."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         for name in "st":
             planner.report(seed_report(name))
@@ -253,14 +255,16 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
         )
 
 
-def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
-    """The last seed: exit code 5, unless forced; readers that stay: exit code 4; not known: may end."""
+def test_drain_reports_why_it_failed(rfork_process: StartRfork) -> None:
+    """The last seed: exit code 5 unless forced; remaining readers: exit code 4; an unknown instance: can
+    exit.
+    """
     with run_in_thread(settings(heartbeat_interval_s=0.5)) as url, PlannerClient(url) as planner:
         planner.report(seed_report("s"))
         planner.request_plan(fork_request("a"))
         runs = [
             rfork_process("drain", name, "--planner", url, "--wait", *more)
-            for name, more in (("s", ("0",)), ("s", ("0", "--force")), ("nobody", ("60",)))
+            for name, more in (("s", ("0",)), ("s", ("0", "--force")), ("unknown", ("60",)))
         ]
         assert [5, 4, 0] == [run.wait() for run in runs]
         assert "is the last seed of version v1 of these weights" in runs[0].stderr
@@ -269,7 +273,9 @@ def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
 
 
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
-    """`rfork drain --own`: those of RFORK_REPLICA, the last as well, and no other; without a name: 2."""
+    """`rfork drain --own`: all instances of RFORK_REPLICA, even the last, and no other; without a name: exit
+    code 2.
+    """
     ranks = ("pod-main-tp0", "pod-b-main-tp0")
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         for name in ranks:
@@ -282,20 +288,18 @@ def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
         assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
 
 
-def test_a_server_waits_for_its_planner_to_come_back(rfork_process: StartRfork, free_port: int) -> None:
-    """To ask who its ranks are; one that stays away holds it for no longer than it would wait for readers."""
+def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, free_port: int) -> None:
+    """It needs the planner to list its ranks, and waits for it no longer than for readers."""
     command = ("drain", "--own", "--planner", f"http://127.0.0.1:{free_port}", "--wait")
     environment = {"RFORK_REPLICA": "pod"}
     assert 0 != rfork_process(*command, "0", environment=environment).wait()
-    waiting = rfork_process(
-        *command, "60", environment=environment, until=r"waiting: planner \S+ cannot\s+be\s+reached"
-    )
+    waiting = rfork_process(*command, "60", environment=environment, until=r"waiting: planner \S+ is\s+unreachable")
     with run_in_thread(settings(port=free_port)):
         assert (0, "pod has no instances and can exit") == (waiting.wait(), waiting.stdout.strip())
 
 
-def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
-    """With an instance's token the last seed is not drained, but waited for until nobody reads."""
+def test_a_server_waits_for_readers_that_it_cannot_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
+    """With an instance's token the last seed is not drained, but waits until it has no readers."""
     (tmp_path / "tokens").write_text("instance instance\n")
     with (
         run_in_thread(settings(token="operator", tokens_file=str(tmp_path / "tokens"))) as url,
@@ -305,9 +309,9 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
         planner.request_plan(fork_request("a"))
         command = ("drain", "--own", "--planner", url, "--json", "--wait")
         environment = {"RFORK_REPLICA": "pod", "RFORK_TOKEN": "instance"}
-        hurried = rfork_process(*command, "0", environment=environment)
-        code = hurried.wait()
-        (left,) = json.loads(hurried.stdout.splitlines()[0])["instances"]
+        not_waiting = rfork_process(*command, "0", environment=environment)
+        code = not_waiting.wait()
+        (left,) = json.loads(not_waiting.stdout.splitlines()[0])["instances"]
         waited = rfork_process(*command, "60", environment=environment, until="waiting: forks that read from it: 1")
         planner.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
         seen = (waited.wait(), planner.instance("pod-main-tp0").report.state)
@@ -318,8 +322,8 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
     ]
 
 
-def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
-    """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
+def test_status_explains_quarantines_and_plans(rfork_process: StartRfork) -> None:
+    """It shows the reason of a quarantine, the reason of a plan, and the bytes by source."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         planner.report(seed_report("bad", max_readers=9))
         for name in "ca":

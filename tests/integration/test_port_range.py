@@ -1,4 +1,4 @@
-"""Ports that are fixed, for several ranks of one host: each takes the first of the range that is free."""
+"""Fixed ports for several ranks of one host: each uses the first free port of the range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 3
 
 @pytest.fixture
 def first() -> int:
-    """A port with some free ones after it."""
+    """A port that is followed by free ones."""
     while True:
         port = free_port()
         with ExitStack() as stack, suppress(OSError):
@@ -39,8 +39,8 @@ def settings_of(first: int) -> InstanceSettings:
     return InstanceSettings(peer_port=first, http_port=first + RANKS, port_range_size=RANKS)
 
 
-def test_each_rank_takes_the_first_free_port(first: int) -> None:
-    """Three that are told the same ports run side by side, on these ports and no others."""
+def test_each_rank_uses_the_first_free_port(first: int) -> None:
+    """Three processes with the same range run concurrently, on these ports and no others."""
     settings = settings_of(first)
     with ExitStack() as running:
         seeds = [running.enter_context(seed_of(settings)) for _ in range(RANKS)]
@@ -53,8 +53,8 @@ def test_each_rank_takes_the_first_free_port(first: int) -> None:
 
 
 @pytest.mark.parametrize("setting", ["peer_port", "http_port"])
-def test_ports_that_are_all_taken_are_named(first: int, setting: str) -> None:
-    """One more than there are ports fails, and says which were tried and what sets them."""
+def test_an_exhausted_port_range_is_named(first: int, setting: str) -> None:
+    """One process too many fails, and names the tried ports and the setting."""
     settings = InstanceSettings(**{setting: first}, port_range_size=RANKS)  # type: ignore[arg-type]
     with ExitStack() as running:
         for _ in range(RANKS):
@@ -68,15 +68,15 @@ def test_ports_that_are_all_taken_are_named(first: int, setting: str) -> None:
     ]
 
 
-def test_one_port_is_named_alone(first: int) -> None:
-    """Without a range the one port is named, as it always was."""
+def test_a_single_port_is_named(first: int) -> None:
+    """Without a range the error names the one port."""
     settings = InstanceSettings(peer_port=first)
     with seed_of(settings), pytest.raises(PortInUse) as caught, seed_of(settings):
         pass
     assert f"cannot listen on 127.0.0.1:{first}: the address is in use" == str(caught.value)
 
 
-def test_any_port_will_do() -> None:
-    """Without a port asked for there is no range; and none goes past the last port."""
+def test_port_zero_uses_any_port() -> None:
+    """Port 0 has no range, and no range exceeds the last port."""
     settings = InstanceSettings(port_range_size=RANKS)
     assert ([0], [65534, 65535]) == ([*settings.ports_from(0)], [*settings.ports_from(65534)])

@@ -1,6 +1,5 @@
-"""The wheel that a release is made of, built as the release workflow builds it, less the package index.
-
-And the commands of pages that install it.
+"""The release's wheel, built as in the release workflow but without the package index, and the installation
+commands of the pages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ REPOSITORY = "https://host.example/people/rfork"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git knows, told where they are from."""
+    """A copy of git's files, with the repository's address in its links."""
     folder = check.clean_copy(tmp_path_factory.mktemp("release") / "source")
     check.set_repository_links(folder, REPOSITORY)
     return folder
@@ -34,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    """A wheel of them."""
+    """A wheel built from the copy."""
     folder = source.parent
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
@@ -44,22 +43,22 @@ def wheel(source: Path) -> Path:
     return check.find_files(folder, "*.whl")
 
 
-def test_it_has_what_it_should(wheel: Path, source: Path) -> None:
-    """Both packages whole, with types, generated code and the planner's page; no tests; its entry points."""
+def test_the_wheel_is_complete(wheel: Path, source: Path) -> None:
+    """Both packages with types, generated code, the planner's page and entry points; no tests."""
     assert contents.check_wheel(wheel, source, __version__)
 
 
 @pytest.mark.parametrize("missing", ["planner/py.typed", "rfork/peer/v1/peer_pb2.py"])
-def test_what_it_lacks_is_named(wheel: Path, source: Path, missing: str, tmp_path: Path) -> None:
-    """A file that is left out is found."""
+def test_a_missing_file_is_named(wheel: Path, source: Path, missing: str, tmp_path: Path) -> None:
+    """The check finds a file that is left out."""
     damaged = copy_of(wheel, tmp_path, without=missing)
     with pytest.raises(contents.InvalidContents, match=missing):
         contents.check_wheel(damaged, source, __version__)
 
 
 @pytest.mark.parametrize("added", ["tests/__init__.py", "rfork/tests/test_it.py"])
-def test_what_does_not_belong_is_named(wheel: Path, source: Path, added: str, tmp_path: Path) -> None:
-    """Neither a package beside ours, nor tests within."""
+def test_an_unexpected_file_is_named(wheel: Path, source: Path, added: str, tmp_path: Path) -> None:
+    """The check finds another top-level package, and tests inside a package."""
     damaged = copy_of(wheel, tmp_path)
     with zipfile.ZipFile(damaged, "a") as archive:
         archive.writestr(added, "")
@@ -67,13 +66,13 @@ def test_what_does_not_belong_is_named(wheel: Path, source: Path, added: str, tm
         contents.check_wheel(damaged, source, __version__)
 
 
-def test_another_version_is_found(wheel: Path, source: Path) -> None:
-    """A wheel is of the version that it says."""
+def test_a_wrong_version_is_detected(wheel: Path, source: Path) -> None:
+    """The check compares the wheel's version."""
     with pytest.raises(contents.InvalidContents):
         contents.check_wheel(wheel, source, "9.9.9")
 
 
-def test_what_an_index_shows_leads_somewhere(wheel: Path) -> None:
+def test_the_readmes_links_are_absolute(wheel: Path) -> None:
     """Links and pictures of the README are addresses of this version of the repository."""
     contents.check_links(wheel, REPOSITORY)
     with zipfile.ZipFile(wheel) as archive:
@@ -87,20 +86,22 @@ def test_what_an_index_shows_leads_somewhere(wheel: Path) -> None:
     assert len(sources) == description.count(f"/{at}/")
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
-    """A README that was not told where it is from is refused, and so is an address that is none."""
+def test_a_broken_link_is_named(tmp_path: Path) -> None:
+    """A README without repository links is refused, and so is an invalid address."""
     wheel = tmp_path / "rfork.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("rfork-1.dist-info/METADATA", "Name: rfork\n\nSee [it](docs/index.md), `[a](b)`.\n")
-    with pytest.raises(contents.InvalidContents, match=r"docs/index\.md is relative \(1 such\)"):
+    with pytest.raises(contents.InvalidContents, match=r"docs/index\.md is relative \(1 relative links\)"):
         contents.check_links(wheel, REPOSITORY)
-    with pytest.raises(check.ReleaseError, match="no https address"):
+    with pytest.raises(check.ReleaseError, match="is not an https address"):
         check.set_repository_links(tmp_path, "host.example/people/rfork")
 
 
-@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.where)
-def test_it_is_installed_as_the_pages_say(block: PageBlock, source: Path, wheel: Path, tmp_path: Path) -> None:
-    """From a folder in the index's place, without what it depends on; from a clone, as far as its extras."""
+@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.location)
+def test_the_installation_commands_of_the_pages_work(
+    block: PageBlock, source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """From a directory instead of the index, without dependencies; from a clone, up to its extras."""
     environment = {
         **os.environ,
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
@@ -109,7 +110,7 @@ def test_it_is_installed_as_the_pages_say(block: PageBlock, source: Path, wheel:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     if "-e" in block.text:
-        # Into the environment that runs this it must not go, and needs not: all that it wants is there.
+        # It must not be installed into the running environment, and need not be: all requirements are there.
         environment["PIP_DRY_RUN"] = "1"
         folder = Path(shutil.copytree(source, tmp_path / "clone"))
     else:
@@ -130,7 +131,7 @@ def test_it_is_installed_as_the_pages_say(block: PageBlock, source: Path, wheel:
 
 
 def copy_of(wheel: Path, folder: Path, without: str = "") -> Path:
-    """The same wheel elsewhere, less one file."""
+    """Copy the wheel without one file."""
     target = folder / wheel.name
     with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(target, "w") as copy:
         for name in archive.namelist():

@@ -1,4 +1,4 @@
-"""Real processes that are killed in mid-fork and started again: only what is missing is fetched."""
+"""Targets that are killed during a fork and restarted: only missing chunks are fetched."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.conftest import StartRfork
 from tests.processes import RforkProcess, startup_patch
 
 SLOW = str(2 << 20)
-"""Bytes a second at which the tiny model (9 MB) takes seconds: time to kill whoever reads it."""
+"""Bytes per second at which the tiny model (9 MB) takes seconds, enough to kill its reader."""
 READY = r'"event": ?"ready"'
 SHARED_MEMORY = Path("/dev/shm")
 LONG_FLUSH_PATCH = "import rfork.receiver.chunk_persister as persister\npersister.FLUSH_TIMEOUT_S = 60.0\n"
-"""A target waits for what was kept, however slow this machine's disk is just then."""
+"""Makes a target wait for its spool on a slow disk."""
 
 Report = dict[str, object]
 
 
 class ResumeFleet:
-    """A planner, seeds, and targets that keep what they have in one folder."""
+    """A planner, seeds, and targets that spool to one directory."""
 
     def __init__(self, start: StartRfork, model: Path, folder: Path, patch_environment: dict[str, str]) -> None:
         self._start = start
@@ -51,19 +51,19 @@ class ResumeFleet:
         self.client = PlannerClient(self.url)
 
     def seed(self, model: Path | None = None, *, rate: str | None = SLOW) -> RforkProcess:
-        """A seed, slow unless told otherwise."""
+        """Start a seed, by default a slow one."""
         arguments = ["seed", str(model or self._model), "--name", "tiny", "--planner", self.url, "--json"]
         arguments += ["--egress-rate", rate] if rate is not None else []
         return self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": "http"})
 
     def pull(self) -> RforkProcess:
-        """A target."""
+        """Start a target."""
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
         more = {"RFORK_TRANSPORTS": "http", "RFORK_MAX_INFLIGHT_CHUNKS": "1", "RFORK_RESUME_DIR": str(self.folder)}
         return self._start(*arguments, environment={**more, **self._patch_environment})
 
     def kill_mid_fork(self, chunks: int) -> None:
-        """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
+        """Start a target, and kill it after it has verified `chunks` of eight chunks, but not all."""
         process = self.pull()
         process.wait_for(rf"fork tiny: [{chunks}-7]\.\d+ MB of")
         self.wait_recorded(1, chunks - 1)
@@ -71,16 +71,16 @@ class ResumeFleet:
         process.wait()
 
     def wait_recorded(self, spools: int, chunks: int) -> None:
-        """Wait until so many spools have records of so many chunks.
+        """Wait until `spools` spools have recorded `chunks` chunks.
 
-        What is kept comes later than what is verified: as late as this machine has no time for it.
+        Chunks are recorded after they are verified, possibly much later on a busy machine.
         """
         deadline = time.monotonic() + 30
         while sum(count >= chunks for count in self.recorded_chunks()) < spools and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def recorded_chunks(self) -> list[int]:
-        """How many chunks each spool in the folder has records of, while targets write them."""
+        """Return the number of recorded chunks per spool in the directory, while targets write them."""
         counts = []
         for path in self.folder.iterdir():
             with path.open("rb") as file:
@@ -91,7 +91,7 @@ class ResumeFleet:
         return counts
 
     def kept_chunks(self, image: Image) -> list[int]:
-        """The chunks that the next target finds, with the bytes of this image."""
+        """Return the chunks of this image that the next target will find."""
         spool = acquire_spool(self.folder, spool_name(InstanceIdentity("tiny")), image.layout)
         records = spool.records
         spool.close()
@@ -99,14 +99,14 @@ class ResumeFleet:
 
 
 def result(process: RforkProcess) -> Report:
-    """The report of a pull that ended well."""
+    """Return the report of a pull that succeeded."""
     assert 0 == process.wait()
     return cast(Report, json.loads(process.stdout))
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """An empty folder: on disk, or where a test says so in shared memory."""
+    """An empty directory: on disk, or in shared memory where the test requests it."""
     if getattr(request, "param", "disk") == "disk":
         yield tmp_path
         return
@@ -121,7 +121,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def fleet(
     rfork_process: StartRfork, tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ResumeFleet]:
-    """A planner that knows nobody yet."""
+    """A fleet with an empty planner."""
     patch_environment = startup_patch(tmp_path_factory.mktemp("start") / "patch", LONG_FLUSH_PATCH)
     made = ResumeFleet(rfork_process, tiny_model, folder, patch_environment)
     yield made
@@ -130,7 +130,7 @@ def fleet(
 
 @pytest.fixture(scope="module")
 def expected_image(tiny_model: Path) -> Image:
-    """What a target must hold."""
+    """The bytes that a target must have."""
     return capture(loaded_model(tiny_model))
 
 
@@ -139,8 +139,8 @@ def nbytes(image: Image, chunks: list[int]) -> int:
 
 
 @pytest.mark.parametrize("folder", ["disk", "shared memory"], indirect=True)
-def test_a_killed_target_comes_back(fleet: ResumeFleet, expected_image: Image) -> None:
-    """What it had kept is not fetched again, everything else is, once; and the file is gone."""
+def test_a_killed_target_resumes(fleet: ResumeFleet, expected_image: Image) -> None:
+    """Spooled chunks are not fetched again, everything else is fetched once, and the spool is removed."""
     fleet.seed()
     fleet.kill_mid_fork(4)
     kept = fleet.kept_chunks(expected_image)
@@ -156,8 +156,8 @@ def test_a_killed_target_comes_back(fleet: ResumeFleet, expected_image: Image) -
 
 
 @pytest.mark.timeout(300)
-def test_a_target_that_is_killed_again_and_again(fleet: ResumeFleet, expected_image: Image) -> None:
-    """Each life begins where the last one ended."""
+def test_a_target_that_is_killed_repeatedly_resumes(fleet: ResumeFleet, expected_image: Image) -> None:
+    """Each process resumes from the state of the previous one."""
     fleet.seed()
     verified_counts: list[int] = []
     for chunks in (2, 5):
@@ -176,14 +176,14 @@ def test_a_target_that_is_killed_again_and_again(fleet: ResumeFleet, expected_im
     )
 
 
-def test_weights_that_changed_meanwhile(
+def test_weights_that_changed_meanwhile_are_fetched(
     fleet: ResumeFleet,
     expected_image: Image,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The seed has other weights, under the stated version of before: all that changed is fetched."""
+    """The seed has other weights under the same stated version: every changed chunk is fetched."""
     monkeypatch.setenv("RFORK_VERSION", "v1")
     first = fleet.seed()
     fleet.kill_mid_fork(4)
@@ -207,8 +207,8 @@ def test_weights_that_changed_meanwhile(
     )
 
 
-def test_two_targets_in_one_folder(fleet: ResumeFleet, expected_image: Image) -> None:
-    """Two processes of one rank on one host, both killed: each has a file of its own, and both come back."""
+def test_two_targets_resume_from_one_directory(fleet: ResumeFleet, expected_image: Image) -> None:
+    """Two processes of one rank on one host are killed; each has its own file, and both resume."""
     fleet.seed()
     processes = [fleet.pull() for _ in range(2)]
     for process in processes:

@@ -1,4 +1,4 @@
-"""Who is let into S3, where its buckets are looked for, and how credentials are found; on real servers."""
+"""S3 access control, bucket addressing and credential lookup, on real servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.s3_stores import (
 from tests.seaweed import UseIdentity
 
 
-def test_whoever_may_only_read(s3: SeaweedServer, s3_store: OpenStore, use_identity: UseIdentity) -> None:
+def test_a_reader_cannot_write(s3: SeaweedServer, s3_store: OpenStore, use_identity: UseIdentity) -> None:
     """A reader's credentials open and list, but neither write nor remove."""
     put(s3_store(), "blob", b"abc")
     use_identity(seaweed.READER)
@@ -47,7 +47,7 @@ def test_whoever_may_only_read(s3: SeaweedServer, s3_store: OpenStore, use_ident
 
 @pytest.fixture
 def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every name below localhost is this machine, as RFC 6761 has it and not every resolver knows."""
+    """Resolve every name below localhost to this machine, as RFC 6761 requires; not every resolver does."""
     resolve = socket.getaddrinfo
 
     def resolved(host: str, *rest: int, **more: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
@@ -57,8 +57,8 @@ def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
 
 
-def test_the_bucket_in_the_host(s3: SeaweedServer, s3_store: OpenStore, names_below_localhost: None) -> None:
-    """With virtual addressing BUCKET.HOST is asked."""
+def test_virtual_addressing(s3: SeaweedServer, s3_store: OpenStore, names_below_localhost: None) -> None:
+    """Requests are sent to BUCKET.HOST."""
     put(s3_store("s3://models/virtual/"), "blob", b"abc")
     endpoint = f"http://{seaweed.DOMAIN}:{s3.port}"
     store = s3_store("s3://models/virtual/", s3_endpoint=endpoint, s3_addressing="virtual")
@@ -66,14 +66,14 @@ def test_the_bucket_in_the_host(s3: SeaweedServer, s3_store: OpenStore, names_be
     assert (b"abc", ["blob", "other"]) == (get(store, "blob"), [entry.name for entry in store.list()])
 
 
-def test_credentials_of_a_profile(
+def test_credentials_of_a_profile_are_used(
     s3: SeaweedServer,
     s3_store: OpenStore,
     use_identity: UseIdentity,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A profile of AWS's credentials file opens what it may."""
+    """A profile of AWS's credentials file grants its access."""
     use_identity(None)
     identity = seaweed.WRITER
     (tmp_path / "credentials").write_text(
@@ -88,8 +88,8 @@ def test_credentials_of_a_profile(
 
 
 @each_operation
-def test_a_wrong_secret(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, use: StoreOperation) -> None:
-    """Whatever is done, the error is one line, that the signature is wrong, and shows nothing of it."""
+def test_a_wrong_secret_is_one_line(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, use: StoreOperation) -> None:
+    """Every operation fails with one line about the wrong signature, without the secret."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     error, line = storage_error_of(lambda: use(s3_store()))
     assert (StorageAccessDenied, True, False) == (error, "SignatureDoesNotMatch" in line, "\n" in line)
@@ -97,14 +97,14 @@ def test_a_wrong_secret(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, us
 
 
 @each_operation
-def test_nobody_in_a_private_bucket(s3_store: OpenStore, use: StoreOperation) -> None:
-    """Without credentials a private bucket gives, takes and tells nothing."""
+def test_a_private_bucket_rejects_anonymous_access(s3_store: OpenStore, use: StoreOperation) -> None:
+    """Without credentials a private bucket rejects reads, writes and listings."""
     error, line = storage_error_of(lambda: use(s3_store(s3_anonymous=True)))
     assert (StorageAccessDenied, "access denied: Access Denied (AccessDenied)") == (error, line)
 
 
 class _Service(ThreadingHTTPServer):
-    """One S3 object in eu-central-1, and AWS's STS beside it; `requests` is what requests were for."""
+    """A server with one S3 object in eu-central-1, and AWS's STS; `requests` records each request's purpose."""
 
     daemon_threads = True
 
@@ -169,12 +169,12 @@ class _ServiceHandler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: str) -> None:
-        """Nothing: tests look at `requests`."""
+        """Log nothing: tests check `requests`."""
 
 
 @pytest.fixture
 def service() -> Iterator[_Service]:
-    """A server of AWS's answers, whose requests can be looked at."""
+    """A server of AWS responses that records its requests."""
     with _Service() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -183,10 +183,10 @@ def service() -> Iterator[_Service]:
         thread.join()
 
 
-def test_a_bucket_in_another_region(
+def test_a_bucket_in_another_region_is_found(
     service: _Service, use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket is found in the region that it is in, which is remembered."""
+    """The bucket's region is found and remembered."""
     use_identity(seaweed.WRITER)
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     settings = StorageSettings(s3_endpoint=service.url, max_attempts=1)
@@ -209,7 +209,7 @@ def test_a_bucket_in_another_region(
 def web_identity(
     service: _Service, use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> S3Store:
-    """A store in a process whose pod has a role (IRSA) and no other credentials."""
+    """A store in a process whose Pod has an IAM role (IRSA) and no other credentials."""
     use_identity(None)
     (tmp_path / "token").write_text("token-of-the-pod")
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/models")
@@ -219,8 +219,8 @@ def web_identity(
     return S3Store(Location.parse("s3://models/"), settings)
 
 
-def test_credentials_of_a_web_identity(service: _Service, web_identity: S3Store) -> None:
-    """A pod's token is changed for credentials of its role, by which objects are read."""
+def test_credentials_of_a_web_identity_are_used(service: _Service, web_identity: S3Store) -> None:
+    """A Pod's token is exchanged for its role's credentials, which read objects."""
     with closing(web_identity), closing(web_identity.open("blob")) as blob:
         assert 3 == blob.size
     role = "arn:aws:iam::123456789012:role/models"
@@ -230,8 +230,8 @@ def test_credentials_of_a_web_identity(service: _Service, web_identity: S3Store)
     ] == service.requests
 
 
-def test_a_web_identity_that_is_refused(service: _Service, web_identity: S3Store) -> None:
-    """Where the role is not given, one line says so, without the token."""
+def test_a_refused_web_identity_is_one_line(service: _Service, web_identity: S3Store) -> None:
+    """If the role is not granted, one line reports it, without the token."""
     service.refuses_tokens = True
     with closing(web_identity):
         assert (

@@ -1,4 +1,4 @@
-"""S3 through a proxy that breaks connections, stalls and refuses, before a real SeaweedFS."""
+"""S3 through a proxy that breaks connections, stalls and refuses, in front of a real SeaweedFS."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.storage_faults import ErrorStatus, Fault, ResetFault, StallFault, Tru
     ],
     ids=str,
 )
-def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault]) -> None:
-    """A read whose connection breaks, stalls or is put off gives the right bytes all the same."""
+def test_reads_are_retried(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault]) -> None:
+    """A read whose connection breaks, stalls or is throttled returns the right bytes."""
     data = random_bytes(3 * MIB)
     put(s3_store(), "blob", data)
     timeout_s = 4.0 if isinstance(faults[0], StallFault) else 10.0
@@ -58,8 +58,8 @@ def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, fau
     ids=str,
 )
 @pytest.mark.parametrize("size", [1000, SEVERAL_PARTS])
-def test_writes_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault], size: int) -> None:
-    """A part, or a whole blob, that was not taken is sent again."""
+def test_writes_are_retried(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault], size: int) -> None:
+    """A part, or a complete blob, that was not accepted is sent again."""
     data = random_bytes(size)
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(*faults, path="PUT ")
@@ -68,8 +68,8 @@ def test_writes_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, fa
     assert data == get(s3_store(), "blob")
 
 
-def test_a_write_that_stalls(s3: SeaweedServer, s3_store: OpenStore) -> None:
-    """A blob that the service took and did not answer for is sent again."""
+def test_a_stalled_write_is_retried(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """A blob that the service received but did not acknowledge is sent again."""
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(StallFault(after=None), path="PUT ")
         put(s3_store(s3_endpoint=proxy.url, timeout_s=4.0), "blob", b"abc")
@@ -77,18 +77,18 @@ def test_a_write_that_stalls(s3: SeaweedServer, s3_store: OpenStore) -> None:
     assert b"abc" == get(s3_store(), "blob")
 
 
-def test_an_answer_that_got_lost(s3: SeaweedServer, s3_store: OpenStore) -> None:
-    """An upload that was completed counts as such, though the answers to that never came."""
+def test_a_lost_response_is_tolerated(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """A completed upload counts as complete, even though its responses never arrived."""
     data = random_bytes(SEVERAL_PARTS)
     with FaultProxy(s3.port) as proxy:
-        # The first POST begins the upload.
+        # The first POST starts the upload.
         proxy.script.then(None, TruncateFault(after=0), TruncateFault(after=0), TruncateFault(after=0), path="POST ")
         put(s3_store(s3_endpoint=proxy.url), "blob", data)
     assert (data, []) == (get(s3_store(), "blob"), pending_uploads(s3))
 
 
-def test_a_service_that_takes_no_part(s3: SeaweedServer, s3_store: OpenStore) -> None:
-    """Parts that are refused for good end the upload, and none are left."""
+def test_a_service_that_rejects_every_part(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """Parts that are rejected permanently abort the upload, and none remain."""
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(None, path="PUT ")
         proxy.script.always(ErrorStatus(500, text=b"<Error><Code>InternalError</Code></Error>"), path="PUT ")

@@ -1,4 +1,4 @@
-"""S3 as a store, on a real SeaweedFS."""
+"""The S3 store on a real SeaweedFS."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.s3_stores import (
 
 
 @pytest.mark.parametrize("size", [0, 1, 8 * MIB, 20 * MIB])
-def test_what_is_written_is_read(s3_store: OpenStore, size: int) -> None:
-    """Blobs of any size come back whole, by one request or in parts."""
+def test_written_blobs_are_read(s3_store: OpenStore, size: int) -> None:
+    """Blobs of any size are read completely, in one request or in parts."""
     store, data = s3_store(), random_bytes(size)
     put(store, "blob", data)
     assert data == get(store, "blob")
     assert [BlobEntry("blob", size)] == list(store.list())
 
 
-def test_parts_of_a_blob(s3_store: OpenStore) -> None:
-    """A read gives the bytes from its offset on, over several views."""
+def test_ranges_are_read(s3_store: OpenStore) -> None:
+    """A read returns the bytes from its offset, in several views."""
     store, data = s3_store(), random_bytes(MIB)
     put(store, "blob", data)
     first, second = bytearray(1000), bytearray(1)
@@ -47,8 +47,8 @@ def test_parts_of_a_blob(s3_store: OpenStore) -> None:
             blob.read(MIB, [memoryview(second)])
 
 
-def test_a_hundred_blobs(s3_store: OpenStore) -> None:
-    """They are listed in the order of their names, by prefix too, and are gone when they are removed."""
+def test_a_hundred_blobs_are_listed(s3_store: OpenStore) -> None:
+    """In the order of their names, by prefix too; removed blobs are not listed."""
     store = s3_store()
     names = sorted([f"a/{number:02}" for number in range(60)] + [f"b.{number:02}" for number in range(40)])
     for name in reversed(names):
@@ -61,8 +61,8 @@ def test_a_hundred_blobs(s3_store: OpenStore) -> None:
     assert names[60:] == [entry.name for entry in store.list()]
 
 
-def test_a_folder_ends_at_its_name(s3_store: OpenStore) -> None:
-    """What lies in a folder whose name begins alike is not listed."""
+def test_a_prefix_matches_a_complete_directory_name(s3_store: OpenStore) -> None:
+    """Blobs of a directory whose name starts with the same letters are not listed."""
     put(s3_store("s3://spare/model"), "x", b"1")
     put(s3_store("s3://spare/model-2"), "y", b"22")
     assert [BlobEntry("x", 1)] == list(s3_store("s3://spare/model").list())
@@ -70,8 +70,8 @@ def test_a_folder_ends_at_its_name(s3_store: OpenStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "ü/日本", "a+b", "a?b=c", "a#b", "a%20b", "a&b;c", "~a'(b)*!"])
-def test_names_of_any_characters(s3_store: OpenStore, name: str) -> None:
-    """A key is the name as it stands, whatever means something else in URLs."""
+def test_names_with_special_characters(s3_store: OpenStore, name: str) -> None:
+    """A key is the literal name, including characters with a meaning in URLs."""
     store = s3_store()
     put(store, name, name.encode())
     put(store, f"{name}-in-parts", bytes(SEVERAL_PARTS))
@@ -82,15 +82,15 @@ def test_names_of_any_characters(s3_store: OpenStore, name: str) -> None:
 
 
 def test_one_object_by_its_uri(s3: SeaweedServer, s3_store: OpenStore) -> None:
-    """A URI names an object of any key."""
+    """A URI can name an object with any key."""
     put(s3_store("s3://models/by uri/"), "a?b", b"abc")
     with open_blob(Location.parse("s3://models/by uri/a?b"), s3.settings()) as blob:
         assert (b"bc", "s3://models/by uri/a?b") == (read_range(blob, 1, 2), blob.uri)
 
 
 @pytest.mark.parametrize("size", [5, SEVERAL_PARTS])
-def test_what_is_there_stays(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
-    """Without `replace` the first writer's bytes stay, silently, and no parts of the second are left."""
+def test_an_existing_blob_is_kept(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
+    """Without `replace` the first writer's bytes remain, silently, and no parts of the second."""
     store = s3_store()
     put(store, "blob", b"a" * size, replace=False)
     put(store, "blob", b"b" * (size + 1), replace=False)
@@ -100,8 +100,8 @@ def test_what_is_there_stays(s3: SeaweedServer, s3_store: OpenStore, size: int) 
     assert b"b" * (size + 1) == get(store, "blob")
 
 
-def test_two_writers_at_once(s3: SeaweedServer, s3_store: OpenStore) -> None:
-    """Of two that write one name in parts, without `replace`, the first to end has it."""
+def test_the_first_of_two_concurrent_writers_wins(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """Of two multipart writers of one name, without `replace`, the first one to finish wins."""
     store = s3_store()
     with store.write("blob", replace=False) as first:
         first.write([memoryview(b"a" * SEVERAL_PARTS)])
@@ -111,8 +111,8 @@ def test_two_writers_at_once(s3: SeaweedServer, s3_store: OpenStore) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 20 * MIB])
-def test_an_exception_leaves_nothing(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
-    """Leaving the block with an exception leaves no object and no parts."""
+def test_an_exception_aborts_the_write(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
+    """Leaving the block with an exception leaves neither object nor parts."""
     store = s3_store()
 
     def interrupted() -> None:
@@ -126,8 +126,8 @@ def test_an_exception_leaves_nothing(s3: SeaweedServer, s3_store: OpenStore, siz
 
 
 @pytest.mark.parametrize("size", [1, 20 * MIB])
-def test_a_blob_that_is_replaced(s3_store: OpenStore, size: int) -> None:
-    """A blob that another was put in the place of, or that was removed, is not read on."""
+def test_a_replaced_blob_is_not_read_further(s3_store: OpenStore, size: int) -> None:
+    """Reading a blob that was replaced or removed fails."""
     store = s3_store()
     put(store, "blob", b"a" * size)
     with closing(store.open("blob")) as blob:
@@ -141,22 +141,20 @@ def test_a_blob_that_is_replaced(s3_store: OpenStore, size: int) -> None:
 
 
 @each_operation
-def test_a_bucket_that_is_not_there(s3_store: OpenStore, use: StoreOperation) -> None:
-    """Whatever is done, the error says that there is no such bucket."""
-    assert (StorageNotFound, "no such bucket") == storage_error_of(
-        lambda: use(s3_store("s3://no-such-bucket/"))
-    )
+def test_a_missing_bucket_is_named(s3_store: OpenStore, use: StoreOperation) -> None:
+    """Every operation reports that the bucket does not exist."""
+    assert (StorageNotFound, "no such bucket") == storage_error_of(lambda: use(s3_store("s3://no-such-bucket/")))
 
 
-def test_a_key_that_is_not_there(s3_store: OpenStore) -> None:
-    """To open it says so; to remove it does nothing."""
+def test_a_missing_key(s3_store: OpenStore) -> None:
+    """Opening it fails; removing it does nothing."""
     assert (StorageNotFound, "no such object") == storage_error_of(lambda: open_named_blob(s3_store()))
     s3_store().remove("nothing")
 
 
 @each_operation
-def test_an_endpoint_that_nobody_listens_on(s3_store: OpenStore, free_port: int, use: StoreOperation) -> None:
-    """Whatever is done gives up after its attempts, with a line that names who does not answer."""
+def test_an_endpoint_without_a_listener(s3_store: OpenStore, free_port: int, use: StoreOperation) -> None:
+    """Every operation fails after its attempts, with a line that names the endpoint."""
     unused_endpoint = f"http://127.0.0.1:{free_port}"
     error, line = storage_error_of(lambda: use(s3_store(s3_endpoint=unused_endpoint, timeout_s=1.0)))
     assert (StorageError, True) == (error, "127.0.0.1" in line)

@@ -1,4 +1,4 @@
-"""Scale-ups that were announced to real planners, over real sockets."""
+"""Announced scale-ups on real planners."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from tests.unit.planner.builders import fork_request, report, seed_report
 READY = r'"event": ?"ready"'
 TIMEOUT_S = 60.0
 ARRIVAL_GAP_S = 0.3
-"""Between two forks of one scale-up."""
-GATHER_S = "8"
-"""The most that there is."""
+"""Seconds between two forks of one scale-up."""
+SCALEUP_WAIT_S = "8"
+"""The maximum."""
 PLAN_FORKS_BUCKET = re.compile(r'^rfork_planner_plan_batch_size_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
 
 
 def url_of(process: RforkProcess) -> str:
-    """Where a planner that is ready listens."""
+    """Return the URL of a ready planner."""
     return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
 
 
 def until(predicate: Callable[[], bool]) -> None:
-    """Ask again until it holds; fails the test where it never does."""
+    """Poll until the predicate is true; fail the test after a timeout."""
     deadline = time.monotonic() + TIMEOUT_S
     while not predicate():
         if time.monotonic() > deadline:
-            pytest.fail(f"did not come to hold within {TIMEOUT_S:g} s")
+            pytest.fail(f"condition not met within {TIMEOUT_S:g} s")
         threading.Event().wait(0.02)
 
 
 def announce(url: str, replicas: int, model: str = "tiny") -> ScaleUpInfo:
-    """As an autoscaler would."""
+    """Announce a scale-up, as an autoscaler does."""
     scaleup = ScaleUp(scaleup_id="up", model=model, replicas=replicas)
     response = httpx.post(
         f"{url}/v1/scaleups", json=scaleup.model_dump(mode="json"), trust_env=False, timeout=TIMEOUT_S
@@ -61,13 +61,13 @@ def announce(url: str, replicas: int, model: str = "tiny") -> ScaleUpInfo:
 
 
 def get_scaleup(url: str) -> ScaleUpInfo:
-    """The scale-up as one planner tells it."""
+    """Return the scale-up from one planner."""
     response = httpx.get(f"{url}/v1/scaleups/up", trust_env=False, timeout=TIMEOUT_S)
     return ScaleUpInfo.model_validate_json(response.raise_for_status().content)
 
 
 def plan_counts(url: str) -> dict[float, int]:
-    """How many plans were made for so many forks at most, by their upper bound."""
+    """Return the number of plans per upper bound of their number of forks."""
     text = httpx.get(f"{url}/metrics", trust_env=False, timeout=TIMEOUT_S).text
     counts = [(float(bound), int(float(count))) for bound, count in PLAN_FORKS_BUCKET.findall(text)]
     before = [0, *(count for _, count in counts)]
@@ -75,12 +75,12 @@ def plan_counts(url: str) -> dict[float, int]:
 
 
 @pytest.mark.parametrize(("announced", "expected"), [(True, {4.0: 1}), (False, {})])
-def test_forks_that_were_announced_share_one_plan(
+def test_announced_forks_share_one_plan(
     rfork_process: StartRfork, tiny_model: Path, tmp_path: Path, announced: bool, expected: dict[float, int]
 ) -> None:
-    """Three real forks, the next one asking a while after the last: one plan for three, or one each."""
-    # Without a window: those that are not announced are planned as they come, however close.
-    environment = {"RFORK_PLANNER_SCALEUP_WAIT_S": GATHER_S, "RFORK_PLANNER_BATCH_WINDOW_S": "0"}
+    """Three real forks arrive one after the other: one plan for three if announced, otherwise one each."""
+    # Without a window, unannounced forks are planned individually on arrival, however close.
+    environment = {"RFORK_PLANNER_SCALEUP_WAIT_S": SCALEUP_WAIT_S, "RFORK_PLANNER_BATCH_WINDOW_S": "0"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
     url, own = url_of(planner), {"RFORK_TRANSPORTS": "http", "RFORK_PLANNER_TIMEOUT_S": "50"}
     common = (str(tiny_model), "--name", "tiny", "--planner", url, "--json")
@@ -97,7 +97,7 @@ def test_forks_that_were_announced_share_one_plan(
         threading.Event().wait(ARRIVAL_GAP_S)
     codes = [pull.wait() for pull in pulls]
     digests = {json.loads(pull.stdout.splitlines()[-1])["sha256"] for pull in pulls}
-    # One that lost a relay which was done is planned again, by itself.
+    # A fork that lost a finished relay is planned again individually.
     together = {bound: count for bound, count in plan_counts(url).items() if bound > 1}
     assert ([0] * 3, 1, expected) == (codes, len(digests), together)
     if announced:
@@ -106,13 +106,13 @@ def test_forks_that_were_announced_share_one_plan(
 
 @pytest.fixture
 def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str, str]:
-    """The URLs of two planners over one Redis."""
+    """The URLs of two planners on one Redis."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
         "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
-        "RFORK_PLANNER_SCALEUP_WAIT_S": GATHER_S,
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nothing sends heartbeats here
+        "RFORK_PLANNER_SCALEUP_WAIT_S": SCALEUP_WAIT_S,
         "RFORK_PLANNER_BATCH_WINDOW_S": "0",
     }
     processes = [rfork_process("planner", "--port", "0", "--json", environment=environment) for _ in range(2)]
@@ -120,8 +120,10 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str,
     return first, second
 
 
-def test_replicas_of_the_planner_count_together(replicas: tuple[str, str]) -> None:
-    """Told to one, known to both: forks at both wait, and all go when the last has come to either."""
+def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> None:
+    """A scale-up announced to one is known to both: forks wait at both, and are planned when the last one
+    arrives at either.
+    """
     first, second = (PlannerClient(url, timeout_s=TIMEOUT_S) for url in replicas)
     first.report(seed_report("s", model="tiny"))
     until(lambda: len(second.instances()) == 1)
@@ -142,8 +144,8 @@ def test_replicas_of_the_planner_count_together(replicas: tuple[str, str]) -> No
         planner.close()
 
 
-def test_a_scale_up_that_is_withdrawn_at_one_is_over_at_both(replicas: tuple[str, str]) -> None:
-    """Who waits at the other gets its plan."""
+def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, str]) -> None:
+    """A fork that waits at the other replica gets its plan."""
     with PlannerClient(replicas[1], timeout_s=TIMEOUT_S) as second, ThreadPoolExecutor(1) as threads:
         announce(replicas[0], 2)
         until(lambda: bool(httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json()))
@@ -158,15 +160,15 @@ def test_a_scale_up_that_is_withdrawn_at_one_is_over_at_both(replicas: tuple[str
         )
 
 
-def test_a_planner_that_joins_later_knows_what_was_announced(
+def test_a_planner_that_joins_later_knows_announced_scale_ups(
     redis_server: RedisServer, rfork_process: StartRfork
 ) -> None:
-    """And who has come of it."""
+    """Including the arrivals so far."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
         "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nothing sends heartbeats here
         "RFORK_PLANNER_SCALEUP_WAIT_S": "0",
     }
     first = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
@@ -178,11 +180,11 @@ def test_a_planner_that_joins_later_knows_what_was_announced(
     assert (1, views[0]) == (views[0].arrived_count, views[1])
 
 
-# -- the hooks' client --------------------------------------------------------------------------------
+# -- the integrations' client -------------------------------------------------------------------------
 
 
-async def test_hooks_reach_a_planner_behind_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the authority's certificate and one of their own; without the latter they are told so."""
+async def test_integrations_reach_a_planner_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the authority's certificate and a client certificate; without the latter the request fails."""
     ours = trustme.CA()
     ours.cert_pem.write_to_path(tmp_path / "ca")
     leaf = ours.issue_cert("127.0.0.1")
@@ -204,8 +206,8 @@ async def test_hooks_reach_a_planner_behind_tls(tmp_path: Path, monkeypatch: pyt
     assert 2 == view.scaleup.replicas
 
 
-async def test_hooks_go_on_with_a_planner_that_restarted(free_port: int) -> None:
-    """The pooled connection is dead by then: nothing is told of it. While nobody listens, that is."""
+async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> None:
+    """The dead pooled connection causes no error; while nothing listens, requests fail."""
     settings = PlannerSettings.model_validate({"port": free_port})
     fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": f"http://127.0.0.1:{free_port}"}))
     with run_in_thread(settings):
@@ -217,8 +219,8 @@ async def test_hooks_go_on_with_a_planner_that_restarted(free_port: int) -> None
     await fleet.close()
 
 
-async def test_all_of_a_fleet_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one page holds, in the order of their ids."""
+async def test_all_pages_of_a_fleet_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one page, in the order of ids."""
     monkeypatch.setattr(planner_client, "PAGE", 20)
     names = [f"i{index:04}" for index in range(50)]
     with run_in_thread(PlannerSettings.model_validate({"port": 0, "instance_ttl_s": 600})) as url:
@@ -231,8 +233,8 @@ async def test_all_of_a_fleet_is_listed(monkeypatch: pytest.MonkeyPatch) -> None
     assert names == found
 
 
-async def test_a_planner_that_says_nothing_holds_no_hook() -> None:
-    """It takes the connection, and that is all: PlannerUnavailable within the time."""
+async def test_a_silent_planner_does_not_block_an_integration() -> None:
+    """A planner that accepts connections but never responds raises PlannerUnavailable at the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 0.2}))

@@ -1,4 +1,4 @@
-"""The shared fixtures: one that leaked processes or hid output would spoil every other test."""
+"""The shared fixtures: leaked processes or hidden output would affect every other test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_tiny_model_is_a_checkpoint_of_several_shards(tiny_model: Path) -> None:
-    """The tiny model has a config, a tokenizer, and its tensors, each once, in more than one file."""
+    """The tiny model has a config, a tokenizer, and each tensor once, in more than one file."""
     shards = sorted(tiny_model.glob("*.safetensors"))
     names: list[str] = []
     for shard in shards:
@@ -32,18 +32,18 @@ def test_tiny_model_is_a_checkpoint_of_several_shards(tiny_model: Path) -> None:
         (tiny_model / "tokenizer.json").is_file(),
         len(shards) > 1,
     )
-    # The embedding, the last norm, and nine tensors in each of four layers; the head is the embedding.
+    # The embedding, the last norm, and nine tensors in each of four layers; the head shares the embedding.
     assert 2 + 4 * 9 == len(names) == len(set(names))
 
 
 def test_free_port_can_be_listened_on(free_port: int) -> None:
-    """A server can take the port at once."""
+    """A server can listen on the port immediately."""
     with socket.create_server(("127.0.0.1", free_port)) as server:
         assert free_port == server.getsockname()[1]
 
 
-def test_no_other_process_of_tests_takes_the_same_port(free_port: int) -> None:
-    """Nor this one again: the server that it is for may bind it only later."""
+def test_no_other_test_process_gets_the_same_port(free_port: int) -> None:
+    """Nor does this process: the server may bind it only later."""
     code = f"from tests import ports; ports._reserved({free_port})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "BlockingIOError" in done.stderr
@@ -51,19 +51,19 @@ def test_no_other_process_of_tests_takes_the_same_port(free_port: int) -> None:
 
 
 def test_process_is_waited_for_by_its_lines(rfork_process: StartRfork) -> None:
-    """A line that matches is found on either stream, and the exit code is that of the command."""
+    """A matching line is found on either stream, and the exit code is the command's."""
     process = rfork_process("version", until=rf"^{re.escape(rfork.__version__)}$")
     assert (0, f"{rfork.__version__}\n") == (process.wait(), process.stdout)
 
 
 def test_process_that_ends_early_is_not_waited_for(rfork_process: StartRfork) -> None:
-    """A process that ends without the line fails at once, with the command, its exit code and its output."""
+    """A process that exits without the line fails immediately, with its command, exit code and output."""
     with pytest.raises(TimeoutError, match=r"ended with 0\n\$ rfork version .+\n--- stdout\n\d"):
-        rfork_process("version", until="never said", deadline_s=60)
+        rfork_process("version", until="never printed", deadline_s=60)
 
 
 def test_stop_ends_a_service(rfork_process: StartRfork, free_port: int) -> None:
-    """A service that runs until it is told to end is ended, and ending it again is harmless."""
+    """A running service is stopped, and stopping it again is harmless."""
     process: RforkProcess = rfork_process("planner", "--port", str(free_port), until=str(free_port))
     process.stop()
     process.stop()

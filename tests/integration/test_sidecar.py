@@ -1,4 +1,4 @@
-"""Sidecars of stock SGLang engines over real sockets: a real planner, engines that stand in."""
+"""Sidecars of stock SGLang engines over sockets: a real planner, and stand-ins for engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CURRENT_PATH = "/remote_instance_transfer_engine_info"
 MODEL = "m"
 DEADLINE_S = 60.0
 TTL_S = 6.0
-"""Of leases, and of an instance that says nothing any more."""
+"""Of leases, and of instances without heartbeats."""
 SEED_ENGINE = """
 import ctypes, sys
 from mooncake.engine import TransferEngine
@@ -50,7 +50,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def planner() -> Iterator[str]:
-    """URL of a planner that hears of everything soon."""
+    """URL of a planner with short heartbeat intervals."""
     with run_in_thread(
         PlannerSettings(port=0, heartbeat_interval_s=0.2, instance_ttl_s=TTL_S, lease_ttl_s=TTL_S)
     ) as url:
@@ -58,7 +58,7 @@ def planner() -> Iterator[str]:
 
 
 def seed_of(engine: FakeSglangServer, planner: str, *, model: str | None = MODEL, **settings: object) -> Sidecar:
-    """The sidecar of an engine that is published as MODEL."""
+    """Return the sidecar of an engine that is published as MODEL."""
     own = SidecarSettings(engine_url=engine.url)
     return Sidecar(_settings(planner, model=model, **settings), own, poll_interval_s=0.1)
 
@@ -72,7 +72,7 @@ def client_of(
     no_source_timeout_s: float = 0.0,
     **settings: object,
 ) -> Sidecar:
-    """The sidecar of a client of MODEL."""
+    """Return the sidecar of a client of MODEL."""
     url = engine.url if engine is not None else None
     own = SidecarSettings(engine_url=url, source_model=model, port=0)
     chosen = _settings(planner, no_source_timeout_s=no_source_timeout_s, **settings)
@@ -84,21 +84,21 @@ def _settings(planner: str, **more: object) -> InstanceSettings:
 
 
 def request_weight_info(sidecar: Sidecar, rank: int = 0, path: str = LEGACY_PATH) -> httpx.Response:
-    """What a stock client sends, and nothing more."""
+    """Send the request of a stock client."""
     return httpx.get(f"http://{sidecar.client_address}{path}", params={"rank": rank}, timeout=DEADLINE_S)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Return once it holds; TimeoutError where it does not within DEADLINE_S."""
+def until(condition: Callable[[], bool], description: str) -> None:
+    """Return once the condition is true; raise TimeoutError after DEADLINE_S."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(what)
+            raise TimeoutError(description)
         time.sleep(0.02)
 
 
 def published(planner: str, count: int) -> list[InstanceReport]:
-    """Wait until the planner knows so many stock seeds; their reports."""
+    """Wait until the planner knows `count` stock seeds, and return their reports."""
     found: list[InstanceReport] = []
 
     def enough() -> bool:
@@ -111,32 +111,32 @@ def published(planner: str, count: int) -> list[InstanceReport]:
 
 
 def forks(planner: str) -> list[ForkInfo]:
-    """All forks that the planner lists."""
+    """Return all forks that the planner lists."""
     with PlannerClient(planner) as client:
         return client.forks()
 
 
 def session_of(response: httpx.Response) -> str:
-    """The session that an answer names."""
+    """Return the session in a response."""
     return str(response.json()["remote_instance_transfer_engine_info"][0])
 
 
 def info_of(engine: FakeSglangServer, rank: int = 0) -> object:
-    """What the engine itself would answer, as JSON has it."""
+    """Return the engine's own response, in JSON types."""
     return json.loads(json.dumps(engine.respond(f"{CURRENT_PATH}?rank={rank}", None)[1]))
 
 
 @pytest.mark.parametrize("path", [LEGACY_PATH, CURRENT_PATH])
-def test_a_stock_client_is_told_of_the_published_seed(planner: str, path: str) -> None:
-    """Byte for byte what the seed would have answered, by either name of the endpoint."""
+def test_a_stock_client_gets_the_published_seed(planner: str, path: str) -> None:
+    """Byte for byte the seed's own response, under either name of the endpoint."""
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
         response = request_weight_info(sidecar, path=path)
         assert (200, info_of(engine)) == (response.status_code, response.json())
 
 
-def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
-    """Two ranks, two instances; a rank that nobody gives is refused in words."""
+def test_each_rank_gets_its_own_info(planner: str) -> None:
+    """Two ranks, two instances; a rank that is not served is refused with an error message."""
     with FakeSglangServer(ranks=2) as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         reports = published(planner, 2)
         responses = [request_weight_info(sidecar, rank) for rank in (0, 1, 2)]
@@ -149,8 +149,8 @@ def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
         )
 
 
-def test_a_lease_is_held_until_the_clients_engine_is_healthy(planner: str) -> None:
-    """The fork runs while the client loads, is renewed past its time to live, and ends as unverified."""
+def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None:
+    """The fork runs while the client loads, is renewed past its lifetime, and finishes as unverified."""
     with (
         FakeSglangServer() as seed, seed_of(seed, planner), FakeSglangServer(ranks=0, healthy=False) as loading,
         client_of(planner, engine=loading) as sidecar,
@@ -158,10 +158,10 @@ def test_a_lease_is_held_until_the_clients_engine_is_healthy(planner: str) -> No
         published(planner, 1)
         request_weight_info(sidecar)
         began = time.monotonic()
-        until(lambda: time.monotonic() - began > TTL_S + 1, "longer than the lease's time to live")
+        until(lambda: time.monotonic() - began > TTL_S + 1, "longer than the lease's lifetime")
         assert ["running"] == [fork.state for fork in forks(planner)]
         loading.healthy = True
-        until(lambda: forks(planner)[0].state == "finished", "the lease given back")
+        until(lambda: forks(planner)[0].state == "finished", "the lease released")
         finish = forks(planner)[0].finish
         assert finish is not None
         assert ("forked", 2080, {}) == (finish.outcome, finish.bytes_read, finish.sources)
@@ -172,8 +172,8 @@ def test_a_lease_is_held_until_the_clients_engine_is_healthy(planner: str) -> No
         assert seed.ranks[0][0] == left.removeprefix(PREFIX).rsplit(":", 2)[0]
 
 
-def test_places_are_kept_and_a_client_waits_for_one(planner: str) -> None:
-    """Two seeds of one place each: two clients get one each, the third is refused, or waits if it may."""
+def test_slots_are_bounded_and_a_client_waits_for_one(planner: str) -> None:
+    """Two seeds with one slot each: two clients get one each; the third is refused, or waits if configured."""
     with contextlib.ExitStack() as stack:
         for session in ("127.0.0.1:15001", "127.0.0.1:15002"):
             engine = stack.enter_context(FakeSglangServer(session))
@@ -184,13 +184,13 @@ def test_places_are_kept_and_a_client_waits_for_one(planner: str) -> None:
         assert [200, 200, 503] == [response.status_code for response in responses]
         assert {"127.0.0.1:15001", "127.0.0.1:15002"} == {session_of(response) for response in responses[:2]}
         assert "no seed has a free reader slot" in responses[2].json()["error"]["message"]
-        patient = stack.enter_context(client_of(planner, wait_s=DEADLINE_S))
+        waiting_client = stack.enter_context(client_of(planner, wait_s=DEADLINE_S))
         clients[0].close(0.0)
-        assert session_of(responses[0]) == session_of(request_weight_info(patient))
+        assert session_of(responses[0]) == session_of(request_weight_info(waiting_client))
 
 
-def test_a_client_that_asks_again_is_sent_to_another_seed(planner: str) -> None:
-    """Its first read came to nothing: that seed gets its place back, and is taken again if it is the last."""
+def test_a_client_that_retries_gets_another_seed(planner: str) -> None:
+    """Its first read failed: that seed's slot is released, and the seed is used again if it is the last one."""
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(FakeSglangServer(f"127.0.0.1:1500{number}")) for number in (1, 2)]
         for engine in engines:
@@ -204,8 +204,8 @@ def test_a_client_that_asks_again_is_sent_to_another_seed(planner: str) -> None:
         assert second == session_of(request_weight_info(client))
 
 
-def test_an_engine_that_dies_is_no_seed_any_more(planner: str) -> None:
-    """Unhealthy is enough; healthy again, it is given again."""
+def test_an_unhealthy_engine_is_no_seed(planner: str) -> None:
+    """An unhealthy engine is withdrawn; once healthy again, it is offered again."""
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
         engine.healthy = False
@@ -216,8 +216,10 @@ def test_an_engine_that_dies_is_no_seed_any_more(planner: str) -> None:
         assert 200 == request_weight_info(sidecar).status_code
 
 
-def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -> None:
-    """Faster than any look: the seed's own sidecar finds it when a client asks, and gives the new memory."""
+def test_memory_of_a_restarted_engine_is_not_served(planner: str) -> None:
+    """Even between two polls: the seed's own sidecar detects the restart on a client's request, and serves
+    the new memory.
+    """
     with FakeSglangServer() as engine:
         own = SidecarSettings(engine_url=engine.url)
         client = client_of(planner, wait_s=DEADLINE_S, no_source_timeout_s=DEADLINE_S)
@@ -230,7 +232,7 @@ def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -
 
 
 def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
-    """The generation rises, the weights are others, and the client's sidecar says that they may be torn."""
+    """The generation and the weights change, and the client's sidecar reports that its weights may be torn."""
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         before = published(planner, 1)[0]
         request_weight_info(sidecar)
@@ -244,8 +246,8 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
         )  # fmt: skip
 
 
-def test_a_planner_that_restarts_is_told_who_reads_from_whom(free_port: int) -> None:
-    """The seed's heartbeat and the client's renewal bring both back: the one place stays taken."""
+def test_a_restarted_planner_relearns_leases(free_port: int) -> None:
+    """The seed's heartbeat and the client's renewal restore both: the one slot stays occupied."""
     settings = PlannerSettings(port=free_port, heartbeat_interval_s=0.2, lease_ttl_s=TTL_S)
     with contextlib.ExitStack() as stack:
         with run_in_thread(settings) as url:
@@ -260,13 +262,15 @@ def test_a_planner_that_restarts_is_told_who_reads_from_whom(free_port: int) -> 
             assert 503 == request_weight_info(late).status_code
 
 
-def test_rforks_own_forks_and_stock_ones_never_meet(planner: str) -> None:
-    """Under one name each sees its own kind alone."""
+def test_rfork_forks_and_stock_forks_are_separate(planner: str) -> None:
+    """Under one model name each sees only its own type."""
     with FakeSglangServer() as engine, seed_of(engine, planner), PlannerClient(planner) as client:
         stock = published(planner, 1)[0]
         native = client.request_plan(fork_request("native-target", model=MODEL))
-        disguised = client.request_plan(fork_request("native-target-2", model=stock.model, layout_id=stock.layout_id))
-        assert ((), ()) == (native.routes, disguised.routes)
+        with_stock_layout = client.request_plan(
+            fork_request("native-target-2", model=stock.model, layout_id=stock.layout_id)
+        )
+        assert ((), ()) == (native.routes, with_stock_layout.routes)
     with client_of(planner) as sidecar, PlannerClient(planner) as client:
         client.report(seed_report("native-seed", model=MODEL))
         client.report(seed_report("native-seed-2", model=PREFIX + MODEL))
@@ -274,14 +278,17 @@ def test_rforks_own_forks_and_stock_ones_never_meet(planner: str) -> None:
 
 
 def test_two_layouts_of_one_name_are_refused(planner: str) -> None:
-    """What the client has built is not known, and float16 passes for bfloat16: none is given."""
+    """The client's layout is unknown, and float16 would pass for bfloat16: no seed is assigned."""
     with (
-        FakeSglangServer() as half,
-        FakeSglangServer("127.0.0.1:15002") as brain,
+        FakeSglangServer() as float16_engine,
+        FakeSglangServer("127.0.0.1:15002") as bfloat16_engine,
         contextlib.ExitStack() as stack,
     ):
-        half.server, brain.server = {**half.server, "dtype": "float16"}, {**brain.server, "dtype": "bfloat16"}
-        for engine in (half, brain):
+        float16_engine.server, bfloat16_engine.server = (
+            {**float16_engine.server, "dtype": "float16"},
+            {**bfloat16_engine.server, "dtype": "bfloat16"},
+        )
+        for engine in (float16_engine, bfloat16_engine):
             stack.enter_context(seed_of(engine, planner))
         client = stack.enter_context(client_of(planner))
         published(planner, 2)
@@ -289,8 +296,8 @@ def test_two_layouts_of_one_name_are_refused(planner: str) -> None:
         assert (503, True) == (response.status_code, "in 2 layouts" in response.json()["error"]["message"])
 
 
-def test_where_weights_lie_is_told_to_the_bearer_of_a_lease_alone(planner: str) -> None:
-    """Without one, with one for another seed, or with a forged one: 403, and no address."""
+def test_memory_addresses_require_a_lease(planner: str) -> None:
+    """Without one, with another seed's, or with a forged one: 403, and no address."""
     with FakeSglangServer() as engine, seed_of(engine, planner) as sidecar, PlannerClient(planner) as client:
         seed = published(planner, 1)[0]
         client.report(seed_report("other"))
@@ -308,10 +315,10 @@ def test_where_weights_lie_is_told_to_the_bearer_of_a_lease_alone(planner: str) 
     ("field", "value", "reason"),
     [("pp_size", 2, "2 pipeline stages"), ("speculative_algorithm", "EAGLE", "a draft model (EAGLE)")],
 )
-def test_an_engine_whose_ranks_overwrite_one_another_is_not_published(
+def test_an_engine_with_conflicting_ranks_is_not_published(
     planner: str, rfork_process: StartRfork, field: str, value: str | int, reason: str
 ) -> None:
-    """Its info may be that of another stage, or of the draft."""
+    """Its info may be that of another stage, or of the draft model."""
     with FakeSglangServer() as engine:
         engine.server = {**engine.server, field: value}
         command = ("sidecar", "--engine", engine.url, "--planner", planner)
@@ -320,18 +327,18 @@ def test_an_engine_whose_ranks_overwrite_one_another_is_not_published(
         assert (True, []) == (reason in line, published(planner, 0))
 
 
-def test_over_plain_tcp_it_has_to_be_asked_for(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rfork's own transfer_engine transport: whoever reaches the port reads and writes."""
+def test_plain_tcp_must_be_enabled(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in rfork's own transfer_engine transport: any client that reaches the port can read and write."""
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     with pytest.raises(SettingsError, match="plain TCP"):
         client_of(planner)
     client_of(planner, allow_unauthenticated_tcp=True).close(0.0)
 
 
-def test_between_sidecars_is_mutual_tls_and_stock_clients_speak_plainly(
+def test_sidecars_use_mutual_tls_and_stock_clients_plain_http(
     planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One set of files for both sides; who shows no certificate is not even heard."""
+    """One set of files for both sides; a client without a certificate fails in the handshake."""
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(tmp_path / "ca")
@@ -347,8 +354,8 @@ def test_between_sidecars_is_mutual_tls_and_stock_clients_speak_plainly(
             httpx.get(f"https://{seed.seed_address}/v1/stock-seeds/x", verify=context)
 
 
-def test_the_command_publishes_answers_and_leaves(planner: str, rfork_process: StartRfork) -> None:
-    """Two processes: one beside a seed, one beside a client; SIGTERM takes the seed out of the books."""
+def test_the_command_publishes_serves_and_deregisters(planner: str, rfork_process: StartRfork) -> None:
+    """Two processes: one next to a seed, one next to a client; SIGTERM deregisters the seed."""
     with FakeSglangServer() as engine, FakeSglangServer(ranks=0, healthy=False) as loading:
         seed = rfork_process("sidecar", "--engine", engine.url, "--planner", planner, until="sidecar ready")
         command = ("sidecar", "--client-of-model", MODEL, "--engine", loading.url, "--port", "0", "--json")
@@ -367,15 +374,17 @@ def test_the_command_publishes_answers_and_leaves(planner: str, rfork_process: S
         client.wait_for("stock client refused")
 
 
-def test_real_memory_is_read_by_the_info_that_was_answered(planner: str) -> None:
-    """Mooncake's own engine in another process gives, another here reads what the sidecar's answer names."""
+def test_real_memory_is_read_with_the_served_info(planner: str) -> None:
+    """Mooncake's own engine serves in another process, and another one reads here the memory that the
+    sidecar's response describes.
+    """
     library = pytest.importorskip("mooncake.engine", exc_type=ImportError)
     source = subprocess.Popen(
         [sys.executable, "-c", SEED_ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert source.stdout is not None
-        port, address, size = (int(word) for word in source.stdout.readline().split())
+        port, address, size = (int(field) for field in source.stdout.readline().split())
         half = size // 2
         tensors = {"first": (address, half // 4, 4), "second": (address + half, half // 2, 2)}
         with (

@@ -1,4 +1,4 @@
-"""Sidecars ask servers that close a connection, as one that nobody uses, just as it is used again."""
+"""Sidecars whose servers close an idle connection just as it is used again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INFO = WeightInfo("127.0.0.1:15001", TENSORS)
 
 
 class OneRequestHandler(BaseHTTPRequestHandler):
-    """Answers whatever is asked with the info of rank 0, and a second request on a connection not at all."""
+    """Responds to the first request of a connection with the info of rank 0, and to a second one not at all."""
 
     protocol_version = "HTTP/1.1"
     used = False
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Respond."""
         if self.used:
             self.close_connection = True
             return
@@ -39,12 +39,12 @@ class OneRequestHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """host:port of such a server."""
+    """host:port of a server with this handler."""
     with ThreadingHTTPServer(("127.0.0.1", 0), OneRequestHandler) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.05,))
         thread.start()
@@ -53,14 +53,14 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_an_engine_is_asked_on_a_connection_of_its_own_each_time(server: str) -> None:
-    """It is healthy, and no seed that is read is taken out of the books."""
+def test_an_engine_gets_a_new_connection_for_each_request(server: str) -> None:
+    """It is healthy, and no seed with readers is deregistered."""
     with StockEngine(f"http://{server}") as engine:
         assert [True, INFO, INFO] == [engine.healthy(), engine.info(0), engine.info(0)]
 
 
-def test_another_sidecar_is_asked_on_a_connection_of_its_own_each_time(server: str) -> None:
-    """And not blamed for one that was closed."""
+def test_another_sidecar_gets_a_new_connection_for_each_request(server: str) -> None:
+    """And is not blamed for a closed one."""
     route = Route(
         source_id="sglang:s", address=server, placement=Placement(host="s"), transports=(TRANSPORT,),
         generation=0, chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),

@@ -1,4 +1,4 @@
-"""`rfork snapshot` with real processes: written from a seed over the wire, listed, verified, removed."""
+"""`rfork snapshot` with real processes: written from a seed over the network, listed, verified, removed."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def gated(self, views):
 
 LocalWriter.write = gated
 """
-"""What a writer runs at its start: it stands still in the middle, as opening a FIFO waits for a writer."""
+"""Startup code of a writer that blocks midway, on opening a FIFO without a reader."""
 
 JsonDocument = dict[str, list[dict[str, object]]]
 
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """The URL of a planner that knows nobody yet."""
+    """Return the URL of an empty planner."""
     process = rfork_process("planner", "--port", "0", "--json", until=READY)
     return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
 
@@ -63,23 +63,23 @@ def rfork() -> SnapshotCommand:
 
 
 class SnapshotCommand:
-    """One command after the other."""
+    """Runs one command at a time."""
 
     def __call__(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
-        """All that it prints, once it has ended with that exit code."""
+        """Run the command, check its exit code, and return its output."""
         more = {"RFORK_TRANSPORTS": "http", **(environment or {})}
         done = CliRunner().invoke(app, ["snapshot", *arguments], env=more)
         assert code == done.exit_code, done.output
         return done.output
 
     def json(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> JsonDocument:
-        """Its first JSON document."""
+        """Run the command and return its first JSON document."""
         lines = self(*arguments, "--json", code=code, environment=environment).splitlines()
         return cast(JsonDocument, next(json.loads(line) for line in lines if line.startswith('{"snapshots')))
 
 
 def restored_sha256(model: Path, uri: str, settings: StorageSettings | None = None) -> str:
-    """The hash of the model's tensors, filled from the snapshot there."""
+    """Return the hash of the model's tensors, restored from the snapshot."""
     image = capture(EmptyModel(model).model)
     snapshot = Snapshot.open(uri, image.layout, settings=settings)
     snapshot.fill(image)
@@ -93,7 +93,7 @@ def expected_sha256(tiny_model: Path) -> str:
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
-def test_from_a_seed_to_a_file_and_back(
+def test_a_snapshot_of_a_seed_is_written_and_restored(
     rfork_process: StartRfork,
     planner: str,
     rfork: SnapshotCommand,
@@ -101,7 +101,7 @@ def test_from_a_seed_to_a_file_and_back(
     tmp_path: Path,
     expected_sha256: str,
 ) -> None:
-    """Over the wire into one safetensors file, the tensors equal; then verified, damaged, removed."""
+    """Over the network into one safetensors file with equal tensors; then verified, damaged, removed."""
     environment = {"RFORK_TRANSPORTS": "http"}
     seed = ["seed", str(tiny_model), "--name", "tiny", "--planner", planner, "--json"]
     rfork_process(*seed, until=READY, environment=environment)
@@ -121,7 +121,7 @@ def test_from_a_seed_to_a_file_and_back(
     assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
     assert set(state) - {"model.embed_tokens.weight"} == set(kept)
     assert expected_sha256 == restored_sha256(tiny_model, folder)
-    # Whoever took it is no instance any more, and no fork of it runs.
+    # The writer is no instance any more, and has no running fork.
     with PlannerClient(planner) as client:
         assert ([1], []) == ([model.seeds for model in client.models()], client.forks(state="running"))
     assert str(written["weights_id"]) in rfork("verify", folder)
@@ -136,7 +136,7 @@ def test_from_a_seed_to_a_file_and_back(
 
 
 def test_two_ranks_share_their_chunks(planner: str, rfork: SnapshotCommand, tiny_model: Path, tmp_path: Path) -> None:
-    """Each rank is fetched in its turn; what both hold is stored once, also for the next revision."""
+    """Each rank is fetched in turn; common chunks are stored once, also for the next revision."""
     settings = InstanceSettings(planner=planner, transports=("http",), drain_timeout_s=0)
     module = loaded_model(tiny_model)
     first, second = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
@@ -172,7 +172,7 @@ def test_two_ranks_share_their_chunks(planner: str, rfork: SnapshotCommand, tiny
 def test_a_writer_that_is_killed_leaves_no_snapshot(
     rfork_process: StartRfork, rfork: SnapshotCommand, tiny_model: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
-    """What it left is shown, is no snapshot to anybody, and is swept up."""
+    """Its leftovers are listed, are no snapshot, and are swept."""
     gate, folder = tmp_path / "gate", tmp_path / "out" / "rev-1"
     os.mkfifo(gate)
     writer = rfork_process(
@@ -194,10 +194,8 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
 
-def test_there_and_back_in_s3(
-    s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str
-) -> None:
-    """Both forms in a bucket: written, listed, verified, restored, removed."""
+def test_snapshots_in_s3(s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str) -> None:
+    """Both formats in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"
     rfork("write", f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
     rfork("write", f"{root}/rev-2/", "--from", str(tiny_model), "--name", "tiny", environment=environment)
@@ -229,7 +227,7 @@ def test_there_and_back_in_s3(
         (("write", "/proc/nowhere/x", "--from", "{model}"), 6, "/proc/nowhere"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_an_impossible_command_is_one_line(
     rfork: SnapshotCommand,
     tiny_model: Path,
     tmp_path: Path,
@@ -237,14 +235,14 @@ def test_what_cannot_be_done_is_one_line(
     code: int,
     message: str,
 ) -> None:
-    """Each says what is wrong, with the exit code of whose fault it is."""
+    """Each names the problem, with the exit code of the party at fault."""
     command = [word.format(model=tiny_model, folder=tmp_path) for word in arguments]
     (line,) = [line for line in rfork(*command, code=code).splitlines() if line.startswith("error: ")]
     assert message in line
 
 
 def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
-    """In the engine's process, while it serves; unless its weights change meanwhile."""
+    """In the engine's process, while it serves; it fails if the weights change meanwhile."""
     module = loaded_model(tiny_model)
     settings = InstanceSettings(transports=("http",), drain_timeout_s=0)
     with engine.seed(module, model="tiny", settings=settings) as seed:

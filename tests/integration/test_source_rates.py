@@ -1,4 +1,4 @@
-"""What a fork tells of each of its sources, beside what these say themselves, over real sockets."""
+"""A fork's reported rates per source, compared with the sources' own metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rfork.schema import ForkEvent
 from rfork.settings import InstanceSettings, PlannerSettings
 
 RATES = (12_000_000, 6_000_000)
-"""Bytes a second that each seed may give: enough seconds for the fork to tell of itself."""
+"""Maximum bytes per second of each seed: slow enough for the fork to report progress."""
 
 
 @pytest.fixture
 def planner() -> Iterator[str]:
-    """The URL of a planner that waits for nobody else."""
+    """The URL of a planner without waiting times."""
     with run_in_thread(PlannerSettings(port=0, batch_window_s=0, scaleup_wait_s=0)) as url:
         yield url
 
 
 def _constant_model(value: float) -> nn.Module:
-    """33.6 MB, in layers of 4 MB."""
+    """Return a model of 33.6 MB, in layers of 4 MB."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
@@ -35,7 +35,7 @@ def _constant_model(value: float) -> nn.Module:
 
 
 def _events(client: PlannerClient, collected: list[ForkEvent]) -> threading.Thread:
-    """Take in what the planner tells of forks, until one has ended."""
+    """Collect the planner's fork events until one fork has ended."""
 
     def follow() -> None:
         with client.events() as stream:
@@ -52,8 +52,8 @@ def _events(client: PlannerClient, collected: list[ForkEvent]) -> threading.Thre
     return thread
 
 
-def test_each_source_gave_what_the_fork_says(planner: str) -> None:
-    """Of two seeds that it reads at once a fork tells bytes and rates; so does the planner."""
+def test_reported_rates_match_each_source(planner: str) -> None:
+    """A fork that reads from two seeds reports bytes and rates per source; so does the planner."""
 
     def settings(host: str, rate: int | None = None) -> InstanceSettings:
         return InstanceSettings(planner=planner, transports=("http",), node_name=host, max_egress_bytes_per_s=rate)

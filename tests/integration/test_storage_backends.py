@@ -1,4 +1,4 @@
-"""One checkpoint from a folder, a web server and S3: the same tensors, by the same calls."""
+"""One checkpoint in a directory, on a web server and in S3: the same tensors by the same calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files(tiny_model: Path) -> dict[str, bytes]:
 def stored_checkpoint(
     request: pytest.FixtureRequest, tiny_model: Path, files: dict[str, bytes]
 ) -> Iterator[tuple[str, StorageSettings]]:
-    """The URI of the checkpoint in each kind of storage, and the settings that reach it."""
+    """The URI of the checkpoint in each storage backend, and the settings that reach it."""
     with _open_stored_checkpoint(request, tiny_model, files) as made:
         yield made
 
@@ -62,7 +62,7 @@ def _open_stored_checkpoint(
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, torch.Tensor]:
-    """What safetensors reads of the folder."""
+    """The tensors that safetensors reads from the directory."""
     return {name: tensor for path in tiny_model.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
@@ -73,7 +73,7 @@ def same(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> 
 
 
 class ZeroModule(nn.Module):
-    """A module with a parameter for each tensor, of the same names."""
+    """A module with one parameter per tensor, under the same names."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class ZeroModule(nn.Module):
 StoredCheckpoint = tuple[str, StorageSettings]
 
 
-def test_every_call_gives_the_same(stored_checkpoint: StoredCheckpoint, expected: dict[str, torch.Tensor]) -> None:
-    """As a dict, as a stream, one by one, into a module that exists, and into one without memory."""
+def test_every_call_returns_the_same(stored_checkpoint: StoredCheckpoint, expected: dict[str, torch.Tensor]) -> None:
+    """As a dict, as a stream, individually, into an existing module, and into one without memory."""
     uri, settings = stored_checkpoint
     with rfork.open_tensors(uri, settings=settings) as lazy:
         singly = {name: lazy[name] for name in list(expected)[:3]}
@@ -109,7 +109,7 @@ def test_every_call_gives_the_same(stored_checkpoint: StoredCheckpoint, expected
 
 
 def test_chunks_of_an_image(stored_checkpoint: StoredCheckpoint, expected: dict[str, torch.Tensor]) -> None:
-    """A cold start reads chunks from any store, and two that read one store agree on its origin."""
+    """A cold start reads chunks from any store, and two instances that read one store agree on its origin."""
     uri, settings = stored_checkpoint
     module = ZeroModule(expected, torch.bfloat16)
     image = capture(module)
@@ -124,8 +124,8 @@ def test_chunks_of_an_image(stored_checkpoint: StoredCheckpoint, expected: dict[
     assert same(expected, dict(module.state_dict()))
 
 
-def test_what_is_not_there(stored_checkpoint: StoredCheckpoint) -> None:
-    """A folder without a checkpoint, and a file that is missing, are told in one line."""
+def test_a_missing_checkpoint_is_one_line(stored_checkpoint: StoredCheckpoint) -> None:
+    """A directory without a checkpoint, and a missing file, are reported in one line."""
     uri, settings = stored_checkpoint
     with pytest.raises(CheckpointError, match=r"nothing to load at .*nowhere/"):
         rfork.load_tensors(f"{uri.rstrip('/')}/nowhere/", settings=settings)
@@ -133,8 +133,8 @@ def test_what_is_not_there(stored_checkpoint: StoredCheckpoint) -> None:
         rfork.load_tensors(f"{uri.rstrip('/')}/nowhere.safetensors", settings=settings)
 
 
-def test_a_file_that_is_replaced_meanwhile(files: dict[str, bytes]) -> None:
-    """Half of one file and half of another are no model: the read ends with an error."""
+def test_a_file_replaced_during_the_read_is_an_error(files: dict[str, bytes]) -> None:
+    """Halves of two files are no model: the read fails."""
     served = StorageServer({f"m/{name}": data for name, data in files.items()})
     with served as server, rfork.open_tensors(server.url("m/")) as tensors:
         first = next(iter(tensors))
@@ -144,8 +144,8 @@ def test_a_file_that_is_replaced_meanwhile(files: dict[str, bytes]) -> None:
             tensors[first]
 
 
-def test_a_server_that_refuses(files: dict[str, bytes]) -> None:
-    """Without its token nothing is found, and that is what is said."""
+def test_a_server_that_refuses_access(files: dict[str, bytes]) -> None:
+    """Without its token nothing is found, and the error names the reason."""
     with StorageServer({f"m/{name}": data for name, data in files.items()}, token="secret") as server:
         with pytest.raises(StorageAccessDenied):
             rfork.load_tensors(server.url("m/"))
@@ -153,8 +153,8 @@ def test_a_server_that_refuses(files: dict[str, bytes]) -> None:
     assert len(found) > 10
 
 
-def test_only_what_is_wanted_travels(files: dict[str, bytes], expected: dict[str, torch.Tensor]) -> None:
-    """Of a checkpoint behind a network, some names cost their bytes and the headers'."""
+def test_only_requested_tensors_are_transferred(files: dict[str, bytes], expected: dict[str, torch.Tensor]) -> None:
+    """Some names of a remote checkpoint cost their bytes plus the headers'."""
     with StorageServer({f"m/{name}": data for name, data in files.items()}) as server:
         name = max(expected, key=lambda name: expected[name].nbytes)
         with rfork.open_tensors(server.url("m/"), settings=StorageSettings(hedge_ratio=0)) as tensors:

@@ -1,4 +1,4 @@
-"""Seeds whose weights go away and come back while others read them, over http and transfer_engine."""
+"""Seeds whose weights are released and restored while others read them, over http and transfer_engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integration.weights_node import CHECKPOINT, WeightsNode, sha256_of
 
 SIZES = (3 * MIB + 5, 17, 2 * MIB)
 STATE = library_state()
-needs_mooncake = pytest.mark.skipif(bool(STATE.error), reason=f"mooncake cannot be used: {STATE.error}")
+needs_mooncake = pytest.mark.skipif(bool(STATE.error), reason=f"mooncake is unavailable: {STATE.error}")
 TRANSPORTS = [
     "http",
     pytest.param("transfer_engine", marks=needs_mooncake),
@@ -43,13 +43,13 @@ SLOW_TRANSPORTS = [
 
 @pytest.fixture
 def fleet(rfork_process: StartRfork) -> Iterator[WeightsFleet]:
-    """A planner that knows nobody yet."""
+    """A fleet with an empty planner."""
     with contextlib.ExitStack() as stack:
         yield WeightsFleet(rfork_process, stack)
 
 
 def slow_environment(transport: str) -> dict[str, str]:
-    """A fork of all 12 MiB takes seconds: time to put away what it reads."""
+    """Return settings with which a fork of all 12 MiB takes seconds, enough to suspend its source."""
     return {
         "RFORK_TRANSPORTS": transport,
         "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
@@ -58,7 +58,7 @@ def slow_environment(transport: str) -> dict[str, str]:
 
 
 def start_mid_fork(fleet: WeightsFleet, transport: str) -> WeightsNode:
-    """A target that has a chunk and lacks others."""
+    """Start a target, and wait until it has some chunks but not all."""
     target = fleet.node(**slow_environment(transport))
     target.request("fork")
     target.wait_for_chunks(1)
@@ -67,7 +67,7 @@ def start_mid_fork(fleet: WeightsFleet, transport: str) -> WeightsNode:
 
 @pytest.mark.parametrize("transport", SLOW_TRANSPORTS)
 def test_the_only_source_is_suspended_in_mid_fork(fleet: WeightsFleet, transport: str) -> None:
-    """Its reader falls back, and nobody is to blame."""
+    """Its reader falls back, and no instance is blamed."""
     seed, _ = fleet.seed(**slow_environment(transport))
     target = start_mid_fork(fleet, transport)
     seed.request("suspend")
@@ -78,7 +78,7 @@ def test_the_only_source_is_suspended_in_mid_fork(fleet: WeightsFleet, transport
 
 @pytest.mark.parametrize("transport", ["http", *SLOW_TRANSPORTS[1:]])
 def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: WeightsFleet, transport: str) -> None:
-    """Its reader goes on with the other one, and keeps what it has."""
+    """Its reader continues with the other one, and keeps its chunks."""
     seeds = {name: node for node, name in (fleet.seed(**slow_environment(transport)) for _ in range(2))}
     target = start_mid_fork(fleet, transport)
     (view,) = fleet.client.forks(model="weights")
@@ -91,8 +91,8 @@ def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: WeightsFleet, transp
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_resumed_seed_gives_what_it_has_now(fleet: WeightsFleet, transport: str) -> None:
-    """From other addresses, to a fork that comes afterwards."""
+def test_a_resumed_seed_serves_its_current_weights(fleet: WeightsFleet, transport: str) -> None:
+    """From other addresses, to a later fork."""
     options = {"RFORK_TRANSPORTS": transport, "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1"}
     seed, _ = fleet.seed(**options)
     seed.request("suspend")
@@ -121,7 +121,7 @@ def token_for(seed: Seed, key: str) -> str:
 
 
 def open_channel(seed: Seed, token: str, transport: str, deadline: float) -> tuple[str, Endpoint]:
-    """As a reader comes again whose source has not registered its memory yet."""
+    """Open a channel, and retry while the source has not registered its memory yet."""
     while True:
         try:
             return seed.open_channel(seed.check(token), seed.image.layout.layout_id, [transport], "127.0.0.1")
@@ -132,7 +132,7 @@ def open_channel(seed: Seed, token: str, transport: str, deadline: float) -> tup
 
 
 def read_all(seed: Seed, transport: Transport, key: str) -> bytes:
-    """What a reader gets that opens a channel now."""
+    """Return what a reader gets on a new channel."""
     token, image = token_for(seed, key), image_with(0)
     deadline = time.monotonic() + 60
     channel, endpoint = open_channel(seed, token, transport.name, deadline)
@@ -143,13 +143,13 @@ def read_all(seed: Seed, transport: Transport, key: str) -> bytes:
 
 
 def open_resources() -> Counter[str]:
-    """How many threads of each name this process has, and how many descriptors."""
+    """Return the number of threads by name, and of descriptors, of this process."""
     threads = Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("rfork"))
     return threads + Counter({"descriptors": len(os.listdir("/proc/self/fd"))})
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether it holds within half a minute."""
+    """Return True if the condition becomes true within half a minute."""
     deadline = time.monotonic() + 30
     while not condition():
         if time.monotonic() > deadline:
@@ -159,8 +159,10 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 @needs_mooncake
-def test_twenty_rounds_leave_nothing_behind() -> None:
-    """Each is read over both transports, and gives the right bytes from where they are; nothing piles up."""
+def test_twenty_rounds_leak_nothing() -> None:
+    """Each round is read over both transports, with the right bytes from their current location; no resources
+    accumulate.
+    """
     settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transports: list[Transport] = [TransferEngineTransport(settings), HttpTransport(settings)]
     seed = Seed(image_with(1), InstanceIdentity("model"), settings, transports)
@@ -171,20 +173,20 @@ def test_twenty_rounds_leave_nothing_behind() -> None:
         for number in range(20):
             value = 2 + number
             seed.suspend()
-            if number == 2:  # the first rounds may open what stays, such as a log or a thread pool
+            if number == 2:  # the first rounds may open what stays, like a log or a thread pool
                 early = open_resources()
             image = image_with(value)
             seed.resume(image)
             wrong += [value for transport in transports if read_all(seed, transport, key) != content(image)]
         seed.suspend()
-        # What the last reader left may take a moment to end; what piles up does not end.
+        # The last reader's resources may take a moment to close; leaks do not close.
         assert until(lambda: open_resources() - early == Counter()), open_resources() - early
     assert ([], []) == (wrong, [name for name in open_resources() if name.startswith("rfork")])
 
 
 @needs_mooncake
-def test_what_a_suspended_engine_had_registered_is_not_read() -> None:
-    """A reader that stays on its channel gets no byte of what is written there afterwards."""
+def test_memory_that_a_suspended_engine_had_registered_is_not_read() -> None:
+    """A reader that stays on its channel gets no byte that is written there afterwards."""
     settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transport = TransferEngineTransport(settings)
     image, target = image_with(1), image_with(0)

@@ -1,4 +1,4 @@
-"""Models in several parts: each rank, and each role, forks its own image and never another one's."""
+"""Models in several parts: each rank and each role forks its own image and never another's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ StartReplica = Callable[..., list[RforkProcess]]
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """A planner that knows nobody yet."""
+    """The URL of an empty planner."""
     environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "3"}
     process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
@@ -43,7 +43,7 @@ def planner(rfork_process: StartRfork) -> str:
 
 @pytest.fixture
 def replica(planner: str) -> Iterator[StartReplica]:
-    """Starts replicas of two ranks; each process is ended with the test."""
+    """Start replicas of two ranks; each process ends with the test."""
     started: list[RforkProcess] = []
 
     def start(*arguments: str) -> list[RforkProcess]:
@@ -75,14 +75,14 @@ def replica(planner: str) -> Iterator[StartReplica]:
 
 
 def ready_event(process: RforkProcess) -> ReadyEvent:
-    """What a rank said when it was ready."""
+    """Return a rank's ready event."""
     return cast(ReadyEvent, json.loads(process.wait_for(READY).group()))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_replicas_of_two_ranks(replica: StartReplica, tmp_path: Path) -> None:
-    """Each rank of the second forks from its own kind in the first; the logits are the same bytes."""
+    """Each rank of the second forks from the same rank of the first; the logits are equal byte for byte."""
     checkpoint = str(tmp_path / "model.safetensors")
     subprocess.run([sys.executable, "-m", EXAMPLE, "--make", checkpoint], check=True)
     first = [ready_event(process) for process in replica("--checkpoint", checkpoint)]
@@ -99,7 +99,7 @@ def test_two_replicas_of_two_ranks(replica: StartReplica, tmp_path: Path) -> Non
 
 
 class ModelPart(nn.Module):
-    """Weights whose layout is the same for every rank and role."""
+    """Weights with the same layout for every rank and role."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class ModelPart(nn.Module):
         self.linear = nn.Linear(300, 400)
 
     def equals(self, other: ModelPart) -> bool:
-        """Whether it holds the same weights."""
+        """Return True if the other one has the same weights."""
         return torch.equal(self.linear.weight, other.linear.weight)
 
 
 @pytest.fixture
 def settings(planner: str) -> InstanceSettings:
-    """Forks that give up soon."""
+    """Settings of forks that fail soon."""
     return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_timeout_s=0)
 
 
@@ -128,8 +128,8 @@ def settings(planner: str) -> InstanceSettings:
     ],
     ids=lambda rank: rank.key,
 )
-def test_a_rank_takes_no_other_ranks_image(settings: InstanceSettings, mine: Rank, other: Rank) -> None:
-    """Of equal layouts, only that of the same place in a replica is taken; else there is none."""
+def test_a_rank_never_forks_another_ranks_image(settings: InstanceSettings, mine: Rank, other: Rank) -> None:
+    """Of equal layouts, only that of the same rank is forked; otherwise the fork fails."""
     theirs, ours, target = ModelPart(1), ModelPart(2), ModelPart(3)
     with rfork.seed(theirs, model="parts", version="v1", rank=other, settings=settings) as seed:
         assert seed.wait_registered(30)
@@ -148,7 +148,7 @@ def test_a_rank_takes_no_other_ranks_image(settings: InstanceSettings, mine: Ran
 
 
 def test_two_models_in_one_process(settings: InstanceSettings) -> None:
-    """A target and its draft: two seeds, each with an id and a port of its own, each forked by its kind."""
+    """A main and a speculative model: two seeds with separate ids and ports, each forked by its own role."""
     roles = (Rank(role="main"), Rank(role="speculative"))
     sources, targets = (ModelPart(1), ModelPart(2)), (ModelPart(3), ModelPart(4))
     with ExitStack() as open_seeds, PlannerClient(str(settings.planner)) as client:

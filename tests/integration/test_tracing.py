@@ -1,4 +1,4 @@
-"""One trace over three processes, sent to a collector; and a collector that takes nothing."""
+"""One trace across three processes, sent to a collector; and a collector that does not respond."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ READY = r'"event": ?"ready"'
 
 
 def event(process: RforkProcess) -> dict[str, str]:
-    """What a process said when it was ready."""
+    """Return the process's ready event."""
     return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
 
 
 def parents_of(spans: list[CollectedSpan]) -> dict[str, str]:
-    """The name and the service of each span's parent, by its own; empty at a trace's beginning."""
+    """Return the name and service of each span's parent, by the span's own; empty for a trace's root."""
     known = {span.span_id: f"{span.service}: {span.name}" for span in spans}
     return {f"{span.service}: {span.name}": known[span.parent] if span.parent else "" for span in spans}
 
 
-def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
-    """The fork's: within it what the planner and the seed did for it, each in a process of its own."""
+def test_one_trace_across_three_processes(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
+    """The fork's trace: its spans in the planner and in the seed have the fork as their parent."""
     with running_collector() as collector:
         traced = {
             "RFORK_TRACING_ENDPOINT": collector.url,
@@ -68,8 +68,8 @@ def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: P
     assert report["trace_id"] in planner.stderr
 
 
-def test_a_collector_that_hangs_costs_spans_and_nothing_else(rfork_process: StartRfork, tiny_model: Path) -> None:
-    """The fork ends, and so does its process, which tells how many spans were dropped."""
+def test_a_hanging_collector_costs_only_spans(rfork_process: StartRfork, tiny_model: Path) -> None:
+    """The fork and its process end, and the number of dropped spans is logged."""
     with running_collector(hangs=True) as collector:
         planner = rfork_process("planner", "--port", "0", "--json", until=READY)
         options = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
@@ -85,7 +85,7 @@ def test_a_collector_that_hangs_costs_spans_and_nothing_else(rfork_process: Star
     )
 
 
-def test_tracing_that_cannot_be_is_refused_at_the_start(rfork_process: StartRfork) -> None:
+def test_an_invalid_tracing_endpoint_fails_the_start(rfork_process: StartRfork) -> None:
     """In one line that names the setting."""
     planner = rfork_process("planner", "--port", "0", environment={"RFORK_TRACING_ENDPOINT": "collector:4318"})
     assert 2 == planner.wait()

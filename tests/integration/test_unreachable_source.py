@@ -1,4 +1,4 @@
-"""A source whose packets are dropped is known by that, on its peer service and on its data port."""
+"""Detection of a source whose packets are dropped, on its peer service and on its data port."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.unit.receiver.fleet import image, settings
 LONG_DEADLINE_S = 30.0
 
 
-def test_a_peer_service_that_cannot_be_reached_is_named_with_the_firewall() -> None:
-    """It is no stall of the source, which others may reach: nobody is blamed."""
+def test_an_unreachable_peer_service_suggests_a_firewall() -> None:
+    """It is no stall of the source, which others may reach: no instance is blamed."""
     with unaccepting_address() as (host, port):
         peer = PeerClient(f"{host}:{port}", lambda: "", TlsSettings())
         with pytest.raises(SourceUnreachable, match="no connection to") as raised:
@@ -29,8 +29,8 @@ def test_a_peer_service_that_cannot_be_reached_is_named_with_the_firewall() -> N
     assert "MTU" in raised.value.hint
 
 
-def test_a_data_port_that_cannot_be_reached_is_named_with_the_firewall() -> None:
-    """The same of a source whose peer service answers and whose data port does not."""
+def test_an_unreachable_data_port_suggests_a_firewall() -> None:
+    """The same for a source whose peer service responds and whose data port does not."""
     with unaccepting_address() as (host, port):
         endpoint = Endpoint("http", {"url": f"http://{host}:{port}/image"})
         with pytest.raises(SourceUnreachable, match="no connection to"):

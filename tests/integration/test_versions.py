@@ -1,4 +1,4 @@
-"""Which weights a fork ends with, between real processes: versions of one model side by side."""
+"""Several versions of one model side by side: each fork gets the right weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Report = dict[str, object]
 
 
 def ready(process: RforkProcess) -> dict[str, str]:
-    """What a process reported when it was ready."""
+    """Return the process's ready event."""
     return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
 
 
@@ -47,7 +47,7 @@ def result(process: RforkProcess) -> Report:
 
 
 def with_changed_weight(folder: Path, copy: Path) -> Path:
-    """A copy of a model folder in which one weight has other values."""
+    """Return a copy of a model folder with different values in one weight."""
     shutil.copytree(folder, copy)
     shard = sorted(copy.glob("*.safetensors"))[0]
     tensors = load_file(shard)
@@ -66,12 +66,12 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def sha256_of(folder: Path) -> str:
-    """The hash of a folder's tensors, as they are loaded without rfork."""
+    """Return the hash of a folder's tensors, loaded without rfork."""
     return image_sha256(capture(loaded_model(folder)))
 
 
 class VersionedFleet:
-    """A planner, and commands that use it."""
+    """A planner, and the commands that use it."""
 
     def __init__(self, start: StartRfork, port: int) -> None:
         self._start = start
@@ -86,7 +86,7 @@ class VersionedFleet:
         )  # fmt: skip
 
     def restart_planner(self) -> None:
-        """Kill the planner and start one that knows nothing."""
+        """Kill the planner and start an empty one."""
         self.planner.signal(signal.SIGKILL)
         self.planner.wait()
         self.planner = self._planner()
@@ -105,18 +105,20 @@ class VersionedFleet:
 
 @pytest.fixture
 def fleet(rfork_process: StartRfork, free_port: int) -> VersionedFleet:
-    """A planner that knows no instance yet."""
+    """A fleet with an empty planner."""
     return VersionedFleet(rfork_process, free_port)
 
 
 def copy_without_weights(folder: Path, copy: Path) -> Path:
-    """A copy of a model folder without its weights."""
+    """Return a copy of a model folder without its weights."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors*"))
     return copy
 
 
 def test_new_weights_are_loaded_and_not_forked_from_old_ones(fleet: VersionedFleet, folders: tuple[Path, Path]) -> None:
-    """The first target on new files has exactly those, and its report says why it did not fork."""
+    """The first target on new files has exactly those weights, and its report has the reason why it did not
+    fork.
+    """
     fleet.seed(folders[0])
     report = result(fleet.pull(folders[1]))
     assert sha256_of(folders[1]) == report["sha256"]
@@ -126,7 +128,7 @@ def test_new_weights_are_loaded_and_not_forked_from_old_ones(fleet: VersionedFle
 def test_the_same_files_under_two_paths_are_forked(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A version does not depend on where the files lie."""
+    """A version does not depend on the path of the files."""
     fleet.seed(folders[0])
     copy = Path(shutil.copytree(folders[0], tmp_path / "elsewhere" / MODEL))
     report = result(fleet.pull(copy))
@@ -160,10 +162,10 @@ def test_a_target_without_files_and_version_is_refused_where_two_versions_are_se
     assert (True, True) == (code != 0, "2 versions of llama are served (v1, v2)" in pull.transcript())
 
 
-def test_two_cold_targets_with_different_files_each_have_their_own(
+def test_two_cold_targets_with_different_files_load_separately(
     fleet: VersionedFleet, folders: tuple[Path, Path]
 ) -> None:
-    """They start at once under one name, and share nothing."""
+    """They start concurrently under one name, and share nothing."""
     pulls = [fleet.pull(folder) for folder in folders]
     assert [sha256_of(folder) for folder in folders] == [result(pull)["sha256"] for pull in pulls]
 
@@ -171,7 +173,7 @@ def test_two_cold_targets_with_different_files_each_have_their_own(
 def test_a_checkpoint_that_is_replaced_while_its_seed_runs_is_another_version(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A target that starts on the same folder afterwards has the new weights."""
+    """A target that starts later on the same folder has the new weights."""
     folder = Path(shutil.copytree(folders[0], tmp_path / MODEL))
     fleet.seed(folder)
     for shard in folders[1].glob("*.safetensors"):
@@ -191,12 +193,12 @@ class OneWeightModel(nn.Module):
 
 @pytest.fixture
 def settings(fleet: VersionedFleet) -> InstanceSettings:
-    """Of instances within this process."""
+    """Settings of instances within this process."""
     return InstanceSettings(planner=fleet.url, transports=("http",), deadline_s=60)
 
 
 def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettings) -> None:
-    """A target that states no version loads what it would have loaded by itself."""
+    """A target without a stated version gets the loader's weights."""
 
     def load(module: nn.Module) -> None:
         torch.nn.init.constant_(cast(OneWeightModel, module).weight, 3)
@@ -214,8 +216,8 @@ def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettin
     assert "2 versions of net are served" in " ".join(report.reasons)
 
 
-def test_a_target_without_a_version_takes_over_the_one_that_is_served(settings: InstanceSettings) -> None:
-    """Its report says which."""
+def test_a_target_without_a_version_adopts_the_only_one_served(settings: InstanceSettings) -> None:
+    """Its report names the version."""
     with serving(OneWeightModel(1), settings, "2026-11"):
         target = OneWeightModel(0)
         report = rfork.fork(target, model="net", settings=settings)
@@ -224,8 +226,8 @@ def test_a_target_without_a_version_takes_over_the_one_that_is_served(settings: 
     assert ("2026-11", 1) == (report.version, target.weight[0].item())
 
 
-def test_an_update_in_place_is_another_version(settings: InstanceSettings) -> None:
-    """Targets of the old version do not get the new weights, and those of the new one do."""
+def test_an_updated_seed_has_another_version(settings: InstanceSettings) -> None:
+    """Targets of the old version do not get the new weights, and targets of the new one do."""
     module, stale, fresh = OneWeightModel(1), OneWeightModel(0), OneWeightModel(0)
     with serving(module, settings, "v1") as seed:
         with seed.updating(version="v2"):
@@ -247,14 +249,14 @@ def _fill(module: nn.Module, value: float) -> None:
 def serving(
     module: nn.Module, settings: InstanceSettings, version: str | None = None, rank: Rank | None = None
 ) -> Iterator[Seed]:
-    """A seed that the planner knows by the time the block begins."""
+    """Register a seed with the planner before the block begins."""
     with rfork.seed(module, model="net", version=version, rank=rank, settings=settings) as seed:
         assert seed.wait_report_acked(30)
         yield seed
 
 
 def of_replica(settings: InstanceSettings, name: str) -> InstanceSettings:
-    """The settings of one replica's ranks."""
+    """Return settings for the ranks of one replica."""
     return settings.model_copy(update={"replica": name})
 
 
@@ -269,7 +271,7 @@ def replicas(fleet: VersionedFleet, settings: InstanceSettings) -> Iterator[None
 def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_between_them(
     fleet: VersionedFleet, settings: InstanceSettings, replicas: None
 ) -> None:
-    """The second rank asks a planner that knows nothing, while another version is served too."""
+    """The second rank registers with an empty planner, while another version is served too."""
     ranks = [OneWeightModel(0), OneWeightModel(0)]
     target = of_replica(settings, "target")
     reports = [rfork.fork(ranks[0], model="net", rank=PAIR[0], settings=target)]
@@ -287,7 +289,7 @@ def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_bet
 
 
 def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: InstanceSettings, replicas: None) -> None:
-    """One server is never made of two versions, whatever its nodes have on disk."""
+    """One server never mixes two versions, whatever its nodes have on disk."""
     target = of_replica(settings, "target")
     report = rfork.fork(OneWeightModel(0), model="net", version="v1", rank=PAIR[0], settings=target)
     with pytest.raises(WrongVersion, match="replica target uses version v1"):
@@ -306,7 +308,7 @@ def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: Insta
 def test_replicas_that_start_during_a_rolling_update_are_of_one_version_each(
     settings: InstanceSettings, replicas: None
 ) -> None:
-    """Ranks that start together, some of each version, get their own version's weights."""
+    """Ranks of both versions that start together each get their own version's weights."""
     second = of_replica(settings, "two")
     with (
         serving(OneWeightModel(20), second, "v2", PAIR[0]),

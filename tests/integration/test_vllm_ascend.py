@@ -1,4 +1,4 @@
-"""vLLM-Ascend's RFork planner protocol over real sockets, as its clients speak it."""
+"""vLLM-Ascend's RFork planner protocol over sockets, as used by its clients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HttpResponse = tuple[int, dict[str, str], bytes]
 
 
 def seed(number: int) -> dict[str, str]:
-    """Where the seed of this number is served."""
+    """Return the address of this seed."""
     return {"SEED_IP": f"10.0.0.{number}", "SEED_PORT": "40123", "SEED_RANK": "1"}
 
 
 def send_request(url: str, method: str, path: str, headers: dict[str, str]) -> HttpResponse:
-    """One request as an HTTP/1.1 client writes it: status, headers in upper case, body."""
+    """Send one request as an HTTP/1.1 client does, and return status, headers in upper case, and body."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     try:
         connection.request(method, path, headers=headers)
@@ -40,28 +40,30 @@ def send_request(url: str, method: str, path: str, headers: dict[str, str]) -> H
 
 
 def register_seed(url: str, number: int, references: str = "0") -> int:
-    """Register the seed of this number; the status."""
+    """Register a seed and return the status."""
     headers = {"SEED_KEY": KEY, **seed(number), "SEED_REFCNT": references}
     return send_request(url, "POST", "/add_seed", headers)[0]
 
 
 def request_lease(url: str) -> HttpResponse:
-    """Ask for a seed."""
+    """Request a seed."""
     return send_request(url, "GET", "/get_seed", {"SEED_KEY": KEY})
 
 
 def post_lease(url: str, path: str, lease_headers: dict[str, str]) -> int:
-    """Give back or renew a lease that `request_lease` answered with; the status."""
+    """Release or renew a lease returned by `request_lease`, and return the status."""
     return send_request(url, "POST", path, {name: lease_headers[name] for name in LEASE})[0]
 
 
 def settings(**options: str | int) -> PlannerSettings:
-    """Any free port of the loopback interface."""
+    """Settings with any free loopback port."""
     return PlannerSettings(**{"port": 0, **options})  # type: ignore[arg-type]
 
 
-def test_one_seed_from_its_first_heartbeat_to_its_removal() -> None:
-    """As their client goes: nobody seeds; the first seeds; the next leases, renews, gives back; it leaves."""
+def test_one_seed_from_first_heartbeat_to_removal() -> None:
+    """The client's life cycle: no seed; the first one seeds; the next one leases, renews and releases; it
+    leaves.
+    """
     with run_in_thread(settings()) as url:
         empty_response = request_lease(url)
         added = register_seed(url, 7)
@@ -76,12 +78,13 @@ def test_one_seed_from_its_first_heartbeat_to_its_removal() -> None:
             empty_response[0], empty_response[2], added, status, body, after, removed[0], removed[2],
         )  # fmt: skip
         assert (seed(7), 30.0, "0") == (
-            {name: lease_headers[name] for name in LEASE[:3]}, float(lease_headers["LEASE_TTL_SEC"]), lease_headers["CONTENT-LENGTH"],
+            {name: lease_headers[name] for name in LEASE[:3]}, float(lease_headers["LEASE_TTL_SEC"]),
+            lease_headers["CONTENT-LENGTH"],
         )  # fmt: skip
 
 
-def test_many_clients_at_once_share_no_seed() -> None:
-    """Twelve ask for three seeds in one moment: three get one each, the others fall back at once."""
+def test_concurrent_clients_share_no_seed() -> None:
+    """Twelve concurrent requests for three seeds: three get one each, the others fall back immediately."""
     with run_in_thread(settings()) as url, ThreadPoolExecutor(12) as clients:
         for number in (1, 2, 3):
             register_seed(url, number)
@@ -92,8 +95,8 @@ def test_many_clients_at_once_share_no_seed() -> None:
         )  # fmt: skip
 
 
-def test_a_planner_that_restarted_goes_on_with_the_next_heartbeat(free_port: int) -> None:
-    """Leases from before are refused, which these clients take; new ones are given again."""
+def test_a_restarted_planner_continues_after_the_next_heartbeat(free_port: int) -> None:
+    """Earlier leases are refused, which these clients accept; new ones are issued."""
     with run_in_thread(settings(port=free_port)) as url:
         register_seed(url, 7)
         lease_headers = request_lease(url)[1]
@@ -107,8 +110,8 @@ def test_a_planner_that_restarted_goes_on_with_the_next_heartbeat(free_port: int
         assert ([404, 404, 404], 200) == (before, request_lease(url)[0])
 
 
-def test_both_kinds_of_clients_share_a_planner() -> None:
-    """Each gets its own kind of seed; one list shows all."""
+def test_both_types_of_clients_share_a_planner() -> None:
+    """Each gets its own type of seed; one list shows all."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         register_seed(url, 7)
         planner.report(seed_report("native", model=KEY))
@@ -121,8 +124,8 @@ def test_both_kinds_of_clients_share_a_planner() -> None:
         )  # fmt: skip
 
 
-def test_a_malformed_request_is_refused_over_the_wire() -> None:
-    """400 without a body; nothing of it is echoed."""
+def test_a_malformed_request_is_refused() -> None:
+    """400 without a body that would echo the request."""
     with run_in_thread(settings()) as url:
         headers = {"SEED_KEY": KEY, **seed(7), "SEED_PORT": "4o123", "SEED_REFCNT": "0"}
         status, response_headers, body = send_request(url, "POST", "/add_seed", headers)
@@ -134,7 +137,7 @@ def test_a_malformed_request_is_refused_over_the_wire() -> None:
 
 
 def wait_until_known(url: str, *, forks: int, ended: int) -> None:
-    """Until this replica knows of so many forks, so many of them finished; TimeoutError where it does not."""
+    """Wait until this replica knows `forks` forks, `ended` of them finished; raise TimeoutError otherwise."""
     deadline = time.monotonic() + 20
     with PlannerClient(url) as planner:
         while len(states := [fork.state for fork in planner.forks()]) < forks or (states.count("finished") < ended):
@@ -142,8 +145,10 @@ def wait_until_known(url: str, *, forks: int, ended: int) -> None:
                 raise TimeoutError(f"{url} knows of {states}")
 
 
-def test_two_planners_over_one_redis_give_no_seed_twice(redis_server: RedisServer) -> None:
-    """Six clients ask each of two replicas for three seeds at once; what one leased the other takes back."""
+def test_two_planners_on_one_redis_assign_no_seed_twice(redis_server: RedisServer) -> None:
+    """Six clients request three seeds from each of two replicas concurrently; a lease of one can be released
+    at the other.
+    """
     shared = settings(store=redis_server.url, lease_keys="s" * 32)
     with run_in_thread(shared) as left, run_in_thread(shared) as right, ThreadPoolExecutor(12) as clients:
         for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Log lines as people and as machines read them."""
+"""Log lines as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rfork.logs import configure, logger
 
 
 def logged(*, as_json: bool, level: str) -> list[str]:
-    """The lines that one debug and one info event, and one record of the standard library, become."""
+    """Return the lines of a debug event, an info event and a record of the standard library."""
     stream = io.StringIO()
     configure(as_json, level, stream=stream)
     log = logger("rfork.test")
@@ -23,7 +23,7 @@ def logged(*, as_json: bool, level: str) -> list[str]:
 
 
 def test_json_lines_carry_level_event_and_fields() -> None:
-    """With json each event is one object, whoever logged it, and lesser events are left out."""
+    """With JSON each event is one object, whichever logger wrote it, and events below the level are omitted."""
     objects = [json.loads(line) for line in logged(as_json=True, level="info")]
     assert {True} == {one.pop("timestamp").endswith("Z") for one in objects}
     assert [
@@ -33,7 +33,7 @@ def test_json_lines_carry_level_event_and_fields() -> None:
 
 
 def test_text_lines_carry_level_event_and_fields() -> None:
-    """As text each event is one line without colour codes where there is no terminal."""
+    """As text each event is one line, without colour codes if there is no terminal."""
     lines = [line.split(maxsplit=1)[1] for line in logged(as_json=False, level="debug")]
     assert [
         "[debug    ] chunk.read chunk=3",
@@ -44,7 +44,7 @@ def test_text_lines_carry_level_event_and_fields() -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_tracebacks_do_not_show_local_variables(as_json: bool) -> None:
-    """A logged exception has its traceback, and not the values that were at hand, such as tokens."""
+    """A logged exception has its traceback without local values such as tokens."""
     stream = io.StringIO()
     configure(as_json, "info", stream=stream)
     token = "".join(("se", "cret"))
@@ -55,8 +55,8 @@ def test_tracebacks_do_not_show_local_variables(as_json: bool) -> None:
     assert (True, False) == ("a token of 6 characters" in stream.getvalue(), "secret" in stream.getvalue())
 
 
-def test_servers_inside_stay_quiet() -> None:
-    """What uvicorn and httpx say of every request does not reach the log, their warnings do."""
+def test_libraries_log_warnings_only() -> None:
+    """Requests that uvicorn and httpx log are omitted; their warnings are not."""
     stream = io.StringIO()
     configure(True, "info", stream=stream)
     logging.getLogger("httpx").info("GET /v1/models")

@@ -1,4 +1,4 @@
-"""The operating page speaks of what there is: log lines, errors, metrics, settings, problems and alerts."""
+"""Log lines, errors, metrics, settings, problems and alerts on the operating page exist in the code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operating.md"
 RULES = ROOT / "deploy" / "helm" / "rfork" / "rules"
 ELSEWHERE = {"outcome=interrupted", "No space left on device"}
-"""What is put together as it is said: by the logger, by the kernel."""
+"""Phrases that other programs or the logger compose."""
 
 
 @cache
 def source() -> str:
-    """All code of both packages, a string that goes over several lines made one."""
+    """Return the code of both packages, with strings of several lines joined."""
     files = [*sorted((ROOT / "rfork").rglob("*.py")), *sorted((ROOT / "planner").rglob("*.py"))]
     text = "\n".join(file.read_text() for file in files)
     return re.sub(r'"\n\s*f?"', "", text)
 
 
 def failures() -> Iterator[tuple[str, str]]:
-    """Of each row of the failure tables what is seen, in quotes, one by one."""
-    table = PAGE.read_text().partition("## When something is wrong")[2].partition("## Alerts")[0]
+    """Yield each quoted symptom of the failure tables, with its row."""
+    table = PAGE.read_text().partition("## Failures")[2].partition("## Alerts")[0]
     for row in re.findall(r"^\| (.*?) \| .* \| .* \|$", table, re.MULTILINE):
         for quoted in re.findall(r"`([^`]+)`", row):
             yield quoted, row
@@ -37,7 +37,7 @@ def failures() -> Iterator[tuple[str, str]]:
 
 @cache
 def variables() -> dict[str, str]:
-    """The default of each setting, by its variable."""
+    """Return the default of each setting, by its variable."""
     options = (
         each for settings_class in settings_page.settings_classes() for each in settings_page.options(settings_class)
     )
@@ -46,35 +46,35 @@ def variables() -> dict[str, str]:
 
 @cache
 def metrics() -> frozenset[str]:
-    """The names of all metrics."""
+    """Return the names of all metrics."""
     found = metrics_page.registries().values()
     return frozenset(metric.name for registry in found for metric in metrics_page.metrics(registry))
 
 
 @pytest.mark.parametrize("quoted", sorted({quoted for quoted, _ in failures()} - ELSEWHERE))
-def test_what_is_seen_is_what_is_said(quoted: str) -> None:
-    """Every line, error, problem and setting that the failure table quotes is one of the code's."""
+def test_quoted_symptoms_exist_in_the_code(quoted: str) -> None:
+    """Every log line, error, problem and setting that a failure table quotes exists in the code."""
     name = quoted.partition("{")[0]
     known = name in metrics() or name.partition("=")[0] in variables() or quoted in source()
     assert known, quoted
 
 
-def test_settings_are_settings() -> None:
-    """Every variable on the page is one of a setting."""
+def test_variables_are_settings() -> None:
+    """Every variable on the page belongs to a setting."""
     documented_variables = set(re.findall(r"`(RFORK_[A-Z_]*[A-Z])(?:=[^`]*)?`", PAGE.read_text()))
     assert set() == documented_variables - variables().keys()
 
 
-def test_defaults_are_the_codes() -> None:
-    """A number in brackets behind a variable is its default."""
+def test_defaults_equal_those_of_the_code() -> None:
+    """A number in brackets after a variable is its default."""
     documented_defaults = re.findall(r"`(RFORK_[A-Z_]+)` \(([0-9.]+)\)", PAGE.read_text())
     assert documented_defaults
     assert [(name, variables()[name]) for name, _ in documented_defaults] == documented_defaults
 
 
-def test_tests_exist() -> None:
-    """Every group of failures names the tests that make them happen, and they exist."""
-    groups = PAGE.read_text().partition("## When something is wrong")[2].partition("## Alerts")[0].split("\n### ")[1:]
+def test_named_tests_exist() -> None:
+    """Every group of failures names existing tests that cause them."""
+    groups = PAGE.read_text().partition("## Failures")[2].partition("## Alerts")[0].split("\n### ")[1:]
     for group in groups:
         named = re.findall(r"<!-- shown by: (.*) -->", group)
         assert 1 == len(named), group[:40]
@@ -82,7 +82,7 @@ def test_tests_exist() -> None:
 
 
 def alerts() -> list[str]:
-    """The names of all alerts that the chart brings."""
+    """Return the names of all alerts of the chart."""
     found = []
     for file in sorted(RULES.glob("*.y*ml")):
         for group in yaml.safe_load(file.read_text())["groups"]:
@@ -91,12 +91,12 @@ def alerts() -> list[str]:
 
 
 def kebab(name: str) -> str:
-    """`RforkPlannerAway` as `rfork-planner-away`."""
+    """Return `RforkPlannerAbsent` as `rfork-planner-absent`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
 
 
-def test_each_alert_has_its_section() -> None:
-    """And each section its alert, with an anchor that a runbook link can name."""
+def test_each_alert_has_a_section() -> None:
+    """Each section has an alert, and an anchor for runbook links."""
     page = PAGE.read_text()
     for file in RULES.glob("*.y*ml"):
         for link in re.findall(r"runbook_url: \S+#(\S+)", file.read_text()):

@@ -1,4 +1,4 @@
-"""The reference pages are made of the code, and what they are made of says all that a caller has to know."""
+"""The reference pages are generated from the code, whose docstrings contain all that a caller needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = sorted((DOCS / "reference").glob("*.md"))
 SIDES = (
     "Runs on the target",
     "Runs on the source",
-    "Runs in the process that calls it",
+    "Runs in the calling process",
     "Runs on both sides",
 )
 ARTIFACTS = ("fetch", "load", "save", "seed")
@@ -42,7 +42,7 @@ CLASSES = [name for name in rfork.__all__ if inspect.isclass(getattr(rfork, name
 
 
 def named(name: str) -> object:
-    """What a public name means."""
+    """Return the object of a public name."""
     if name.startswith("artifacts."):
         found: object = getattr(rfork.artifacts, name.removeprefix("artifacts."))
         return found
@@ -52,24 +52,24 @@ def named(name: str) -> object:
 
 @cache
 def generate_page(page: Path) -> str:
-    """A page with all of its parts."""
+    """Return a page with all generated parts."""
     return pages.fill_markers(page.read_text())
 
 
 @cache
 def anchors_of(page: Path) -> frozenset[str]:
-    """The places of a page."""
+    """Return the anchors of a page."""
     return frozenset(anchors(generate_page(page)))
 
 
 def words_of(text: str) -> set[str]:
-    """Everything that stands in backticks, and the names within."""
+    """Return all names in backticks."""
     return set(re.findall(r"\w+", " ".join(re.findall(r"`+([^`]+)`+", text))))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_docstring_tells_all(name: str) -> None:
-    """A public function says where it runs, what each parameter is, and what it raises."""
+def test_docstrings_of_functions_are_complete(name: str) -> None:
+    """The docstring of a public function states where it runs, its parameters, and the errors that it raises."""
     function = named(name)
     assert callable(function)
     text = " ".join((inspect.getdoc(function) or "").split())
@@ -80,8 +80,8 @@ def test_docstring_tells_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_fields_are_told(name: str) -> None:
-    """A public class says what it is, and what each of its fields holds."""
+def test_fields_of_classes_are_documented(name: str) -> None:
+    """A public class has a docstring, and each of its fields a description."""
     documented_class = named(name)
     assert isinstance(documented_class, type)
     text = inspect.getdoc(documented_class) or ""
@@ -98,7 +98,7 @@ def test_fields_are_told(name: str) -> None:
 
 
 def test_python_page_is_complete() -> None:
-    """Every exported name has its section on the Python page, and each name there exists."""
+    """Every exported name has a section on the Python page, and each section an existing name."""
     documented_names = set(python_page.group_sections())
     assert set() == set(rfork.__all__) - documented_names - python_page.PLAIN
     for name in documented_names:
@@ -107,7 +107,7 @@ def test_python_page_is_complete() -> None:
 
 
 def test_members_exist() -> None:
-    """Each method that the Python page wants shown is one of its class, with a docstring."""
+    """Each method on the Python page exists in its class, with a docstring."""
     for home, members in python_page.MEMBERS.items():
         module, _, last = home.rpartition(".")
         documented_class = getattr(importlib.import_module(module), last)
@@ -121,36 +121,36 @@ def test_members_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_is_made(page: Path) -> None:
-    """Every part that a page asks for is made, and no marker is left in it."""
+def test_pages_are_generated(page: Path) -> None:
+    """Every part of a page is generated, and no marker is left."""
     assert [] == re.findall(r"<!-- generated.*", generate_page(page))
     for line in generate_page(page).splitlines():
         assert not line.startswith("| --- |") or line.count("---") == line.count("|") - 1
 
 
-def test_parts_are_used() -> None:
-    """Nothing is made that no page shows."""
+def test_all_parts_are_used() -> None:
+    """Every generated part is on a page."""
     wanted = {name for page in PAGES for name in pages.MARKER.findall(page.read_text())}
     assert set(pages.PARTS) == wanted
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS / "operating.md"], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    """A link to a place on a reference page means one that is there."""
+def test_links_have_anchors(page: Path) -> None:
+    """A link to an anchor on a reference page has a target."""
     for path, anchor in set(re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", generate_page(page))):
         there = (page.parent / path).resolve() if path else page
         assert anchor in anchors_of(there), f"{path}#{anchor}"
 
 
 def anchors(markdown: str) -> set[str]:
-    """The places of a page: explicit ones, and those that headings give by themselves."""
+    """Return the anchors of a page: explicit ones and those of headings."""
     headings = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
     plain = {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
     return plain | set(re.findall(r"\{#([\w-]+)\}", markdown)) | set(re.findall(r'id="([\w-]+)"', markdown))
 
 
-def test_every_route_has_a_role_and_an_answer() -> None:
-    """Each route of the OpenAPI document is on the page with its role, a summary, and what it answers."""
+def test_every_route_has_a_role_and_a_summary() -> None:
+    """Each route of the OpenAPI document is on the page with its role and a summary."""
     routes = rest_page.page_routes()
     for method, path, operation in rest_page.operations():
         assert f"### `{method} {path}`" in routes
@@ -158,16 +158,16 @@ def test_every_route_has_a_role_and_an_answer() -> None:
         assert "error" != rest_page.role_of(path, operation)
 
 
-def test_every_option_is_told() -> None:
-    """Each option of each class of settings has a variable and a description."""
+def test_every_option_has_a_description() -> None:
+    """Each option of each settings class has a variable and a description."""
     for documented_class in settings_page.settings_classes():
         options = list(settings_page.options(documented_class))
         assert [] == [option.variable for option in options if not option.text]
         assert len(documented_class.model_fields) == len(options)
 
 
-def test_every_error_is_in_the_drawn_tree() -> None:
-    """The tree at the top of `rfork.errors` has every class of it, with the right exit codes."""
+def test_every_error_is_in_the_tree() -> None:
+    """The tree at the top of `rfork.errors` contains every class with the right exit code."""
     rendered_tree = errors_page.tree()
     for documented_class in errors_page.error_classes():
         assert re.search(rf"\b{documented_class.__name__}\b", rendered_tree), documented_class.__name__
@@ -178,7 +178,7 @@ def test_every_error_is_in_the_drawn_tree() -> None:
 
 
 def test_the_example_of_errors_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends with what to do where the caller is wrong, and tells all reasons where nothing worked."""
+    """It exits with the hint of a user error, and prints all reasons if no source worked."""
     (example,) = (block.text for block in blocks_run_by(__file__))
 
     def run(error: errors.RforkError) -> None:
@@ -188,15 +188,15 @@ def test_the_example_of_errors_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         monkeypatch.setattr(rfork, "fork", fails)
         exec(compile(example, "errors.md", "exec"), {"module": None})
 
-    with pytest.raises(SystemExit, match=r"RFORK_BIND: no \(mend it\)"):
-        run(errors.SettingsError("RFORK_BIND: no", hint="mend it"))
+    with pytest.raises(SystemExit, match=r"RFORK_BIND: no \(fix it\)"):
+        run(errors.SettingsError("RFORK_BIND: no", hint="fix it"))
     with pytest.raises(errors.AllSourcesFailed):
-        run(errors.AllSourcesFailed("no way", [errors.SourceUnavailable("it died")]))
+        run(errors.AllSourcesFailed("no source left", [errors.SourceUnavailable("it died")]))
     assert "SourceUnavailable source it died\n" == capsys.readouterr().out
 
 
-def test_commands_say_what_they_do() -> None:
-    """Each command has a help text, and each setting that an option names is one."""
+def test_commands_have_help_texts() -> None:
+    """Each command has a help text, and each setting that an option names exists."""
     variables = {
         each.variable
         for documented_class in settings_page.settings_classes()
@@ -208,8 +208,8 @@ def test_commands_say_what_they_do() -> None:
     assert set() == named_there - {variable.lower() for variable in variables}
 
 
-def test_messages_are_told() -> None:
-    """Each call of both protocols has a comment, and each field of ours, unless its name says all."""
+def test_messages_are_documented() -> None:
+    """Each call of both protocols has a comment, and so has each rfork field unless its name is sufficient."""
     plain = {"name", "shape", "image_bytes", "tensor_count", "chunk_count", "begin", "end", "channel_id"}
     rows = re.findall(
         r"^\| \d+ \| <code[^>]*>(\w+)</code> \| .* \| (.*)\|$", grpc_page.page(grpc_page.PEER), re.MULTILINE
@@ -222,8 +222,8 @@ def test_messages_are_told() -> None:
             assert call.strip()
 
 
-def test_metrics_have_units_and_texts() -> None:
-    """Every metric of planner and hooks is on the page, and says what it counts."""
+def test_metrics_have_descriptions() -> None:
+    """Every metric of planner and hooks is on the page with a description."""
     for registry in metrics_page.registries().values():
         found = list(metrics_page.metrics(registry))
         assert found

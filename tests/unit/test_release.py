@@ -1,4 +1,4 @@
-"""Releases: the version has one home, the workflows are sound, and the changelog can be read by them."""
+"""Releases: one definition of the version, valid workflows, and a changelog that they can parse."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Workflow = dict[str, dict[str, dict[str, object]]]
 
 
 def workflow(path: Path) -> Workflow:
-    """A workflow's document."""
+    """Return the document of a workflow."""
     return cast(Workflow, yaml.safe_load(path.read_text()))
 
 
 def steps() -> Iterator[tuple[str, str]]:
-    """Every action that a workflow uses, and the comment behind it."""
+    """Yield every action that a workflow uses, and the comment after it."""
     for path in WORKFLOWS:
         yield from re.findall(r"uses: (\S+)(?: # (\S+))?", path.read_text())
 
 
-def test_the_version_has_one_home() -> None:
-    """`rfork.__version__`: the metadata is made of it, and what names it beside follows."""
+def test_the_version_is_defined_once() -> None:
+    """`rfork.__version__` defines the version of metadata, chart and image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     assert {"attr": "rfork.__version__"} == project["tool"]["setuptools"]["dynamic"]["version"]
@@ -47,23 +47,23 @@ def test_the_version_has_one_home() -> None:
 
 
 def test_the_changelog_has_this_version() -> None:
-    """Its section names the format in Redis, which upgrades have to heed; what there is not has none."""
+    """Its section names the Redis format, which upgrades depend on; an unknown version has no section."""
     release_notes = notes.notes(CHANGELOG, rfork.__version__)
-    assert f"In Redis: {FORMAT}." in release_notes
+    assert f"Redis: {FORMAT}." in release_notes
     assert "## [" not in release_notes
     with pytest.raises(KeyError):
         notes.notes(CHANGELOG, "0.0.0")
 
 
-def test_workflows_fit_their_schema() -> None:
-    """As GitHub publishes it."""
+def test_workflows_match_their_schema() -> None:
+    """Workflows are valid according to GitHub's published schema."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     done = subprocess.run([*command, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert (0, "") == (done.returncode, done.stderr), done.stdout
 
 
 def test_actions_are_pinned() -> None:
-    """By the whole id of a commit, with the version that it is of beside it; one for each action."""
+    """Each action is pinned to one complete commit id, with its version in a comment."""
     used = list(steps())
     assert [] == [action for action, _ in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
     assert [] == [action for action, comment in used if not re.fullmatch(r"v\d+\.\d+\.\d+", comment)]
@@ -71,8 +71,8 @@ def test_actions_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_rights_are_few(path: Path) -> None:
-    """Nothing may be written but by the jobs that say so, checkouts keep no credentials, and jobs end."""
+def test_permissions_are_minimal(path: Path) -> None:
+    """Only jobs that declare it may write, checkouts keep no credentials, and jobs have timeouts."""
     document = workflow(path)
     assert dict(document["permissions"]).items() <= {"contents": "read"}.items()
     for name, job in document["jobs"].items():
@@ -81,11 +81,11 @@ def test_rights_are_few(path: Path) -> None:
             if "actions/checkout@" in str(step.get("uses")):
                 assert False is step["with"]["persist-credentials"], name
     text = path.read_text()
-    assert [] == re.findall(r"run: .*\$\{\{", text)  # what others choose goes through the environment
+    assert [] == re.findall(r"run: .*\$\{\{", text)  # untrusted input is passed through the environment
 
 
 def test_publishing_waits_for_the_checks() -> None:
-    """build and test, attest, pypi, github: each takes what the one before it has let through."""
+    """The order is build and test, attest, pypi, github: each job needs the previous one."""
     jobs = workflow(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     assert [None, None, ["build", "test"], "attest", "pypi"] == [
         jobs[name].get("needs") for name in ("build", "test", "attest", "pypi", "github")
@@ -93,13 +93,13 @@ def test_publishing_waits_for_the_checks() -> None:
     ran = {name: [step.get("run") for step in cast(list[dict[str, object]], jobs[name]["steps"])] for name in jobs}
     assert ".ci/run" in ran["test"]
     assert 'python3 -m deploy.release.notes "${TAG#v}"' in ran["build"]
-    # What is published must know where it is from: without that, README's links lead nowhere on the index.
+    # Published metadata needs the repository's URL, otherwise README's links are broken on the index.
     assert 'make release-check REPOSITORY="$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"' in ran["build"]
     assert {"id-token": "write"} == jobs["pypi"]["permissions"]
 
 
-def test_ci_runs_what_people_run() -> None:
-    """The workflow runs `.ci/run`, and targets of the Makefile that there are."""
+def test_ci_runs_existing_targets() -> None:
+    """The workflow runs `.ci/run` and existing targets of the Makefile."""
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     makefile = (ROOT / "Makefile").read_text()
     assert "run: .ci/run" in text

@@ -42,7 +42,7 @@ def test_a_variable_sets_its_option(
     assert expected == getattr(load(InstanceSettings), option)
 
 
-def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_has_precedence_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument of None leaves the variable in effect."""
     monkeypatch.setenv("RFORK_PLANNER_PORT", "1")
     assert [1, 2] == [load(PlannerSettings, port=port).port for port in (None, 2)]
@@ -78,8 +78,8 @@ def test_a_variable_of_another_project_sets_its_option(monkeypatch: pytest.Monke
     assert "eu-central-1" == load(StorageSettings).s3_region
 
 
-def test_an_argument_wins_over_a_variable_of_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both for `load` and for the constructor, by the field's name."""
+def test_an_argument_has_precedence_over_a_variable_of_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both `load` and the constructor accept the field's name."""
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
     assert "us-east-2" == load(StorageSettings, s3_region="us-east-2").s3_region
     assert "us-east-2" == StorageSettings(s3_region="us-east-2").s3_region
@@ -93,13 +93,13 @@ def test_an_invalid_variable_of_another_project_is_named(monkeypatch: pytest.Mon
 
 
 def test_cache_directories_are_those_of_their_projects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rfork has no variables of its own for them."""
+    """rfork has no variables of its own for these directories."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/triton")
     assert Path("/cache/triton") == load(CacheDirs).triton_cache_dir
 
 
 def test_the_number_of_documented_settings_is_bounded() -> None:
-    """A further setting must be advanced, a constant or a variable that already exists elsewhere."""
+    """A new setting must be advanced, a constant or a variable that already exists elsewhere."""
     documented = [
         name
         for settings_class in SETTINGS_CLASSES
@@ -153,7 +153,7 @@ def test_containers_of_a_node_agree_on_its_name(
     assert expected == node_name(tmp_path)
 
 
-def test_a_configured_node_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_node_name_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     """RFORK_NODE_NAME has precedence over the detected name."""
     monkeypatch.setenv("RFORK_NODE_NAME", "gpu-17")
     assert "gpu-17" == load(InstanceSettings).node_name
@@ -188,7 +188,7 @@ def test_a_wildcard_bind_advertises_an_address_of_this_host(
 def test_loopback_is_not_advertised_to_a_remote_planner(
     found: dict[socket.AddressFamily, str], bind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No fork could read from there, so the error names the settings that help."""
+    """No target could read from there, so the error names the settings that help."""
     set_source_addresses(found, monkeypatch)
     with pytest.raises(SettingsError, match="RFORK_BIND") as raised:
         _ = InstanceSettings(bind=bind, planner="http://planner.ai:8700").advertised_host
@@ -205,5 +205,5 @@ def test_loopback_is_not_advertised_to_a_remote_planner(
     ],
 )
 def test_passwords_of_urls_are_redacted(text: str, expected: str) -> None:
-    """Any characters may be in them."""
+    """Passwords may contain any characters."""
     assert expected == redacted(text)

@@ -1,4 +1,4 @@
-"""Waits that a signal ends, at whatever step of the wait it comes."""
+"""Waits that a signal ends at any step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 60
 
 
 def stops_at_step(step: int) -> bool:
-    """Whether a wait ends that its own thread stops, as a handler would, so many calls from its start."""
+    """Return True if a wait ends that its own thread stops, as a signal handler would, after `step` calls."""
     shutdown_event, steps, results = ShutdownEvent(), itertools.count(), list[bool]()
 
     def profile_hook(frame: FrameType, event: str, argument: object) -> None:
@@ -37,12 +37,12 @@ def stops_at_step(step: int) -> bool:
     return results == [True]
 
 
-def test_a_stop_is_heard_at_every_step_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the thread that is interrupted by it is just about to wait, or has just waited."""
+def test_a_stop_is_noticed_at_every_step_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes an interrupt just before and just after the thread waits."""
     monkeypatch.setattr(shutdown, "POLL_INTERVAL_S", 0.001)
     assert [] == [step for step in range(STEPS) if not stops_at_step(step)]
 
 
-def test_a_wait_ends_by_itself() -> None:
-    """And says that nothing came."""
+def test_a_wait_times_out() -> None:
+    """It returns that no signal arrived."""
     assert not wait_for_shutdown(ShutdownEvent(), for_s=0.01)

@@ -1,4 +1,4 @@
-"""The page on the snapshot format is right to the byte: its examples run, and its numbers are the code's."""
+"""The examples on the snapshot format page run, and its numbers equal those of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "snapshot-format.md"
 
 
 def test_examples_run(tmp_path: Path) -> None:
-    """The page's examples, run one after the other, find in a snapshot what the page says."""
+    """Run in order, the examples find in a snapshot what the page describes."""
     blocks = [block.text for block in blocks_run_by(__file__)]
     assert 5 == len(blocks)
     names: dict[str, object] = {"__name__": "example"}
@@ -25,8 +25,8 @@ def test_examples_run(tmp_path: Path) -> None:
             exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)
 
 
-def test_a_larger_image_has_the_chunks_that_are_told() -> None:
-    """128 chunks at most, of 1 to 256 MiB, up to 32 GiB."""
+def test_a_larger_image_has_the_documented_chunks() -> None:
+    """Up to 32 GiB there are at most 128 chunks of 1 to 256 MiB."""
     mib = 1 << 20
     sizes = {1: 1, 128: 1, 129: 2, 1024: 8, 16 << 10: 128, 32 << 10: 256, 64 << 10: 256}
     assert sizes == {image: chunks.chunk_size_for(image * mib) // mib for image in sizes}
@@ -50,13 +50,13 @@ def test_a_larger_image_has_the_chunks_that_are_told() -> None:
         f"{files.MAX_MANIFEST_BYTES >> 20} MiB",
     ],
 )
-def test_numbers_are_the_codes(text: str) -> None:
-    """Sizes, names and domains on the page are those that the code has."""
+def test_numbers_equal_those_of_the_code(text: str) -> None:
+    """Sizes, names and domains on the page equal those of the code."""
     assert text in PAGE.read_text()
 
 
-def test_manifest_fields_are_told() -> None:
-    """The table of the manifest has every field of it, and no other."""
+def test_manifest_fields_are_documented() -> None:
+    """The table of the manifest has exactly its fields."""
     table = PAGE.read_text().partition("## The manifest")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
     assert set(files.ManifestFile.model_fields) == set(re.findall(r"`(\w+)`", " ".join(rows)))

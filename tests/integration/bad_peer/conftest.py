@@ -1,4 +1,4 @@
-"""The seed that is attacked."""
+"""Fixture: the seed under attack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attacked_seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked
     """One seed for all attacks."""
     folder = tmp_path_factory.mktemp("nodes")
     environment = {"RFORK_TRANSPORTS": "http", "BAD_PEER_BYTES": str(SIZE)}
-    idle_timeouts = {"seed": STALL_S, "reader": 30}  # who is attacked gives up soon; who is honest may wait
+    idle_timeouts = {"seed": STALL_S, "reader": 30}  # the attacked seed gives up soon; the well-behaved reader may wait
     with contextlib.ExitStack() as nodes:
         started = []
         for role in ("seed", "reader"):

@@ -1,4 +1,4 @@
-"""What is no request, and what begins one and stops."""
+"""Malformed requests, and requests that start but never finish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTIAL_REQUESTS = {
 
 
 def frame(frame_type: int, flags: int, stream: int, body: bytes) -> bytes:
-    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
+    """Return an HTTP/2 frame (RFC 9113, section 4.1)."""
     return struct.pack("!I", len(body))[1:] + bytes([frame_type, flags]) + struct.pack("!I", stream) + body
 
 
@@ -50,5 +50,5 @@ GARBAGE = {
     "streams opened and reset": HTTP2_PREFACE
     + HTTP2_SETTINGS
     + b"".join(frame(1, 4, n, b"\x82") + frame(3, 0, n, bytes(4)) for n in range(1, 20_000, 2)),
-    "window of nothing": HTTP2_PREFACE + HTTP2_SETTINGS + frame(8, 0, 0, bytes(4)) * 100,
+    "window of zero": HTTP2_PREFACE + HTTP2_SETTINGS + frame(8, 0, 0, bytes(4)) * 100,
 }

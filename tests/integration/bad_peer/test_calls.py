@@ -1,4 +1,4 @@
-"""Calls that mean harm: the seed lives, others fork from it, and nothing stays behind."""
+"""Malicious calls: the seed survives, serves other forks, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_request(attacked_seed: AttackedSeed) -> peer_pb2.OpenChannelRequest:
 
 
 def statuses(calls: list[Callable[[], object]]) -> Counter[grpc.StatusCode]:
-    """How each call ends, made one after the other."""
+    """Return the final status of each call, made sequentially."""
     ended: Counter[grpc.StatusCode] = Counter()
     for call in calls:
         try:
@@ -48,7 +48,7 @@ def statuses(calls: list[Callable[[], object]]) -> Counter[grpc.StatusCode]:
 
 
 def test_500_channels_of_one_fork(attacked_seed: AttackedSeed) -> None:
-    """A fork gets no more than a handful, in one place; all is given back with its lease."""
+    """A fork gets only a few channels, in one reader slot; its lease's end releases all of them."""
     metadata = bearer(replace(attacked_seed.lease, fork_id="greedy", lifetime_s=10.0).token)
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
         stub = attacked_seed.stub(stack)
@@ -63,7 +63,7 @@ def test_500_channels_of_one_fork(attacked_seed: AttackedSeed) -> None:
 
 
 def test_a_hundred_leases(attacked_seed: AttackedSeed) -> None:
-    """As many forks get a place as there are; they last as long as their leases, and then others fork."""
+    """As many forks get a slot as there are slots; when their leases expire, other forks get them."""
     emptied = {"readers": 0}
     wait_for(lambda: attacked_seed.seed.request("readers") == emptied)
     leases = [replace(attacked_seed.lease, fork_id=f"many-{n}", lifetime_s=8.0).token for n in range(100)]
@@ -78,7 +78,7 @@ def test_a_hundred_leases(attacked_seed: AttackedSeed) -> None:
 
 
 def never_sent_request(stack: contextlib.ExitStack) -> Iterator[bytes]:
-    """A request that does not come while the stack is open."""
+    """Yield no request until the stack closes."""
     finished = threading.Event()
     stack.callback(finished.set)
     finished.wait(SETTLE_TIMEOUT_S)
@@ -93,8 +93,8 @@ HALF_OPEN = {
 
 
 @pytest.mark.parametrize("call", HALF_OPEN)
-def test_calls_whose_request_never_comes(attacked_seed: AttackedSeed, call: str) -> None:
-    """Hundreds of calls that stop after their headers take no place of the calls of others."""
+def test_calls_without_a_request_do_not_block_others(attacked_seed: AttackedSeed, call: str) -> None:
+    """Hundreds of calls that stop after their headers do not block other calls."""
     method, leased = HALF_OPEN[call]
     metadata = bearer(attacked_seed.lease.token) if leased else ()
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
@@ -110,14 +110,14 @@ def test_calls_whose_request_never_comes(attacked_seed: AttackedSeed, call: str)
 
 
 def probe_status(attacked_seed: AttackedSeed) -> int:
-    """What a probe hears."""
+    """Return the status that a health probe gets."""
     with grpc.insecure_channel(attacked_seed.address, OWN_CONNECTION) as channel:
         health_response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     return int(health_response.status)
 
 
-def test_streams_of_a_stranger(attacked_seed: AttackedSeed) -> None:
-    """There is nothing to watch for who has no lease, health neither."""
+def test_unauthenticated_clients_cannot_watch_streams(attacked_seed: AttackedSeed) -> None:
+    """A client without a lease can watch nothing, not even health."""
     with grpc.insecure_channel(attacked_seed.address) as channel:
         watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
         with pytest.raises(grpc.RpcError) as refused:
@@ -125,8 +125,8 @@ def test_streams_of_a_stranger(attacked_seed: AttackedSeed) -> None:
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_500_progress_streams_that_nobody_reads(attacked_seed: AttackedSeed) -> None:
-    """A fork holds a few; all other calls of its own are refused, and nobody else's."""
+def test_500_unread_progress_streams(attacked_seed: AttackedSeed) -> None:
+    """A fork gets a few streams; its further calls are refused, other forks' calls are not."""
     metadata = bearer(replace(attacked_seed.lease, fork_id="watcher", lifetime_s=15.0).token)
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
         stub = attacked_seed.stub(stack)
@@ -138,13 +138,13 @@ def test_500_progress_streams_that_nobody_reads(attacked_seed: AttackedSeed) -> 
         assert attacked_seed.fork() == FORKED
         wait_for(lambda: sum(stream.is_active() for stream in streams) <= MAX_STREAMS)
         ended = [stream.code() for stream in streams if not stream.is_active()]
-    # By the service, or by gRPC itself where there are too many on one connection.
+    # Refused by the service, or by gRPC itself if one connection has too many.
     refusals = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
     assert (True, set()) == (500 - MAX_STREAMS <= len(ended) < 500, {*ended} - refusals)
 
 
-def test_requests_of_no_sense(attacked_seed: AttackedSeed) -> None:
-    """Requests over the size limit, and bytes that are no message, are refused with a status."""
+def test_malformed_requests(attacked_seed: AttackedSeed) -> None:
+    """Requests above the size limit and bytes that are no message are refused with a status."""
     metadata = bearer(attacked_seed.lease.token)
     with attacked_seed.assert_unharmed(), grpc.insecure_channel(attacked_seed.address) as channel:
         call = channel.unary_unary("/rfork.v1.Peer/OpenChannel", None, None)
@@ -161,8 +161,10 @@ def test_requests_of_no_sense(attacked_seed: AttackedSeed) -> None:
 
 
 @pytest.mark.slow
-def test_manifests_that_nobody_reads(tmp_path: Path) -> None:
-    """Hundreds of streams of a manifest of 100,000 tensors make no copy each, and others get theirs."""
+def test_unread_manifests(tmp_path: Path) -> None:
+    """Hundreds of unread streams of a manifest of 100,000 tensors share one copy, and other readers get
+    theirs.
+    """
     environment = {"RFORK_TRANSPORTS": "http", "BAD_PEER_BYTES": "1000", "BAD_PEER_TENSORS": "100000"}
     with contextlib.ExitStack() as stack:
         seed = start_node(start_process, tmp_path, "seed", "seed", **environment)
@@ -178,7 +180,7 @@ def test_manifests_that_nobody_reads(tmp_path: Path) -> None:
             for _ in range(20):
                 stack.callback(stub.GetManifest(request, metadata=metadata).cancel)
         honest = bearer(ForgedLease(layout_id, "good").token)
-        mine = peer_pb2_grpc.PeerStub(stack.enter_context(grpc.insecure_channel(address, OWN_CONNECTION)))
-        tensors = sum(len(part.tensors) for part in mine.GetManifest(request, metadata=honest, timeout=60))
+        stub = peer_pb2_grpc.PeerStub(stack.enter_context(grpc.insecure_channel(address, OWN_CONNECTION)))
+        tensors = sum(len(part.tensors) for part in stub.GetManifest(request, metadata=honest, timeout=60))
         grown = seed.resident_bytes() - before
     assert (100_001, True) == (tensors, grown < 300 * MIB), grown

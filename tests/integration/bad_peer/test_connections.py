@@ -1,4 +1,4 @@
-"""Connections that mean harm: the seed lives, others fork from it, and nothing stays behind."""
+"""Malicious connections: the seed survives, serves other forks, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.bad_peer.garbage_input import CONNECTIONS, GARBAGE, PARTI
 
 @pytest.mark.parametrize("begun", PARTIAL_REQUESTS)
 def test_silent_connections(attacked_seed: AttackedSeed, begun: str) -> None:
-    """Hundreds that connect to each port and say nothing, or begin and stop, keep nobody out."""
+    """Hundreds of connections to each port that are silent, or start a request and stop, lock no reader out."""
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
         for port in attacked_seed.ports:
             for _ in range(CONNECTIONS):
@@ -34,7 +34,7 @@ def test_silent_connections(attacked_seed: AttackedSeed, begun: str) -> None:
 
 
 def test_slow_readers_are_cut(attacked_seed: AttackedSeed) -> None:
-    """A fork that takes less than a kilobyte a second loses its connections; others read meanwhile."""
+    """A fork that reads less than a kilobyte a second loses its connections; meanwhile others can read."""
     token = attacked_seed.lease.token
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
         slow = {stack.enter_context(open_connection(attacked_seed.http_port, buffer=4096)): 0 for _ in range(16)}
@@ -47,14 +47,14 @@ def test_slow_readers_are_cut(attacked_seed: AttackedSeed) -> None:
                     slow[connection] += len(connection.recv(256))
             pause.wait(0.5)
         assert FORKED == attacked_seed.fork()
-        # Whoever was not cut gets all of it now.
+        # Connections that were not cut get the remaining bytes now.
         byte_counts = [bytes_received + len(receive_all(connection)) for connection, bytes_received in slow.items()]
         assert [True] * 16 == [0 < bytes_received < SIZE for bytes_received in byte_counts]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage(attacked_seed: AttackedSeed, garbage: str) -> None:
-    """What is no request, and what is one too many, on each port, ends with its connection."""
+    """A malformed or oversized request on any port only ends its own connection."""
     with attacked_seed.assert_unharmed():
         for port in attacked_seed.ports:
             for _ in range(3):
@@ -77,8 +77,8 @@ RANGES = {
 
 
 @pytest.mark.parametrize("range_header", RANGES)
-def test_ranges_of_no_sense(attacked_seed: AttackedSeed, range_header: str) -> None:
-    """A fork with a good lease asks for ranges that cannot be: it is refused, or gets the image itself."""
+def test_invalid_ranges(attacked_seed: AttackedSeed, range_header: str) -> None:
+    """A fork with a valid lease that requests an impossible range is refused, or gets the image itself."""
     with attacked_seed.assert_unharmed(), open_connection(attacked_seed.http_port) as connection:
         connection.sendall(
             http_get(attacked_seed.lease.token, f"Range: {RANGES[range_header]}\r\nConnection: close\r\n")
@@ -90,8 +90,8 @@ def test_ranges_of_no_sense(attacked_seed: AttackedSeed, range_header: str) -> N
     assert (status == 200) == (len(body) > SIZE)
 
 
-def test_a_fork_does_not_take_all_connections(attacked_seed: AttackedSeed) -> None:
-    """One lease has no more than its share of the image server's places; the others are for others."""
+def test_a_fork_does_not_use_all_connections(attacked_seed: AttackedSeed) -> None:
+    """One lease uses at most its share of the image server's connections; the rest stays free for others."""
     token = attacked_seed.lease.token
     with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
         status_counts = Counter(
@@ -102,6 +102,6 @@ def test_a_fork_does_not_take_all_connections(attacked_seed: AttackedSeed) -> No
 
 
 def first_status(connection: socket.socket, token: str) -> bytes:
-    """Ask for one byte and stay; the status."""
+    """Request one byte and keep the connection open; return the status."""
     connection.sendall(http_get(token, "Range: bytes=0-0\r\n"))
     return connection.recv(1 << 16)[9:12]

@@ -1,4 +1,4 @@
-"""Connections that mean harm to the planner."""
+"""Malicious connections to the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY = r"planner ready at http://127\.0\.0\.1:(\d+)"
 
 @pytest.fixture(scope="module")
 def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RforkProcess, int]]:
-    """A planner, and its port."""
+    """A planner and its port."""
     process = RforkProcess(["planner", "--port", "0"], {**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         yield process, int(process.wait_for(READY).group(1))
@@ -28,13 +28,15 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RforkPro
 
 
 def healthy(port: int) -> int:
-    """What the planner says to a probe."""
+    """Return the planner's response to a health probe."""
     return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=30).status_code
 
 
 @pytest.mark.parametrize("begun", PARTIAL_REQUESTS)
 def test_silent_connections_to_the_planner(planner: tuple[RforkProcess, int], begun: str) -> None:
-    """Hundreds of connections that say nothing, or begin and stop, keep nobody from it."""
+    """Hundreds of connections that are silent, or start a request and stop, lock no client out of the
+    planner.
+    """
     with contextlib.ExitStack() as stack:
         for _ in range(CONNECTIONS):
             stack.enter_context(open_connection(planner[1])).sendall(PARTIAL_REQUESTS[begun])
@@ -43,7 +45,7 @@ def test_silent_connections_to_the_planner(planner: tuple[RforkProcess, int], be
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_to_the_planner(planner: tuple[RforkProcess, int], garbage: str) -> None:
-    """What is no request ends with its connection."""
+    """A malformed request only ends its own connection."""
     with open_connection(planner[1]) as connection, contextlib.suppress(OSError):
         connection.settimeout(1.0)
         connection.sendall(GARBAGE[garbage])

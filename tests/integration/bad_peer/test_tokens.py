@@ -1,4 +1,4 @@
-"""Tokens that are not good, or not any more, by either way."""
+"""Invalid and expired tokens, over both access paths."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.integration.bad_peer_node import SEED_ID, ForgedLease
 
 
 def jwt(header: str, payload: str) -> str:
-    """A token of these two parts, with a signature of nothing."""
+    """Return a token of these two parts with an empty signature."""
     parts = (base64.urlsafe_b64encode(part.encode()).rstrip(b"=").decode() for part in (header, payload))
     return ".".join([*parts, ""])
 
 
 def with_other_fork(token: str) -> str:
-    """The token with another fork in it, under the old signature."""
+    """Return the token with another fork id under the old signature."""
     header, payload, signature = token.split(".")
     claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
     changed = base64.urlsafe_b64encode(json.dumps({**claims, "sub": "good"}).encode()).rstrip(b"=").decode()
@@ -55,17 +55,17 @@ TOKENS: dict[str, Callable[[ForgedLease], str]] = {
     "edited": lambda lease: with_other_fork(lease.token),
     "cut": lambda lease: lease.token[:-1],
     "without a signature": lambda lease: jwt('{"alg":"none","typ":"JWT"}', claims_of(lease)),
-    "with a signature of nothing": lambda lease: jwt('{"alg":"HS256","typ":"JWT"}', claims_of(lease)),
+    "with an empty signature": lambda lease: jwt('{"alg":"HS256","typ":"JWT"}', claims_of(lease)),
     "nested": lambda lease: jwt("[" * 5000, claims_of(lease)),
-    "of null": lambda lease: jwt("null", "null"),
-    "of no base64": lambda lease: "!!.??.!!",
-    "of dots": lambda lease: "." * 5000,
+    "a null payload": lambda lease: jwt("null", "null"),
+    "not base64": lambda lease: "!!.??.!!",
+    "only dots": lambda lease: "." * 5000,
 }
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_tokens_of_no_worth(attacked_seed: AttackedSeed, token: str) -> None:
-    """No byte, no manifest and no channel for a token that is not good, by either way."""
+def test_invalid_tokens(attacked_seed: AttackedSeed, token: str) -> None:
+    """An invalid token gets no byte, manifest or channel over either access path."""
     token_text = TOKENS[token](attacked_seed.lease)
     with contextlib.ExitStack() as stack, open_connection(attacked_seed.http_port) as connection:
         connection.sendall(http_get(token_text, "Connection: close\r\n"))
@@ -79,8 +79,8 @@ def test_tokens_of_no_worth(attacked_seed: AttackedSeed, token: str) -> None:
     assert expected == (status, refused.value.code())
 
 
-def test_a_token_is_of_no_use_once_it_expired(attacked_seed: AttackedSeed) -> None:
-    """A token that was good is refused when it is shown again later, and its channel is gone."""
+def test_an_expired_token_is_refused(attacked_seed: AttackedSeed) -> None:
+    """A token that has expired is refused when it is used again, and its channel is closed."""
     lease = replace(attacked_seed.lease, fork_id="brief", lifetime_s=6.0)
     token_text = lease.token
     request = peer_pb2.OpenChannelRequest(layout_id=attacked_seed.layout_id, transports=["http"])

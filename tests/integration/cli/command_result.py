@@ -1,4 +1,4 @@
-"""`rfork ARGUMENTS` in this process, and what it wrote."""
+"""Runs `rfork ARGUMENTS` in this process and captures its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 
 @dataclass(frozen=True)
 class CommandResult:
-    """A command that has ended: what it wrote, and its exit code."""
+    """Output and exit code of a finished command."""
 
     out: str
     err: str
@@ -18,7 +18,7 @@ class CommandResult:
 
     @property
     def json(self) -> dict[str, object]:
-        """Its one line on stdout."""
+        """Parse the single line on stdout."""
         return cast(dict[str, object], json.loads(self.out))
 
 

@@ -1,4 +1,4 @@
-"""A planner that knows something, and ways to ask it."""
+"""Fixtures: a planner with a small fleet, and access to it through the command line and a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORKED_RESULT = ForkResult(
     phases={"capture": 0.1, "plan": 0.1, "transfer": 11.8}, link_bytes_per_s=2e6,
 )  # fmt: skip
 FALLBACK_RESULT = ForkResult(
-    outcome="fallback", seconds=2.0, bytes_read=0, fallback="loader", reasons=("NoSource: nobody holds it",)
+    outcome="fallback", seconds=2.0, bytes_read=0, fallback="loader", reasons=("NoSource: no instance serves it",)
 )
 
 
@@ -44,7 +44,7 @@ def rfork() -> Rfork:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[str]:
-    """The URL of a planner that knows a seed, a fork under way, one that ended and one that fell back."""
+    """URL of a planner with a seed, a running fork, a finished fork and a fork that fell back."""
     with (
         run_in_thread(PlannerSettings(port=0, instance_ttl_s=3600, lease_ttl_s=3600)) as url,
         PlannerClient(url) as client,
@@ -60,7 +60,7 @@ def fleet() -> Iterator[str]:
 
 @pytest.fixture
 def terminal() -> Iterator[PseudoTerminal]:
-    """A terminal of 20 lines, and of 70 columns: narrow for what is shown."""
+    """A terminal of 20 lines and 70 columns, narrower than the output."""
     made = PseudoTerminal(rows=20, columns=70)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""A pseudo-terminal with one `rfork` in it."""
+"""A pseudo-terminal that runs one `rfork` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 
 
 class PseudoTerminal:
-    """A pseudo-terminal with one `rfork` in it."""
+    """A pseudo-terminal that runs one `rfork` command."""
 
     def __init__(self, *, rows: int, columns: int) -> None:
         self._controller_fd, self._terminal_fd = pty.openpty()
@@ -25,7 +25,7 @@ class PseudoTerminal:
         self._process: subprocess.Popen[bytes] | None = None
 
     def modes(self) -> list[object]:
-        """How it is set."""
+        """Terminal attributes."""
         return cast(list[object], termios.tcgetattr(self._terminal_fd))
 
     def start(self, *arguments: str, **environment: str) -> None:
@@ -40,7 +40,7 @@ class PseudoTerminal:
         )
 
     def wait_for(self, text: str) -> None:
-        """Read on until it has been written; fails after `DEADLINE_S`."""
+        """Read until the text appears; fails after `DEADLINE_S`."""
         at, deadline = len(self.text), time.monotonic() + DEADLINE_S
         while text not in self.text[at:]:
             assert time.monotonic() < deadline, self.text[-3000:]
@@ -51,7 +51,7 @@ class PseudoTerminal:
         os.write(self._controller_fd, text.encode())
 
     def end(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the command to exit; return its exit code."""
         assert self._process is not None
         deadline = time.monotonic() + DEADLINE_S
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -62,7 +62,7 @@ class PseudoTerminal:
         return self._process.wait()
 
     def close(self) -> None:
-        """End what still runs, and the terminal."""
+        """Kill the command if it still runs, and close the terminal."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

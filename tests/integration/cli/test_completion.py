@@ -1,4 +1,4 @@
-"""Names that complete themselves in each shell."""
+"""Shell completion of names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.processes import startup_patch
 from tests.unit.planner.builders import VERSION
 
 LONG_TIMEOUT_PATCH = "import rfork.cli.completion as completion\ncompletion.TIMEOUT_S = 60.0\n"
-"""The planner is waited for as long as that takes on a busy machine."""
+"""Longer planner timeout for a busy machine."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ LONG_TIMEOUT_PATCH = "import rfork.cli.completion as completion\ncompletion.TIME
     ],
 )
 def test_completion_is_installed(shell: str, words: str, tmp_path: Path) -> None:
-    """`rfork --install-completion SHELL` writes the script where the shell looks for it."""
+    """`rfork --install-completion SHELL` writes the script to the shell's completion folder."""
     environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
         [_script(), "--install-completion", shell],
@@ -55,13 +55,13 @@ def test_completion_is_installed(shell: str, words: str, tmp_path: Path) -> None
 def test_names_are_completed(
     shell: str, variables: dict[str, str], expected: set[str], fleet: str, tmp_path: Path
 ) -> None:
-    """Each shell is offered what the planner knows."""
+    """Each shell offers the names that the planner knows."""
     completions = run_completion(shell, {**variables, **startup_patch(tmp_path / "patch", LONG_TIMEOUT_PATCH)}, fleet)
     assert [] == [word for word in expected if word not in completions], completions
 
 
 def test_completion_is_silent_without_a_planner() -> None:
-    """A planner that says nothing costs little time and no word."""
+    """If the planner does not respond, completion returns soon and prints nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         completions = run_completion("bash", {"COMP_WORDS": "rfork explain x", "COMP_CWORD": "2"}, url)
@@ -69,7 +69,7 @@ def test_completion_is_silent_without_a_planner() -> None:
 
 
 def run_completion(shell: str, variables: dict[str, str], planner: str) -> str:
-    """What the shell is offered, and anything on stderr."""
+    """Return the completions offered by the shell, and stderr."""
     environment = {
         **os.environ,
         **variables,
@@ -81,5 +81,5 @@ def run_completion(shell: str, variables: dict[str, str], planner: str) -> str:
 
 
 def _script() -> str:
-    """The `rfork` beside this Python: completion goes by the program's name."""
+    """Return the `rfork` script next to this Python: completion matches the program's name."""
     return str(Path(sys.executable).parent / "rfork")

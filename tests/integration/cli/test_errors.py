@@ -1,4 +1,4 @@
-"""Planners that are not there, tokens and URLs that are wrong, readers that went away, and bugs."""
+"""Unreachable planners, wrong tokens and URLs, closed pipes, and bugs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_planner_that_is_not_there(rfork: Rfork, free_port: int, command: tuple[str, ...]) -> None:
+def test_an_unreachable_planner(rfork: Rfork, free_port: int, command: tuple[str, ...]) -> None:
     """One line and a hint, as text and as JSON; exit code 5."""
     url = f"http://127.0.0.1:{free_port}"
     done = rfork(*command, "--planner", url)
@@ -40,7 +40,7 @@ def test_a_planner_that_is_not_there(rfork: Rfork, free_port: int, command: tupl
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_token_that_is_wrong(rfork: Rfork, command: tuple[str, ...]) -> None:
+def test_a_wrong_token(rfork: Rfork, command: tuple[str, ...]) -> None:
     """The hint names the variable to set."""
     with run_in_thread(PlannerSettings(port=0, token=SecretStr("right"))) as url:
         done = rfork(*command, "--planner", url, RFORK_TOKEN="wrong")
@@ -48,15 +48,15 @@ def test_a_token_that_is_wrong(rfork: Rfork, command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("url", "code"), [("127.0.0.1:8700", 2), ("", 2), ("http://no.such.host.invalid", 5)])
-def test_a_url_that_is_none(rfork: Rfork, url: str, code: int) -> None:
-    """What cannot be a planner's URL is said to be none, with an example."""
+def test_an_invalid_url(rfork: Rfork, url: str, code: int) -> None:
+    """An invalid planner URL is reported as such, with an example."""
     done = rfork("status", "--planner", url)
     assert (code, 2) == (done.code, len(done.err.splitlines()))
 
 
 @pytest.mark.parametrize("words", [("status", "--forks"), ("version",)], ids=" ".join)
-def test_nobody_reads_on(fleet: str, words: tuple[str, ...]) -> None:
-    """`rfork status --forks | head -1` ends without a word of broken pipes, and not as a failure."""
+def test_a_closed_stdout_pipe_is_no_failure(fleet: str, words: tuple[str, ...]) -> None:
+    """`rfork status --forks | head -1` succeeds without a broken-pipe message."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "rfork", *words]
@@ -66,8 +66,8 @@ def test_nobody_reads_on(fleet: str, words: tuple[str, ...]) -> None:
     assert (0, "") == (done.returncode, done.stderr)
 
 
-def test_nobody_reads_errors() -> None:
-    """Where stderr is closed at the other end, a command ends with its own exit code."""
+def test_a_closed_stderr_pipe_keeps_the_exit_code() -> None:
+    """A command whose stderr pipe is closed ends with its usual exit code."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "rfork", "status", "--planner", "none"]
@@ -77,7 +77,7 @@ def test_nobody_reads_errors() -> None:
 
 
 def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet: str) -> None:
-    """Even what should not happen is told without a traceback, and says how to see one."""
+    """An unexpected error is reported without a traceback, with a hint how to see one."""
 
     def broken(*_: object) -> None:
         raise KeyError("what")
@@ -91,18 +91,18 @@ def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet:
     )
 
 
-IN_TORCH = """
+INTERRUPTED_IN_TORCH = """
 import atexit, sys, threading
 import torch
 from rfork.cli import app
 
-given, working = torch.zeros(1 << 26, dtype=torch.uint8), threading.Barrier(3)
+source, working = torch.zeros(1 << 26, dtype=torch.uint8), threading.Barrier(3)
 
 def work():
-    taken = given.clone()
+    destination = source.clone()
     working.wait()
     while True:
-        taken.copy_(given)
+        destination.copy_(source)
 
 def command():
     for _ in range(2):
@@ -117,7 +117,7 @@ app.main()
 """
 
 
-def test_a_command_that_is_interrupted_ends_as_it_says() -> None:
-    """Also with threads that are in torch at that moment; what is to be done at exit is done."""
-    done = subprocess.run([sys.executable, "-c", IN_TORCH], capture_output=True, text=True, check=False)
+def test_an_interrupted_command_exits_with_its_code() -> None:
+    """This also holds while threads are inside torch; exit handlers run."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IN_TORCH], capture_output=True, text=True, check=False)
     assert (130, "unflushed, at exit", "") == (done.returncode, done.stdout, done.stderr)

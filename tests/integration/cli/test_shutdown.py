@@ -1,4 +1,4 @@
-"""Commands that run until a signal ends them."""
+"""Commands that run until a signal stops them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.processes import SignalThread
     ],
     ids=lambda command: command[0],
 )
-def test_whoever_is_told_that_it_is_ready_may_end_it(
+def test_a_signal_right_after_ready_ends_the_command(
     rfork: Rfork, fleet: str, tiny_model: Path, command: tuple[str, ...], number: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In order, with exit code 0: however soon the signal comes."""
+    """The command shuts down cleanly with exit code 0, however soon the signal arrives."""
     outcomes: list[object] = []
 
     def end(ready: object) -> None:
@@ -46,10 +46,10 @@ def test_whoever_is_told_that_it_is_ready_may_end_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_another_thread_takes_ends_it(
+def test_a_signal_delivered_to_another_thread_ends_the_command(
     rfork_process: StartRfork, fleet: str, tiny_model: Path, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """In order, though the thread that waits for it is not woken."""
+    """The command shuts down cleanly although the waiting thread is not woken."""
     thread = SignalThread(tmp_path / "patch")
     process = rfork_process(
         "seed", str(tiny_model), "--planner", fleet, "--json",
@@ -60,10 +60,12 @@ def test_a_signal_that_another_thread_takes_ends_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_wait_that_fails_as_it_is_broken_off(
+def test_a_wait_that_fails_when_interrupted(
     rfork: Rfork, fleet: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's own may, with an error of theirs: it was an interruption, and no bug."""
+    """Python's own waits may raise an unrelated error when interrupted: this is reported as an interruption,
+    not as a bug.
+    """
 
     def wait(*_: object, **more: object) -> NoReturn:
         with contextlib.suppress(KeyboardInterrupt):
@@ -95,10 +97,10 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 app.app = interrupted
 app.main()
 """
-"""Ctrl-C as something has been opened, and before the block that would close it is begun."""
+"""Ctrl-C after a resource was opened and before its `with` block starts."""
 
 
-def test_what_an_interruption_left_open_is_closed() -> None:
-    """Before the process ends: a file that is half written would lie there for ever."""
+def test_an_interruption_closes_open_resources() -> None:
+    """They are closed before the process exits: otherwise a half-written file would remain."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED_SCRIPT], capture_output=True, text=True, check=False)
     assert (130, "closed\n", "") == (done.returncode, done.stdout, done.stderr)

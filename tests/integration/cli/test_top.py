@@ -1,4 +1,4 @@
-"""The live picture, in a pipe and on a terminal."""
+"""The live view, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.processes import startup_patch
 from tests.unit.planner.builders import seed_report
 
 
-def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
-    """Into a pipe it prints one picture and ends; with --json and --once one line."""
+def test_top_without_a_terminal_prints_once(rfork: Rfork, fleet: str) -> None:
+    """Into a pipe it prints one view and exits; with --json and --once one line."""
     output = rfork("top", "--planner", fleet).out
     assert ("running forks (1)" in output, "fallback reasons" in output, "\x1b" in output) == (
         True,
@@ -29,7 +29,7 @@ def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
 
 
 def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
-    """It says when the planner is gone, goes on when it is back, and leaves the terminal as it was."""
+    """It reports that the planner is unreachable, continues when it is back, and restores the terminal."""
     with run_in_thread(PlannerSettings(port=free_port)) as url:
         terminal.start("top", "--planner", url, "--interval", "0.1")
         terminal.wait_for("no instance is registered")
@@ -43,15 +43,15 @@ def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
 
 
 def test_top_is_interrupted(terminal: PseudoTerminal, fleet: str) -> None:
-    """Ctrl-C ends it as q does."""
+    """Ctrl-C ends it like q."""
     terminal.start("top", "--planner", fleet)
     terminal.wait_for("running forks")
     terminal.type("\x03")
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
 
 
-def test_top_is_interrupted_in_its_first_picture(terminal: PseudoTerminal, fleet: str, tmp_path: Path) -> None:
-    """The terminal's other screen is left then too."""
+def test_top_is_interrupted_while_drawing_the_first_view(terminal: PseudoTerminal, fleet: str, tmp_path: Path) -> None:
+    """It leaves the alternate screen then too."""
     first = "import rich.live\ndef refresh(self): raise KeyboardInterrupt\nrich.live.Live.refresh = refresh\n"
     terminal.start("top", "--planner", fleet, **startup_patch(tmp_path / "patch", first))
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
@@ -59,9 +59,9 @@ def test_top_is_interrupted_in_its_first_picture(terminal: PseudoTerminal, fleet
 
 
 def test_top_is_suspended(terminal: PseudoTerminal, fleet: str) -> None:
-    """Ctrl-Z leaves the alternate screen, and it is back when the command goes on.
+    """Ctrl-Z leaves the alternate screen, and continuing restores it.
 
-    Here it goes on at once: no shell is there that could continue it, so the system does not let it stop.
+    Here the command continues immediately: no shell could continue it, so the system does not stop it.
     """
     terminal.start("top", "--planner", fleet)
     terminal.wait_for("running forks")
@@ -72,8 +72,8 @@ def test_top_is_suspended(terminal: PseudoTerminal, fleet: str) -> None:
     assert (0, terminal.before, 2) == (terminal.end(), terminal.modes(), terminal.text.count("\x1b[?1049h"))
 
 
-def test_an_output_that_knows_no_such_letters(fleet: str) -> None:
-    """Where stdout takes ASCII only, bars become question marks, and nothing fails."""
+def test_ascii_only_output(fleet: str) -> None:
+    """If stdout only supports ASCII, bars become question marks and nothing fails."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "rfork", "top", "--planner", fleet]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

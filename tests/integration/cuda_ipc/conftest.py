@@ -1,4 +1,4 @@
-"""Processes, and sources in them, for the tests of cuda_ipc."""
+"""Fixtures: processes with sources for the cuda_ipc tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.cuda_ipc_node import FencedGate, endpoint_from_json
 
 @pytest.fixture(scope="module")
 def source_process() -> Iterator[CudaIpcProcess]:
-    """A process of sources, for all tests that neither stop nor kill it."""
+    """A process with sources, for all tests that neither stop nor kill it."""
     node = CudaIpcProcess({"side": "sources"})
     yield node
     node.end()
@@ -24,14 +24,14 @@ def source_process() -> Iterator[CudaIpcProcess]:
 
 @pytest.fixture
 def remote_source(source_process: CudaIpcProcess) -> Iterator[MakeRemoteSource]:
-    """Makes sources in another process, which are closed after the test."""
+    """Creates sources in another process and closes them after the test."""
     count = 0
 
     def make(sizes: Sequence[int], **more: object) -> Endpoint:
         nonlocal count
         count += 1
-        wanted = {"sizes": list(sizes), "on_host": [], "kind": "legacy", "align": 512, **more}
-        source_process.send_line(json.dumps(wanted))
+        description = {"sizes": list(sizes), "on_host": [], "kind": "legacy", "align": 512, **more}
+        source_process.send_line(json.dumps(description))
         return endpoint_from_json(source_process.read_message())
 
     yield make
@@ -42,7 +42,7 @@ def remote_source(source_process: CudaIpcProcess) -> Iterator[MakeRemoteSource]:
 
 @pytest.fixture
 def seed() -> Iterator[tuple[FencedGate, Endpoint, FakeDriver]]:
-    """A source in this process, with a gate that tests turn."""
+    """A source in this process, with a gate that tests control."""
     memory, gate = FakeMemory(), FencedGate()
     driver = FakeDriver(memory)
     image = fake_device_image(memory, SIZES, filled=True)

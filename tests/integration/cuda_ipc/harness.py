@@ -36,7 +36,7 @@ class CudaIpcProcess:
         )
 
     def read_message(self) -> dict[str, object]:
-        """The next thing that it says has happened."""
+        """Return the next event of the process."""
         if self.process.stdout is None:
             raise ChildProcessError("no pipe")
         line = self.process.stdout.readline()
@@ -46,14 +46,14 @@ class CudaIpcProcess:
         return message if isinstance(message, dict) else {}
 
     def send_line(self, line: str) -> None:
-        """Send it a line."""
+        """Send a line to the process."""
         if self.process.stdin is None:
             raise ChildProcessError("no pipe")
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -82,12 +82,12 @@ class CudaIpcTarget:
 
 
 def expected(sizes: Sequence[int]) -> bytes:
-    """The bytes that every source of these sizes has."""
+    """Return the bytes of every source with these sizes."""
     return content(fake_device_image(FakeMemory(), sizes, filled=True))
 
 
 def raised_by(call: Callable[[], None]) -> RforkError | None:
-    """The error that a call ends with."""
+    """Return the error that the call raises."""
     try:
         call()
     except RforkError as error:

@@ -24,11 +24,11 @@ ContractCheck = Callable[[TransportPair], None]
 @pytest.mark.parametrize("handle_type", ["legacy", pytest.param("descriptor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
 def test_contract(check: ContractCheck, handle_type: HandleType) -> None:
-    """What every transport promises holds between two GPUs, for both kinds of memory."""
+    """The transport contract holds between two GPUs, for both handle types."""
     memory, gate = FakeMemory(), FakeGate()
     driver = FakeDriver(memory)
     transport = CudaIpcTransport(SETTINGS, lambda: driver)
-    # Two tensors are in host memory at the source, and one of them and another one here.
+    # Two tensors are in host memory at the source; one of these and another one are in host memory here.
     source = fake_device_image(memory, MIXED, on_host=[1, 900], filled=True, handle_type=handle_type)
     target = fake_device_image(memory, MIXED, on_host=[1, 800], handle_type=handle_type)
     pair = TransportPair(transport, gate, source, target, transport.export(source, gate))
@@ -42,7 +42,7 @@ def test_contract(check: ContractCheck, handle_type: HandleType) -> None:
 @pytest.mark.parametrize("handle_type", ["legacy", "descriptor"])
 @pytest.mark.parametrize("on_host", [[], [0, 3, 4, 20]], ids=["all-on-gpus", "some-in-host-memory"])
 def test_every_byte_arrives(remote_source: MakeRemoteSource, handle_type: str, on_host: list[int]) -> None:
-    """A target in another process has the source's bytes, whatever kind of memory they lie in."""
+    """A target in another process gets the source's bytes, for every combination of memory types."""
     side = CudaIpcTarget(SIZES)
     reader = side.connect(remote_source(SIZES, kind=handle_type, on_host=on_host))
     reader.read(0, side.image_bytes, soon())
@@ -51,8 +51,8 @@ def test_every_byte_arrives(remote_source: MakeRemoteSource, handle_type: str, o
     assert ([], []) == (side.driver.violations, side.driver.opened)
 
 
-def test_small_tensors_that_lie_side_by_side_are_few_copies(remote_source: MakeRemoteSource) -> None:
-    """Five thousand tensors whose sizes fill their places take as many copies as they have allocations."""
+def test_adjacent_small_tensors_are_copied_together(remote_source: MakeRemoteSource) -> None:
+    """Five thousand adjacent tensors without gaps need one copy per allocation."""
     sizes = [512] * 5000
     side = CudaIpcTarget(sizes)
     reader = side.connect(remote_source(sizes))
@@ -62,8 +62,8 @@ def test_small_tensors_that_lie_side_by_side_are_few_copies(remote_source: MakeR
     assert len(side.memory.blocks) == len(side.driver.completed_copies)
 
 
-def test_two_allocators_need_not_agree(remote_source: MakeRemoteSource) -> None:
-    """Tensors that lie otherwise here than there, over other allocations, arrive in their places."""
+def test_allocations_may_differ(remote_source: MakeRemoteSource) -> None:
+    """Tensors arrive correctly if source and target lay them out differently over different allocations."""
     side = CudaIpcTarget(SIZES, align=64, block=1 << 16)
     reader = side.connect(remote_source(SIZES, align=4096))
     for begin in range(0, side.image_bytes, 700_001):
@@ -73,7 +73,9 @@ def test_two_allocators_need_not_agree(remote_source: MakeRemoteSource) -> None:
 
 
 def test_each_allocation_is_opened_once(remote_source: MakeRemoteSource) -> None:
-    """Reading a range again opens nothing anew; what was never read is never opened, but for one to see."""
+    """Reading a range again opens nothing; allocations that are never read are not opened, except one as a
+    probe.
+    """
     sizes = [1 << 20] * 4
     side = CudaIpcTarget(sizes)
     reader = side.connect(remote_source(sizes))
@@ -84,8 +86,10 @@ def test_each_allocation_is_opened_once(remote_source: MakeRemoteSource) -> None
     reader.close()
 
 
-def test_memory_of_two_kinds(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """One of each is tried when the transport is chosen; what is refused later is the source's failure."""
+def test_memory_with_both_handle_types(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """One allocation per handle type is probed when the transport is selected; a later refusal is the
+    source's failure.
+    """
     memory, gate = FakeMemory(), FencedGate()
     image = fake_device_image(memory, [1 << 20] * 4, filled=True)
     memory.blocks = [
@@ -106,7 +110,7 @@ def test_memory_of_two_kinds(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> N
     exported.close()
 
 
-def test_what_is_lent_of_host_memory_is_taken_back() -> None:
+def test_lent_host_memory_is_reclaimed() -> None:
     """A reader that keeps the file of a loan keeps no memory of the source."""
     memory, gate = FakeMemory(), FencedGate()
     image = fake_device_image(memory, SIZES, on_host=[1], filled=True)

@@ -1,4 +1,4 @@
-"""What a lease is worth over cuda_ipc: nothing is told, lent or held without one."""
+"""Leases over cuda_ipc: without one, no handle, no loan and no pin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from rfork.errors import LeaseRejected, RforkError, SourceUnavailable
 from rfork.transport.base import Endpoint
-from rfork.transport.cuda_ipc import exporter
-from rfork.transport.cuda_ipc import source_pin as holding_module
+from rfork.transport.cuda_ipc import exporter, source_pin
 from rfork.transport.unix_socket.client import ConnectionPool
 from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
 from rfork.transport.unix_socket.messages import Message
@@ -22,7 +21,7 @@ from tests.transport_contract import TOKEN, content, soon
 
 
 def test_no_handle_without_a_lease(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A forged token brings no handle of any allocation, and no byte."""
+    """A forged token gets no handle of any allocation, and no byte."""
     _, endpoint, driver = seed
     side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint, token="forged")
@@ -33,7 +32,7 @@ def test_no_handle_without_a_lease(seed: tuple[FencedGate, Endpoint, FakeDriver]
 
 
 def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A source that gives little at a time lends little at a time, and counts it all."""
+    """A source with a rate limit lends few bytes at a time and counts all of them."""
     gate, endpoint, _ = seed
     gate.max_bytes = 100_000
     side = CudaIpcTarget(SIZES)
@@ -43,8 +42,8 @@ def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) ->
     assert (expected(SIZES), side.image_bytes) == (content(side.image), gate.granted)
 
 
-def test_names_of_allocations_are_made_once(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """Two readers that read everything cost one handle for each allocation."""
+def test_handles_are_created_once(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """Two readers that read everything need one handle per allocation."""
     _, endpoint, driver = seed
     for _ in range(2):
         side = CudaIpcTarget(SIZES)
@@ -54,7 +53,7 @@ def test_names_of_allocations_are_made_once(seed: tuple[FencedGate, Endpoint, Fa
     assert len(driver.memory.blocks) == len(driver.exports)
 
 
-BAD_QUESTIONS: Sequence[Message] = (
+MALFORMED_REQUESTS: Sequence[Message] = (
     {},
     {"operation": "acquire"},
     {"operation": "acquire", "token": TOKEN, "begin": -1, "end": 5},
@@ -70,13 +69,15 @@ BAD_QUESTIONS: Sequence[Message] = (
 )
 
 
-@pytest.mark.parametrize("question", BAD_QUESTIONS, ids=str)
-def test_bad_questions_harm_nobody(seed: tuple[FencedGate, Endpoint, FakeDriver], question: Message) -> None:
-    """A reader that asks nonsense loses its connection; the next one is served."""
+@pytest.mark.parametrize("request_message", MALFORMED_REQUESTS, ids=str)
+def test_malformed_requests_harm_no_other_reader(
+    seed: tuple[FencedGate, Endpoint, FakeDriver], request_message: Message
+) -> None:
+    """A reader with a malformed request loses its connection; the next one is served."""
     _, endpoint, _ = seed
     connections = ConnectionPool(endpoint.parameters, 10.0)
     with connections.lease(soon()) as connection:
-        connection.send(question, deadline=soon())
+        connection.send(request_message, deadline=soon())
         with pytest.raises(SourceUnavailable):
             connection.receive(soon())
     connections.close()
@@ -87,8 +88,8 @@ def test_bad_questions_harm_nobody(seed: tuple[FencedGate, Endpoint, FakeDriver]
     assert expected(SIZES) == content(side.image)
 
 
-def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """Pages of the table begin where they are asked for, and nowhere before it."""
+def test_a_negative_offset_is_the_first_page(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """Pages of the table start at the requested offset and never before the table."""
     _, endpoint, _ = seed
     connections = ConnectionPool(endpoint.parameters, 10.0)
     pages: list[Message] = []
@@ -101,7 +102,7 @@ def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, Fa
 
 
 def open_pins(endpoint: Endpoint, count: int) -> Iterator[tuple[ConnectionPool, UnixSocketConnection]]:
-    """Connections that hold on to a source by themselves."""
+    """Open connections that only pin a source."""
     for _ in range(count):
         connections = ConnectionPool(endpoint.parameters, 10.0)
         with connections.lease(soon()) as connection:
@@ -113,8 +114,8 @@ def open_pins(endpoint: Endpoint, count: int) -> Iterator[tuple[ConnectionPool, 
         connections.close()
 
 
-def test_as_many_reads_as_places(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A fork's hold takes none of its places: 64 reads at once all go on."""
+def test_a_pin_uses_no_reader_slot(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """A fork's pin uses none of its slots: 64 concurrent reads all proceed."""
     _, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)
@@ -128,7 +129,7 @@ def test_as_many_reads_as_places(seed: tuple[FencedGate, Endpoint, FakeDriver]) 
     threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(MAX_CONNECTIONS_PER_FORK)]
     for thread in threads:
         thread.start()
-    # All of them copy at once.
+    # All of them copy concurrently.
     assert all(side.driver.streams.acquire(timeout=30) for _ in range(MAX_CONNECTIONS_PER_FORK))
     side.driver.running.set()
     for thread in threads:
@@ -137,11 +138,11 @@ def test_as_many_reads_as_places(seed: tuple[FencedGate, Endpoint, FakeDriver]) 
     assert [None] * MAX_CONNECTIONS_PER_FORK == raised
 
 
-def test_a_hold_ends_with_its_lease(
+def test_a_pin_ends_with_its_lease(
     seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader shows its newest token again and again, and lets go once that is refused."""
-    monkeypatch.setattr(holding_module, "TOKEN_REFRESH_S", 0.02)
+    """The reader keeps presenting its latest token and unmaps the memory once the token is refused."""
+    monkeypatch.setattr(source_pin, "TOKEN_REFRESH_S", 0.02)
     gate, endpoint, _ = seed
     side, token_checks = CudaIpcTarget(SIZES), threading.Semaphore(0)
     admit = gate.authorize
@@ -156,7 +157,7 @@ def test_a_hold_ends_with_its_lease(
     reader.read(0, side.image_bytes, soon())
 
     def refuse(token: str, begin: int, end: int) -> str:
-        raise LeaseRejected("the lease is over")
+        raise LeaseRejected("the lease has expired")
 
     gate.authorize = refuse  # type: ignore[method-assign]
     assert reader._released.wait(30)  # type: ignore[attr-defined]
@@ -165,10 +166,10 @@ def test_a_hold_ends_with_its_lease(
     assert [] == side.driver.opened
 
 
-def test_holds_of_the_silent_end(
+def test_pins_of_silent_readers_end(
     seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who shows no token any more is put out; and a fork has a few holds, whatever it asks for."""
+    """A reader that stops presenting a token is disconnected; a fork gets only a few pins."""
     monkeypatch.setattr(exporter, "IDLE_TIMEOUT_S", 0.3)
     _, endpoint, _ = seed
     pins = []

@@ -1,4 +1,4 @@
-"""Sources over cuda_ipc that lie about their memory, or say that they are busy."""
+"""cuda_ipc sources that send wrong data about their memory, or report that they are busy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.transport_contract import content, soon
 
 
 class MalformedSource:
-    """A source that answers each question as the test wants it."""
+    """A source whose responses the test defines."""
 
     def __init__(self, image: Image, replies: Mapping[str, Message]) -> None:
         self._replies = replies
@@ -31,8 +31,8 @@ class MalformedSource:
 
     def _serve(self, connection: UnixSocketConnection) -> None:
         while True:
-            question, _ = connection.receive(soon())
-            operation = str(question["operation"])
+            request, _ = connection.receive(soon())
+            operation = str(request["operation"])
             descriptors = [0] if operation == "pin" else []
             connection.send(self._replies.get(operation, {"pinned": 1}), descriptors, deadline=soon())
 
@@ -55,8 +55,8 @@ MALFORMED_REPLIES: Mapping[str, Mapping[str, Message]] = {
 
 
 @pytest.mark.parametrize("malformed_reply", MALFORMED_REPLIES.values(), ids=MALFORMED_REPLIES)
-def test_a_source_that_lies_is_corrupt(malformed_reply: Mapping[str, Message]) -> None:
-    """What is no table, or no handle, of allocations is the source's fault, and found before any copy."""
+def test_a_malformed_allocation_table_is_corrupt(malformed_reply: Mapping[str, Message]) -> None:
+    """A malformed table or handle is the source's fault, detected before any copy."""
     memory = FakeMemory()
     image = fake_device_image(memory, ONE_TENSOR)
     base = memory.blocks[0].allocation.base
@@ -69,7 +69,7 @@ def test_a_source_that_lies_is_corrupt(malformed_reply: Mapping[str, Message]) -
 
 @pytest.mark.parametrize("lent", [{"granted": 2 << 20}, {"granted": 0}, {"granted": -1}, {}], ids=str)
 def test_a_loan_of_other_bytes(lent: Message) -> None:
-    """More bytes than were asked for, or none, are no loan."""
+    """A loan of more bytes than requested, or of none, is rejected."""
     memory = FakeMemory()
     image = fake_device_image(memory, ONE_TENSOR, filled=True)
     block = memory.blocks[0]
@@ -89,7 +89,7 @@ def test_a_loan_of_other_bytes(lent: Message) -> None:
 
 
 def test_a_smaller_allocation_than_promised() -> None:
-    """An allocation with fewer bytes than promised is not opened: a copy out of it could crash."""
+    """An allocation smaller than promised is not opened: a copy out of it could crash."""
     memory = FakeMemory()
     image = fake_device_image(memory, ONE_TENSOR, filled=True)
     block = memory.blocks[0]
@@ -120,7 +120,7 @@ def test_a_loan_without_its_bytes_of_host_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_busy_source_keeps_its_reader(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A refusal ends one read, and the next one that is allowed succeeds on the same reader."""
+    """A refusal ends one read; the next permitted read succeeds on the same reader."""
     gate, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)

@@ -1,4 +1,4 @@
-"""The cuda_ipc transport while one of two processes dies, stands still, or closes."""
+"""The cuda_ipc transport while one of two processes dies, is stopped, or closes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ StartNode = Callable[..., CudaIpcProcess]
 
 @pytest.fixture
 def start() -> Iterator[StartNode]:
-    """Starts processes, which are killed after the test."""
+    """Starts processes and kills them after the test."""
     started: list[CudaIpcProcess] = []
 
     def start(side: str, sizes: Sequence[int], **more: object) -> CudaIpcProcess:
@@ -57,12 +57,12 @@ def start() -> Iterator[StartNode]:
 
 
 def existing_driver(driver: FakeDriver) -> FakeDriver:
-    """To make a driver that is there already."""
+    """Return a driver factory that returns the existing driver."""
     return driver
 
 
 def start_blocked_read(side: CudaIpcTarget, reader: Reader) -> tuple[threading.Thread, list[RforkError | None]]:
-    """A thread that reads all, its copies queued and not let run; what it raised, in the end."""
+    """Start a thread that reads everything with its copies blocked; return the error it ends with."""
     side.driver.running.clear()
     raised: list[RforkError | None] = []
     thread = threading.Thread(
@@ -73,8 +73,8 @@ def start_blocked_read(side: CudaIpcTarget, reader: Reader) -> tuple[threading.T
     return thread, raised
 
 
-def test_a_killed_source_is_gone(start: StartNode) -> None:
-    """Reads from a source that was killed raise SourceUnavailable, and all of its memory is let go."""
+def test_a_killed_source_is_unavailable(start: StartNode) -> None:
+    """Reads from a killed source raise SourceUnavailable, and all of its memory is unmapped."""
     source, side = start("source", SIZES), CudaIpcTarget(SIZES)
     reader = side.connect(endpoint_from_json(source.read_message()))
     source.process.kill()
@@ -86,13 +86,13 @@ def test_a_killed_source_is_gone(start: StartNode) -> None:
 
 
 def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
-    """Copies out of its memory count only if it lived until they had ended: it may have freed the memory."""
+    """Copies out of its memory count only if the source outlived them: it may have freed the memory."""
     source, side = start("source", ONE_TENSOR), CudaIpcTarget(ONE_TENSOR)
     reader = side.connect(endpoint_from_json(source.read_message()))
     thread, raised = start_blocked_read(side, reader)
     send(source.process, signal.SIGSTOP)
     side.driver.running.set()
-    # A source that stands still takes the return in, as one does that is dying.
+    # A stopped source accepts the return, as a dying one does.
     thread.join(0.5)
     source.process.kill()
     thread.join()
@@ -101,7 +101,7 @@ def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
 
 
 def test_a_stopped_source_stalls(start: StartNode) -> None:
-    """A source that stands still is given up after the time that an answer may take."""
+    """A stopped source is given up after the response timeout."""
     source, side = (
         start("source", SIZES),
         CudaIpcTarget(SIZES, settings=InstanceSettings(source_idle_timeout_s=3.0)),
@@ -115,7 +115,7 @@ def test_a_stopped_source_stalls(start: StartNode) -> None:
 
 
 def test_a_fence_does_not_wait_for_a_slow_copy(start: StartNode) -> None:
-    """A read whose weights change meanwhile raises SourceWeightsChanged, though its copy was made."""
+    """A read whose weights change meanwhile raises SourceWeightsChanged although its copy finished."""
     source, side = start("source", ONE_TENSOR), CudaIpcTarget(ONE_TENSOR)
     reader = side.connect(endpoint_from_json(source.read_message()))
     thread, raised = start_blocked_read(side, reader)
@@ -127,8 +127,8 @@ def test_a_fence_does_not_wait_for_a_slow_copy(start: StartNode) -> None:
     assert [SourceWeightsChanged] == [type(error) for error in raised]
 
 
-def test_a_closing_source_waits_until_its_memory_is_let_go(start: StartNode) -> None:
-    """`close` returns once the reader, though it reads nothing, has unmapped what it had opened."""
+def test_a_closing_source_waits_until_its_memory_is_unmapped(start: StartNode) -> None:
+    """`close` returns once the idle reader has unmapped everything it had opened."""
     source, side = start("source", SIZES), CudaIpcTarget(SIZES)
     reader = side.connect(endpoint_from_json(source.read_message()))
     reader.read(0, side.image_bytes, soon())
@@ -140,10 +140,10 @@ def test_a_closing_source_waits_until_its_memory_is_let_go(start: StartNode) -> 
     reader.close()
 
 
-def test_a_reader_that_stands_still_holds_up_nobody(start: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in mid-copy it is cut by a fence, and without one when an answer may take no longer.
+def test_a_stopped_reader_blocks_no_one_else(start: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader stopped during a copy is cut by a fence, or otherwise after the response timeout.
 
-    A closing source does not wait for it for ever.
+    A closing source does not wait for it forever.
     """
     monkeypatch.setattr(exporter, "RELEASE_TIMEOUT_S", 0.1)
     target = start("target", ONE_TENSOR)
@@ -163,14 +163,14 @@ def test_a_reader_that_stands_still_holds_up_nobody(start: StartNode, monkeypatc
 
 
 class LateClock:
-    """The time, as `copying` looks at it: once it is `late`, every deadline has passed."""
+    """Clock for `copying`: once it is `late`, every deadline has passed."""
 
     def __init__(self) -> None:
         self.late, self.seen = threading.Event(), threading.Event()
         self.sleep = time.sleep
 
     def monotonic(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         if not self.late.is_set():
             return time.monotonic()
         self.seen.set()
@@ -178,7 +178,7 @@ class LateClock:
 
 
 def test_a_deadline_that_passes_during_a_copy(remote_source: MakeRemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The read raises only once the copy has ended, and the reader goes on after that."""
+    """The read raises only once the copy has finished, and the reader still works."""
     clock = LateClock()
     monkeypatch.setattr(stream_copier, "time", clock)
     side = CudaIpcTarget(ONE_TENSOR)
@@ -197,8 +197,8 @@ def test_a_deadline_that_passes_during_a_copy(remote_source: MakeRemoteSource, m
     reader.close()
 
 
-def test_closing_a_reader_in_mid_copy(remote_source: MakeRemoteSource) -> None:
-    """Nothing is unmapped before the copy under way has ended."""
+def test_closing_a_reader_during_a_copy(remote_source: MakeRemoteSource) -> None:
+    """Nothing is unmapped before the running copy has finished."""
     side = CudaIpcTarget(ONE_TENSOR)
     reader = side.connect(remote_source(ONE_TENSOR))
     side.driver.running.clear()

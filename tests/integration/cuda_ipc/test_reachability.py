@@ -1,4 +1,4 @@
-"""Between which processes cuda_ipc works, and whose fault it is where it does not."""
+"""Processes between which cuda_ipc works, and who is at fault if it does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.transport_contract import FakeGate, content, soon
 
 
 def test_another_host(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A source that another kernel runs is on no shared host."""
+    """A source under another kernel is on another host."""
     _, endpoint, _ = seed
     elsewhere = replace(endpoint, parameters={**endpoint.parameters, "boot": "another"})
     with pytest.raises(NotSameHost):
@@ -24,21 +24,21 @@ def test_another_host(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
 
 
 def test_another_process_namespace(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A handle that is refused between two PID namespaces says so, and what to share."""
+    """If a handle is refused between two PID namespaces, the error names the cause and what to share."""
     _, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     side.driver.open_error_code = INVALID_CONTEXT
-    apart = replace(endpoint, parameters={**endpoint.parameters, "processes": "pid:[1]"})
+    other_namespace = replace(endpoint, parameters={**endpoint.parameters, "processes": "pid:[1]"})
     with pytest.raises(NotSameHost, match="another PID namespace") as caught:
-        side.connect(apart)
-    apart = replace(endpoint, parameters={**endpoint.parameters, "ipc": "ipc:[1]"})
+        side.connect(other_namespace)
+    other_namespace = replace(endpoint, parameters={**endpoint.parameters, "ipc": "ipc:[1]"})
     with pytest.raises(NotSameHost, match="another IPC namespace"):
-        side.connect(apart)
+        side.connect(other_namespace)
     assert all(word in caught.value.hint for word in ("hostPID", "--pid", "expandable_segments"))
 
 
 def test_no_peer_access(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """Two GPUs that cannot address one another are told apart before any handle is asked for."""
+    """GPUs without peer access are detected before any handle is requested."""
     _, endpoint, driver = seed
     side = CudaIpcTarget(SIZES)
     side.driver.uuids, side.driver.has_peer_access = ("gpu-1", "gpu-0"), False
@@ -47,8 +47,8 @@ def test_no_peer_access(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     assert [] == driver.exports
 
 
-def test_a_hidden_gpu_may_still_be_read(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A GPU that CUDA_VISIBLE_DEVICES hides is tried: its memory can be opened all the same."""
+def test_a_hidden_gpu_can_still_be_read(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """A GPU that CUDA_VISIBLE_DEVICES hides is tried: its memory may still be accessible."""
     _, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     side.driver.uuids = ("gpu-1",)
@@ -58,8 +58,8 @@ def test_a_hidden_gpu_may_still_be_read(seed: tuple[FencedGate, Endpoint, FakeDr
     assert expected(SIZES) == content(side.image)
 
 
-def test_a_gpu_that_the_container_was_not_given(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """Where a hidden GPU's memory cannot be opened, the hint names the variables that hide it."""
+def test_a_gpu_not_available_in_the_container(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """If a hidden GPU's memory cannot be opened, the hint names the variables that hide it."""
     _, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     side.driver.uuids, side.driver.open_error_code = ("gpu-1",), 101
@@ -69,15 +69,15 @@ def test_a_gpu_that_the_container_was_not_given(seed: tuple[FencedGate, Endpoint
 
 
 def test_an_image_of_host_memory_is_not_exported() -> None:
-    """An image without a byte on a GPU is left to other transports."""
+    """An image without bytes on a GPU is left to other transports."""
     memory = FakeMemory()
     image = fake_device_image(memory, [100, 200], on_host=[0, 1])
     with pytest.raises(TransportUnavailable, match="no bytes on a GPU"):
         CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, FakeGate())
 
 
-def test_memory_that_cannot_be_shown_is_not_exported() -> None:
-    """Memory that its allocator keeps to the process is left to other transports, with what to do."""
+def test_private_memory_is_not_exported() -> None:
+    """Memory that its allocator keeps private to the process is left to other transports, with a hint."""
     memory = FakeMemory()
     image = fake_device_image(memory, [100, 200], handle_type="none")
     with pytest.raises(TransportUnavailable, match="not shareable") as caught:
@@ -86,14 +86,14 @@ def test_memory_that_cannot_be_shown_is_not_exported() -> None:
 
 
 def test_a_target_in_host_memory(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A target without a GPU takes another transport."""
+    """A target without a GPU uses another transport."""
     _, endpoint, _ = seed
     with pytest.raises(TransportUnavailable, match="no bytes on a GPU"):
         CudaIpcTarget([*SIZES], on_host=range(len(SIZES))).connect(endpoint)  # type: ignore[arg-type]
 
 
 def test_a_device_that_fails(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """A copy that the device refuses is this side's failure, and blames no source."""
+    """A copy that the device refuses is the target's failure and blames no source."""
     _, endpoint, _ = seed
     side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)

@@ -1,4 +1,4 @@
-"""What makes servers of the http transport speak TLS."""
+"""Fixture: servers of the http transport that use TLS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trustme
 
 @pytest.fixture
 def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trustme.CA:
-    """Settings under which servers show a certificate and clients trust its authority; mTLS by that."""
+    """Settings under which servers present a certificate and clients trust its authority; enables mTLS."""
     made = trustme.CA()
     server_certificate = made.issue_cert("127.0.0.1")
     server_certificate.private_key_pem.write_to_path(tmp_path / "key.pem")

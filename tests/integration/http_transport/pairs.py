@@ -44,4 +44,4 @@ def request(**fields: str) -> bytes:
 
 def connection_threads() -> list[threading.Thread]:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("rfork-http")]
-    return [thread for thread in threads if thread.is_alive()]  # one that has just ended may be listed yet
+    return [thread for thread in threads if thread.is_alive()]  # a socket that was just closed may still be listed

@@ -1,4 +1,4 @@
-"""Clients that send garbage, stand still, or take all places."""
+"""Clients that send garbage, stop reading, or use all connections."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.integration.http_transport.pairs import (
 from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
 STALL_S = 3.0
-"""For who is to be let in first, and stands still after that: the machine may be busy."""
+"""Idle timeout for readers that must be admitted before they stop: the machine may be busy."""
 
 
 def received_from(connection: socket.socket) -> bytes:
-    """All that comes until the other side ends the connection."""
+    """Return all bytes received until the other side closes the connection."""
     received = bytearray()
     try:
         while data := connection.recv(1 << 20):
@@ -56,7 +56,7 @@ def received_from(connection: socket.socket) -> bytes:
     ],
 )
 def test_garbage_is_answered_and_closed(sent: bytes, status: bytes) -> None:
-    """What is no request has its status and ends the connection; the next reader is served."""
+    """A malformed request gets its status and ends the connection; the next reader is served."""
     with pair() as made:
         with open_connection(made.exporter.endpoint()) as connection:
             connection.sendall(sent)
@@ -66,15 +66,17 @@ def test_garbage_is_answered_and_closed(sent: bytes, status: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/im", request(**AUTHORIZATION)[:-2]])
-def test_a_request_that_does_not_end_is_cut(sent: bytes) -> None:
-    """A connection that says nothing, or half a head, is closed without a word after `source_idle_timeout_s`."""
+def test_an_incomplete_request_is_cut(sent: bytes) -> None:
+    """A connection that is silent or sends half a head is closed without a response after
+    `source_idle_timeout_s`.
+    """
     with pair(source_idle_timeout_s=0.2) as made, open_connection(made.exporter.endpoint()) as connection:
         connection.sendall(sent)
         assert b"" == received_from(connection)
 
 
 def test_a_client_that_does_not_read_is_cut() -> None:
-    """A reader that takes no byte for `source_idle_timeout_s` loses its connection, and its thread ends."""
+    """A reader that receives no byte for `source_idle_timeout_s` loses its connection, and its thread ends."""
     with (
         pair(sizes=LARGE, source_idle_timeout_s=STALL_S) as made,
         open_connection(made.exporter.endpoint()) as connection,
@@ -88,8 +90,8 @@ def test_a_client_that_does_not_read_is_cut() -> None:
         assert len(received_from(connection)) < sum(LARGE)
 
 
-def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """One that was let in; of a stranger nothing is said."""
+def test_a_stalled_reader_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """An admitted reader that stalls is logged; an unauthenticated client is not."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.server")
     for sent, stall_s in ((b"GET", 0.2), (request(**AUTHORIZATION), STALL_S)):
         with (
@@ -105,11 +107,11 @@ def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture)
     assert ["connection timed out"] == messages
 
 
-def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No system call lasts longer than SEND_TIMEOUT_S; what could not be sent in one is sent in the next."""
+def test_sending_continues_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No system call lasts longer than SEND_TIMEOUT_S; what one cannot send, the next one does."""
     full, sendmsg = threading.Semaphore(0), socket.socket.sendmsg
 
-    def noted(connected: socket.socket, views: Sequence[memoryview]) -> int:
+    def recording_sendmsg(connected: socket.socket, views: Sequence[memoryview]) -> int:
         try:
             return sendmsg(connected, views)
         except BlockingIOError:
@@ -117,7 +119,7 @@ def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -
             raise
 
     monkeypatch.setattr(stream, "SEND_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(socket.socket, "sendmsg", noted)
+    monkeypatch.setattr(socket.socket, "sendmsg", recording_sendmsg)
     sent = bytes(range(256)) * (LARGE[0] // 256)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
@@ -138,8 +140,8 @@ def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
-def test_silent_strangers_keep_no_reader_out(secure: bool, request: pytest.FixtureRequest) -> None:
-    """With 300 silent connections open, a good reader gets the whole image."""
+def test_silent_connections_lock_no_reader_out(secure: bool, request: pytest.FixtureRequest) -> None:
+    """With 300 silent connections open, a valid reader gets the complete image."""
     if secure:
         request.getfixturevalue("authority")
     with pair() as made, ExitStack() as stack:
@@ -148,14 +150,14 @@ def test_silent_strangers_keep_no_reader_out(secure: bool, request: pytest.Fixtu
         made.connect().read(0, made.source.layout.image_bytes, soon())
         assert content(made.source) == content(made.target)
         deadline = soon()
-        # Threads of those that were sent away may be about to end.
+        # Threads of closed connections may still be ending.
         while len(connection_threads()) > MAX_UNAUTHENTICATED + 2 and time.monotonic() < deadline:
             threading.Event().wait(0.01)
         assert len(connection_threads()) <= MAX_UNAUTHENTICATED + 2
 
 
-def test_with_all_places_taken_readers_are_told_so() -> None:
-    """One more connection than there are places gets 503, which a reader calls SourceBusy."""
+def test_readers_beyond_the_connection_limit_get_busy() -> None:
+    """One connection above the limit gets 503, which a reader raises as SourceBusy."""
     source = image_of(SIZES, seed=1)
     file = ImageResource(source, header(source.layout), FakeGate())
     exporter = HttpExporter(

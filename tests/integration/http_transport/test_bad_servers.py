@@ -1,4 +1,4 @@
-"""Servers that answer wrongly, drop connections, or are others than they were."""
+"""Servers that respond wrongly, drop connections, or were replaced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from tests.transport_contract import TransportPair, content, image_of, soon
 
 @contextmanager
 def server(*responses: bytes | None) -> Iterator[Endpoint]:
-    """Gives each connection the next answer once a request came, then closes; None: stays silent."""
+    """Server that sends each connection the next response once a request arrived, then closes it; None: stays
+    silent.
+    """
     with ExitStack() as open_sockets, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -84,8 +86,8 @@ CUT = partial(0, 999, b"x" * 10)
         ((None,), SourceTimeout),
     ],
 )
-def test_a_bad_answer_has_its_error(responses: tuple[bytes | None, ...], error: type[RforkError]) -> None:
-    """Each wrong answer is blamed on the right party."""
+def test_a_bad_response_has_its_error(responses: tuple[bytes | None, ...], error: type[RforkError]) -> None:
+    """Each wrong response is blamed on the right party."""
     target = image_of((1000,))
     with server(*responses) as endpoint:
         settings = InstanceSettings(source_idle_timeout_s=0.3) if None in responses else InstanceSettings()
@@ -95,8 +97,8 @@ def test_a_bad_answer_has_its_error(responses: tuple[bytes | None, ...], error: 
         reader.close()
 
 
-def test_a_read_goes_on_after_a_dropped_connection() -> None:
-    """A body that is cut short once is continued from the byte it reached."""
+def test_a_read_continues_after_a_dropped_connection() -> None:
+    """A body that is cut once is continued from the byte it reached."""
     target = image_of((1000,))
     with server(CUT, partial(10, 999, b"y" * 990)) as endpoint:
         reader = HttpTransport(InstanceSettings()).connect(endpoint, target, lambda: "", soon())
@@ -105,8 +107,8 @@ def test_a_read_goes_on_after_a_dropped_connection() -> None:
     assert b"x" * 10 + b"y" * 990 == content(target)
 
 
-def test_a_connection_that_is_replaced_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """With whom, why, and how much was still to come."""
+def test_a_replaced_connection_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the source, the reason, and the number of missing bytes."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.client")
     with server(CUT, partial(10, 999, b"y" * 990)) as endpoint:
         reader = HttpTransport(InstanceSettings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
@@ -119,7 +121,7 @@ def test_a_connection_that_is_replaced_is_told_of(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_file_that_changes_between_reads_is_noticed() -> None:
-    """Without an etag in the endpoint, all answers must have that of the first."""
+    """If the endpoint has no etag, all responses must have the etag of the first."""
     first = partial(0, 499, b"x" * 500, 'ETag: "a"')
     second = partial(500, 999, b"y" * 500, 'ETag: "b"')
     with server(first, second, second) as endpoint:
@@ -131,7 +133,7 @@ def test_a_file_that_changes_between_reads_is_noticed() -> None:
 
 
 def test_a_reason_is_passed_on() -> None:
-    """The server's own line of text is in the error."""
+    """The error contains the server's own line of text."""
     refusal = b"HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\nContent-Length: 11\r\n\r\nnot for you"
     with server(refusal) as endpoint:
         reader = HttpTransport(InstanceSettings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
@@ -140,15 +142,15 @@ def test_a_reason_is_passed_on() -> None:
         reader.close()
 
 
-def test_nobody_listening_is_a_source_gone(free_port: int) -> None:
-    """A refused connection gives SourceUnavailable at once, on connecting."""
+def test_a_refused_connection_is_source_unavailable(free_port: int) -> None:
+    """Connecting raises SourceUnavailable immediately."""
     endpoint = Endpoint("http", {"url": f"http://127.0.0.1:{free_port}/v1/image"})
     with pytest.raises(SourceUnavailable):
         HttpTransport(InstanceSettings()).connect(endpoint, image_of((10,)), lambda: "", soon())
 
 
-def test_a_source_that_took_over_the_port_is_another(free_port: int) -> None:
-    """A source that restarted on its port is SourceWeightsChanged for readers of the one before."""
+def test_a_source_that_reuses_the_port_is_different(free_port: int) -> None:
+    """For readers of the previous source, a source that restarted on its port raises SourceWeightsChanged."""
     transport = HttpTransport(InstanceSettings(http_port=free_port))
     before = TransportPair.create(transport, SIZES)
     reader = before.connect()

@@ -1,4 +1,4 @@
-"""The http transport over loopback: the contract, any client, what a source does."""
+"""The http transport over loopback: the contract, generic clients, and the source's behaviour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Transport
 
 @contextmanager
 def staged_pair(copies: FakeDeviceCopier, sizes: tuple[int, ...]) -> Iterator[TransportPair]:
-    """A pair whose tensors lie, on both sides, on a device."""
+    """A pair whose tensors are on a device on both sides."""
     transport, gate = HttpTransport(InstanceSettings()), FakeGate()
     source, target = (
         image_on_fake_device(image_of(sizes, seed=1), copies),
@@ -58,7 +58,7 @@ def test_http_keeps_the_contract(check: Callable[[TransportPair], None]) -> None
 
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
 def test_http_keeps_the_contract_between_devices(check: Callable[[TransportPair], None]) -> None:
-    """Every check of the contract holds where source and target are reached by copies only, step by step."""
+    """Every check of the contract holds if source and target are accessible only by stepwise copies."""
     copies = FakeDeviceCopier()
     with staged_pair(copies, MIXED) as made:
         check(made)
@@ -66,7 +66,7 @@ def test_http_keeps_the_contract_between_devices(check: Callable[[TransportPair]
 
 
 def test_curl_saves_a_live_seed_as_safetensors(tmp_path: Path) -> None:
-    """What curl saves from a live seed is a file that safetensors loads, with the seed's bytes."""
+    """curl saves a live seed as a file that safetensors loads, with the seed's bytes."""
     with pair() as made:
         saved = tmp_path / "model.safetensors"
         command = ["curl", "-sS", "--fail", "-H", f"Authorization: Bearer {TOKEN}", "-o", str(saved)]
@@ -76,8 +76,8 @@ def test_curl_saves_a_live_seed_as_safetensors(tmp_path: Path) -> None:
         assert content(made.source) == parts
 
 
-def test_curl_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """curl --continue-at asks for an open-ended range and gets the rest of the file."""
+def test_curl_resumes_a_download(tmp_path: Path) -> None:
+    """curl --continue-at requests an open-ended range and gets the rest of the file."""
     with pair() as made:
         file_bytes = header(made.source.layout) + content(made.source)
         saved = tmp_path / "model.safetensors"
@@ -102,14 +102,14 @@ def test_curl_goes_on_where_it_stopped(tmp_path: Path) -> None:
     [("bytes=0-99", 0, 100), ("bytes=5000-9000", 5000, 9001), ("bytes=-77", -77, None)],
 )
 def test_httpx_reads_ranges(range_header: str, begin: int, end: int | None) -> None:
-    """Ranges over header and data are what a plain file would give."""
+    """Ranges over header and data return what a plain file would."""
     with pair() as made, httpx.Client(headers=AUTHORIZATION) as client:
         file_bytes = header(made.source.layout) + content(made.source)
         response = client.get(url_of(made.exporter.endpoint()), headers={"Range": range_header})
         assert (206, file_bytes[begin:end]) == (response.status_code, response.content)
 
 
-def test_urllib_reads_the_whole_file() -> None:
+def test_urllib_reads_the_complete_file() -> None:
     """urllib, which closes each connection, gets header and image."""
     with pair() as made:
         http_request = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
@@ -118,7 +118,7 @@ def test_urllib_reads_the_whole_file() -> None:
 
 
 def test_one_connection_serves_many_requests() -> None:
-    """GET, HEAD and refusals follow one another on one connection."""
+    """GET, HEAD and refusals can follow each other on one connection."""
     with pair() as made:
         location = urlsplit(url_of(made.exporter.endpoint()))
         client = http.client.HTTPConnection(location.netloc, timeout=30)
@@ -147,7 +147,7 @@ def test_one_connection_serves_many_requests() -> None:
 
 
 def test_weights_that_change_cut_a_body_short() -> None:
-    """A client in mid-body when the weights change gets fewer bytes than it was promised."""
+    """A client whose body is interrupted by a weight change gets fewer bytes than promised."""
     with pair(sizes=LARGE) as made:
 
         def change(nbytes: int) -> None:
@@ -163,7 +163,7 @@ def test_weights_that_change_cut_a_body_short() -> None:
 
 
 def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
-    """Where the third slice is refused, what was copied is the first two, and no copy is under way."""
+    """If the third slice is refused, only the first two were copied, and no copy is running."""
     copies = FakeDeviceCopier()
     with staged_pair(copies, LARGE) as made:
 
@@ -183,7 +183,7 @@ def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
 
 
 def test_closing_cuts_readers_and_leaves_no_thread() -> None:
-    """`close` returns with a reader in mid-body, twice, and no thread of the server is left."""
+    """`close` returns while a reader is in mid-body, also when called twice, and leaves no server thread."""
     made = TransportPair.create(HttpTransport(InstanceSettings()), LARGE)
     with open_connection(made.exporter.endpoint()) as connection:
         connection.sendall(request(**AUTHORIZATION))
@@ -194,7 +194,7 @@ def test_closing_cuts_readers_and_leaves_no_thread() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    """A taken port is one clear error that names the setting."""
+    """A port in use is one clear error that names the setting."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         transport = HttpTransport(InstanceSettings(http_port=holder.getsockname()[1]))
         with pytest.raises(PortInUse) as raised:

@@ -1,4 +1,4 @@
-"""The http transport from another process, which stands still or dies."""
+"""The http transport from another process, which is stopped or killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def seed() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
-    """A seed in a process of its own, of the image that `image_of((40 << 20, 1000), seed=1)` gives."""
+    """A seed in a separate process that serves the image `image_of((40 << 20, 1000), seed=1)`."""
     with subprocess.Popen([sys.executable, "-c", SEED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None:
@@ -46,8 +46,8 @@ def seed() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
             process.kill()
 
 
-def test_another_process_gives_the_right_bytes(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
-    """An image read from another process is that process's image."""
+def test_another_process_sends_the_right_bytes(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
+    """An image read from another process equals that process's image."""
     target = image_of((40 << 20, 1000))
     reader = HttpTransport(InstanceSettings()).connect(seed[1], target, lambda: TOKEN, soon())
     reader.read(0, target.layout.image_bytes, soon())
@@ -56,7 +56,9 @@ def test_another_process_gives_the_right_bytes(seed: tuple[subprocess.Popen[str]
 
 
 def test_a_stopped_process_is_stalled(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
-    """SIGSTOP gives SourceTimeout after `source_idle_timeout_s`, well before the deadline; SIGCONT mends it."""
+    """SIGSTOP raises SourceTimeout after `source_idle_timeout_s`, well before the deadline; reads work after
+    SIGCONT.
+    """
     process, endpoint = seed
     target = image_of((40 << 20, 1000))
     reader = HttpTransport(InstanceSettings(source_idle_timeout_s=4.0)).connect(endpoint, target, lambda: TOKEN, soon())
@@ -72,8 +74,8 @@ def test_a_stopped_process_is_stalled(seed: tuple[subprocess.Popen[str], Endpoin
     assert content(image_of((40 << 20, 1000), seed=1), 0, 5 * MIB) == content(target, 0, 5 * MIB)
 
 
-def test_a_killed_process_is_gone(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
-    """SIGKILL gives SourceUnavailable, for a connection that is open and for a new one."""
+def test_a_killed_process_is_unavailable(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
+    """SIGKILL raises SourceUnavailable on an open connection and on a new one."""
     process, endpoint = seed
     target = image_of((40 << 20, 1000))
     reader = HttpTransport(InstanceSettings()).connect(endpoint, target, lambda: TOKEN, soon())
@@ -87,8 +89,8 @@ def test_a_killed_process_is_gone(seed: tuple[subprocess.Popen[str], Endpoint]) 
     reader.close()
 
 
-def test_a_process_killed_in_mid_read_is_gone(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
-    """SIGKILL while a read is under way ends it with SourceUnavailable, not with a wait."""
+def test_a_process_killed_during_a_read_is_unavailable(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
+    """SIGKILL ends a running read immediately with SourceUnavailable."""
     process, endpoint = seed
     target = image_of((40 << 20, 1000))
     reader = HttpTransport(InstanceSettings()).connect(endpoint, target, lambda: TOKEN, soon())

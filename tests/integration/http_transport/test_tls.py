@@ -1,4 +1,4 @@
-"""The http transport over TLS: who is let in, and who is trusted."""
+"""The http transport over TLS: which clients are admitted and which servers are trusted."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.integration.http_transport.pairs import SIZES, pair, url_of
 from tests.transport_contract import TransportPair, content, soon
 
 
-def test_mutual_tls_gives_the_right_bytes(authority: trustme.CA) -> None:
-    """With a certificate on both sides, many small and large tensors arrive as they are."""
+def test_mutual_tls_transfers_the_right_bytes(authority: trustme.CA) -> None:
+    """With a certificate on both sides, many small and large tensors arrive unchanged."""
     with pair(sizes=(3 * MIB, *(1000,) * 300, 5)) as made:
         made.connect().read(0, made.source.layout.image_bytes, soon())
         assert content(made.source) == content(made.target)
         assert "https" == urlsplit(url_of(made.exporter.endpoint())).scheme
 
 
-def test_a_server_without_ca_takes_any_client(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a certificate but no authority the server is plain TLS: clients need show nothing."""
+def test_a_server_without_ca_accepts_any_client(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a certificate but no authority the server uses plain TLS: clients need no certificate."""
     with monkeypatch.context() as server_side:
         server_side.delenv("RFORK_TLS_CA")
         made = TransportPair.create(HttpTransport(InstanceSettings()), SIZES)
@@ -38,8 +38,10 @@ def test_a_server_without_ca_takes_any_client(authority: trustme.CA, monkeypatch
     assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
 
 
-def test_mutual_tls_keeps_out_who_shows_nothing(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client without a certificate gets no byte, and the server goes on."""
+def test_mutual_tls_rejects_clients_without_a_certificate(
+    authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client without a certificate gets no byte, and the server keeps running."""
     with pair() as made:
         with monkeypatch.context() as bare:
             bare.delenv("RFORK_TLS_CERTIFICATE")
@@ -53,7 +55,7 @@ def test_mutual_tls_keeps_out_who_shows_nothing(authority: trustme.CA, monkeypat
 def test_a_server_of_another_authority_is_not_trusted(
     authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A target that trusts another authority does not even show its token."""
+    """A target that trusts another authority does not even send its token."""
     with pair() as made:
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "other.pem"))
@@ -69,6 +71,6 @@ def test_unusable_tls_files_make_it_unavailable(authority: trustme.CA, tmp_path:
     assert "RFORK_TLS_CERTIFICATE" in availability.reason
 
 
-def test_http_speaks_the_oldest_tls_it_should() -> None:
-    """Nothing below TLS 1.2 is offered to a server."""
+def test_http_requires_tls_1_2() -> None:
+    """The client offers nothing older than TLS 1.2."""
     assert ssl.TLSVersion.TLSv1_2 == client_context(InstanceSettings().tls).minimum_version

@@ -1,4 +1,4 @@
-"""A scaler of two engines and a planner."""
+"""Fixtures: two engines, a planner, and a scaler that reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.planner.integrations.keda.fakes import MODEL
 
 @pytest.fixture
 def engines() -> Iterator[EngineServers]:
-    """Engines that tell what a test has them tell."""
+    """Engines that report the values a test sets."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -58,7 +58,7 @@ def engines() -> Iterator[EngineServers]:
 
 @pytest.fixture
 def planner(tmp_path: Path) -> Iterator[ReportingPlanner]:
-    """A planner that nobody has reported to; the scaler may look, and no more."""
+    """A planner without reports; the scaler has read access only."""
     (tmp_path / "tokens").write_text(f"operator {OPERATOR}\nreader {READER}\n")
     with run_in_thread(
         PlannerSettings(port=0, heartbeat_interval_s=60, instance_ttl_s=600, tokens_file=tmp_path / "tokens")
@@ -68,7 +68,7 @@ def planner(tmp_path: Path) -> Iterator[ReportingPlanner]:
 
 @pytest.fixture
 def scaler_port() -> int:
-    """Another port that nothing listens on."""
+    """Another port that is free."""
     return free_port()
 
 
@@ -76,7 +76,7 @@ def scaler_port() -> int:
 async def scaler(
     planner: ReportingPlanner, engines: EngineServers, scaler_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RunningScaler]:
-    """A scaler of `planner` and `engines`, asked for what waits, that believes the planner at once."""
+    """A scaler of `planner` and `engines` for waiting requests that trusts the planner immediately."""
     monkeypatch.setattr("planner.integrations.keda.metric_source.WARMUP_S", 0.0)
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
     async with running_scaler(planner.url, {**metadata, "scalerAddress": "x:9444"}, port=scaler_port) as made:

@@ -1,4 +1,4 @@
-"""A planner, engines and a scaler, and how KEDA calls it."""
+"""A planner, engines and a scaler, and the calls that KEDA makes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 30.0
 ENGINE_S = 6.0
-"""An engine that answers is to be heard, on a machine that is busy too."""
+"""Timeout long enough for an engine that responds on a busy machine."""
 OPERATOR, READER = "o" * 32, "r" * 32
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
 @dataclass
 class EngineServers:
-    """Two engines' HTTP servers, on one port of two addresses; a page that is a number is a status."""
+    """Two engines' HTTP servers on one port of two addresses; a numeric page is sent as a status."""
 
     port: int
     pages: dict[str, str | int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class EngineServers:
 
 @dataclass
 class ReportingPlanner:
-    """A planner, and what instances and autoscalers tell it."""
+    """A planner, and the reports that instances and autoscalers send to it."""
 
     url: str
 
@@ -69,7 +69,7 @@ class ReportingPlanner:
 
 @dataclass
 class RunningScaler:
-    """A scaler that runs in this process, and how KEDA calls it."""
+    """A scaler in this process, and the calls that KEDA makes."""
 
     channel: grpc.aio.Channel
     status: IntegrationStatus
@@ -81,35 +81,35 @@ class RunningScaler:
         return ExternalScalerStub(self.channel)
 
     def scaled_object(self, **changes: str) -> pb.ScaledObjectRef:
-        """A ScaledObject's trigger."""
+        """Return a ScaledObject's trigger."""
         return pb.ScaledObjectRef(name="llama", namespace="default", scalerMetadata={**self.metadata, **changes})
 
     async def value(self, **changes: str) -> float:
-        """What GetMetrics says."""
+        """Return the value of GetMetrics."""
         response = await self.stub.GetMetrics(
             pb.GetMetricsRequest(scaledObjectRef=self.scaled_object(**changes)), timeout=DEADLINE_S
         )
         return response.metricValues[0].metricValueFloat
 
     async def active(self, **changes: str) -> bool:
-        """What IsActive says."""
+        """Return the result of IsActive."""
         return (await self.stub.IsActive(self.scaled_object(**changes), timeout=DEADLINE_S)).result
 
     async def until(self, read_value: Callable[[], Awaitable[float | None]], expected: float | str) -> None:
-        """Look again until a call answers so: answers are kept for a second."""
+        """Repeat a call until it returns the expected value: results are cached for a second."""
         async with asyncio.timeout(DEADLINE_S):
             while await value_or_error(read_value) != expected:
                 await asyncio.sleep(0.05)
 
 
 async def next_state(stream: AsyncIterable[pb.IsActiveResponse]) -> bool:
-    """The next state that a stream tells."""
+    """Return the next state from a stream."""
     async with asyncio.timeout(DEADLINE_S):
         return (await anext(aiter(stream))).result
 
 
 async def value_or_error(call: Callable[[], Awaitable[float | None]]) -> float | str | None:
-    """A call's answer, or the code of its error."""
+    """Return a call's response, or the code of its error."""
     try:
         return await call()
     except grpc.aio.AioRpcError as error:
@@ -120,7 +120,7 @@ async def value_or_error(call: Callable[[], Awaitable[float | None]]) -> float |
 async def running_scaler(
     planner_url: str, metadata: dict[str, str], *, port: int, channel: grpc.aio.Channel | None = None
 ) -> AsyncIterator[RunningScaler]:
-    """A scaler of that planner, for the time of the block."""
+    """Run a scaler of this planner within the block."""
     fleet = PlannerRestClient(InstanceSettings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=10.0))
     status = IntegrationStatus("scaler")
     settings = KubernetesSettings(scaler_port=port)

@@ -1,4 +1,4 @@
-"""Starts and ends: of the scaler, of its planner, and of a scaler in a process of its own."""
+"""Starting and stopping: of the scaler, of its planner, and of a scaler in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from tests.unit.planner.integrations.keda.fakes import MODEL, engine, instance
 async def test_a_planner_that_dies(
     rfork_process: StartRfork, free_port: int, engines: EngineServers, scaler_port: int
 ) -> None:
-    """UNAVAILABLE says so, a stream holds; when it is back, engines count before they report to it."""
+    """Calls report UNAVAILABLE and a stream stays open; when it is back, engines count before they report to
+    it.
+    """
 
     def start() -> RforkProcess:
         environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "60", "RFORK_PLANNER_INSTANCE_TTL_S": "600"}
@@ -60,8 +62,8 @@ async def test_a_planner_that_dies(
     assert [True, False] == states
 
 
-async def test_the_end(scaler: RunningScaler) -> None:
-    """Readiness and health say it, and streams end in order, so that KEDA opens them anew at once."""
+async def test_shutdown_is_reported(scaler: RunningScaler) -> None:
+    """Readiness and health report it, and streams end cleanly, so that KEDA reopens them immediately."""
     health = health_pb2_grpc.HealthStub(scaler.channel)
     healthy = [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("", SERVICE)]
     stream = scaler.stub.StreamIsActive(scaler.scaled_object(metric="forks"))
@@ -73,8 +75,8 @@ async def test_the_end(scaler: RunningScaler) -> None:
     )  # fmt: skip
 
 
-async def test_an_address_that_cannot_be_listened_on(scaler: RunningScaler, scaler_port: int) -> None:
-    """A port that is taken, and an address of another machine."""
+async def test_an_unusable_listen_address(scaler: RunningScaler, scaler_port: int) -> None:
+    """A port in use, and an address of another machine."""
     fleet = PlannerRestClient(InstanceSettings(planner="http://127.0.0.1:1"))
     with pytest.raises(PortInUse, match=f"127.0.0.1:{scaler_port}: the address is in use"):
         await run(KubernetesSettings(scaler_port=scaler_port), fleet, IntegrationStatus("scaler"))
@@ -83,10 +85,10 @@ async def test_an_address_that_cannot_be_listened_on(scaler: RunningScaler, scal
     await fleet.close()
 
 
-async def test_as_a_process(
+async def test_the_scaler_runs_as_a_process(
     planner: ReportingPlanner, engines: EngineServers, rfork_process: StartRfork, scaler_port: int
 ) -> None:
-    """`rfork k8s scaler` answers KEDA, and ends in order."""
+    """`rfork k8s scaler` serves KEDA and shuts down cleanly."""
     planner.report(*map(instance, HOSTS))
     engines.pages = dict.fromkeys(HOSTS, engine(2))
     process = rfork_process(
@@ -98,8 +100,8 @@ async def test_as_a_process(
     )  # fmt: skip
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler_port}") as channel:
-        about = pb.ScaledObjectRef(name="llama", namespace="default", scalerMetadata=metadata)
-        response = await ExternalScalerStub(channel).GetMetrics(pb.GetMetricsRequest(scaledObjectRef=about))
+        scaled_object = pb.ScaledObjectRef(name="llama", namespace="default", scalerMetadata=metadata)
+        response = await ExternalScalerStub(channel).GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled_object))
     process.signal(signal.SIGTERM)
     assert ([("rfork-waiting-5bc623025e", 4, 4.0)], 0) == (
         [(each.metricName, each.metricValue, each.metricValueFloat) for each in response.metricValues],

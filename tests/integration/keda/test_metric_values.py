@@ -1,4 +1,4 @@
-"""What KEDA asks at each look: the spec, the value, whether there is work, and why that is not known."""
+"""KEDA's periodic calls: the metric spec, the value, the active state, and errors for unknown values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.planner.integrations.keda.fakes import SGLANG, VLLM, engine, ins
 
 
 async def test_pull(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
-    """What KEDA asks at each look: the spec, the value over both engines, and whether there is work."""
+    """The spec, the value over both engines, and whether there is work."""
     planner.report(*map(instance, HOSTS))
     engines.pages = {HOSTS[0]: VLLM, HOSTS[1]: SGLANG}
     spec = (await scaler.stub.GetMetricSpec(scaler.scaled_object(target="0.5"))).metricSpecs
@@ -36,10 +36,10 @@ async def test_pull(planner: ReportingPlanner, engines: EngineServers, scaler: R
     ) == ([(each.metricName, each.targetSize, each.targetSizeFloat) for each in spec], values)
 
 
-async def test_engines_that_do_not_answer(
+async def test_engines_that_do_not_respond(
     planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:
-    """One of two is left out; of none a value is not known, and KEDA's fallback takes over."""
+    """One of two is left out; with none the value is unknown, and KEDA's fallback applies."""
     planner.report(*map(instance, HOSTS))
     engines.pages = {HOSTS[0]: 503, HOSTS[1]: engine(7)}
     values = [await scaler.value()]
@@ -55,10 +55,10 @@ async def test_engines_that_do_not_answer(
     )
 
 
-async def test_engines_that_answer_without_end(
+async def test_endless_responses_delay_no_one_else(
     planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:
-    """One that takes the connection and says nothing, and one that never ends, hold nobody up."""
+    """An engine that accepts the connection and stays silent, and one that sends without end, delay no other."""
     planner.report(*map(instance, (*HOSTS, "127.0.0.3", "127.0.0.4")))
     engines.pages = dict.fromkeys(HOSTS, engine(4))
     ended = threading.Event()
@@ -71,9 +71,9 @@ async def test_engines_that_answer_without_end(
 
     with (
         socket.create_server(("127.0.0.3", engines.port)),
-        socket.create_server(("127.0.0.4", engines.port)) as pours,
+        socket.create_server(("127.0.0.4", engines.port)) as endless_server,
     ):
-        accepting = threading.Thread(target=lambda: send_endless_response(pours.accept()[0]))
+        accepting = threading.Thread(target=lambda: send_endless_response(endless_server.accept()[0]))
         accepting.start()
         value = await scaler.value()
         ended.set()
@@ -82,14 +82,14 @@ async def test_engines_that_answer_without_end(
     assert (8.0, 2.0) == (value, silent)
 
 
-async def test_metadata_that_cannot_be_used(scaler: RunningScaler) -> None:
-    """Each call says what is wrong, as KEDA's log and the ScaledObject's events show it."""
-    about = scaler.scaled_object(port="http")
+async def test_invalid_metadata(scaler: RunningScaler) -> None:
+    """Each call reports the error that KEDA's log and the ScaledObject's events show."""
+    scaled_object = scaler.scaled_object(port="http")
     calls = (
-        scaler.stub.IsActive(about),
-        scaler.stub.GetMetricSpec(about),
-        scaler.stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=about, metricName="s0-x")),
-        next_state(scaler.stub.StreamIsActive(about)),
+        scaler.stub.IsActive(scaled_object),
+        scaler.stub.GetMetricSpec(scaled_object),
+        scaler.stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled_object, metricName="s0-x")),
+        next_state(scaler.stub.StreamIsActive(scaled_object)),
     )
     errors = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""What the scaler tells by itself: the state at once, and then each change."""
+"""State that the scaler pushes: the current state first, then each change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.planner.integrations.keda.fakes import engine, instance
 
 
 async def test_push(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
-    """The state at once, then each change of it and nothing else."""
+    """The current state first, then each change and nothing else."""
     planner.report(*map(instance, HOSTS))
     engines.pages = dict.fromkeys(HOSTS, engine(1))
     stream = scaler.stub.StreamIsActive(scaler.scaled_object(activation="2", poll="0.1"))
@@ -32,7 +32,7 @@ async def test_push(planner: ReportingPlanner, engines: EngineServers, scaler: R
 
 
 async def test_a_model_at_zero_is_woken(planner: ReportingPlanner, scaler: RunningScaler) -> None:
-    """`POST /v1/scaleups` makes triggers of engines' metrics active, as it does `expected`."""
+    """`POST /v1/scaleups` activates triggers on engine metrics, like those on `expected`."""
     streams = [
         scaler.stub.StreamIsActive(scaler.scaled_object(metric=metric, poll="0.1"))
         for metric in ("waiting", "expected")
@@ -45,10 +45,10 @@ async def test_a_model_at_zero_is_woken(planner: ReportingPlanner, scaler: Runni
     )  # fmt: skip
 
 
-async def test_hundreds_of_streams_share_their_looks(
+async def test_hundreds_of_streams_share_their_polls(
     planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:
-    """Each is told of the change; the engines are asked as if it were one."""
+    """Each stream reports the change; the engines are polled as if for one."""
     planner.report(instance(HOSTS[0]))
     engines.pages = {HOSTS[0]: engine(0)}
     streams = [scaler.stub.StreamIsActive(scaler.scaled_object(poll="0.2")) for _ in range(300)]
@@ -68,5 +68,5 @@ async def test_hundreds_of_streams_share_their_looks(
 
 
 async def open_stream_count(status: IntegrationStatus) -> float | None:
-    """How many streams there still are."""
+    """Return the number of open streams."""
     return status.registry.get_sample_value("rfork_scaler_streams")

@@ -23,20 +23,20 @@ from tests.unit.planner.integrations.keda.fakes import MODEL, ScriptedPlannerApi
 
 
 def write_certificate(authority: trustme.CA, folder: Path) -> bytes:
-    """Write a new certificate of the scaler's; returns it."""
+    """Write a new certificate of the scaler; return it."""
     issued = authority.issue_cert("localhost", "127.0.0.1")
     (folder / "tls.key").write_bytes(issued.private_key_pem.bytes())
     (folder / "tls.crt").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     return issued.cert_chain_pems[0].bytes()
 
 
-async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scaler_port: int) -> None:
-    """With RFORK_TLS_* KEDA has to show a certificate; the scaler's own is renewed without a restart."""
+async def test_a_certificate_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scaler_port: int) -> None:
+    """With RFORK_TLS_* KEDA must present a certificate; the scaler's own is renewed without a restart."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     for name, file in (("CERTIFICATE", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt")):
         monkeypatch.setenv(f"RFORK_TLS_{name}", str(tmp_path / file))
-    with pytest.raises(SettingsError, match="the TLS files"):
+    with pytest.raises(SettingsError, match="TLS files"):
         await run(KubernetesSettings(scaler_port=0), ScriptedPlannerApi(), IntegrationStatus("scaler"))
     first = write_certificate(authority, tmp_path)
     keda = authority.issue_cert("keda")
@@ -63,8 +63,8 @@ async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         await unauthenticated_channel.close(None)
 
 
-def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A key and a certificate that go together are used, and not those that came right after they did."""
+def test_files_that_change_while_they_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A matching pair of key and certificate is used, not the files written right after the check."""
     authority, load_chain = trustme.CA(), ssl.SSLContext.load_cert_chain
     write_certificate(authority, tmp_path)
 
@@ -73,12 +73,12 @@ def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPa
         (tmp_path / "tls.crt").write_bytes(authority.issue_cert("localhost").cert_chain_pems[0].bytes())
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", change)
-    with pytest.raises(SettingsError, match="the TLS files"):
+    with pytest.raises(SettingsError, match="TLS files"):
         server_credentials(TlsSettings(certificate=tmp_path / "tls.crt", key=tmp_path / "tls.key"))
 
 
 async def served_certificate(port: int, folder: Path, authority: trustme.CA) -> bytes:
-    """The certificate that the scaler shows to a new connection, as PEM."""
+    """Return the certificate that the scaler presents to a new connection, as PEM."""
     context = ssl.create_default_context(cafile=folder / "ca.crt")
     authority.issue_cert("keda").configure_cert(context)
     context.set_alpn_protocols(["h2"])

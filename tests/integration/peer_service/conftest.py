@@ -1,4 +1,4 @@
-"""Seeds that are reached over gRPC."""
+"""Fixture: seeds that serve over gRPC."""
 
 from __future__ import annotations
 

@@ -38,5 +38,5 @@ def request_channel(seed: Seed, peer: PeerClient) -> str:
 
 
 def next_chunks(updates: Iterator[Progress]) -> tuple[Range, ...]:
-    """The next chunks, past any keep-alives."""
+    """Return the next chunks, skipping keep-alives."""
     return next(progress.chunks for progress in updates if progress.chunks)

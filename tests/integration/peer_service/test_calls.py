@@ -1,4 +1,4 @@
-"""Single calls: manifests, channels, leases, health, and connections that are none."""
+"""Single calls: manifests, channels, leases, health, and failed connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.integration.peer_service.seeds import SOON_S, StartSeed, client, requ
 
 
 def test_a_manifest_of_100_000_tensors_is_streamed(start_seed: StartSeed) -> None:
-    """The layout comes with all its tensors, in messages that fit gRPC's limits."""
+    """The layout arrives with all its tensors, in messages that fit gRPC's limits."""
     memory = torch.zeros(100_000)
     seed = start_seed(image_from_tensors({f"layers.{index}.w": memory[index] for index in range(100_000)}))
     peer = client(seed)
@@ -41,8 +41,8 @@ def test_a_manifest_of_100_000_tensors_is_streamed(start_seed: StartSeed) -> Non
     peer.close()
 
 
-def test_a_channel_that_a_fence_overtook_is_none(start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease was good when the call came; the weights changed before the channel was there."""
+def test_a_fence_during_open_rejects_the_channel(start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease was valid when the call arrived; the weights changed before the channel was open."""
     seed = start_seed()
     peer = client(seed)
     open_channel = seed.open_channel
@@ -58,8 +58,8 @@ def test_a_channel_that_a_fence_overtook_is_none(start_seed: StartSeed, monkeypa
     peer.close()
 
 
-def test_a_manifest_that_is_not_known_yet_is_waited_for(start_seed: StartSeed) -> None:
-    """A relay answers once it has learnt what its image holds, and not at all until then."""
+def test_an_unknown_manifest_is_awaited(start_seed: StartSeed) -> None:
+    """A relay responds once it knows its manifest, and not before."""
     image = image_from_tensors({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
     relay = start_seed(image, ChunkState(image.layout.chunks), has_manifest=False)
     peer = client(relay)
@@ -86,7 +86,7 @@ CALLS: dict[str, Callable[[Seed, PeerClient], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("bad", BAD_TOKENS)
 def test_no_call_without_a_lease(start_seed: StartSeed, bad: str, call: str) -> None:
-    """Every call is refused without a good lease."""
+    """Every call without a valid lease is refused."""
     seed = start_seed()
     peer = client(seed, BAD_TOKENS[bad](seed))
     with pytest.raises(LeaseRejected):
@@ -95,7 +95,7 @@ def test_no_call_without_a_lease(start_seed: StartSeed, bad: str, call: str) -> 
 
 
 def test_a_refusal_is_permission_denied_on_the_wire(start_seed: StartSeed) -> None:
-    """Clients that are not ours see gRPC's own word for it."""
+    """Third-party clients see gRPC's own status."""
     seed = start_seed()
     with grpc.insecure_channel(seed.report().address) as channel, pytest.raises(grpc.RpcError) as caught:
         peer_pb2_grpc.PeerStub(channel).OpenChannel(peer_pb2.OpenChannelRequest(), timeout=SOON_S)
@@ -103,7 +103,7 @@ def test_a_refusal_is_permission_denied_on_the_wire(start_seed: StartSeed) -> No
 
 
 def test_health_needs_no_lease(start_seed: StartSeed) -> None:
-    """A probe asks the standard health service."""
+    """A probe calls the standard health service."""
     seed = start_seed()
     with grpc.insecure_channel(seed.report().address) as channel:
         response = health_pb2_grpc.HealthStub(channel).Check(
@@ -113,7 +113,7 @@ def test_health_needs_no_lease(start_seed: StartSeed) -> None:
 
 
 def test_another_forks_channel_cannot_be_watched(start_seed: StartSeed) -> None:
-    """A channel's id is of no use to another fork."""
+    """A fork cannot use the id of another fork's channel."""
     seed = start_seed()
     first, second = client(seed), client(seed, token(seed, "fork-2"))
     channel = request_channel(seed, first)
@@ -134,23 +134,23 @@ def test_another_layout_is_refused(start_seed: StartSeed) -> None:
 
 
 def test_a_port_in_use_is_named(start_seed: StartSeed) -> None:
-    """Two instances told one port: the second says which setting to change."""
+    """If two instances are configured with one port, the second one's error names the setting to change."""
     port = int(start_seed().report().address.rpartition(":")[2])
     with pytest.raises(PortInUse, match=str(port)) as caught:
         start_seed(port=port)
     assert "RFORK_PEER_PORT" in caught.value.hint
 
 
-def test_nobody_there(free_port: int) -> None:
-    """A connection that is refused is a source that is gone."""
+def test_a_refused_connection_is_unavailable(free_port: int) -> None:
+    """A refused connection raises SourceUnavailable."""
     peer = PeerClient(f"127.0.0.1:{free_port}", lambda: "token", TlsSettings())
     with pytest.raises(SourceUnavailable):
         peer.full_manifest(soon())
     peer.close()
 
 
-def test_a_closed_client_is_a_source_that_is_gone(start_seed: StartSeed) -> None:
-    """Calls on a connection that this side closed fail as any other lost connection."""
+def test_a_closed_client_is_unavailable(start_seed: StartSeed) -> None:
+    """Calls on a connection that this side closed fail like on any lost connection."""
     seed = start_seed()
     peer = client(seed)
     peer.close()

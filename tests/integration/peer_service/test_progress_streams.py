@@ -1,4 +1,4 @@
-"""What a reader of progress hears, and how it ends."""
+"""Progress streams: their messages and their ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.integration.peer_service.seeds import (
 )
 
 
-def test_progress_is_told_as_it_is_made(start_seed: StartSeed) -> None:
-    """What there is comes at once, then each chunk as it is verified."""
+def test_progress_is_sent_as_it_is_made(start_seed: StartSeed) -> None:
+    """Verified chunks are sent immediately, then each further one as it is verified."""
     image = image_from_tensors({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
     board = ChunkState(image.layout.chunks, [1])
     seed = start_seed(image, board)
@@ -40,8 +40,8 @@ def test_progress_is_told_as_it_is_made(start_seed: StartSeed) -> None:
     assert [((1, 2),), ((0, 1),), ((2, 3),)] == received
 
 
-def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
-    """While a relay's manifest is not known each chunk comes with its digest; then its weights are told."""
+def test_a_provisional_manifest_is_sent_with_digests(start_seed: StartSeed) -> None:
+    """While a relay's manifest is unknown, each chunk comes with its digest; then the weights id is sent."""
     image = image_from_tensors({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
     manifest, draft, reading = image.manifest(), "a" * 32, StorageActivity(0.0, relayed=True)
     board = ChunkState(image.layout.chunks)
@@ -50,7 +50,7 @@ def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
     relay = start_seed(image, board, has_manifest=False)
     relay.report_storage_activity(lambda: time.monotonic() + 1.0, relayed=True)
     peer = client(relay)
-    # On a busy machine keep-alives come in between.
+    # On a busy machine keep-alives arrive in between.
     updates = (each for each in peer.watch(request_channel(relay, peer), SOON_S) if each.chunks or each.weights_id)
     received = [next(updates)]
     board.mark_verified(0, manifest.digests[0])
@@ -66,7 +66,7 @@ def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
 
 
 def test_a_dropped_chunk_ends_the_stream(start_seed: StartSeed) -> None:
-    """Who may have read a chunk that turned out wrong hears that the weights changed."""
+    """A reader that may have read a chunk that was wrong gets SourceWeightsChanged."""
     image = image_from_tensors({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
     seed = start_seed(image, ChunkState(image.layout.chunks, [0, 1]))
     peer = client(seed)
@@ -79,7 +79,7 @@ def test_a_dropped_chunk_ends_the_stream(start_seed: StartSeed) -> None:
 
 
 def test_a_quiet_source_sends_keep_alives(start_seed: StartSeed) -> None:
-    """A source with nothing new to say says so, again and again."""
+    """A source without progress sends keep-alives."""
     seed = start_seed()
     peer = client(seed)
     updates = peer.watch(request_channel(seed, peer), 0.1)
@@ -87,8 +87,8 @@ def test_a_quiet_source_sends_keep_alives(start_seed: StartSeed) -> None:
     peer.close()
 
 
-def test_draining_is_told(start_seed: StartSeed) -> None:
-    """A reader hears that its source will go away, and new readers are refused."""
+def test_draining_is_reported(start_seed: StartSeed) -> None:
+    """A reader is notified that its source will shut down, and new readers are refused."""
     seed = start_seed()
     peer = client(seed)
     updates = peer.watch(request_channel(seed, peer), SOON_S)
@@ -100,8 +100,8 @@ def test_draining_is_told(start_seed: StartSeed) -> None:
     peer.close()
 
 
-def test_a_broken_stream_gives_the_place_back(start_seed: StartSeed) -> None:
-    """A reader that drops its connection, without a word, makes room for the next."""
+def test_a_broken_stream_releases_its_slot(start_seed: StartSeed) -> None:
+    """A reader that drops its connection without closing the channel frees its slot for the next one."""
     seed = start_seed()
     first, freed = client(seed), threading.Event()
     updates = first.watch(request_channel(seed, first), SOON_S)
@@ -117,7 +117,7 @@ def test_a_broken_stream_gives_the_place_back(start_seed: StartSeed) -> None:
 
 
 def test_a_fence_ends_the_stream(start_seed: StartSeed) -> None:
-    """Who reads the old weights hears that they changed."""
+    """A reader of the old weights gets SourceWeightsChanged."""
     seed = start_seed()
     peer = client(seed)
     updates = peer.watch(request_channel(seed, peer), SOON_S)
@@ -128,8 +128,8 @@ def test_a_fence_ends_the_stream(start_seed: StartSeed) -> None:
     peer.close()
 
 
-def test_a_channel_that_a_fence_ended_says_so(start_seed: StartSeed) -> None:
-    """Its place is gone before the stream looks again: the reader still hears why."""
+def test_a_channel_ended_by_a_fence_reports_the_reason(start_seed: StartSeed) -> None:
+    """Its slot is released before the stream polls again; the reader still gets the reason."""
     seed = start_seed()
     peer = client(seed)
     channel = request_channel(seed, peer)
@@ -143,7 +143,7 @@ def test_a_channel_that_a_fence_ended_says_so(start_seed: StartSeed) -> None:
 
 
 def test_a_seed_that_closes_ends_its_streams(start_seed: StartSeed) -> None:
-    """A reader of a seed that stops hears of it at once."""
+    """A reader of a seed that stops is notified immediately."""
     seed = start_seed()
     peer = client(seed)
     updates = peer.watch(request_channel(seed, peer), SOON_S)
@@ -155,9 +155,9 @@ def test_a_seed_that_closes_ends_its_streams(start_seed: StartSeed) -> None:
     peer.close()
 
 
-def test_a_seed_that_closes_lets_its_calls_end(start_seed: StartSeed, caplog: pytest.LogCaptureFixture) -> None:
-    """However many readers it cuts, nothing is left of their calls that complains when it is collected."""
-    gc.collect()  # what other tests left may complain now, and is not counted
+def test_a_seed_that_closes_ends_its_calls(start_seed: StartSeed, caplog: pytest.LogCaptureFixture) -> None:
+    """However many readers it cuts, none of their calls leaves an object that warns when it is collected."""
+    gc.collect()  # warnings of other tests' objects do not count
     caplog.clear()
     for _ in range(4):
         seed = start_seed(readers=8)

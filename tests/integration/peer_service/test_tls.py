@@ -15,7 +15,7 @@ from tests.integration.peer_service.seeds import SOON_S, StartSeed, client
 
 @pytest.fixture
 def pem(tmp_path: Path) -> dict[str, Path]:
-    """An authority, a certificate it issued for loopback, its key, and an authority of strangers."""
+    """An authority, a certificate it issued for loopback, its key, and an unrelated authority."""
     authority, other_authority = trustme.CA(), trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
     blobs = {
@@ -35,7 +35,7 @@ def serve_tls(monkeypatch: pytest.MonkeyPatch, pem: dict[str, Path], *names: str
 
 
 def tls_of(**files: Path) -> TlsSettings:
-    """A client's own files, whatever the environment says."""
+    """A client's own files, independent of the environment."""
     return TlsSettings(certificate=None, key=None, ca=None).model_copy(update=files)
 
 
@@ -59,7 +59,9 @@ def test_tls(
     trusts: str | None,
     expected: bool,
 ) -> None:
-    """Who trusts the authority, and shows a certificate where one is asked for, gets through; nobody else."""
+    """A client connects if it trusts the authority and presents a certificate where one is required; no other
+    client does.
+    """
     serve_tls(monkeypatch, pem, *server)
     seed = start_seed()
     files = {"ca": pem[trusts]} if trusts else {}
@@ -75,12 +77,12 @@ def test_tls(
     assert expected == got
 
 
-@pytest.mark.parametrize("spoiled", ["certificate", "ca"])
-def test_a_tls_file_of_no_use_is_named(
-    start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch, pem: dict[str, Path], spoiled: str
+@pytest.mark.parametrize("invalid", ["certificate", "ca"])
+def test_an_unusable_tls_file_is_named(
+    start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch, pem: dict[str, Path], invalid: str
 ) -> None:
-    """A file that is no certificate is the user's to mend, and not a port that is taken."""
+    """A file that is no certificate is a user error, not a port in use."""
     serve_tls(monkeypatch, pem, "certificate", "key", "ca")
-    pem[spoiled].write_text("not a certificate")
-    with pytest.raises(SettingsError, match=f"RFORK_TLS_{spoiled.upper()}"):
+    pem[invalid].write_text("not a certificate")
+    with pytest.raises(SettingsError, match=f"RFORK_TLS_{invalid.upper()}"):
         start_seed()

@@ -1,4 +1,4 @@
-"""Replicas of one store, over a Redis of its own."""
+"""Fixture: replicas of one store on a separate Redis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from tests.processes import RedisServer
 
 @pytest.fixture
 async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
-    """Makes replicas of one store; each is stopped when the test ends."""
+    """Creates replicas of one store and stops them after the test."""
     made: list[RedisStore] = []
 
     def make(*, max_finished_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
-        made.append(RedisStore(redis_server.url, clock or Clock(), max_finished_forks=max_finished_forks, timeout_s=timeout_s))
+        made.append(
+            RedisStore(redis_server.url, clock or Clock(), max_finished_forks=max_finished_forks, timeout_s=timeout_s)
+        )
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""What is asked of replicas of a store, and of the Redis behind it."""
+"""Queries of store replicas, and commands to their Redis."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork
 
 TIMEOUT_S = 10.0
-"""Of commits that are answered: the machine may be busy."""
+"""Timeout of commits that should succeed: the machine may be busy."""
 MakeStore = Callable[..., RedisStore]
 
 
 def key(name: str) -> str:
-    """What the store calls one of its keys, which change with the format of records."""
+    """Return the store's name for one of its keys, which depends on the record format."""
     return f"{{rfork}}:{redis_client.FORMAT}:{name}"
 
 
 async def until(predicate: Callable[[], bool]) -> None:
-    """Wait for what a replica finds out by itself; TimeoutError where it does not."""
+    """Wait until a replica has found out by itself; raises TimeoutError otherwise."""
     async with asyncio.timeout(20):
         while not predicate():
             await asyncio.sleep(0.01)
 
 
 def instances_of(store: RedisStore) -> list[str]:
-    """Ids of the instances in its state."""
+    """Return the ids of the instances in its state."""
     return sorted(record.report.instance_id for record in store.state.instances())
 
 
 def forks_of(store: RedisStore) -> list[str]:
-    """Ids of the forks in its state, whatever order it heard of them in."""
+    """Return the sorted ids of the forks in its state."""
     return sorted(record.fork_id for record in store.state.forks())
 
 
 async def send_command(server: RedisServer, *words: str | int) -> None:
-    """Have Redis do what no planner asks for."""
+    """Send Redis a command that no planner sends."""
     async with Redis.from_url(server.url, protocol=2) as admin:
         await admin.execute_command(*words)
 
 
 async def plan(store: RedisStore, fork_id: str) -> int:
-    """Commit a fork on the version that is known, until no other replica is quicker; that version."""
+    """Commit a fork on the known version, retried while another replica is quicker; return that version."""
     while True:
         await until(lambda: store.ready)
         version = store.version(GROUP)

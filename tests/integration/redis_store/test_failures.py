@@ -1,4 +1,4 @@
-"""A real Redis that dies, hangs, forgets or refuses, and replicas of the store."""
+"""A real Redis that dies, hangs, loses data or refuses writes, and replicas of the store."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork, instance
 
 
-async def test_a_redis_that_dies_is_told_and_comes_back_empty(
+async def test_a_redis_that_dies_is_reported_and_comes_back_empty(
     make: MakeStore, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each commit fails in time with one clear line; afterwards the old state is gone and commits hold."""
+    """Each commit fails in time with one clear line; afterwards the old state is removed and commits succeed."""
     caplog.set_level(logging.INFO)
     one, other = make(), make()
     await one.start()
@@ -53,8 +53,8 @@ async def test_a_redis_that_dies_is_told_and_comes_back_empty(
     assert {"store ready", "store unavailable", "store was"} == set(messages)
 
 
-async def test_a_redis_that_hangs_is_told_within_the_timeout(make: MakeStore, redis_server: RedisServer) -> None:
-    """SIGSTOP: connections stay open and nothing answers; when it goes on, nothing was lost."""
+async def test_a_redis_that_hangs_is_reported_within_the_timeout(make: MakeStore, redis_server: RedisServer) -> None:
+    """SIGSTOP: connections stay open and get no response; when it continues, nothing was lost."""
     store = make(timeout_s=4.0)
     await store.start()
     await store.commit(StoreChange(instances=(instance("a"),)))
@@ -72,7 +72,7 @@ async def test_a_redis_that_hangs_is_told_within_the_timeout(make: MakeStore, re
 
 
 async def test_a_flush_begins_a_new_epoch(make: MakeStore, redis_server: RedisServer) -> None:
-    """Redis lives on and answers, but what it held is gone: both replicas start anew."""
+    """Redis keeps running but has lost its data: both replicas start again from nothing."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -85,7 +85,7 @@ async def test_a_flush_begins_a_new_epoch(make: MakeStore, redis_server: RedisSe
 
 
 async def test_connections_that_are_cut_lose_nothing(make: MakeStore, redis_server: RedisServer) -> None:
-    """Redis keeps what it has; the clock does not go back, and a version that was used stays used."""
+    """Redis keeps its data; the clock does not go back, and a used version stays used."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -101,10 +101,8 @@ async def test_connections_that_are_cut_lose_nothing(make: MakeStore, redis_serv
     assert before <= one.now()
 
 
-async def test_a_replica_that_fell_too_far_behind_reads_everything_anew(
-    make: MakeStore, redis_server: RedisServer
-) -> None:
-    """The stream does not go back to where it stands: its commit still holds, once it caught up."""
+async def test_a_replica_that_lags_too_far_reloads_everything(make: MakeStore, redis_server: RedisServer) -> None:
+    """The stream no longer reaches back to its position: its commit still succeeds once it has caught up."""
     one, other = make(), make()
     await one.start()
     await one.commit(StoreChange(instances=(instance("a"),)))
@@ -121,7 +119,7 @@ async def test_a_replica_that_fell_too_far_behind_reads_everything_anew(
 async def test_the_stream_is_bounded_in_bytes(
     make: MakeStore, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However large reports are; whoever it does not go back far enough for loads everything."""
+    """The bound holds for reports of any size; a replica that lags further than the stream loads everything."""
     monkeypatch.setattr(redis_client, "KEEP_BYTES", 20_000)
     one, other = make(), make()
     await one.start()
@@ -139,7 +137,7 @@ async def test_the_stream_is_bounded_in_bytes(
 
 
 async def test_versions_of_empty_groups_are_forgotten(make: MakeStore, redis_server: RedisServer) -> None:
-    """Models come and go; a plan from before its group was forgotten is refused, by every replica."""
+    """Models come and go; every replica refuses a plan from before its group was forgotten."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -164,8 +162,8 @@ async def test_versions_of_empty_groups_are_forgotten(make: MakeStore, redis_ser
     assert (0, seen, [one.version(GROUP)] * 3) == (kept, sorted(set(seen)), refused)
 
 
-async def test_a_redis_that_takes_no_writes_is_not_ready(make: MakeStore, redis_server: RedisServer) -> None:
-    """A Redis that became the read-only copy of another: told, and mended by itself."""
+async def test_a_redis_that_rejects_writes_is_not_ready(make: MakeStore, redis_server: RedisServer) -> None:
+    """A Redis that became a read-only replica of another is reported, and recovers automatically."""
     store = make()
     await store.start()
     await send_command(redis_server, "REPLICAOF", "127.0.0.1", 1)
@@ -180,7 +178,7 @@ async def test_a_redis_that_takes_no_writes_is_not_ready(make: MakeStore, redis_
 
 
 async def test_a_stopped_store_refuses_and_leaves_no_connection(make: MakeStore, redis_server: RedisServer) -> None:
-    """What is under way is refused too."""
+    """Running commits are refused too."""
     store = make()
     await store.start()
     redis_server.signal(signal.SIGSTOP)
@@ -200,8 +198,8 @@ async def test_a_stopped_store_refuses_and_leaves_no_connection(make: MakeStore,
     assert not store.ready
 
 
-async def test_a_start_without_redis_says_where_it_looked(make: MakeStore, redis_server: RedisServer) -> None:
-    """Host and port, never the password; it connects by itself as soon as there is a Redis."""
+async def test_a_start_without_redis_reports_the_address(make: MakeStore, redis_server: RedisServer) -> None:
+    """The error contains host and port, never the password; the store connects once Redis runs."""
     redis_server.kill()
     url = redis_server.url.replace("redis://", "redis://default:hush@")
     store = RedisStore(url, Clock(), max_finished_forks=1, timeout_s=TIMEOUT_S)

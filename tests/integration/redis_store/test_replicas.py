@@ -23,7 +23,7 @@ from tests.unit.planner.records import GROUP, fork, instance, scaleup
 
 
 async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
-    """Instances, forks, versions, and what is gone; the record is the same on both sides."""
+    """Instances, forks, versions and removals; the record is the same on both sides."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -37,8 +37,8 @@ async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
     ]
 
 
-async def test_a_replica_knows_by_a_change_how_late_it_is(make: MakeStore) -> None:
-    """It loaded what is old by now, and commits nothing: who comes to it now came after the change."""
+async def test_a_replica_learns_its_lag_from_a_change(make: MakeStore) -> None:
+    """A replica that loaded old state commits nothing: new requests came after the change."""
     ahead_s = 0.0
     one, other = make(clock=Clock(monotonic=lambda: time.monotonic() + ahead_s)), make()
     await one.start()
@@ -50,8 +50,8 @@ async def test_a_replica_knows_by_a_change_how_late_it_is(make: MakeStore) -> No
     assert announced.first_at <= other.now()
 
 
-async def test_what_one_commits_it_sees_at_once(make: MakeStore) -> None:
-    """And once: the stream brings it again."""
+async def test_a_commit_is_visible_immediately(make: MakeStore) -> None:
+    """It is applied once although the stream delivers it again."""
     store, notifications = make(), list[str]()
     await store.start()
     store.state.subscribe(lambda record: notifications.append(record.fork_id))
@@ -62,7 +62,7 @@ async def test_what_one_commits_it_sees_at_once(make: MakeStore) -> None:
 
 
 async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
-    """The other is refused whole, and knows by then what the first one did."""
+    """The other is refused completely, and has applied the first one by then."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -78,7 +78,7 @@ async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
 
 
 async def test_no_version_is_used_twice(make: MakeStore) -> None:
-    """Two hundred commits on two replicas at a time: each has a version of its own, and none is lost."""
+    """Two hundred concurrent commits on two replicas: each gets a unique version, and none is lost."""
     stores = [make(max_finished_forks=1000), make(max_finished_forks=1000)]
     for store in stores:
         await store.start()
@@ -90,8 +90,8 @@ async def test_no_version_is_used_twice(make: MakeStore) -> None:
     )  # fmt: skip
 
 
-async def test_changes_of_one_record_at_one_time_are_both_kept(make: MakeStore) -> None:
-    """A drain through one replica and a heartbeat through the other, made from the same record."""
+async def test_concurrent_changes_of_one_record_are_both_kept(make: MakeStore) -> None:
+    """A drain through one replica and a heartbeat through the other, both based on the same record."""
     one, other = make(), make()
     await one.start()
     await one.commit(StoreChange(instances=(instance("a"),), forks=(fork("f"),)))
@@ -107,10 +107,8 @@ async def test_changes_of_one_record_at_one_time_are_both_kept(make: MakeStore) 
     assert [expected] * 3 == [(each.state.instance("a"), each.state.fork("f")) for each in (one, other, third)]
 
 
-async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
-    make: MakeStore, redis_server: RedisServer
-) -> None:
-    """One number would be a torn record: the replica that still knew the rest sends that too."""
+async def test_a_heartbeat_of_a_removed_instance_restores_all_of_it(make: MakeStore, redis_server: RedisServer) -> None:
+    """A heartbeat alone would be a torn record: the replica that still knew the rest sends it too."""
     one, other = make(), make()
     await one.start()
     await one.commit(StoreChange(instances=(instance("a"),), forks=(fork("f"),)))
@@ -125,8 +123,10 @@ async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
     assert [expected] * 3 == [(store.state.instances(), store.state.forks()) for store in (one, other, third)]
 
 
-async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> None:
-    """Ended forks as many as are kept, in the order of their end; ages are those of the first replica."""
+async def test_a_replica_that_starts_later_loads_everything(make: MakeStore) -> None:
+    """It has as many finished forks as are kept, in the order of their end; ages are those of the first
+    replica.
+    """
     one = make(max_finished_forks=2)
     await one.start()
     seen_at = one.now() - 5
@@ -137,7 +137,7 @@ async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> 
     await plan(one, "planned")
     later = make(max_finished_forks=2)
     await later.start()
-    # Each look at Redis brings the time of the replica that is furthest.
+    # Each poll of Redis returns the time of the most advanced replica.
     await until(lambda: abs(one.now() - later.now()) < 2)
     record = later.state.instance("a")
     assert (["live", "planned", "y", "z"], one.version(GROUP), seen_at) == (
@@ -145,8 +145,8 @@ async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> 
     )  # fmt: skip
 
 
-async def test_what_forks_told_outlives_their_instances(make: MakeStore) -> None:
-    """At the replica that saw it, at the one that follows, and at one that starts later."""
+async def test_fork_reports_outlive_their_instances(make: MakeStore) -> None:
+    """At the replica that received them, at the one that follows, and at one that starts later."""
     one, other = make(), make()
     await one.start()
     await other.start()
@@ -166,7 +166,7 @@ async def test_what_forks_told_outlives_their_instances(make: MakeStore) -> None
 
 
 async def test_ages_do_not_depend_on_the_machines_clocks(make: MakeStore) -> None:
-    """Machines that were booted at other times, with other ideas of the date, agree."""
+    """Machines with different boot times and dates agree."""
     one = make(clock=Clock(monotonic=lambda: 5e6, unix=lambda: 0.0))
     other = make(clock=Clock(monotonic=lambda: 12.0, unix=lambda: 9e9))
     await one.start()

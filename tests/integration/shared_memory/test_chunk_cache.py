@@ -163,7 +163,9 @@ def test_a_reader_that_keeps_pieces_keeps_no_memory() -> None:
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(True, SourceUnavailable), (False, SourceCorrupt)])
-def test_an_empty_piece_is_a_source_error(ends: bool, expected: type[SourceError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_piece_is_a_source_error(
+    ends: bool, expected: type[SourceError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A source that has closed truncated the piece; one that is still open has broken the protocol."""
     done, ended = threading.Event(), threading.Event()
     really = read

@@ -69,7 +69,7 @@ def test_an_image_on_another_host_is_refused() -> None:
         parameters = dict(made.exporter.endpoint().parameters)
         for other in (
             {"boot": "another"},
-            {"socket": "@nobody", "network": "net:[1]"},
+            {"socket": "@unknown", "network": "net:[1]"},
             {"socket": "/nowhere/x.socket", "folder": "1:1"},
             {},
         ):

@@ -49,7 +49,7 @@ def test_a_stopped_source_times_out() -> None:
             reader.read(MIB, 2 * MIB, soon(0.3))
 
 
-def test_readers_keep_their_weights_across_an_in_place_update() -> None:
+def test_readers_keep_their_weights_across_an_update() -> None:
     """A target that has forked keeps its weights; later targets get the new ones."""
     with SharedMemoryNode() as source:
         old = fork_of(source.endpoint)
@@ -74,8 +74,8 @@ def test_weights_that_change_while_a_chunk_waits_for_its_turn() -> None:
 
 def test_a_reader_waiting_for_a_chunk_in_progress_is_kept_alive() -> None:
     """Allocating memory may be slow: a source that is preparing a chunk does not count as stopped."""
-    shelf, image = SealedChunkCache(), image_of((MIB,), seed=OLD)
-    exporter = SharedMemoryExporter(image, FakeGate(), shelf, InstanceSettings())
+    chunk_cache, image = SealedChunkCache(), image_of((MIB,), seed=OLD)
+    exporter = SharedMemoryExporter(image, FakeGate(), chunk_cache, InstanceSettings())
     connections = ConnectionPool(exporter.endpoint().parameters, 30)
     request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
     with (
@@ -83,7 +83,7 @@ def test_a_reader_waiting_for_a_chunk_in_progress_is_kept_alive() -> None:
         contextlib.closing(connections),
         connections.lease(soon()) as connection,
     ):
-        with shelf.building(0, lambda: None):
+        with chunk_cache.building(0, lambda: None):
             connection.send(request, deadline=soon())
             assert ({"wait": 0}, []) == connection.receive(soon())
         message, descriptors = receive_reply(connection)

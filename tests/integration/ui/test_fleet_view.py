@@ -151,7 +151,7 @@ def test_problems_come_first(page: Page, fleet: FleetPlayer, planner: str) -> No
     """Problems are listed first, with their reasons; fallbacks are counted by reason."""
     play_unhealthy_fleet(fleet)
     open_page(page, planner)
-    troubles = page.locator("#problem-list")
+    problems = page.locator("#problem-list")
     expect(page.locator("#headline")).to_contain_text("problems")
     for text in (
         "ChunkMismatch: chunk 41 does not match its digest",
@@ -161,13 +161,13 @@ def test_problems_come_first(page: Page, fleet: FleetPlayer, planner: str) -> No
         "fell back to checkpoint /models/checkpoint",
         "is draining and still has readers",
     ):
-        expect(troubles).to_contain_text(text)
-    assert "error" == troubles.locator("li").first.get_attribute("data-level")
+        expect(problems).to_contain_text(text)
+    assert "error" == problems.locator("li").first.get_attribute("data-level")
     expect(page.locator("#reasons")).to_contain_text("SourceTimeout→ checkpoint /models/checkpoint")
     assert page.title().startswith("(")
     assert [] == accessibility_violations(page)
     page.locator("#filter").fill("gemma")
-    expect(troubles.locator("li")).to_have_count(2)
+    expect(problems.locator("li")).to_have_count(2)
     expect(page.locator("#subline")).to_have_text("2 instances of 31 match the filter.")
 
 
@@ -186,8 +186,8 @@ def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner
 
 def test_edge_width_shows_the_reported_rate(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """Each of two sources shows the rate that its reader reported, and no rate if the reader reported none."""
-    for name, capped in (("fast", 3 * GB), ("slow", GB)):
-        fleet.seed(name, f"a1-{name}", egress_rate=int(capped))
+    for name, max_rate in (("fast", 3 * GB), ("slow", GB)):
+        fleet.seed(name, f"a1-{name}", egress_rate=int(max_rate))
     plan = fleet.request_fork("target", "a2-n1", storage=())
     assert {"fast", "slow"} == {route.source_id for route in plan.routes}
     fleet.progress("target", 60, 4.1 * GB, plan, rates={"fast": 3.02 * GB, "slow": 1.01 * GB})
@@ -197,14 +197,14 @@ def test_edge_width_shows_the_reported_rate(page: Page, fleet: FleetPlayer, plan
         source_rows = page.locator("#source-rows")
         for text in ("3.02 GB/s", "1.01 GB/s"):
             expect(source_rows).to_contain_text(text)
-        thin, thick = edges(page)
+        narrow, wide = edges(page)
         # An edge's width is proportional to the square root of its rate.
-        assert round(3.02 / 1.01, 2) == round((thick / thin) ** 2, 2)
+        assert round(3.02 / 1.01, 2) == round((wide / narrow) ** 2, 2)
         drawn_rows(page).filter(has_text="target").first.click()
         expect(page.locator("#details")).to_contain_text("fast over http at 3.02 GB/s")
         fleet.progress("target", 61, 3.0 * GB, plan, rates={"fast": 2.99 * GB})
         expect(source_rows).to_contain_text("2.99 GB/s")
-        assert [1, thick] == edges(page)
+        assert [1, wide] == edges(page)
 
 
 def test_only_visible_rows_of_a_thousand_instances_are_rendered(page: Page, fleet: FleetPlayer, planner: str) -> None:

@@ -33,7 +33,9 @@ def enter_token(page: Page) -> None:
     page.keyboard.press("Enter")
 
 
-def test_a_phone_shows_everything_without_horizontal_scrolling(browser: Browser, fleet: FleetPlayer, planner: str) -> None:
+def test_a_phone_shows_everything_without_horizontal_scrolling(
+    browser: Browser, fleet: FleetPlayer, planner: str
+) -> None:
     """At 360 px nothing is wider than the screen, and the contrast is sufficient, also in dark mode."""
     play_unhealthy_fleet(fleet)
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "is_mobile": True}
@@ -48,12 +50,12 @@ def test_a_phone_shows_everything_without_horizontal_scrolling(browser: Browser,
 def test_the_colours_are_chosen_and_kept(page: Page, planner: str) -> None:
     """The switch overrides the system's colour scheme and persists after a reload."""
     open_page(page, planner)
-    ground = "getComputedStyle(document.body).backgroundColor"
-    assert "rgb(243, 245, 247)" == page.evaluate(ground)
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert "rgb(243, 245, 247)" == page.evaluate(background)
     page.locator("#theme").select_option("dark")
-    assert "rgb(14, 20, 27)" == page.evaluate(ground)
+    assert "rgb(14, 20, 27)" == page.evaluate(background)
     page.reload()
-    assert "rgb(14, 20, 27)" == page.evaluate(ground)
+    assert "rgb(14, 20, 27)" == page.evaluate(background)
     page.locator("#theme").select_option("auto")
 
 

@@ -126,9 +126,9 @@ def test_close_waits_for_memory_access() -> None:
     assert (True, ["SourceUnavailable"]) == (waited, late)
 
 
-def test_lease_holds_use_no_slots() -> None:
-    """A fork with holds still has all of its slots, and the number of holds is bounded."""
-    made = LocalServer("hold", None, lambda connection: None, nice=0)
+def test_pins_use_no_slots() -> None:
+    """A fork with pins still has all of its slots, and the number of pins is bounded."""
+    made = LocalServer("pin", None, lambda connection: None, nice=0)
     crowd = [UnixSocketConnection(socket.socket()) for _ in range(MAX_CONNECTIONS_PER_FORK + MAX_PINS_PER_FORK + 2)]
     made._unauthenticated |= dict.fromkeys(crowd)
     pin_results = [made.pin(connection, "fork-1") for connection in crowd[: MAX_PINS_PER_FORK + 1]]

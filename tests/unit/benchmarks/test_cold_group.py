@@ -1,4 +1,4 @@
-"""The cold group benchmark: its cases, and what is told of their outcomes."""
+"""Cases of the cold group benchmark, and rows, figures and warnings of their outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ SIZE = 100
 
 
 def outcome(seconds: float, *reads: int, sent: int = 0, busy: float = 0.5) -> ColdGroupOutcome:
-    """A run in which each host read so much from the store, and ended a second after the one before it."""
+    """Return a run in which each host read `sent` bytes from the store, and ended a second after the previous
+    one.
+    """
     hosts = [f"h{number + 1}" for number in range(len(reads))]
     responses = {
         host: FanoutResponse(ended=10.0 + seconds - (len(reads) - 1 - position), storage_bytes=read)
@@ -22,8 +24,10 @@ def outcome(seconds: float, *reads: int, sent: int = 0, busy: float = 0.5) -> Co
     return ColdGroupOutcome(10.0, responses, traffic, busy)
 
 
-def test_cases_of_the_command_line() -> None:
-    """One, a group, that group with a death, and as many alone; patterns choose among them."""
+def test_the_command_line_selects_cases() -> None:
+    """One process, a group, that group with a killed member, and as many independent ones; patterns select
+    among them.
+    """
     _, size, rate, cases = parse(["--quick", "--count", "3"])
     assert (24 << 20, 200e6, ["one, snapshot", "3 alone, snapshot", "group of 3, snapshot"]) == (
         size,
@@ -34,16 +38,16 @@ def test_cases_of_the_command_line() -> None:
     assert ["4 alone, snapshot"] == [case.name for case in parse(["--only", "alone"])[3]]
 
 
-def test_bounds() -> None:
-    """The store's link gives each byte once to a group, and as often as there are loads to those alone."""
+def test_the_minimum_time_of_each_case() -> None:
+    """The store's link sends each byte once to a group, and once to each independent process."""
     assert [1.0, 1.0, 4.0] == [
         case.min_time for case in (ColdGroupCase(1), ColdGroupCase(4), ColdGroupCase(4, independent=True))
     ]
     assert (None, "h4") == (ColdGroupCase(4).killed_host, ColdGroupCase(4, kills_member=True).killed_host)
 
 
-def test_figures() -> None:
-    """Medians, by the counter of the store's interface and by what the forks say, against those alone."""
+def test_figures_are_medians_relative_to_independent_loads() -> None:
+    """The bytes come from the counter of the store's interface and from the forks' reports."""
     runs = {
         LIMIT: [outcome(2.0, 0)],
         ColdGroupCase(4, independent=True): [outcome(8.0, 100, 100, 100, 100)],
@@ -60,8 +64,8 @@ def test_figures() -> None:
     } == figures(runs, SIZE, 2.0)
 
 
-def test_rows() -> None:
-    """Times in S/B; bytes in S; and the limit, which no fork reports."""
+def test_rows_of_the_table() -> None:
+    """Times are in S/B, bytes in S; the limit has no fork reports."""
     row = row_of(ColdGroupCase(2), [outcome(3.0, 50, 50, sent=110)], SIZE, 2.0)
     assert ("group of 2, snapshot", 3.0, 1.5, 1.1, 1.0, 0.5) == tuple(
         row[name] for name in ("case", "seconds", "T in S/B", "store sent", "reported", "host sent")
@@ -69,10 +73,12 @@ def test_rows() -> None:
     assert row_of(LIMIT, [outcome(2.0, 0)], SIZE, 2.0)["reported"] is None
 
 
-def test_busy_processors_are_told() -> None:
-    """Where they are what limits, the figures say little of links."""
+def test_busy_cpus_are_a_warning() -> None:
+    """If the CPUs are the bottleneck, the figures mean little about links."""
     runs = {
         ColdGroupCase(1): [outcome(2.0, 100, busy=0.95)],
         ColdGroupCase(4): [outcome(2.0, 25, 25, 25, 25)],
     }
-    assert ["one, snapshot: the processors were 95% busy, and limit as the links do: lower --rate"] == warnings(runs)
+    assert [
+        "one, snapshot: the CPUs were 95% busy and limit the case as much as the links do: lower --rate"
+    ] == warnings(runs)

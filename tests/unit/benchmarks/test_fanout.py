@@ -1,4 +1,4 @@
-"""The cases of the fan-out benchmark, and what is made of their outcomes; the runs are integration tests."""
+"""Cases of the fan-out benchmark, and rows and figures of their outcomes; the runs are integration tests."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ GO = 50.0
 
 
 def outcome(ends: Mapping[str, tuple[float, float]], sent: int = SIZE, busy: float = 0.5) -> FanoutOutcome:
-    """A run whose targets began and ended so many seconds after the go."""
+    """Return a run whose targets began and ended these seconds after the start."""
     responses = {host: FanoutResponse(began=GO + began, ended=GO + end) for host, (began, end) in ends.items()}
     traffic = {"seed0": Traffic(sent, 10), **dict.fromkeys(ends, Traffic(SIZE // 2, SIZE))}
     return FanoutOutcome(GO, responses, traffic, busy, busy / 2)
 
 
-def test_doubling_gives_in_waves_of_one_two_and_four() -> None:
-    """In each wave everybody who is complete gives to the one that is as far on as the wave is wide."""
+def test_doubling_serves_in_waves_of_one_two_and_four() -> None:
+    """In each wave every complete instance serves the one that is as far on as the wave is wide."""
     expected = {0: [1, 2, 4], 1: [3, 5], 2: [6], 3: [7], 4: [], 5: [], 6: [], 7: []}
     assert expected == doubling(7)
 
 
 @pytest.mark.parametrize("targets", [1, 2, 6, 15, 20])
 def test_doubling_serves_every_target_once(targets: int) -> None:
-    """Also where the last wave is not full."""
+    """This is also true if the last wave is not full."""
     assert list(range(1, targets + 1)) == sorted(
         receiver for receivers in doubling(targets).values() for receiver in receivers
     )
 
 
-def test_a_case_says_who_is_late_and_who_is_slow() -> None:
-    """The last ones are late, those in the middle slow."""
+def test_late_and_slow_targets_of_a_case() -> None:
+    """The last targets are late, those in the middle are slow."""
     case = FanoutCase("rfork", 5, late=2, slow=1)
     assert (("t03", "t04"), ("t02",)) == (case.late_hosts, case.slow_hosts)
 
@@ -57,18 +57,18 @@ def test_a_case_says_who_is_late_and_who_is_slow() -> None:
         (FanoutCase("rfork", 1, seeds=2, seed_rate=0.25), 2.0),
     ],
 )
-def test_the_bound_is_what_the_slowest_links_allow(case: FanoutCase, bound: float) -> None:
-    """The target's own link, or those of all its seeds together."""
+def test_the_minimum_time_follows_the_slowest_links(case: FanoutCase, bound: float) -> None:
+    """The slowest link is the target's own, or those of all its seeds together."""
     assert bound == case.min_time
 
 
-def test_cases_have_names_of_their_own() -> None:
-    """Or two of them would be one contender."""
+def test_cases_have_unique_names() -> None:
+    """Two cases with one name would be one contender."""
     cases = all_cases((1, 3, 7, 15))
     assert len(cases) == len({case.name for case in cases})
 
 
-def test_all_cases_ask_every_question_of_the_issue() -> None:
+def test_all_cases_cover_every_mode_and_disturbance() -> None:
     """Three modes at every size, two seeds, late joiners, a slow link, and stripes."""
     expected = [
         "rfork 3", "rfork 7", "star 3", "star 7", "doubling 3", "doubling 7",
@@ -78,8 +78,8 @@ def test_all_cases_ask_every_question_of_the_issue() -> None:
     assert expected == [case.name for case in all_cases((3, 7))]
 
 
-def test_figures_are_times_in_the_seconds_of_one_link() -> None:
-    """Medians of the rounds over S/B; the most that any host sent; the worst of the stripes."""
+def test_figures_are_medians_in_units_of_one_transfer() -> None:
+    """Medians of the rounds over S/B; the maximum that any host sent; the worst of the stripes."""
     runs = {
         FanoutCase("rfork", 3): [
             outcome({"t00": (0, end)}, sent) for end, sent in ((2.2, 1000), (3, 1020), (2.4, 990))
@@ -104,45 +104,45 @@ def test_figures_are_times_in_the_seconds_of_one_link() -> None:
     assert pytest.approx(expected) == figures(runs, SIZE, UNIT_S)
 
 
-def test_a_row_has_the_efficiency_and_the_most_that_a_host_sent_and_received() -> None:
-    """In multiples of S/B and S."""
+def test_a_row_has_efficiency_and_maximum_traffic() -> None:
+    """They are multiples of S/B and S."""
     (row,) = rows_of(FanoutCase("rfork", 1), [outcome({"t00": (0, 2.5)}, sent=1100)], SIZE, UNIT_S)
     assert (1.25, 0.8, 1.1, 1.0) == (row["T in S/B"], row["eta"], row["sent"], row["received"])
 
 
 @pytest.mark.parametrize(("busy", "lines"), [(0.89, 0), (0.95, 1)])
-def test_processors_that_are_all_busy_are_told_of(busy: float, lines: int) -> None:
-    """Then the links alone are not what was measured."""
+def test_busy_cpus_are_a_warning(busy: float, lines: int) -> None:
+    """If the CPUs are busy, the run did not measure the links alone."""
     assert lines == len(warnings({FanoutCase("rfork", 1): [outcome({"t00": (0, 2)}, busy=busy)]}))
 
 
-def test_the_quick_form_is_small_and_runs_once() -> None:
-    """A smaller image, few cases, one round, unless asked otherwise."""
+def test_the_quick_form_is_small() -> None:
+    """It has a smaller image, few cases and one round, unless other options are passed."""
     options, links, cases = parse(["--quick", "--rate", "100"])
     assert (1, 64 << 20, 100e6, quick_cases()) == (options.rounds, links.size, links.rate, cases)
 
 
-def test_cases_can_be_picked_by_name() -> None:
-    """By a regular expression."""
+def test_cases_can_be_selected_by_name() -> None:
+    """The pattern is a regular expression."""
     _, _, cases = parse(["--targets", "3", "7", "--only", " 7$"])
     assert [FanoutCase("rfork", 7), FanoutCase("star", 7), FanoutCase("doubling", 7)] == cases
 
 
 @pytest.mark.parametrize("size", [1, 4096, (9 << 20) + 5])
-def test_a_module_is_as_large_as_asked(size: int) -> None:
-    """To the byte, so that the number of chunks is the one that was meant."""
+def test_a_module_has_the_requested_size(size: int) -> None:
+    """The size is exact to the byte, so that the number of chunks is as intended."""
     assert size == capture(module_of(size, filled=False)).layout.image_bytes
 
 
-def test_seeds_hold_the_same_bytes_and_targets_none_of_them() -> None:
-    """Filled modules are equal, empty ones differ from them; the layout is one."""
+def test_seeds_have_equal_bytes_and_targets_none() -> None:
+    """Filled modules are equal, empty ones differ from them; all have the same layout."""
     one, two, empty = (capture(module_of(5 << 20, filled=filled)) for filled in (True, True, False))
     assert (image_sha256(one), one.layout) == (image_sha256(two), empty.layout)
     assert image_sha256(one) != image_sha256(empty)
 
 
-def test_messages_survive_the_wire() -> None:
-    """Commands and answers are read as they were written."""
+def test_messages_survive_encoding() -> None:
+    """Commands and responses decode to the same values."""
     command, response = FanoutCommand("fork", "model"), FanoutResponse(ended=2.0, points=((1.0, 5), (2.0, 9)))
     assert (command, response) == (
         fanout_messages.parse_command(fanout_messages.encode_line(command)),
@@ -151,5 +151,5 @@ def test_messages_survive_the_wire() -> None:
 
 
 def test_the_physical_limit_has_a_row() -> None:
-    """S/B itself, and what it is in seconds."""
+    """The row has S/B, and its value in seconds."""
     assert {"case": "limit: TCP, 2 s", "T in S/B": 1.0} == limit_row(FanoutCase("limit", 1), UNIT_S)

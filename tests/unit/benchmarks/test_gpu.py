@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmarks that run nothing: sizes, names, rows, and what becomes of who fails."""
+"""Pure parts of the GPU benchmarks: sizes, names, rows, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ MIB = 1 << 20
 
 
 def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Bytes of bfloat16 tensors."""
+    """Return the bytes of these bfloat16 tensors."""
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 @pytest.mark.parametrize("wanted", [16 << 30, 2 << 30, 256 * MIB, 64 * MIB])
-def test_a_dense_image_has_about_the_size_asked_for(wanted: int) -> None:
-    """Within a layer, whatever the width."""
+def test_a_dense_image_has_about_the_requested_size(wanted: int) -> None:
+    """The difference is at most one layer, for any width."""
     assert 0.85 < size_of(dense_shapes(wanted)) / wanted < 1.15
 
 
 @pytest.mark.parametrize(("wanted", "tensors"), [(1 << 30, 20_000), (256 * MIB, 20_000), (8 * MIB, 1024)])
 def test_a_small_image_has_very_many_tensors(wanted: int, tensors: int) -> None:
-    """20,000 of them, but fewer than that where there would be less than a few rows for each."""
+    """It has 20,000, but fewer if each would have less than a few rows."""
     shapes = small_shapes(wanted)
     assert tensors == len(shapes)
     assert 0.85 < size_of(shapes) / wanted < 1.15
 
 
-def test_the_same_bytes_in_every_process() -> None:
+def test_modules_of_equal_shapes_have_equal_bytes() -> None:
     """Two modules of the same shapes are the same image."""
     shapes = small_shapes(MIB)
     one, other = (capture(module_of(shapes, torch.device("cpu"))).manifest().weights_id for _ in range(2))
@@ -69,34 +69,34 @@ def test_the_same_bytes_in_every_process() -> None:
 
 
 def failing(error: Exception) -> float:
-    """A contender that fails."""
+    """Return a contender that fails."""
     raise error
 
 
-def test_who_fails_is_a_row_and_disturbs_nobody() -> None:
-    """One that cannot be prepared, one that fails in a round, and one that runs."""
+def test_a_failing_contender_is_a_row_and_affects_no_other() -> None:
+    """One cannot be prepared, one fails in a round, and one runs."""
     field = GpuContenders()
-    field.add("absent", lambda: failing(NotSameHost("two hosts", hint="ask http")))  # type: ignore[arg-type, return-value]
+    field.add("absent", lambda: failing(NotSameHost("two hosts", hint="use http")))  # type: ignore[arg-type, return-value]
     field.add("fails", lambda: lambda: failing(ModuleNotFoundError("No module", name="kvikio")))
     field.add("runs", lambda: lambda: 2.0)
     seconds = field.run(3)
     assert {"runs": [2.0, 2.0, 2.0]} == seconds
     rows = rows_of(seconds, {"runs": 4_000_000_000}, field)
-    assert [("runs", ""), ("absent", "two hosts (ask http)"), ("fails", "not installed: kvikio")] == [
+    assert [("runs", ""), ("absent", "two hosts (use http)"), ("fails", "not installed: kvikio")] == [
         (row["contender"], row["note"]) for row in rows
     ]
     assert 2.0 == rows[0]["GB/s"]
 
 
 def test_wrong_bytes_are_counted() -> None:
-    """They are no result, and never a mere note."""
+    """Wrong bytes are no result, and never just a note."""
     field = GpuContenders()
     field.add("liar", lambda: lambda: failing(VerificationError("dense")))
     assert ({}, 1, {"liar": "WRONG BYTES"}) == (field.run(2), field.wrong, field.notes)
 
 
 def test_every_byte_is_compared() -> None:
-    """A copy that copies nothing is found out; one that does is timed."""
+    """A copy that copies nothing is detected; one that does is timed."""
     shapes, cpu = small_shapes(MIB), torch.device("cpu")
     target = GpuPullTarget("small", shapes, cpu)
     with pytest.raises(VerificationError):
@@ -105,19 +105,19 @@ def test_every_byte_is_compared() -> None:
 
 
 def test_slow_contenders_run_in_few_rounds() -> None:
-    """Three, after the one that warms up."""
+    """They run three rounds after the warm-up round."""
     field = GpuContenders()
     field.add("slow", lambda: lambda: 1.0, aside=True)
     assert {"slow": [1.0, 1.0, 1.0]} == field.run(5)
 
 
-def test_only_the_first_line_of_an_error_is_told() -> None:
-    """Another process sends its traceback behind it."""
+def test_a_row_has_only_the_first_line_of_an_error() -> None:
+    """An error of another process includes its traceback."""
     assert "the seed: no" == error_text(RforkError("the seed: no\nTraceback …"))
 
 
 def test_figures_are_ratios_of_medians() -> None:
-    """Of those that ran; not for very many small tensors, where launches bound the limits themselves."""
+    """They cover the contenders that ran; not the small tensors, where launches bound the limits too."""
     seconds = {
         "dense: cuda_ipc reads": [2.0], "dense: limit: device copy": [1.0, 1.5, 9.0], "dense: digest": [0.5],
         "small: rfork.load, page cache": [4.0], "small: limit: pinned copy": [2.0],
@@ -130,7 +130,7 @@ def test_figures_are_ratios_of_medians() -> None:
 
 
 def test_the_worst_governed_transport_is_the_figure() -> None:
-    """Ungoverned ones and the stand-in for NCCL are told beside it."""
+    """Ungoverned transports and the stand-in for NCCL have separate figures."""
     cases = [GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2), GpuDisturbCase("http", 2), GpuDisturbCase("cuda_ipc", 2),
              GpuDisturbCase("http", 2, governed=False), GpuDisturbCase("kernel copies", 2)]  # fmt: skip
     tokens = [100, 100, 90, 80, 50, 10]
@@ -147,15 +147,15 @@ def test_the_worst_governed_transport_is_the_figure() -> None:
 
 
 def test_every_chunk_is_read_once() -> None:
-    """By several threads, in turn."""
+    """Several threads share the chunks."""
     chunks = [(index, index + 1) for index in range(50)]
     read: list[tuple[int, int]] = []
     read_sequentially(chunks, read.append)
     assert chunks == sorted(read)
 
 
-def test_a_read_that_fails_is_raised() -> None:
-    """Not swallowed on its thread."""
+def test_a_failed_read_is_raised() -> None:
+    """It is not swallowed on its thread."""
 
     def read(chunk: tuple[int, int]) -> None:
         raise NotSameHost("no")
@@ -174,13 +174,13 @@ def test_a_read_that_fails_is_raised() -> None:
         ([], "AMD EPYC", 2, "epyc-2core"),
     ],
 )
-def test_results_lie_in_a_folder_named_after_the_machine(gpus: list[str], cpu: str, cores: int, expected: str) -> None:
-    """GPU, CPU and cores."""
+def test_the_results_folder_is_named_after_the_machine(gpus: list[str], cpu: str, cores: int, expected: str) -> None:
+    """The name has GPU, CPU and cores."""
     assert expected == folder_name(gpus, cpu, cores)
 
 
-def test_what_is_installed_on_an_image_leaves_its_torch() -> None:
-    """Everything that rfork needs but torch, and the Mooncake wheel for the image's CUDA."""
+def test_installing_packages_keeps_the_image_s_torch() -> None:
+    """It installs everything that rfork needs except torch, and the Mooncake wheel for the image's CUDA."""
     assert "torch" not in map(name_of, base())
     assert {"pydantic", "grpcio", "xxhash"} <= set(map(name_of, base()))
     assert ["mooncake-transfer-engine-cuda13"] == optional("13.0")[3:]
@@ -188,8 +188,8 @@ def test_what_is_installed_on_an_image_leaves_its_torch() -> None:
     assert [] == optional(None)[3:]
 
 
-def test_every_package_is_looked_for_by_its_module() -> None:
-    """The modules of rfork's requirements can be found where they are installed, as here."""
+def test_every_package_has_an_importable_module() -> None:
+    """The modules of rfork's requirements are found where they are installed, as here."""
     from importlib.util import find_spec
 
     modules = [imported_as(name_of(line)) for line in base()]
@@ -197,8 +197,8 @@ def test_every_package_is_looked_for_by_its_module() -> None:
     assert (ROOT / "pyproject.toml").exists()
 
 
-def test_a_captured_graph_owns_what_it_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph replays addresses: the tensors behind them live as long as what replays it."""
+def test_a_captured_graph_owns_its_output_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph replays addresses: its tensors live as long as the graph may be replayed."""
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock())
@@ -219,8 +219,8 @@ def test_a_captured_graph_owns_what_it_writes_to(monkeypatch: pytest.MonkeyPatch
     replay()
 
 
-def test_every_fork_is_found_out_that_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the second one of a slot, whose tensors hold the right bytes of the first."""
+def test_every_fork_without_bytes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes the second fork of a slot, whose tensors have the right bytes of the first."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     target = GpuTarget(multiprocessing.Value("q", 0), "http://127.0.0.1:1", "cpu")
     right = [region.clone() for region in target._image.regions]
@@ -241,10 +241,10 @@ def test_every_fork_is_found_out_that_brings_nothing(monkeypatch: pytest.MonkeyP
         target.handle(GpuOrder("stop"))
 
 
-def test_an_environment_that_could_not_be_made_is_made_without_pip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Debian without python3-venv leaves half of one, which must not be taken for a whole one."""
+def test_a_venv_without_ensurepip_is_made_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian without python3-venv leaves half of an environment, which must not be mistaken for a complete
+    one.
+    """
     venv = tmp_path / "venv"
     commands: list[Sequence[str]] = []
 
@@ -264,8 +264,8 @@ def test_an_environment_that_could_not_be_made_is_made_without_pip(
     assert packages.is_made()
 
 
-def test_an_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run finds no bin/python that works by half, and tries anew."""
+def test_a_failed_venv_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run finds no broken bin/python and tries again."""
     venv = tmp_path / "venv"
 
     def quiet(command: Sequence[str], seconds: float) -> str:
@@ -282,8 +282,8 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monke
     )
 
 
-def test_warnings_of_other_packages_end_no_test_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch warns of pynvml as it is imported; this repository's pytest makes errors of warnings."""
+def test_warnings_of_other_packages_do_not_fail_tests_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns about pynvml at import, and this repository's pytest turns warnings into errors."""
     called: list[Sequence[str]] = []
 
     def call(command: Sequence[str], seconds: float) -> int:
@@ -297,7 +297,7 @@ def test_warnings_of_other_packages_end_no_test_on_hardware(monkeypatch: pytest.
 
 
 class PopenAfterOutput(subprocess.Popen[str]):
-    """A process whose time begins when it has said something."""
+    """A process whose timeout starts after its first output."""
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         assert self.stdout is not None
@@ -305,10 +305,8 @@ class PopenAfterOutput(subprocess.Popen[str]):
         return super().communicate(input, timeout)
 
 
-def test_what_a_benchmark_said_before_its_time_was_over_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is the only thing there is to see of it."""
+def test_the_output_of_a_timed_out_benchmark_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all that remains of the run."""
     monkeypatch.setattr(subprocess, "Popen", PopenAfterOutput)
     slow = "import time; print('half', flush=True); time.sleep(600)"
     status = run.call([sys.executable, "-c", slow], 0.1, tmp_path / "gpu_pull.txt")
@@ -320,16 +318,16 @@ def test_what_a_benchmark_said_before_its_time_was_over_is_kept(
 
 
 def test_tests_and_benchmarks_end_within_ten_minutes() -> None:
-    """With what is installed before, and the time that a process has to end."""
+    """This includes the installation and the time that a process has to end."""
     assert run.TEST_S + run.BENCH_S + 2 * 2 * run.END_S <= 600
 
 
-def test_an_old_python_is_told_so() -> None:
-    """On one line: the standard library of 3.10 has no tomllib."""
+def test_an_old_python_is_one_clear_error() -> None:
+    """The error is one line: the standard library of 3.10 has no tomllib."""
     program = (
         "import sys; sys.modules['tomllib'] = None; import benchmarks.gpu.run as run; "
         "run.sys = type('Old', (), {'version_info': (3, 10, 4), 'executable': 'python3'}); "
         "print(run.main(['test']))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ("python3 is 3.10: it needs Python 3.11\n1\n", "") == (done.stdout, done.stderr)
+    assert ("python3 is Python 3.10; Python 3.11 or newer is required\n1\n", "") == (done.stdout, done.stderr)

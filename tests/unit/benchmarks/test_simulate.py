@@ -1,4 +1,4 @@
-"""The simulator against the formulas where these are exact, and whole runs of it."""
+"""The simulator compared with exact formulas, and complete runs of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = 0
 
 
 class Static:
-    """Node 0 is a seed, 1 to N are targets; each reads what a table says, from when it says."""
+    """Node 0 is a seed, 1 to N are targets; each reads what a table lists, from the time it lists."""
 
     def __init__(self, targets: int, *, rates: Mapping[int, float] | None = None, **how: float) -> None:
         self.fleet = SimFleet(
@@ -46,8 +46,8 @@ class Static:
 
 
 @pytest.mark.parametrize("targets", [1, 2, 5, 40])
-def test_a_chain_takes_what_its_formula_says(targets: int) -> None:
-    """Each target reads everything from the one before it: (k + N - 1)/k."""
+def test_a_chain_matches_its_formula(targets: int) -> None:
+    """Each target reads everything from the previous one: (k + N - 1)/k."""
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {target - 1: EVERY})
@@ -55,8 +55,8 @@ def test_a_chain_takes_what_its_formula_says(targets: int) -> None:
 
 
 @pytest.mark.parametrize("targets", [1, 2, 5, 40])
-def test_a_star_takes_what_its_formula_says(targets: int) -> None:
-    """Each target reads everything from the seed, which is shared by all: N."""
+def test_a_star_matches_its_formula(targets: int) -> None:
+    """All targets read everything from the seed and share its link: N."""
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {SEED: EVERY})
@@ -64,8 +64,8 @@ def test_a_star_takes_what_its_formula_says(targets: int) -> None:
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31])
-def test_doubling_takes_what_its_formula_says(targets: int) -> None:
-    """In each round everybody complete gives to one target: log2(N + 1)."""
+def test_doubling_matches_its_formula(targets: int) -> None:
+    """In each round every complete node serves one target: log2(N + 1)."""
     fleet = Static(targets)
     for target in range(1, targets + 1):
         round_ = target.bit_length() - 1
@@ -74,9 +74,9 @@ def test_doubling_takes_what_its_formula_says(targets: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [3, 4, 5])
-def test_two_trees_take_two_ticks_a_level(depth: int) -> None:
+def test_two_trees_need_two_ticks_per_level(depth: int) -> None:
     """Each of two mirrored trees carries half of the chunks at half of the rate: (k + 2(depth - 1))/k."""
-    targets = 2**depth - 2  # an even number: no node is within both trees
+    targets = 2**depth - 2  # an even number: no node is an inner node of both trees
     halves = bits(range(0, CHUNKS, 2)), bits(range(1, CHUNKS, 2))
     shares: dict[int, dict[int, int]] = {target: {} for target in range(1, targets + 1)}
     for half, line in zip(halves, ([*shares], [*shares][::-1]), strict=True):
@@ -91,14 +91,14 @@ def test_two_trees_take_two_ticks_a_level(depth: int) -> None:
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3, 5])
 @pytest.mark.parametrize("chunks", [1, 4, 64])
-def test_the_hypercube_schedule_takes_what_its_paper_says(dimensions: int, chunks: int) -> None:
-    """Run tick by tick, 2**d nodes hold k chunks after k + d - 1 ticks."""
+def test_the_hypercube_schedule_matches_its_paper(dimensions: int, chunks: int) -> None:
+    """Tick by tick, 2**d nodes have k chunks after k + d - 1 ticks."""
     assert chunks + dimensions - 1 == sim_baselines.hypercube_ticks(dimensions, chunks)
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31, 100, 1000, 10_000])
 def test_the_floor_of_one_seed_is_the_binomial_pipeline(targets: int) -> None:
-    """Counting who can send arrives at the bound of the paper: (k + ceil(log2(N + 1)) - 1)/k."""
+    """Counting the possible senders yields the bound of the paper: (k + ceil(log2(N + 1)) - 1)/k."""
     assert (64 + ceil(log2(targets + 1)) - 1) / 64 == sim_baselines.floor(targets, 1, 64)
 
 
@@ -107,15 +107,15 @@ def test_with_a_seed_for_each_target_the_floor_is_one() -> None:
     assert (1.0, 1.0) == (sim_baselines.floor(4, 4, 64), sim_baselines.floor(4, 9, 64))
 
 
-def test_latency_is_paid_for_each_chunk() -> None:
-    """One chunk at a time, each waits for its latency and then moves: S/B + k latencies."""
+def test_each_chunk_has_latency() -> None:
+    """One chunk at a time, each waits for its latency and is then transferred: S/B + k latencies."""
     fleet = Static(1, latency=0.01)
     fleet.reads(1, {SEED: EVERY})
     assert pytest.approx(1.0 + CHUNKS * 0.01) == fleet.run()
 
 
 def test_a_window_shares_the_latency() -> None:
-    """Two chunks that are under way together wait together: half as many waits."""
+    """Two chunks in flight wait concurrently: half as many waits."""
     fleet = Static(1, latency=0.01, window=2)
     fleet.reads(1, {SEED: EVERY})
     assert pytest.approx(1.0 + CHUNKS // 2 * 0.01) == fleet.run()
@@ -129,8 +129,8 @@ def test_a_slow_link_sets_the_pace(slow: int) -> None:
     assert pytest.approx(4.0) == fleet.run()
 
 
-def test_a_flow_gets_the_lesser_of_its_two_shares() -> None:
-    """Half of the seed's link is more than a slow reader can use; the other gets no more for that."""
+def test_a_flow_has_the_smaller_of_its_two_shares() -> None:
+    """Half of the seed's link is more than a slow reader can use; the other reader gets no more for that."""
     fleet = Static(2, rates={1: 0.25})
     fleet.reads(1, {SEED: EVERY})
     fleet.reads(2, {SEED: EVERY})
@@ -138,16 +138,16 @@ def test_a_flow_gets_the_lesser_of_its_two_shares() -> None:
     assert pytest.approx((4.0, 2.0)) == tuple(Static.done(node) for node in fleet.nodes[1:])
 
 
-def test_two_sources_are_drawn_on_at_once() -> None:
-    """A target that has half of its chunks from each of two sources reads both at half of its rate."""
+def test_two_sources_are_read_concurrently() -> None:
+    """A target with half of its chunks from each of two sources reads both at half of its rate."""
     fleet = Static(2)
     fleet.reads(1, {SEED: EVERY})
     fleet.reads(2, {SEED: EVERY & 0xFF, 1: EVERY & ~0xFF}, at=1.0)
     assert pytest.approx((2.0, 1.5, 0.5)) == (fleet.run(), *(node.egress.carried for node in fleet.nodes[:2]))
 
 
-def test_what_a_dead_source_sent_stays_and_the_rest_is_read_elsewhere() -> None:
-    """A relay dies in mid-chunk: its reader keeps the whole chunks and reads the others from the seed."""
+def test_chunks_of_a_dead_source_are_kept() -> None:
+    """A relay dies in mid-chunk: its reader keeps the complete chunks and reads the others from the seed."""
     fleet = Static(2)
     fleet.reads(1, {SEED: EVERY})
     fleet.reads(2, {1: EVERY})
@@ -159,8 +159,8 @@ def test_what_a_dead_source_sent_stays_and_the_rest_is_read_elsewhere() -> None:
     assert ([fleet.nodes[2]], CHUNKS) == (readers, fleet.nodes[2].received)
 
 
-def test_a_new_plan_leaves_what_is_in_flight_with_its_source() -> None:
-    """The chunk that is half read is not read again from the new source."""
+def test_a_new_plan_keeps_chunks_in_flight_with_their_source() -> None:
+    """A chunk that is half read is not read again from the new source."""
     fleet = Static(2)
     fleet.reads(1, {SEED: EVERY})
     fleet.reads(2, {SEED: EVERY}, at=1.0)
@@ -174,21 +174,21 @@ def test_a_new_plan_leaves_what_is_in_flight_with_its_source() -> None:
     ("chunks", "ranges"),
     [(0, ()), (0b1, ((0, 1),)), (0b1011, ((0, 2), (3, 4))), (0b111000, ((3, 6),)), (1 << 200, ((200, 201),))],
 )
-def test_sets_of_chunks_are_told_as_ranges(chunks: int, ranges: tuple[tuple[int, int], ...]) -> None:
+def test_sets_of_chunks_convert_to_ranges(chunks: int, ranges: tuple[tuple[int, int], ...]) -> None:
     """Bits become ranges, and ranges the same bits."""
     assert (ranges, chunks) == (ranges_of(chunks), bits_of(ranges))
 
 
-def test_one_target_reads_at_the_speed_of_its_link() -> None:
-    """What the policy plans for one target and one seed takes S/B."""
+def test_a_single_target_reads_at_the_rate_of_its_link() -> None:
+    """A plan for one target and one seed takes S/B."""
     assert pytest.approx(1.0) == SimRun(SimScenario(targets=1)).run().total
 
 
 @pytest.mark.parametrize(
     "scenario", [SimScenario(targets=7), SimScenario(targets=40, seeds=3), SimScenario(targets=40, chunks=8)]
 )
-def test_undisturbed_every_chunk_arrives_once(scenario: SimScenario) -> None:
-    """Each target receives each chunk exactly once, and nobody sends what does not arrive."""
+def test_every_chunk_arrives_once_without_disturbances(scenario: SimScenario) -> None:
+    """Each target receives each chunk exactly once, and nothing is sent that does not arrive."""
     run = SimRun(scenario)
     run.run()
     nodes = list(run.fleet.nodes.values())
@@ -198,7 +198,7 @@ def test_undisturbed_every_chunk_arrives_once(scenario: SimScenario) -> None:
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 31, 100])
 def test_no_plan_beats_the_floor(targets: int) -> None:
-    """What is simulated is never faster than what is possible."""
+    """A simulated time is never below the theoretical minimum."""
     total = SimRun(SimScenario(targets=targets)).run().total
     assert sim_baselines.floor(targets, 1, 64) <= total + 1e-9
 
@@ -215,8 +215,8 @@ def test_no_plan_beats_the_floor(targets: int) -> None:
     ],
     ids=str,
 )
-def test_whoever_lives_ends_with_all_chunks(disturbed: SimScenario) -> None:
-    """Deaths, stragglers and late arrivals leave nobody who lives without a chunk."""
+def test_every_surviving_target_ends_with_all_chunks(disturbed: SimScenario) -> None:
+    """Deaths, stragglers and late arrivals leave no surviving target incomplete."""
     run = SimRun(disturbed)
     run.run()
     alive = [node for node in run.fleet.nodes.values() if node.alive]
@@ -224,23 +224,23 @@ def test_whoever_lives_ends_with_all_chunks(disturbed: SimScenario) -> None:
     assert disturbed.targets - round(disturbed.deaths * disturbed.targets) + disturbed.seeds == len(alive)
 
 
-def test_the_same_draw_gives_the_same_run() -> None:
-    """A run depends on its scenario alone."""
+def test_equal_seeds_produce_equal_runs() -> None:
+    """A run depends only on its scenario."""
     scenario = SimScenario(targets=40, deaths=0.1, spread=0.1, draw=3)
     first, second = (replace(SimRun(scenario).run(), plan_seconds=0.0, watch_seconds=0.0) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("wrong", [{"targets": 0}, {"seeds": 0}, {"deaths": 1.0}, {"late": -0.1}])
-def test_a_scenario_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    """Nobody to read, nobody to read from, or nobody left is an error that names the option."""
+def test_an_impossible_scenario_is_an_error(wrong: dict[str, float]) -> None:
+    """A scenario without targets, sources or survivors is an error that names the option."""
     name = next(iter(wrong))
     with pytest.raises(SettingsError, match=f"--{name}"):
         replace(SimScenario(), **wrong)  # type: ignore[arg-type]  # one table for whole and broken numbers
 
 
-def test_the_command_line_asks_one_question() -> None:
-    """`--targets` makes a scenario of the other options; without it the whole table is made."""
+def test_the_command_line_selects_one_scenario() -> None:
+    """`--targets` makes a scenario of the other options; without it the complete table is made."""
     _, scenario, one = parse(["--targets", "1000", "--deaths", "0.01", "--straggler-rate", "0.5"])
     assert (SimScenario(targets=1000, deaths=0.01, straggler_rate=0.5), True) == (scenario, one)
     _, scenario, one = parse(["--quick", "--window", "2"])

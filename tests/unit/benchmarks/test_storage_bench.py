@@ -1,4 +1,4 @@
-"""Who runs in `benchmarks.storage`, how often, on what, and what is written for it; nothing is run."""
+"""Selection of contenders, rounds, parts and files in `benchmarks.storage`; nothing is run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYTHING: frozenset[FileFormat] = frozenset({"safetensors", "tensorizer", "pic
 
 
 def loader(max_rounds: int | None = None) -> StorageContender:
-    """Somebody who is never run."""
+    """Return a loader that is never run."""
 
     def load() -> Tensors:
         return {}
@@ -39,21 +39,21 @@ def loader(max_rounds: int | None = None) -> StorageContender:
         (["--quick", "--only", "small/"], [("small", "cold"), ("small", "warm"), ("small", "s3")]),
     ],
 )
-def test_parts_are_chosen_by_name(arguments: list[str], expected: list[Part]) -> None:
-    """Of image and medium; --quick alone leaves out what takes the longest."""
+def test_parts_are_selected_by_name(arguments: list[str], expected: list[Part]) -> None:
+    """The name is that of image and medium; --quick alone leaves out the longest parts."""
     _, parts = parse(arguments)
     assert expected == parts
 
 
-def test_a_name_that_matches_nothing_is_told_what_there_is() -> None:
-    """In one line."""
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """The error is one line."""
     with pytest.raises(RforkError, match="images are dense, small, media cold, warm, s3") as raised:
         parse(["--only", "tape"])
     assert 1 == len(str(raised.value).splitlines())
 
 
-def test_the_options_of_all_benchmarks_hold_here_too() -> None:
-    """Whatever stands beside them."""
+def test_the_common_options_are_accepted() -> None:
+    """They can be combined with the benchmark's own options."""
     options, _ = parse(["--only", "s3", "--quick", "--rounds", "2"])
     assert (True, 2) == (options.quick, options.rounds)
 
@@ -61,15 +61,15 @@ def test_the_options_of_all_benchmarks_hold_here_too() -> None:
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("part", ALL)
 def test_no_two_contenders_share_a_row(part: Part, quick: bool) -> None:
-    """Or the runs of both would count as one's."""
+    """Otherwise the runs of both would count as one's."""
     cases = [case for case, _ in entries(part, quick)]
     assert len(cases) == len(set(cases))
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("part", ALL)
-def test_wherever_ours_runs_a_peer_does(part: Part, quick: bool) -> None:
-    """Into the same kind of memory, or a row is compared with nobody."""
+def test_every_row_of_ours_has_a_peer(part: Part, quick: bool) -> None:
+    """The peer uses the same type of memory; without one the row could not be compared."""
     found = {
         role: {case.comparison_key for case, _ in entries(part, quick) if case.role == role}
         for role in ("ours", "peer")
@@ -78,8 +78,8 @@ def test_wherever_ours_runs_a_peer_does(part: Part, quick: bool) -> None:
     assert found["ours"]
 
 
-def test_a_full_run_has_both_destinations_everywhere() -> None:
-    """A quick one has what there is time for."""
+def test_a_full_run_has_both_destinations() -> None:
+    """A quick one has those that time allows."""
     ours = {
         quick: {case.comparison_key for part in parts for case, _ in entries(part, quick) if case.role == "ours"}
         for quick, parts in ((False, ALL), (True, QUICK))
@@ -106,14 +106,14 @@ def test_a_full_run_has_both_destinations_everywhere() -> None:
         (StorageCase("small", "s3", "fresh", "peer"), None, 3),
     ],
 )
-def test_rows_aside_run_less_often(case: StorageCase, max_rounds: int | None, expected: int) -> None:
-    """Never more often than the rounds that were asked for."""
+def test_side_rows_run_less_often(case: StorageCase, max_rounds: int | None, expected: int) -> None:
+    """They never run more often than the requested rounds."""
     assert expected == rounds_of(case, loader(max_rounds), 5)
     assert 1 == rounds_of(case, loader(max_rounds), 1)
 
 
-def test_only_what_is_read_is_written() -> None:
-    """Two formats less with --quick; all that S3 has lies there beside the disk."""
+def test_only_formats_that_are_read_are_written() -> None:
+    """--quick writes two formats less; everything in S3 is also on disk."""
     assert {"dense": frozenset({"safetensors"})} == formats_by_image([("dense", "cold")], quick=True)
     assert {"dense": EVERYTHING, "small": EVERYTHING} == formats_by_image(ALL, quick=False)
     both = DENSE_BYTES + SMALL_BYTES
@@ -122,7 +122,7 @@ def test_only_what_is_read_is_written() -> None:
 
 
 def test_the_estimate_grows_with_rounds_and_parts() -> None:
-    """And is told in words that promise no more than it knows."""
+    """It is printed in words that are no more precise than it is."""
 
     def seconds(parts: list[Part], rounds: int) -> float:
         return estimate_s(parts, Options("storage", False, rounds, None, None))

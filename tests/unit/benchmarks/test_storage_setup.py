@@ -1,4 +1,4 @@
-"""The parts that make `benchmarks.storage` fair: images, what the clock includes, page cache, cuts."""
+"""Setup of `benchmarks.storage`: images, timing, page cache, memory."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from rfork.errors import RforkError
         ("small", True, 2_400, 127_795_200),
     ],
 )
-def test_images_have_their_size(name: str, quick: bool, tensors: int, size: int) -> None:
-    """In tensors, and in bytes of bfloat16."""
+def test_images_have_the_documented_size(name: str, quick: bool, tensors: int, size: int) -> None:
+    """The size is in tensors, and in bytes of bfloat16."""
     shapes = shapes_of(name, quick)
     assert (tensors, size) == (len(shapes), bytes_of(shapes))
 
 
-def test_shards_hold_every_tensor_once_and_about_the_same() -> None:
-    """None is more than a tenth off a quarter."""
+def test_shards_have_every_tensor_once_and_similar_sizes() -> None:
+    """No shard differs from a quarter by more than a tenth."""
     shapes = shapes_of("dense", quick=False)
     shards = split_shards(shapes, 4)
     assert list(shapes) == [name for shard in shards for name in shard]
     assert all(abs(4 * bytes_of(shard) / bytes_of(shapes) - 1) < 0.1 for shard in shards)
 
 
-def test_a_fingerprint_tells_bytes_names_shapes_and_types_apart() -> None:
-    """And no order: loaders hand tensors over in their own."""
+def test_a_fingerprint_depends_on_bytes_names_shapes_and_types() -> None:
+    """It does not depend on the order, because loaders yield tensors in their own."""
     tensor = torch.arange(4, dtype=torch.int16)
 
     def of(*named: tuple[str, torch.Tensor]) -> str:
@@ -67,11 +67,13 @@ def test_a_fingerprint_tells_bytes_names_shapes_and_types_apart() -> None:
     assert right not in others
 
 
-def test_no_room_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is written."""
+def test_too_little_space_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised before anything is written."""
     usage = type("Usage", (), {"free": 10**9})
     monkeypatch.setattr("benchmarks.storage_images.shutil.disk_usage", lambda folder: usage)
-    with pytest.raises(RforkError, match=r"has 1\.0 GB free and the benchmark writes 42\.1 GB: make room") as raised:
+    with pytest.raises(
+        RforkError, match=r"has 1\.0 GB free and the benchmark writes 42\.1 GB: free some space"
+    ) as raised:
         check_free_space(tmp_path, 40 * 10**9)
     assert 1 == len(str(raised.value).splitlines())
 
@@ -88,22 +90,20 @@ def test_no_room_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ([(0x1000, 0x5000), (0x2000, 1), (0x6000, 1)], [(0x1000, 0x7000)]),
     ],
 )
-def test_spans_are_the_pages_of_the_tensors_and_no_others(
-    areas: list[tuple[int, int]], expected: list[tuple[int, int]]
-) -> None:
-    """Neighbours are joined; a page in between that is nobody's may not be mapped."""
+def test_spans_are_the_pages_of_the_tensors_only(areas: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    """Adjacent pages are joined; a page between tensors may be unmapped."""
     assert expected == list(spans(areas))
 
 
 def test_touching_reads_one_byte_of_each_page() -> None:
-    """Of every tensor: the sum of the bytes at the pages' begins."""
+    """The result is the sum of the first bytes of all pages."""
     tensor = torch.ones(64 * PAGE, dtype=torch.uint8)
     shift = -tensor.data_ptr() % PAGE
     assert 8 == touch({"a": tensor[shift : shift + 5 * PAGE], "b": tensor[shift + 9 * PAGE : shift + 12 * PAGE]})
 
 
-def test_views_of_a_file_are_told_from_memory(tmp_path: Path) -> None:
-    """Or a loader that only maps would pass for one that reads."""
+def test_views_of_a_file_are_detected(tmp_path: Path) -> None:
+    """Otherwise a loader that only maps would pass for one that reads."""
     path = tmp_path / "bytes"
     path.write_bytes(bytes(4 * PAGE))
     mapped = torch.from_file(str(path), size=4 * PAGE, dtype=torch.uint8)
@@ -111,8 +111,8 @@ def test_views_of_a_file_are_told_from_memory(tmp_path: Path) -> None:
     assert (False, True) == (are_mapped(own), are_mapped(own | {"tail": mapped[3 * PAGE :]}))
 
 
-def test_files_leave_the_page_cache_and_come_back(tmp_path: Path) -> None:
-    """Seen by the kernel's own count."""
+def test_files_can_be_dropped_from_and_read_into_the_page_cache(tmp_path: Path) -> None:
+    """The kernel's own count shows it."""
     device = tmp_path.stat().st_dev
     mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     filesystem_types = {mount[2]: mount[mount.index("-") + 1] for mount in mounts}
@@ -136,7 +136,7 @@ def test_files_leave_the_page_cache_and_come_back(tmp_path: Path) -> None:
     ],
 )
 def test_four_readers_share_the_files(tmp_path: Path, blocks: list[int], expected: list[tuple[int, int, int]]) -> None:
-    """File, first block, end: whole blocks, as O_DIRECT asks for."""
+    """Parts are file, first block and end, in complete blocks, as O_DIRECT requires."""
     paths = [tmp_path / str(index) for index in range(len(blocks))]
     for path, count in zip(paths, blocks, strict=True):
         path.touch()
@@ -146,8 +146,8 @@ def test_four_readers_share_the_files(tmp_path: Path, blocks: list[int], expecte
     assert expected == cuts
 
 
-def test_tensors_go_where_they_are_to_be(tmp_path: Path) -> None:
-    """Into those that exist, as clones of what is mapped, or as they are."""
+def test_tensors_reach_their_destination(tmp_path: Path) -> None:
+    """They are copied into existing ones, cloned if mapped, or unchanged."""
     stored = StoredImage("dense", tmp_path, 0, (), (), (), "", "")
     source, destination = torch.ones(2), torch.zeros(2)
     copied = load_named(LoadTarget(stored, None, "existing", {"a": destination}), [("a", source)], mapped=True)
@@ -161,8 +161,8 @@ def test_tensors_go_where_they_are_to_be(tmp_path: Path) -> None:
     assert [1.0, 1.0] == destination.tolist()
 
 
-def test_the_reserve_is_of_memory_that_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Or what is in the page cache would leave it; a spare GiB stays free."""
+def test_the_reserve_is_allocated_from_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It must not evict the page cache; one GiB stays free."""
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)
     reserve = MemoryReserve()
@@ -180,8 +180,8 @@ def test_the_reserve_is_of_memory_that_is_free(monkeypatch: pytest.MonkeyPatch, 
     ]
 
 
-def test_the_reserve_is_in_memory_until_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Seen by what of this process is resident."""
+def test_the_reserve_is_resident_until_released(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process's resident memory shows it."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemFree: 2097152 kB\n")
     monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)

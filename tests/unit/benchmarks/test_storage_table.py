@@ -1,4 +1,4 @@
-"""What `benchmarks.storage` makes of its runs; the runs themselves are the benchmark."""
+"""Rows and figures that `benchmarks.storage` computes from its runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def result(
     extra_bytes: int = 0,
     note: str = "",
 ) -> StorageResult:
-    """A case of 4 GB with one run for each of `seconds`."""
+    """Return a case of 4 GB with one run for each of `seconds`."""
     runs = tuple(LoadMeasurement(each, each / 2, extra_bytes) for each in seconds)
     return StorageResult(StorageCase(image, medium, into, contender, role, verified), 4 * GB, runs, note)
 
 
-def test_the_worst_row_is_the_one_where_a_peer_is_nearest_or_ahead() -> None:
-    """Over images, media and destinations, each against its own best peer."""
+def test_the_worst_row_is_the_one_closest_to_or_slower_than_a_peer() -> None:
+    """It is chosen over images, media and destinations, each compared with its own best peer."""
     results = [
         result("rfork", 1.0, role="ours"),
         result("fast peer", 2.0),
@@ -62,22 +62,24 @@ def test_medians_are_compared() -> None:
         result("limit", 0.1, role="limit"),
         result("memcpy", 0.1, role="shown"),
         result("rfork otherwise", 0.1, role="ours otherwise"),
-        result("peer", note="it only takes CUDA"),
+        result("peer", note="it supports only CUDA"),
     ],
 )
-def test_like_is_compared_with_like(other: StorageResult) -> None:
-    """Not with another image, medium or kind of memory, nor with what is no peer, or did not run."""
+def test_only_comparable_rows_are_compared(other: StorageResult) -> None:
+    """Another image, medium or type of memory, a contender that is no peer, and one that did not run are not
+    comparable.
+    """
     results = [result("rfork", 1.0, role="ours"), result("peer", 2.0), other]
     assert [2.0] == [each.ratio for each in against_peers(results)]
 
 
-def test_a_row_that_no_peer_answers_is_compared_with_nobody() -> None:
-    """It would be infinitely good."""
+def test_a_row_without_a_peer_is_not_compared() -> None:
+    """Its ratio would be infinite."""
     assert [] == against_peers([result("rfork", 1.0, role="ours"), result("peer", 2.0, image="small")])
 
 
-def test_who_verifies_is_compared_with_who_verifies() -> None:
-    """And a peer that checks hashes is a peer of ours that does not, if it is the best."""
+def test_verifying_loaders_are_compared_with_each_other() -> None:
+    """A peer that checks hashes is also a peer of our loaders that do not, if it is the best."""
     results = [
         result("rfork", 1.0, role="ours"),
         result("rfork snapshot", 1.6, role="ours otherwise", verified=True),
@@ -91,7 +93,7 @@ def test_who_verifies_is_compared_with_who_verifies() -> None:
 
 
 def test_the_figures_are_the_worst_of_both_destinations() -> None:
-    """Over the disk's limit, which is one for both, and of small tensors over dense."""
+    """They are relative to the disk's limit, which both share, and small tensors are relative to dense."""
     results = [
         result("limit: fio", 1.0, role="limit", into="none"),
         result("rfork", 1.25, role="ours"),
@@ -110,8 +112,8 @@ def test_the_figures_are_the_worst_of_both_destinations() -> None:
     assert expected == figures(results)
 
 
-def test_a_limit_of_one_destination_counts_for_that_one() -> None:
-    """Memory that is fresh costs more than memory that exists."""
+def test_a_limit_of_one_destination_counts_only_for_it() -> None:
+    """Fresh memory costs more than existing memory."""
     results = [
         result("limit: preadv", 0.5, role="limit", medium="warm", into="fresh"),
         result("limit: preadv", 0.25, role="limit", medium="warm", into="existing"),
@@ -124,8 +126,8 @@ def test_a_limit_of_one_destination_counts_for_that_one() -> None:
     assert 0.25 == figures(results)["storage_warm_vs_medium"]
 
 
-def test_of_two_limits_the_better_is_the_medium() -> None:
-    """Or a slow reader would be what the disk allows, and a figure above 1."""
+def test_the_faster_of_two_limits_counts() -> None:
+    """Otherwise a slow reader would be the disk's limit, and a figure above 1."""
     results = [
         result("limit: O_DIRECT, huge pages", 0.5, role="limit", into="none"),
         result("limit: fio", 1.0, role="limit", into="none"),
@@ -134,8 +136,8 @@ def test_of_two_limits_the_better_is_the_medium() -> None:
     assert {"fresh": 8 * GB, "existing": 8 * GB} == limits_of(results[::-1], "cold")
 
 
-def test_media_other_than_the_cold_disk_have_figures_of_their_own() -> None:
-    """Named after the medium."""
+def test_other_media_have_separate_figures() -> None:
+    """They are named after the medium."""
     results = [
         result("rfork", 2.0, role="ours", medium="s3", image=image, into="existing") for image in ("dense", "small")
     ]
@@ -143,7 +145,9 @@ def test_media_other_than_the_cold_disk_have_figures_of_their_own() -> None:
 
 
 def test_notes_name_the_rows() -> None:
-    """Which row is the worst, all that are behind a peer, who took the most memory, and who could not run."""
+    """The worst row, all rows slower than a peer, the row with the most memory, and the contenders that could
+    not run.
+    """
     results = [
         result("rfork", 1.0, role="ours", extra_bytes=2),
         result("peer", 0.5),
@@ -151,20 +155,20 @@ def test_notes_name_the_rows() -> None:
         result("peer", 0.9, into="existing"),
         result("rfork", 1.0, role="ours", medium="s3"),
         result("peer", 3.0, medium="s3"),
-        result("picky peer", note="it only takes CUDA"),
+        result("picky peer", note="it supports only CUDA"),
     ]
-    rows_behind = "dense cold fresh: rfork / peer: 0.500; dense cold existing: rfork / peer: 0.900"
+    slower_rows = "dense cold fresh: rfork / peer: 0.500; dense cold existing: rfork / peer: 0.900"
     expected = {
         "storage_vs_best_peer_worst_row": "dense cold fresh: rfork / peer: 0.500",
-        "storage_vs_best_peer_rows_behind": rows_behind,
+        "storage_vs_best_peer_slower_rows": slower_rows,
         "storage_peak_rss_over_row": "dense cold fresh: rfork",
-        "not run: dense cold fresh: picky peer": "it only takes CUDA",
+        "not run: dense cold fresh: picky peer": "it supports only CUDA",
     }
     assert expected == notes(results)
 
 
 def test_a_row_of_the_table() -> None:
-    """Gigabytes a second by the median; the most memory of any run; how far the runs lie apart."""
+    """It has gigabytes per second of the median, the maximum memory of any run, and the spread of the runs."""
     expected = {
         "image": "dense",
         "medium": "cold",
@@ -180,7 +184,7 @@ def test_a_row_of_the_table() -> None:
     assert expected == row(result("peer", 2.0, 1.5, 2.5, extra_bytes=5 * MIB))
 
 
-def test_a_limit_has_neither_memory_nor_processor_time() -> None:
-    """It loads no tensors, in no process that is measured."""
+def test_a_limit_has_neither_memory_nor_cpu_time() -> None:
+    """It loads no tensors, in no measured process."""
     limit_row = row(result("limit: fio", 2.0, role="limit", into="none"))
     assert ("", None, None) == (limit_row["into"], limit_row["CPU s"], limit_row["+MiB"])

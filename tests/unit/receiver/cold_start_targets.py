@@ -1,4 +1,4 @@
-"""Targets that pull at once an image which nobody holds."""
+"""Concurrent targets that fetch an image which no instance serves yet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X, Y = "c" * 32, "d" * 32
 
 
 def verified_by_source(target: Target) -> dict[str, int]:
-    """Verified chunks by source."""
+    """Return the number of verified chunks by source."""
     return {share.source_id: share.verified_chunks for share in target.transfer.shares}
 
 
@@ -43,7 +43,7 @@ def planner_script(*responses: Plan | Callable[[], Plan]) -> Script:
 
 
 class RelayTarget:
-    """A target whose giving side others can read from."""
+    """A target that also serves its chunks to others."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RelayTarget:
 
 
 def wait_for_chunks(chunk_state: ChunkState, count: int) -> bool:
-    """Until the board holds so many chunks."""
+    """Wait until the chunk state has this many verified chunks."""
     reached = threading.Event()
     unsubscribe = chunk_state.subscribe(lambda: reached.set() if len(chunk_state) >= count else None)
     if len(chunk_state) >= count:
@@ -86,7 +86,7 @@ def wait_for_chunks(chunk_state: ChunkState, count: int) -> bool:
 
 
 def run_concurrently(*members: RelayTarget) -> list[TransferStats | BaseException]:
-    """Run all of them side by side; what each ended with."""
+    """Run all functions concurrently and return the result of each."""
     results: dict[RelayTarget, TransferStats | BaseException] = {}
 
     def run(member: RelayTarget) -> None:
@@ -104,14 +104,14 @@ def run_concurrently(*members: RelayTarget) -> list[TransferStats | BaseExceptio
 
 
 def failing_leader(fleet: Fleet, source_image: Image) -> RelayTarget:
-    """A leader that dies once it gave three chunks, before it read all."""
+    """Return a leader that dies after it has served three chunks, before it has read all of them."""
     files = Files(source_image, fails_at=4 * MIB)
-    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="nobody else"))
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="no other source"))
     return RelayTarget(fleet, "leader", script, [files], faults=FaultInjection(dies_after=3 * MIB))
 
 
 def provisional_relay(fleet: Fleet, name: str, source_image: Image, provisional_id: str, chunks: Sequence[int]) -> Seed:
-    """A relay of a draft that holds these chunks, and gets no more."""
+    """Return a relay of a provisional image that has these chunks and receives no more."""
     digests = source_image.manifest().digests
     chunk_state = ChunkState(source_image.layout.chunks)
     chunk_state.set_provisional_id(provisional_id)

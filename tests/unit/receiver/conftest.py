@@ -1,4 +1,4 @@
-"""A fleet for each test, closed after it, and a checkpoint."""
+"""Fixtures: a fleet that is closed after each test, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from tests.unit.receiver.sessions import Model
 
 @pytest.fixture(autouse=True)
 def _long_flush_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spool is opened and left in time, though its writer stands back for all else on this machine."""
+    """Raise the flush timeout, because the spool writer runs at low priority and the test machine may be
+    busy.
+    """
     monkeypatch.setattr(chunk_persister, "FLUSH_TIMEOUT_S", NEVER_S)
 
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    """An empty fleet. Whatever a test did, no thread of a pull may be left when it ends."""
+    """Yield an empty fleet and check that the test leaves no transfer thread running."""
     made = Fleet()
     yield made
     made.close()
@@ -30,6 +32,6 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder that holds Model(7.0)."""
+    """Return a folder with a checkpoint of Model(7.0)."""
     save_file({"weight": Model(7.0).weight.detach()}, tmp_path / "model.safetensors")
     return tmp_path

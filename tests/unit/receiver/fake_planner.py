@@ -1,4 +1,4 @@
-"""A planner in this process: speaks the REST interface to a real client, and follows a test's script."""
+"""In-process planner: serves the REST interface to a real client and follows a script of the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.receiver.fleet import NEVER_S, SECRET, Script
 
 
 class FakePlanner(httpx.BaseTransport):
-    """Answers like the planner; keeps all it was told."""
+    """Scripted planner that records every request."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -23,7 +23,7 @@ class FakePlanner(httpx.BaseTransport):
         self.finishes: list[tuple[str, ForkResult]] = []
         self.removed: list[str] = []
         self.traceparents: list[tuple[str, str]] = []
-        """Path and header of each request that carried one."""
+        """Path and trace header of each request that carried one."""
         self.on_progress: Callable[[], httpx.Response] | None = None
         self.replan_suggested: str | None = None
 
@@ -43,7 +43,7 @@ class FakePlanner(httpx.BaseTransport):
                 return httpx.Response(204)
             case "POST", ["forks"]:
                 self.requests.append(ForkRequest.model_validate_json(body))
-                # Under its own fork's id, which a script cannot know.
+                # The script cannot know the fork's id, so it is filled in here.
                 plan = self.script(self.requests[-1].faults, self.requests[-1].current_assignments)
                 return _json_response(plan.model_copy(update={"fork_id": self.requests[-1].fork_id}))
             case "POST", ["forks", _, "progress"]:

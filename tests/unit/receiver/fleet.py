@@ -1,4 +1,4 @@
-"""A fleet in one process: sources that can be made to fail, a planner that follows a script, one target."""
+"""In-process fleet: sources with injected faults, a scripted planner and one target."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ CHUNKS = 6
 FORK_ID = "fork-1"
 SECRET = b"s" * 32
 NEVER_S = 60.0
-"""Longer than any test runs."""
+"""A duration longer than any test."""
 
 
 def settings(**changed: float | int) -> InstanceSettings:
-    """A target's settings under which nothing stalls, unless a test wants it to."""
+    """Return settings of a target in which nothing stalls unless the test overrides them."""
     return InstanceSettings.model_validate(
         {
             "node_name": "node",
@@ -58,7 +58,7 @@ def settings(**changed: float | int) -> InstanceSettings:
 
 
 def image(seed: int | None = None, chunks: int = CHUNKS) -> Image:
-    """An image of this many chunks of 1 MiB in two tensors; random bytes of this seed, or zeros."""
+    """Return an image of this many 1 MiB chunks in two tensors: random bytes from the seed, or zeros."""
     half = chunks * MIB // 2
     if seed is None:
         parts = [torch.zeros(half, dtype=torch.uint8) for _ in range(2)]
@@ -69,7 +69,7 @@ def image(seed: int | None = None, chunks: int = CHUNKS) -> Image:
 
 
 def content_hash(of: Image) -> str:
-    """A hash of all bytes."""
+    """Return a hash of all bytes of the image."""
     state = hashlib.sha256()
     for region in of.regions:
         state.update(region.numpy().tobytes())
@@ -77,7 +77,7 @@ def content_hash(of: Image) -> str:
 
 
 class Fleet:
-    """Everything that lives on one imagined network. Close it."""
+    """All participants on one simulated network. The caller closes it."""
 
     def __init__(self) -> None:
         self.network = InMemoryNetwork()
@@ -96,7 +96,7 @@ class Fleet:
         max_readers: int = 4,
         tracer: Tracer | None = None,
     ) -> Seed:
-        """A started source; without `knows_manifest` it has to learn its manifest first."""
+        """Start a source. Without `knows_manifest` it must receive its manifest first."""
         seed = Seed(
             source_image,
             InstanceIdentity("model", instance_id=name),
@@ -125,7 +125,7 @@ def lease(
     generation: int | None = None,
     secret: bytes = SECRET,
 ) -> Lease:
-    """A fork's lease for one source."""
+    """Return a lease of a fork on one source."""
     name = seed.identity.instance_id
     claims = LeaseClaims(
         fork_id=fork_id,
@@ -139,7 +139,7 @@ def lease(
 
 
 def route(seed: Seed, *chunks: Range) -> Route:
-    """The way to read these chunks from one source."""
+    """Return a route that reads these chunks from one source."""
     return Route(
         source_id=seed.identity.instance_id,
         address=seed.report().address,
@@ -161,12 +161,12 @@ def plan(
 
 
 def reads(storage: ImageStorage, *chunks: Range) -> StorageAssignment:
-    """The order to read these chunks from this storage."""
+    """Return an assignment to read these chunks from this storage."""
     return StorageAssignment(kind=storage.storage_type, uri=storage.uri, chunks=chunks)
 
 
 class Files:
-    """A storage that holds an image in memory; reads can be made to wait, and to fail."""
+    """Storage with an image in memory, whose reads can be delayed or made to fail."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Files:
         self.before_read: Callable[[int], bool | None] = lambda chunk: None
         self.closed = False
         self._source_image = source_image
-        self._error = error or StorageError("the disk is broken")
+        self._error = error or StorageError("disk error")
         self._fails_at = fails_at
 
     @property
@@ -214,7 +214,7 @@ PlanFactory = Callable[[], Plan]
 
 @dataclass
 class Script:
-    """A planner that gives these answers in turn, and the last one again and again."""
+    """Scripted planner: returns these responses in turn and repeats the last one."""
 
     plan_factories: Sequence[PlanFactory]
     faults_by_request: list[tuple[SourceFault, ...]] = field(default_factory=list)
@@ -228,7 +228,7 @@ class Script:
 
     @property
     def faults(self) -> list[tuple[str, str, str]]:
-        """All that was reported: (source, fault, error)."""
+        """Return all faults reported: (source, fault, error)."""
         return [
             (fault.instance_id, fault.fault, fault.error)
             for request_faults in self.faults_by_request
@@ -237,7 +237,7 @@ class Script:
 
 
 class RecordingServingState:
-    """A giving side that only notes what it is told; see `rfork.receiver.chunk_verifier.ServingState`."""
+    """Serving state that records every call; see `rfork.receiver.chunk_verifier.ServingState`."""
 
     def __init__(self, chunk_state: ChunkState) -> None:
         self.manifests: list[Manifest] = []
@@ -262,7 +262,9 @@ class RecordingServingState:
 
 @dataclass
 class FleetSourceFactory:
-    """Reaches the sources of a plan on one fleet's network; see `rfork.receiver.active_sources.SourceFactoryProtocol`."""
+    """Opens the sources of a plan on the fleet's network; see
+    `rfork.receiver.active_sources.SourceFactoryProtocol`.
+    """
 
     fleet: Fleet
     image: Image
@@ -292,11 +294,11 @@ class FleetSourceFactory:
 
 
 def no_loader(read: StorageAssignment) -> Manifest:
-    raise StorageError("there is no loader here")
+    raise StorageError("no loader in this test")
 
 
 class Target:
-    """One fork's image, board and puller."""
+    """Image, chunk state and transfer of one fork."""
 
     def __init__(
         self,
@@ -337,7 +339,7 @@ class Target:
 
 
 def live_transfer_threads() -> list[str]:
-    """The threads of pulls that still run."""
+    """Return the transfer threads that are still running."""
     names = (thread.name for thread in threading.enumerate())
-    prefixes = ("rfork-pull", "rfork-feed", "rfork-progress", "rfork-telling")
+    prefixes = ("rfork-read", "rfork-source", "rfork-progress")
     return [name for name in names if name.startswith(prefixes)]

@@ -1,4 +1,4 @@
-"""What tests of feeds read with, and who listens."""
+"""Listener and reader used by the tests of sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = (0, CHUNKS)
 
 
 class RecordingListener:
-    """Keeps what a feed told."""
+    """Listener that records every callback of a source."""
 
     def __init__(self) -> None:
         self.manifests: list[Manifest] = []

@@ -1,4 +1,4 @@
-"""Whole forks in this process: a small model, a fork of it, a planner that follows a script."""
+"""Complete forks in this process: a small model, its fork session and a scripted planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = InstanceIdentity("model", instance_id="target")
 
 
 class Model(nn.Module):
-    """Four chunks of weights and a table that the model computes for itself."""
+    """Four chunks of weights, and a table that the model computes itself."""
 
     def __init__(self, value: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def session(
     tracer: Tracer | None = None,
     on_filled: Callable[[], None] | None = None,
 ) -> ForkSession:
-    """A fork over the fleet's network, not begun."""
+    """Return a fork session on the fleet's network that has not been started."""
     return ForkSession(
         module,
         identity,
@@ -74,5 +74,5 @@ def session(
 
 
 def scripted_planner(*plan_factories: Callable[[], Plan]) -> FakePlanner:
-    """A planner that answers so, one after the other."""
+    """Return a planner that sends these responses in turn."""
     return FakePlanner(Script(plan_factories))

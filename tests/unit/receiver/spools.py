@@ -1,4 +1,4 @@
-"""What a process leaves that died, and forks that find it."""
+"""Spools left by a process that died, and forks that resume from them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ IDENTITY = InstanceIdentity("org/model", instance_id="target")
 
 
 class Model(torch.nn.Module):
-    """Six chunks of weights."""
+    """A model with six chunks of weights."""
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         weights = torch.zeros(CHUNKS * MIB, dtype=torch.uint8)
         if seed is not None:
             weights.random_(generator=torch.Generator().manual_seed(seed))
-        self.register_buffer("whole", weights)
+        self.register_buffer("weights", weights)
 
     @property
     def bytes(self) -> bytes:
-        return self.get_buffer("whole").numpy().tobytes()
+        return self.get_buffer("weights").numpy().tobytes()
 
 
 def settings_with_resume_dir(folder: Path, **changed: float | int) -> InstanceSettings:
@@ -48,7 +48,7 @@ def settings_with_resume_dir(folder: Path, **changed: float | int) -> InstanceSe
 
 
 def write_spool(folder: Path, source_image: Image, chunks: Sequence[int]) -> Path:
-    """What a process leaves that died when it had these chunks of an image; its path."""
+    """Write the spool that a process leaves if it dies with these chunks of an image, and return its path."""
     spool = acquire_spool(folder, spool_name(IDENTITY), source_image.layout)
     for chunk in chunks:
         begin, end = source_image.layout.chunks[chunk]
@@ -66,7 +66,7 @@ def run_fork(
     chosen: InstanceSettings,
     *fallbacks: Fallback,
 ) -> ForkReport:
-    """The report of one fork, its giving side closed."""
+    """Run one fork, close its serving side and return its report."""
     report = session(fleet, module, planner, *fallbacks, chosen=chosen, identity=IDENTITY).run()
     if report.seed is not None:
         report.seed.close()
@@ -74,17 +74,17 @@ def run_fork(
 
 
 def load_zeros(module: torch.nn.Module) -> None:
-    module.get_buffer("whole").zero_()
+    module.get_buffer("weights").zero_()
 
 
 def seed_and_planner(fleet: Fleet, source: Model, faults: FaultInjection | None = None) -> tuple[Seed, FakePlanner]:
-    """A seed of this model, and a planner that sends everybody there."""
+    """Return a seed of this model, and a planner that routes every fork to it."""
     seed = fleet.source("a", capture(source), faults)
     return seed, scripted_planner(lambda: plan(route(seed, ALL)))
 
 
 def attach_spool(target: Target, spool: Spool) -> SpoolSource:
-    """Have a target's pull take from this spool."""
+    """Let a target's transfer load chunks from this spool."""
     transfer = target.transfer
     spool_source = SpoolSource(
         spool,

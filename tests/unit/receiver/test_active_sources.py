@@ -1,4 +1,4 @@
-"""The sources of one fork: what failed, and whom that blames."""
+"""Sources of one fork: which failed, and which source is blamed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests.unit.receiver.fleet import image
 
 
 class IdleSource:
-    """A feed that does nothing."""
+    """A source that does nothing."""
 
     def __init__(self, source_id: str) -> None:
         self.source_id = self.instance_id = source_id
-        self.reading = SourceSpan()
+        self.source_span = SourceSpan()
 
     def start(self) -> None:
         return
 
 
 class IdleSourceFactory:
-    """Opens feeds that do nothing."""
+    """Opens sources that do nothing."""
 
     def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
         return cast(PeerSource, IdleSource(route.source_id))
@@ -51,7 +51,7 @@ class IdleSourceFactory:
 
 
 def sources_reading_from(*names: str) -> ActiveSources:
-    """The sources of a fork that reads a chunk from each of these."""
+    """Return the sources of a fork that reads one chunk from each of these."""
     target_image = image()
     chunk_state, scheduler = ChunkState(target_image.layout.chunks), ChunkScheduler(len(target_image.layout.chunks))
     verifier = ChunkVerifier(target_image, chunk_state, scheduler, cast(ServingState, None))
@@ -78,8 +78,8 @@ def fail(sources: ActiveSources, name: str, error: RforkError) -> None:
     sources.fail(peer_source, error)
 
 
-def test_a_transport_passed_over_is_said_once() -> None:
-    """Each reason of its own, however many sources it holds for; the planner hears of none."""
+def test_an_unusable_transport_is_logged_once_per_reason() -> None:
+    """The number of affected sources does not matter, and nothing is reported to the planner."""
     sources = sources_reading_from("a", "b")
     for error in (NotSameHost("two hosts"), NotSameHost("two hosts"), TransportUnavailable("no device")):
         sources.record_unavailable_transport(error)
@@ -88,7 +88,7 @@ def test_a_transport_passed_over_is_said_once() -> None:
 
 CHANGED, UNAVAILABLE, NOT_SAME_HOST = (
     SourceWeightsChanged("changed"),
-    SourceUnavailable("gone"),
+    SourceUnavailable("closed"),
     NotSameHost("two hosts"),
 )
 
@@ -105,8 +105,10 @@ CHANGED, UNAVAILABLE, NOT_SAME_HOST = (
         ((CHANGED, NOT_SAME_HOST), False, True),
     ],
 )
-def test_whether_other_weights_may_come(errors: Sequence[RforkError], transport_recorded: bool, changing: bool) -> None:
-    """The last source that failed changed its weights: what was said of transports since is no failure."""
+def test_new_weights_are_expected_only_after_the_last_source_changed_its_weights(
+    errors: Sequence[RforkError], transport_recorded: bool, changing: bool
+) -> None:
+    """A transport recorded as unusable afterwards is not a failure."""
     sources = sources_reading_from("a", "b")
     for name, error in zip("ab", errors, strict=False):
         fail(sources, name, error)

@@ -1,4 +1,4 @@
-"""What a fork keeps of its chunks for a process that comes back, and what it takes away again."""
+"""Chunks that a fork spools for a restarted process, and their removal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.receiver.spools import (
 
 
 def spooled_chunks(folder: Path, target_image: Image) -> list[int]:
-    """The chunks that the next process finds, with the bytes of this image."""
+    """Return the chunks of this image that the next process would find."""
     spool = acquire_spool(folder, spool_name(IDENTITY), target_image.layout)
     found = [chunk for chunk, digest in spool.records.items() if digest == target_image.digest(chunk)]
     spool.close()
@@ -49,7 +49,7 @@ ZEROS = Fallback("zeros", load_zeros)
 
 
 def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released once for each chunk that is kept."""
+    """Return a semaphore that is released once for each spooled chunk."""
     count, record = threading.Semaphore(0), Spool.record
 
     def record_and_count(spool: Spool, chunk: int, digest: bytes) -> None:
@@ -60,8 +60,8 @@ def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return count
 
 
-def test_a_fork_that_failed_leaves_what_it_had(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one goes on from there."""
+def test_a_failed_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process resumes from it."""
     source, module = Model(1), Model()
     seed, _ = seed_and_planner(fleet, source, FaultInjection(dies_after=3 * MIB))
     count = count_records(monkeypatch)
@@ -69,7 +69,7 @@ def test_a_fork_that_failed_leaves_what_it_had(fleet: Fleet, tmp_path: Path, mon
     def no_source_plan() -> Plan:
         for _ in range(3):
             count.acquire(timeout=NEVER_S)
-        return plan(reason="nobody is left")
+        return plan(reason="no source left")
 
     with pytest.raises(AllSourcesFailed):
         run_fork(
@@ -88,8 +88,8 @@ def test_a_fork_that_failed_leaves_what_it_had(fleet: Fleet, tmp_path: Path, mon
     assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
 
 
-def test_an_interrupted_fork_leaves_what_it_had(fleet: Fleet, tmp_path: Path) -> None:
-    """Also what it had not yet looked at."""
+def test_an_interrupted_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path) -> None:
+    """This includes chunks that the fork had not examined yet."""
     target_image = capture(Model(1))
     write_spool(tmp_path, target_image, [0, 1])
 
@@ -101,14 +101,14 @@ def test_an_interrupted_fork_leaves_what_it_had(fleet: Fleet, tmp_path: Path) ->
     assert [0, 1] == spooled_chunks(tmp_path, target_image)
 
 
-def test_a_fallback_that_worked_leaves_nothing(fleet: Fleet, tmp_path: Path) -> None:
-    """The instance has its weights: what was kept has no more use."""
+def test_a_successful_fallback_removes_the_spool(fleet: Fleet, tmp_path: Path) -> None:
+    """The instance has its weights, so the spooled chunks are of no further use."""
     write_spool(tmp_path, capture(Model(1)), [0, 1])
     module = Model(2)
     report = run_fork(
         fleet,
         module,
-        scripted_planner(lambda: plan(reason="nobody")),
+        scripted_planner(lambda: plan(reason="no source")),
         settings_with_resume_dir(tmp_path),
         ZEROS,
     )
@@ -116,7 +116,7 @@ def test_a_fallback_that_worked_leaves_nothing(fleet: Fleet, tmp_path: Path) -> 
 
 
 def persister_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings about what is kept."""
+    """Return the warnings about the spool."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -127,8 +127,10 @@ def persister_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     "folder", [Path("/nowhere/at/all"), Path("/proc"), Path("/dev/null")], ids=["missing", "refused", "file"]
 )
-def test_a_folder_that_cannot_be_used(fleet: Fleet, caplog: pytest.LogCaptureFixture, folder: Path) -> None:
-    """One warning, and a fork as ever."""
+def test_an_unusable_folder_does_not_fail_the_fork(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    """It costs one warning."""
     source, module = Model(1), Model()
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(folder))
@@ -140,14 +142,16 @@ def test_a_folder_that_cannot_be_used(fleet: Fleet, caplog: pytest.LogCaptureFix
     [(errno.ENOSPC, False), (errno.EFBIG, True), (errno.EROFS, True), (errno.EIO, True)],
     ids=["full", "too large", "read-only", "broken"],
 )
-def test_a_disk_that_takes_no_more(
+def test_a_failed_write_stops_spooling(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: int,
     keeps_spool: bool,
 ) -> None:
-    """One warning; a full disk gets its space back, and what else there was stays for the next process."""
+    """It costs one warning. A full disk gets its space back; after other errors the spool stays for the next
+    process.
+    """
     target_image = capture(Model(1))
     write, tried = Spool.write, threading.Event()
 
@@ -170,14 +174,14 @@ def test_a_disk_that_takes_no_more(
     )
 
 
-def test_a_writer_that_cannot_be_started_is_not_waited_for(
+def test_close_does_not_wait_for_a_writer_that_failed_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is kept, one line says so, and the spool is let go of when the fork is over."""
+    """No chunk is spooled, one warning is logged, and the spool is released at the end of the fork."""
     start = threading.Thread.start
 
     def fail_to_start(thread: threading.Thread) -> None:
-        if thread.name == "rfork-keep":
+        if thread.name == "rfork-spool-write":
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -186,16 +190,16 @@ def test_a_writer_that_cannot_be_started_is_not_waited_for(
     persister = ChunkPersister(tmp_path, IDENTITY, target_image, ChunkState.full(target_image.layout.chunks)).start()
     assert persister.spool is not None
     persister.close(remove=False)
-    assert (["nothing is kept for a resume"], []) == (
+    assert (["chunks are not spooled"], []) == (
         persister_warnings(caplog),
         spooled_chunks(tmp_path, target_image),
     )
 
 
-def test_a_folder_without_room_is_left_alone(
+def test_a_folder_without_enough_space_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is begun that cannot be finished, and nothing of it stays."""
+    """No partial spool is written or left in the folder."""
     reserve_called = threading.Event()
     monkeypatch.setattr(Spool, "has_space", lambda spool: reserve_called.set())
     target_image = capture(Model(1))
@@ -205,8 +209,8 @@ def test_a_folder_without_room_is_left_alone(
     assert ([], 1) == (os.listdir(tmp_path), len(persister_warnings(caplog)))
 
 
-def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`halt` waits for the write under way; what it wrote has no record, and nothing follows it."""
+def test_spooling_stops_when_the_image_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`halt` waits for the write in progress; that write leaves no record, and no further chunk is written."""
     target_image = capture(Model(1))
     write_started, proceed = threading.Event(), threading.Event()
     write = Spool.write
@@ -241,8 +245,8 @@ def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: p
     assert (True, []) == (is_waiting, spooled_chunks(tmp_path, target_image))
 
 
-def test_a_chunk_that_was_dropped_meanwhile_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that were written may be any; what comes in its place is kept."""
+def test_a_chunk_dropped_during_its_write_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes written may be inconsistent; the chunk is spooled when it has been read again."""
     target_image = capture(Model(1))
     chunk_state = ChunkState(target_image.layout.chunks)
     write, invalidated = Spool.write, threading.Event()
@@ -264,8 +268,8 @@ def test_a_chunk_that_was_dropped_meanwhile_has_no_record(tmp_path: Path, monkey
     assert [1] == spooled_chunks(tmp_path, target_image)
 
 
-def test_a_chunk_that_changed_is_kept_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record that was there is of other bytes."""
+def test_a_changed_chunk_is_spooled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The existing record describes the old bytes."""
     write_spool(tmp_path, capture(Model(1)), [0])
     target_image = capture(Model(2))
     count = count_records(monkeypatch)
@@ -277,10 +281,10 @@ def test_a_chunk_that_changed_is_kept_anew(tmp_path: Path, monkeypatch: pytest.M
     assert [0] == spooled_chunks(tmp_path, target_image)
 
 
-def test_without_a_folder_nothing_happens() -> None:
-    """No thread, no file, no wait."""
+def test_without_a_folder_the_persister_does_nothing() -> None:
+    """It starts no thread, writes no file and does not wait."""
     target_image = capture(Model(1))
-    before = set(threading.enumerate())  # a spool's thread outlives the fork, to close the file
+    before = set(threading.enumerate())  # a spool's thread outlives the fork to close the file
     persister = ChunkPersister(None, IDENTITY, target_image, ChunkState(target_image.layout.chunks)).start()
     spool, begun = persister.spool, set(threading.enumerate()) - before
     persister.pause()
@@ -299,8 +303,10 @@ def test_without_a_folder_nothing_happens() -> None:
         (InstanceIdentity("../../etc/x"), InstanceIdentity("../../etc/x"), True),
     ],
 )
-def test_each_rank_of_each_model_has_its_name(one: InstanceIdentity, other: InstanceIdentity, same: bool) -> None:
-    """The same in each process that comes back, and always the name of a file in the folder."""
+def test_each_rank_of_each_model_has_its_own_spool_file(
+    one: InstanceIdentity, other: InstanceIdentity, same: bool
+) -> None:
+    """The name is stable across restarts and always a valid file name."""
     assert (same, one.instance_id == other.instance_id, False) == (
         spool_name(one) == spool_name(other),
         False,

@@ -1,4 +1,4 @@
-"""The schedule of a fork some of whose chunks are here already."""
+"""Chunk scheduling with chunks reserved for a local spool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.receiver.spools import ALL, CHUNKS
 
 
 def scheduled(*reserved: int) -> ChunkScheduler:
-    """A schedule in which one source gives everything but what is claimed."""
+    """Return a scheduler in which one source serves every chunk except the reserved ones."""
     scheduler = ChunkScheduler(CHUNKS)
     scheduler.assign({"a": [ALL]})
     scheduler.reserve("here", reserved)
@@ -17,8 +17,8 @@ def scheduled(*reserved: int) -> ChunkScheduler:
     return scheduler
 
 
-def test_a_plan_does_not_change_a_claim() -> None:
-    """Claimed chunks are taken by `next_reserved` alone, in order, each once."""
+def test_a_plan_does_not_change_reservations() -> None:
+    """Reserved chunks are returned only by `next_reserved`, in order and once each."""
     scheduler = scheduled(1, 4)
     scheduler.assign({"b": [ALL]})
     scheduler.mark_available("b", [ALL])
@@ -30,8 +30,8 @@ def test_a_plan_does_not_change_a_claim() -> None:
     )
 
 
-def test_what_is_under_way_or_done_is_not_claimed() -> None:
-    """Two readers never write to one chunk."""
+def test_chunks_in_flight_or_verified_cannot_be_reserved() -> None:
+    """Two readers never write to the same chunk."""
     scheduler = scheduled()
     first, second = scheduler.next_read(), scheduler.next_read()
     assert first is not None
@@ -42,8 +42,8 @@ def test_what_is_under_way_or_done_is_not_claimed() -> None:
 
 
 @pytest.mark.parametrize("chunks", [None, [1]])
-def test_a_chunk_that_is_disclaimed_wants_a_plan(chunks: list[int] | None) -> None:
-    """Until then nobody reads it."""
+def test_an_unreserved_chunk_needs_a_plan(chunks: list[int] | None) -> None:
+    """It is not read before that plan."""
     scheduler = scheduled(1)
     read = scheduler.next_reserved()
     assert read is not None
@@ -56,8 +56,8 @@ def test_a_chunk_that_is_disclaimed_wants_a_plan(chunks: list[int] | None) -> No
     assert ((True, None, 0), False) == (before, None in next_reads)
 
 
-def test_claimed_chunks_complete_an_image() -> None:
-    """They count like any other, and never as read again."""
+def test_reserved_chunks_complete_an_image() -> None:
+    """They count like any other chunk, and never as rereads."""
     scheduler = scheduled(*range(CHUNKS))
     while (read := scheduler.next_reserved()) is not None:
         scheduler.verified(read)

@@ -1,4 +1,4 @@
-"""Which chunk is read next, and from whom."""
+"""Selection of the next chunk and its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNT = 6
 
 
 def build_scheduler(count: int = COUNT, **routes: tuple[int, int]) -> ChunkScheduler:
-    """A schedule in which each named source gives all chunks of its range."""
+    """Return a scheduler in which each named source serves all chunks of its range."""
     scheduler = ChunkScheduler(count)
     scheduler.assign({source: [part] for source, part in routes.items()})
     for source, part in routes.items():
@@ -27,8 +27,8 @@ def test_an_image_of_no_chunks_is_complete() -> None:
     assert (True, False, None) == (scheduler.complete, scheduler.unassigned, scheduler.next_read())
 
 
-def test_a_new_schedule_wants_a_plan() -> None:
-    """Nothing is assigned at first, so nothing can be taken."""
+def test_a_new_scheduler_needs_a_plan() -> None:
+    """No chunk is assigned yet, so none can be read."""
     scheduler = ChunkScheduler(COUNT)
     assert (False, True, None, 0) == (
         scheduler.complete,
@@ -38,8 +38,8 @@ def test_a_new_schedule_wants_a_plan() -> None:
     )
 
 
-def test_what_is_verified_before_is_not_read() -> None:
-    """A fork that goes on from a board reads only what is missing."""
+def test_verified_chunks_are_not_read() -> None:
+    """A fork that resumes from a chunk state reads only the missing chunks."""
     scheduler = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(0, 6)])
@@ -47,7 +47,7 @@ def test_what_is_verified_before_is_not_read() -> None:
 
 
 def test_an_assigned_chunk_waits_until_it_is_offered() -> None:
-    """A relay's chunks are read as it offers them, the lowest first."""
+    """A relay's chunks are read as it offers them, in order of their index."""
     scheduler = ChunkScheduler(COUNT)
     scheduler.assign({"a": [(0, 6)]})
     before = scheduler.next_read()
@@ -58,23 +58,23 @@ def test_an_assigned_chunk_waits_until_it_is_offered() -> None:
 
 
 def test_an_offer_before_the_plan_counts() -> None:
-    """A source may say what it has before the plan that names it is adopted."""
+    """A source may offer chunks before the plan that names it is applied."""
     scheduler = ChunkScheduler(COUNT)
     scheduler.mark_available("a", [(0, 1)])
     scheduler.assign({"a": [(0, 6)]})
     assert ChunkRead("a", 0) == scheduler.next_read()
 
 
-def test_an_offer_beyond_the_image_is_cut() -> None:
-    """A source that offers more chunks than there are costs no memory for them."""
+def test_an_offer_beyond_the_image_is_truncated() -> None:
+    """A source that offers more chunks than exist costs no memory for them."""
     scheduler = ChunkScheduler(COUNT)
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(5, 1 << 62)])
     assert (ChunkRead("a", 5), None) == (scheduler.next_read(), scheduler.next_read())
 
 
-def test_several_sources_are_drawn_on_at_once() -> None:
-    """The next read goes to the source with the fewest reads under way."""
+def test_reads_are_balanced_across_sources() -> None:
+    """The next read goes to the source with the fewest reads in flight."""
     scheduler = build_scheduler(a=(0, 3), b=(3, 6))
     next_reads = [scheduler.next_read() for _ in range(6)]
     assert [
@@ -88,7 +88,7 @@ def test_several_sources_are_drawn_on_at_once() -> None:
 
 
 def test_verified_chunks_complete_the_image() -> None:
-    """An image is complete with its last verified chunk, and not before."""
+    """The image is complete with its last verified chunk, not before."""
     scheduler = build_scheduler(2, a=(0, 2))
     states = []
     for read in (ChunkRead("a", 0), ChunkRead("a", 1)):
@@ -99,15 +99,15 @@ def test_verified_chunks_complete_the_image() -> None:
 
 
 def test_a_dropped_chunk_is_read_again() -> None:
-    """A read that failed leaves its chunk with whoever it is assigned to, and is counted."""
+    """A chunk whose read failed stays assigned to its source, and the reread is counted."""
     scheduler = build_scheduler(1, a=(0, 1))
     scheduler.next_read()
     scheduler.dropped(ChunkRead("a", 0))
     assert (ChunkRead("a", 0), {0: 1}) == (scheduler.next_read(), scheduler.rereads)
 
 
-def test_a_failed_source_gives_its_chunks_back() -> None:
-    """After a failure the chunks of that source, and only those, want a new plan."""
+def test_chunks_of_a_failed_source_need_a_new_plan() -> None:
+    """Chunks of other sources are not affected."""
     scheduler = build_scheduler(a=(0, 3), b=(3, 6))
     scheduler.fail("a")
     next_reads = [scheduler.next_read() for _ in range(4)]
@@ -117,8 +117,8 @@ def test_a_failed_source_gives_its_chunks_back() -> None:
     )
 
 
-def test_a_failed_source_must_offer_anew() -> None:
-    """What a source offered before it failed is forgotten."""
+def test_a_failed_source_must_offer_its_chunks_again() -> None:
+    """Its earlier offers are forgotten."""
     scheduler = build_scheduler(a=(0, 6))
     scheduler.fail("a")
     scheduler.assign({"a": [(0, 6)]})
@@ -126,7 +126,7 @@ def test_a_failed_source_must_offer_anew() -> None:
 
 
 def test_a_chunk_in_flight_stays_with_its_reader() -> None:
-    """A new plan that moves a chunk to another source waits for the read that is under way."""
+    """A new plan that moves a chunk to another source waits for the read in flight."""
     scheduler = build_scheduler(1, a=(0, 1))
     read = scheduler.next_read()
     scheduler.assign({"b": [(0, 1)]})
@@ -137,7 +137,7 @@ def test_a_chunk_in_flight_stays_with_its_reader() -> None:
 
 
 def test_a_chunk_in_flight_from_a_failed_source_is_not_planned_yet() -> None:
-    """Only once its reader has dropped it does a chunk in flight want a new plan."""
+    """It needs a new plan only once its reader has dropped it."""
     scheduler = build_scheduler(1, a=(0, 1))
     scheduler.next_read()
     scheduler.fail("a")
@@ -146,8 +146,8 @@ def test_a_chunk_in_flight_from_a_failed_source_is_not_planned_yet() -> None:
     assert (False, True) == (before, scheduler.unassigned)
 
 
-def test_wanted_from() -> None:
-    """A source is wanted while chunks are assigned to it or being read from it."""
+def test_a_source_is_needed_while_it_has_assigned_or_in_flight_chunks() -> None:
+    """The last reads of a source are finished before it counts as unused."""
     scheduler = build_scheduler(2, a=(0, 1), b=(1, 2))
     scheduler.next_read()
     scheduler.assign({"b": [(1, 2)]})
@@ -155,8 +155,8 @@ def test_wanted_from() -> None:
     assert (True, False, False) == tuple(scheduler.has_assigned(source) for source in ("a", "b", "c"))
 
 
-def test_starved() -> None:
-    """A source starves us when it has assigned chunks, and none that can be or is being read."""
+def test_a_source_without_readable_chunks_is_starved() -> None:
+    """It has assigned chunks, but none that is being read or can be read."""
     scheduler = ChunkScheduler(2)
     scheduler.assign({"a": [(0, 2)]})
     states = [scheduler.is_starved("a")]
@@ -177,9 +177,9 @@ SOURCES = st.sampled_from("abc")
 PARTS = st.lists(st.tuples(st.integers(0, COUNT), st.integers(0, COUNT)), max_size=3)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("adopt"), st.dictionaries(SOURCES, PARTS, max_size=3)),
+        st.tuples(st.just("assign"), st.dictionaries(SOURCES, PARTS, max_size=3)),
         st.tuples(st.just("offer"), st.tuples(SOURCES, PARTS)),
-        st.tuples(st.just("take"), st.none()),
+        st.tuples(st.just("read"), st.none()),
         st.tuples(st.just("verified"), st.integers(0, COUNT)),
         st.tuples(st.just("dropped"), st.integers(0, COUNT)),
         st.tuples(st.just("fail"), SOURCES),
@@ -189,21 +189,21 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_the_order_no_chunk_has_two_readers(steps: list[tuple[str, object]]) -> None:
-    """In any order of events a chunk has one reader, none once verified, and the counts are right."""
+def test_a_chunk_never_has_two_readers(steps: list[tuple[str, object]]) -> None:
+    """In any order of events a chunk has at most one reader, none once verified, and the counts are right."""
     scheduler = ChunkScheduler(COUNT)
     in_flight: dict[int, ChunkRead] = {}
     verified: set[int] = set()
     read_counts: Counter[int] = Counter()
     for step, detail in steps:
         match step, detail:
-            case "adopt", dict() as routes:
+            case "assign", dict() as routes:
                 scheduler.assign(routes)
             case "offer", (str() as source, list() as parts):
                 scheduler.mark_available(source, parts)
             case "fail", str() as source:
                 scheduler.fail(source)
-            case "take", None:
+            case "read", None:
                 read = scheduler.next_read()
                 if read is not None:
                     assert read.chunk not in in_flight.keys() | verified
@@ -222,16 +222,16 @@ def test_whatever_the_order_no_chunk_has_two_readers(steps: list[tuple[str, obje
 
 
 @given(STEPS)
-def test_whatever_came_before_the_rest_can_be_read(steps: list[tuple[str, object]]) -> None:
-    """After any events, one good source that has all chunks completes the image."""
+def test_one_good_source_always_completes_the_image(steps: list[tuple[str, object]]) -> None:
+    """After any sequence of events, one source with all chunks is enough."""
     scheduler = ChunkScheduler(COUNT)
     for step, detail in steps:
         match step, detail:
-            case "adopt", dict() as routes:
+            case "assign", dict() as routes:
                 scheduler.assign(routes)
             case "offer", (str() as source, list() as parts):
                 scheduler.mark_available(source, parts)
-            case "take", None:
+            case "read", None:
                 if (read := scheduler.next_read()) is not None:
                     scheduler.dropped(read)
             case "fail", str() as source:
@@ -244,8 +244,8 @@ def test_whatever_came_before_the_rest_can_be_read(steps: list[tuple[str, object
     assert scheduler.complete
 
 
-def test_what_a_source_offered_before_it_was_given_up_is_void() -> None:
-    """Named by a later plan, it is read from only once its new channel has offered again."""
+def test_offers_made_before_a_failure_are_void() -> None:
+    """A failed source that a later plan names is read only after it has offered chunks on its new channel."""
     scheduler = build_scheduler(a=(0, COUNT))
     scheduler.fail("a")
     scheduler.assign({"a": ((0, COUNT),)})
@@ -254,16 +254,16 @@ def test_what_a_source_offered_before_it_was_given_up_is_void() -> None:
     assert [None, ChunkRead("a", 0)] == [before, scheduler.next_read()]
 
 
-def test_a_dropped_chunk_is_wanted_again() -> None:
-    """A verified chunk that turned out wrong has no source until the next plan."""
+def test_an_invalidated_chunk_needs_a_plan() -> None:
+    """A verified chunk that turns out wrong has no source until the next plan."""
     scheduler = ChunkScheduler(2, [(0, 2)])
     before = scheduler.unassigned, scheduler.complete
     scheduler.invalidate([1])
     assert ((False, True), (True, False)) == (before, (scheduler.unassigned, scheduler.complete))
 
 
-def test_what_is_read_from_whom() -> None:
-    """What is in flight and what is planned, by source, without what is verified."""
+def test_shares_list_unverified_chunks_by_source() -> None:
+    """They include chunks in flight and chunks planned."""
     scheduler = ChunkScheduler(5, [(0, 1)])
     scheduler.assign({"a": [(0, 3)], "b": [(3, 5)]})
     scheduler.mark_available("a", [(0, 3)])
@@ -271,16 +271,18 @@ def test_what_is_read_from_whom() -> None:
     assert {"a": ((1, 3),), "b": ((3, 5),)} == scheduler.shares
 
 
-def test_a_filled_schedule_is_complete() -> None:
-    """After a loader wrote every chunk nothing is left to read."""
+def test_a_scheduler_with_all_chunks_verified_is_complete() -> None:
+    """After a loader has written every chunk, nothing is left to read."""
     scheduler = ChunkScheduler(3)
     scheduler.assign({"a": [(0, 3)]})
     scheduler.mark_all_verified()
     assert (True, {}, None) == (scheduler.complete, scheduler.shares, scheduler.next_read())
 
 
-def test_what_comes_next_from_a_source() -> None:
-    """Those in flight, and the lowest that wait: not what is verified, not offered, or given by another."""
+def test_upcoming_chunks_of_a_source() -> None:
+    """They are the chunks in flight and the next ones that are offered and assigned to this source, up to the
+    limit.
+    """
     scheduler = ChunkScheduler(COUNT)
     scheduler.assign({"a": [(0, 5)], "b": [(5, 6)]})
     scheduler.mark_available("a", [(0, 4), (5, 6)])

@@ -1,4 +1,4 @@
-"""What each chunk must hold: the manifest once it is known, else what its source said of it."""
+"""Expected digests of chunks: from the manifest once it is known, before that from the chunk's source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X, Y = "c" * 32, "d" * 32
 
 
 class VerifierHarness:
-    """Digests with all that they work on."""
+    """A verifier with the objects that it works on."""
 
     def __init__(self, *verified_chunks: int, provisional_id: str | None = None) -> None:
         self.chunk_state = ChunkState(IMAGE.layout.chunks)
@@ -27,45 +27,45 @@ class VerifierHarness:
         for index in verified_chunks:
             self.chunk_state.mark_verified(index, RIGHT[index])
         self.scheduler = ChunkScheduler(CHUNKS, self.chunk_state.verified)
-        self.relay = RecordingServingState(self.chunk_state)
-        self.digests = ChunkVerifier(IMAGE, self.chunk_state, self.scheduler, self.relay)
+        self.serving_state = RecordingServingState(self.chunk_state)
+        self.verifier = ChunkVerifier(IMAGE, self.chunk_state, self.scheduler, self.serving_state)
 
 
-def test_a_source_s_own_word_counts_until_the_manifest_is_known() -> None:
-    """Then that counts, for every source."""
+def test_the_manifest_replaces_digests_of_the_source() -> None:
+    """Until it is known, each source is checked against its own digests."""
     harness = VerifierHarness()
-    harness.digests.add_provisional_digests("a", X, {2: WRONG}, alone=True)
-    before = harness.digests.expected("a", 2)
-    harness.digests.set_manifest(MANIFEST)
-    assert (WRONG, RIGHT[2]) == (before, harness.digests.expected("a", 2))
+    harness.verifier.add_provisional_digests("a", X, {2: WRONG}, alone=True)
+    before = harness.verifier.expected("a", 2)
+    harness.verifier.set_manifest(MANIFEST)
+    assert (WRONG, RIGHT[2]) == (before, harness.verifier.expected("a", 2))
 
 
 @pytest.mark.parametrize(("source", "chunk"), [("a", 3), ("b", 2)], ids=["another chunk", "another source"])
-def test_a_chunk_that_nobody_spoke_of_is_not_kept(source: str, chunk: int) -> None:
-    """Without a manifest a chunk needs its own source's word."""
+def test_a_chunk_without_a_digest_is_rejected(source: str, chunk: int) -> None:
+    """Without a manifest, a chunk needs a digest from its own source."""
     harness = VerifierHarness()
-    harness.digests.add_provisional_digests("a", X, {2: WRONG}, alone=True)
+    harness.verifier.add_provisional_digests("a", X, {2: WRONG}, alone=True)
     with pytest.raises(SourceWeightsChanged):
-        harness.digests.expected(source, chunk)
+        harness.verifier.expected(source, chunk)
 
 
-def test_a_source_that_ended_has_no_word() -> None:
-    """What it said goes with it."""
+def test_digests_of_a_removed_source_are_discarded() -> None:
+    """Its chunks can no longer be verified."""
     harness = VerifierHarness()
-    harness.digests.add_provisional_digests("a", X, {2: WRONG}, alone=True)
-    harness.digests.remove_source("a")
+    harness.verifier.add_provisional_digests("a", X, {2: WRONG}, alone=True)
+    harness.verifier.remove_source("a")
     with pytest.raises(SourceWeightsChanged):
-        harness.digests.expected("a", 2)
+        harness.verifier.expected("a", 2)
 
 
 @pytest.mark.parametrize("digest", [RIGHT[1], WRONG], ids=["same", "other"])
-def test_a_draft_is_held_against_the_manifest(digest: bytes) -> None:
-    """A source that reads other weights than those known is refused before a byte is read."""
+def test_provisional_digests_are_checked_against_the_manifest(digest: bytes) -> None:
+    """A source that serves other weights than the known ones is refused before any byte is read."""
     harness = VerifierHarness()
-    harness.digests.set_manifest(MANIFEST)
+    harness.verifier.set_manifest(MANIFEST)
     refused = False
     try:
-        harness.digests.add_provisional_digests("a", X, {1: digest}, alone=True)
+        harness.verifier.add_provisional_digests("a", X, {1: digest}, alone=True)
     except SourceWeightsChanged:
         refused = True
     assert (digest == WRONG) == refused
@@ -82,18 +82,20 @@ def test_a_draft_is_held_against_the_manifest(digest: bytes) -> None:
         (Y, RIGHT[0], False, None),
     ],
 )
-def test_chunks_of_two_drafts_are_not_mixed(
+def test_chunks_of_two_provisional_images_are_not_mixed(
     provisional_id: str, reported_digest: bytes, alone: bool, dropped: list[tuple[int, ...]] | None
 ) -> None:
-    """Another name, or another digest of a chunk that is held: the newcomer goes, or what is held."""
+    """If the provisional id or a digest differs, the new source is refused, or the existing chunks are
+    dropped.
+    """
     harness = VerifierHarness(0, 1, provisional_id=X)
     if dropped is None:
         with pytest.raises(SourceWeightsChanged):
-            harness.digests.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
+            harness.verifier.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
     else:
-        harness.digests.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
+        harness.verifier.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
     assert (dropped or [], X if dropped is None else provisional_id) == (
-        harness.relay.dropped,
+        harness.serving_state.dropped,
         harness.chunk_state.provisional_id,
     )
 
@@ -103,97 +105,107 @@ def test_chunks_of_two_drafts_are_not_mixed(
     [(X, True, [], X), (X, False, [(0, 1)], f"{X}-"), (Y, True, [(0, 1)], Y)],
     ids=["the same files", "changed files", "other files"],
 )
-def test_going_on_from_own_files(
+def test_local_files_continue_only_a_matching_image(
     origin: str, agrees: bool, dropped: list[tuple[int, ...]], provisional_id: str
 ) -> None:
-    """What is held stays only where the files are known, and seen, to be the same."""
+    """Existing chunks are kept only if the origin is the same and the files match."""
     harness = VerifierHarness(0, 1, provisional_id=X)
-    harness.digests.verify_local_files("own", origin, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
-    board_provisional_id = harness.chunk_state.provisional_id or ""
+    harness.verifier.verify_local_files("own", origin, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
+    actual_provisional_id = harness.chunk_state.provisional_id or ""
     assert (dropped, provisional_id, None) == (
-        harness.relay.dropped,
-        board_provisional_id[: len(provisional_id)],
-        harness.digests.expected("own", 5),
+        harness.serving_state.dropped,
+        actual_provisional_id[: len(provisional_id)],
+        harness.verifier.expected("own", 5),
     )
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_own_files_beside_a_manifest(agrees: bool) -> None:
-    """Files that differ from what is known fail at once; nothing that is held is dropped for them."""
+def test_local_files_are_checked_against_the_manifest(agrees: bool) -> None:
+    """Files that differ fail immediately, and no verified chunk is dropped."""
     harness = VerifierHarness(0, 1)
-    harness.digests.set_manifest(MANIFEST)
+    harness.verifier.set_manifest(MANIFEST)
     failed = False
     try:
-        harness.digests.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
+        harness.verifier.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
     except StorageError:
         failed = True
-    assert (not agrees, []) == (failed, harness.relay.dropped)
+    assert (not agrees, []) == (failed, harness.serving_state.dropped)
 
 
-def test_what_files_have_to_hold() -> None:
-    """All that is held of a draft; beside a manifest, or with nothing held but offered, first and last."""
-    partial, sealed, offered, fresh = (
+def test_digests_to_compare_with_local_files() -> None:
+    """All digests of a provisional image; with a manifest, or when chunks are only offered, the first and the
+    last.
+    """
+    partial, with_manifest, offered, fresh = (
         VerifierHarness(1, 3, 4, provisional_id=X),
         VerifierHarness(1, 3, 4),
         VerifierHarness(),
         VerifierHarness(),
     )
-    sealed.digests.set_manifest(MANIFEST)
-    offered.digests.add_provisional_digests("a", X, {2: RIGHT[2], 5: RIGHT[5], 3: RIGHT[3]}, alone=True)
+    with_manifest.verifier.set_manifest(MANIFEST)
+    offered.verifier.add_provisional_digests("a", X, {2: RIGHT[2], 5: RIGHT[5], 3: RIGHT[3]}, alone=True)
     all_digests = {1: RIGHT[1], 3: RIGHT[3], 4: RIGHT[4]}
     assert (all_digests, {1: RIGHT[1], 4: RIGHT[4]}, {2: RIGHT[2], 5: RIGHT[5]}, {}) == (
-        partial.digests.digests_to_compare(),
-        sealed.digests.digests_to_compare(),
-        offered.digests.digests_to_compare(),
-        fresh.digests.digests_to_compare(),
+        partial.verifier.digests_to_compare(),
+        with_manifest.verifier.digests_to_compare(),
+        offered.verifier.digests_to_compare(),
+        fresh.verifier.digests_to_compare(),
     )
 
 
-def test_what_came_while_files_were_compared_is_compared_too() -> None:
-    """The reader of own files is taken on only once each chunk that is held was found in them."""
+def test_chunks_that_arrive_during_the_comparison_are_compared_too() -> None:
+    """Local files are accepted only once every verified chunk has been found in them."""
     harness = VerifierHarness(0, 1, provisional_id=X)
-    left = harness.digests.verify_local_files("own", X, {0: RIGHT[0]}, agrees=True)
+    left = harness.verifier.verify_local_files("own", X, {0: RIGHT[0]}, agrees=True)
     with pytest.raises(SourceWeightsChanged):
-        harness.digests.expected("own", 5)
-    then = harness.digests.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=True)
-    assert ({1: RIGHT[1]}, {}, None) == (left, then, harness.digests.expected("own", 5))
+        harness.verifier.expected("own", 5)
+    then = harness.verifier.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=True)
+    assert ({1: RIGHT[1]}, {}, None) == (left, then, harness.verifier.expected("own", 5))
 
 
-def test_own_files_make_the_manifest() -> None:
-    """Whoever found or read every chunk in its own files knows the manifest, and its draft stays known."""
+def test_local_files_complete_the_manifest() -> None:
+    """A reader that has found every chunk in its files, or read it from them, knows the manifest and keeps
+    the provisional id.
+    """
     harness = VerifierHarness(*range(CHUNKS), provisional_id=X)
-    board_digests = harness.chunk_state.digests
-    del board_digests[3]
-    harness.digests.verify_local_files("own", X, board_digests | {3: RIGHT[3]}, agrees=True)
+    chunk_digests = harness.chunk_state.digests
+    del chunk_digests[3]
+    harness.verifier.verify_local_files("own", X, chunk_digests | {3: RIGHT[3]}, agrees=True)
     assert (True, [MANIFEST], X) == (
-        harness.digests.finalize_manifest(),
-        harness.relay.manifests,
+        harness.verifier.finalize_manifest(),
+        harness.serving_state.manifests,
         harness.chunk_state.provisional_id,
     )
 
 
-def test_chunks_of_others_are_not_sealed() -> None:
-    """That they are of one image is for their reader to say; who reads files itself reads theirs instead."""
+def test_unconfirmed_chunks_complete_no_manifest() -> None:
+    """Only the reader of the files can confirm that chunks belong to one image; another reader of files reads
+    them itself.
+    """
     follower, reader = (
         VerifierHarness(*range(CHUNKS), provisional_id=X),
         VerifierHarness(0, 1, provisional_id=X),
     )
-    reader.digests.verify_local_files("own", X, reader.chunk_state.digests, agrees=True)
+    reader.verifier.verify_local_files("own", X, reader.chunk_state.digests, agrees=True)
     for chunk in range(2, CHUNKS):
         reader.chunk_state.mark_verified(chunk, RIGHT[chunk])
-    sealed = (follower.digests.finalize_manifest(), reader.digests.finalize_manifest())
-    follower.digests.invalidate_unconfirmed()
-    reader.digests.invalidate_unconfirmed()
-    assert ((False, False), [(5,)], [(2, 3, 4, 5)]) == (sealed, follower.relay.dropped, reader.relay.dropped)
+    with_manifest = (follower.verifier.finalize_manifest(), reader.verifier.finalize_manifest())
+    follower.verifier.invalidate_unconfirmed()
+    reader.verifier.invalidate_unconfirmed()
+    assert ((False, False), [(5,)], [(2, 3, 4, 5)]) == (
+        with_manifest,
+        follower.serving_state.dropped,
+        reader.serving_state.dropped,
+    )
 
 
-def test_a_manifest_that_differs_ends_the_draft() -> None:
-    """Chunks that differ go, the others stay; they are of no draft any more."""
+def test_a_different_manifest_ends_the_provisional_image() -> None:
+    """Chunks that differ are dropped, the others are kept without a provisional id."""
     harness = VerifierHarness(0, 1, provisional_id=X)
     other = Manifest(IMAGE.layout, (WRONG, *RIGHT[1:]))
-    harness.digests.set_manifest(other)
+    harness.verifier.set_manifest(other)
     assert ([(0,)], ((1, 2),), None, True) == (
-        harness.relay.dropped,
+        harness.serving_state.dropped,
         harness.chunk_state.verified,
         harness.chunk_state.provisional_id,
         harness.scheduler.unassigned,

@@ -1,4 +1,4 @@
-"""Chunks of images that are not sealed yet: what belongs together, and what is refused."""
+"""Chunks of provisional images: which may be combined, and which are refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.unit.receiver.fleet import (
 
 
 @pytest.mark.parametrize("differs", range(3))
-def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> None:
-    """Where its own files differ from any chunk that it holds, it drops them all and reads everything."""
+def test_different_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> None:
+    """If the local files differ from any verified chunk, the fork drops all chunks and reads everything."""
     source_image, other = image(1), image(1)
     other.regions[0][differs * MIB + 5] ^= 1
     other.regions[1][MIB + 5] ^= 1
@@ -57,7 +57,7 @@ def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> 
 
 
 def test_files_of_another_origin_are_not_mixed(fleet: Fleet) -> None:
-    """What is held of one origin is dropped when the planner sends the fork to files of another."""
+    """Chunks of one origin are dropped when the planner sends the fork to files of another."""
     source_image, other = image(1), image(2)
     leader, follower_files = failing_leader(fleet, source_image), Files(other, origin="b" * 32)
     script = planner_script(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(follower_files, ALL)]))
@@ -69,8 +69,8 @@ def test_files_of_another_origin_are_not_mixed(fleet: Fleet) -> None:
     )
 
 
-def test_a_manifest_that_differs_drops_what_differs(fleet: Fleet) -> None:
-    """Chunks of a draft that a sealed source holds otherwise are read again; equal ones are kept."""
+def test_a_different_manifest_drops_only_chunks_that_differ(fleet: Fleet) -> None:
+    """Chunks whose digest differs at a complete source are read again; equal ones are kept."""
     source_image, right = image(1), image(1)
     right.regions[0][0] ^= 1
     files = Files(source_image, fails_at=3 * MIB)
@@ -86,8 +86,8 @@ def test_a_manifest_that_differs_drops_what_differs(fleet: Fleet) -> None:
     assert ([seed.manifest], None) == (target.relay.manifests, target.chunk_state.provisional_id)
 
 
-def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> None:
-    """The first draft stands as long as somebody gives it."""
+def test_a_second_provisional_image_is_refused_while_the_first_is_served(fleet: Fleet) -> None:
+    """The first image stays valid as long as a source serves it."""
     source_image, other = image(1), image(2)
     first = provisional_relay(fleet, "first", source_image, X, [0, 1, 2])
     second = provisional_relay(fleet, "second", other, Y, [3, 4, 5])
@@ -99,7 +99,7 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
         return plan(route(first, ALL))
 
     def mixed_plan() -> Plan:
-        wait_for_chunks(target.chunk_state, 3)  # so that the first is the first
+        wait_for_chunks(target.chunk_state, 3)  # so that this source is the first
         return plan(route(first, (0, 4)), route(second, (4, 6)))
 
     script = planner_script(plan(route(first, (0, 3)), retry_after_s=0.01), mixed_plan, remaining_plan)
@@ -111,8 +111,10 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
     )
 
 
-def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
-    """Where all that gave the first are gone, its chunks are dropped, and the new one is read whole."""
+def test_a_new_provisional_image_replaces_one_without_sources(fleet: Fleet) -> None:
+    """When all sources of the first image have ended, its chunks are dropped and the new image is read
+    completely.
+    """
     source_image, other = image(1), image(2)
     first = provisional_relay(fleet, "first", source_image, X, [0, 1, 2])
     second = provisional_relay(fleet, "second", other, Y, range(CHUNKS))
@@ -122,7 +124,7 @@ def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
         return plan(route(second, ALL))
 
     def remaining_plan() -> Plan:
-        wait_for_chunks(target.chunk_state, 3)  # so that nothing is wanted of the first any more
+        wait_for_chunks(target.chunk_state, 3)  # so that nothing of the first image is wanted any more
         return plan(route(second, (3, 6)))
 
     script = planner_script(plan(route(first, (0, 3))), remaining_plan, complete_plan)
@@ -132,7 +134,7 @@ def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
 
 
 def test_chunks_without_digests_are_refused(fleet: Fleet) -> None:
-    """A source that offers a draft without saying what its chunks hold is corrupt."""
+    """A source that offers a provisional image without digests is reported as corrupt."""
     source_image = image(1)
     relay = provisional_relay(fleet, "relay", source_image, X, [0])
     progress_since = relay.progress_since
@@ -142,7 +144,7 @@ def test_chunks_without_digests_are_refused(fleet: Fleet) -> None:
         return type(progress)(progress.chunks, progress.draining, (), progress.provisional_id)
 
     relay.progress_since = without_digests  # type: ignore[method-assign, assignment]
-    script = planner_script(plan(route(relay, ALL)), plan(reason="nobody else"))
+    script = planner_script(plan(route(relay, ALL)), plan(reason="no other source"))
     with pytest.raises(NoSource):
         Target(fleet, script).run()
     assert [("relay", "source", "SourceCorrupt")] == script.faults

@@ -1,4 +1,4 @@
-"""A cold start from end to end: what is read, and what others get meanwhile."""
+"""Complete cold starts: what is read, and what other instances receive meanwhile."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, image, plan, route
 from tests.unit.receiver.sessions import ALL, CHUNKS, TWOS, Model, load_twos, session
 
 
-def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
-    """Chunk by chunk, with what the model computed for itself; the planner is told what was read."""
+def test_the_elected_instance_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
+    """It reads chunk by chunk, keeps what the model computes itself, and reports the bytes to the planner."""
     planner, module = scripted_planner(storage_plan("checkpoint", checkpoint.as_uri())), Model(1.0)
     report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)])
     name = f"checkpoint:{checkpoint.as_uri()}"
@@ -53,8 +53,8 @@ def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> Non
     assert f"from {name}" in report.line()
 
 
-def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
-    """What the loader left is digested, and given; it counts as read from storage, not as a fallback."""
+def test_the_elected_instance_runs_its_loader(fleet: Fleet) -> None:
+    """The loaded weights are digested and served; they count as read from storage, not as a fallback."""
     planner, module = scripted_planner(storage_plan("loader")), Model(1.0)
     report = run_fork(fleet, module, planner, [loader_fallback(load_twos)])
     assert ("forked", None, report.image_bytes, {"loader:": report.image_bytes}) == (
@@ -70,12 +70,12 @@ def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
 
 
 def test_a_loader_that_fails_falls_back(fleet: Fleet, checkpoint: Path) -> None:
-    """The planner hears of it; when it knows nothing else, the ways that are left are tried."""
+    """The failure is reported to the planner; if it knows no other source, the remaining fallbacks are tried."""
 
     def broken(module: nn.Module) -> None:
         raise ZeroDivisionError("a bug")
 
-    planner, module = scripted_planner(storage_plan("loader"), plan(reason="nobody else")), Model(1.0)
+    planner, module = scripted_planner(storage_plan("loader"), plan(reason="no other source")), Model(1.0)
     report = run_fork(fleet, module, planner, [loader_fallback(broken), checkpoint_fallback(checkpoint)])
     assert ("fallback", f"checkpoint {checkpoint}", True) == (
         report.outcome,
@@ -85,8 +85,8 @@ def test_a_loader_that_fails_falls_back(fleet: Fleet, checkpoint: Path) -> None:
     assert [("target", "storage", "UserError")] == planner.script.faults
 
 
-def test_a_loader_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:
-    """The module is loaded; those that wait are told that nothing comes from here."""
+def test_a_loader_that_rebinds_tensors_makes_no_seed(fleet: Fleet) -> None:
+    """The module is loaded, and waiting readers learn that this instance serves nothing."""
 
     def rebind(module: nn.Module) -> None:
         module.load_state_dict(Model(2.0).state_dict(), assign=True)
@@ -103,11 +103,11 @@ def test_a_loader_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> 
     )
 
 
-def test_a_snapshot_is_a_fallback_too(fleet: Fleet, tmp_path: Path) -> None:
-    """Without a source and without an election it is read whole, each chunk verified."""
+def test_a_snapshot_can_be_a_fallback(fleet: Fleet, tmp_path: Path) -> None:
+    """Without a source and without an election it is read completely and every chunk is verified."""
     snapshot_image, path = capture(Model(7.0)), tmp_path / "snapshot.safetensors"
     write_snapshot(snapshot_image, snapshot_image.manifest(), path)
-    planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
+    planner, module = scripted_planner(plan(reason="no source")), Model(1.0)
     report = run_fork(fleet, module, planner, [snapshot_fallback(path.as_uri())])
     assert (f"snapshot {path.as_uri()}", snapshot_image.manifest().weights_id) == (
         report.fallback,
@@ -115,21 +115,21 @@ def test_a_snapshot_is_a_fallback_too(fleet: Fleet, tmp_path: Path) -> None:
     )
 
 
-def test_a_rotten_snapshot_is_no_fallback(fleet: Fleet, tmp_path: Path) -> None:
-    """A chunk that does not match its digest fails the snapshot; the next way is tried."""
+def test_a_corrupt_snapshot_is_rejected(fleet: Fleet, tmp_path: Path) -> None:
+    """A chunk that does not match its digest fails the snapshot, and the next fallback is tried."""
     snapshot_image, path = capture(Model(7.0)), tmp_path / "snapshot.safetensors"
     write_snapshot(snapshot_image, snapshot_image.manifest(), path)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
+    planner, module = scripted_planner(plan(reason="no source")), Model(1.0)
     fallbacks = [snapshot_fallback(path.as_uri()), loader_fallback(load_twos)]
     report = run_fork(fleet, module, planner, fallbacks)
     assert ("loader", True) == (report.fallback, bool((module.weight == 2.0).all()))
 
 
-def test_what_a_fallback_reads_is_told(fleet: Fleet, checkpoint: Path) -> None:
-    """Its whole image counts under the name of its files, in the report and to the planner."""
+def test_the_bytes_of_a_fallback_are_reported(fleet: Fleet, checkpoint: Path) -> None:
+    """The complete image counts under the name of its files, in the report and at the planner."""
     planner = scripted_planner(NO_SOURCE_PLAN)
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], no_source_timeout_s=0.0)
     sources = {f"checkpoint:{checkpoint.as_uri()}": report.image_bytes}
@@ -140,8 +140,8 @@ def test_what_a_fallback_reads_is_told(fleet: Fleet, checkpoint: Path) -> None:
     )
 
 
-def test_what_came_before_a_fallback_is_told_too(fleet: Fleet, checkpoint: Path) -> None:
-    """Chunks of a source that died stay in the report beside what was loaded instead."""
+def test_bytes_read_before_a_fallback_are_reported(fleet: Fleet, checkpoint: Path) -> None:
+    """Chunks of a source that died stay in the report along with the fallback's bytes."""
     seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
     planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
     report = run_fork(
@@ -152,8 +152,8 @@ def test_what_came_before_a_fallback_is_told_too(fleet: Fleet, checkpoint: Path)
     ]
 
 
-def test_what_a_failed_fork_read_is_told(fleet: Fleet) -> None:
-    """A fork that ends without its weights names what its sources gave all the same."""
+def test_the_bytes_of_a_failed_fork_are_reported(fleet: Fleet) -> None:
+    """A fork that ends without its weights still reports what each source served."""
     seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
     planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
     with pytest.raises(AllSourcesFailed):
@@ -163,8 +163,8 @@ def test_what_a_failed_fork_read_is_told(fleet: Fleet) -> None:
     ]
 
 
-def test_several_that_are_told_to_load_their_own(fleet: Fleet) -> None:
-    """Each loads, gives to nobody, and none waits for another."""
+def test_several_elected_instances_load_independently(fleet: Fleet) -> None:
+    """Each loads its own weights, serves no reader and waits for no other instance."""
     planners = [scripted_planner(storage_plan("loader")) for _ in range(3)]
     modules = [Model(1.0) for _ in planners]
     with ThreadPoolExecutor(len(planners)) as pool:
@@ -181,8 +181,8 @@ def test_several_that_are_told_to_load_their_own(fleet: Fleet) -> None:
     ]
 
 
-def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fleet) -> None:
-    """The planner hears first how it ended, then its readers hear that nothing comes from it."""
+def test_a_reader_of_a_loader_that_makes_no_seed_replans_immediately(fleet: Fleet) -> None:
+    """The planner receives the result first, then the readers learn that this source serves nothing."""
     waiting = threading.Event()
 
     def rebind(module: nn.Module) -> None:
@@ -214,9 +214,9 @@ def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fle
     started.wait(NEVER_S)
 
     def follower_plan() -> Plan:
-        hosts[0].wait_registered(NEVER_S)  # by then it has the key of its leases
+        hosts[0].wait_registered(NEVER_S)  # from here on it has the key that signs its leases
         first = plan(route(hosts[0], ALL))
-        waiting.set()  # only now, as the lease is of the weights before the end
+        waiting.set()  # only now, because the lease names the weights before the loader ends
         return first
 
     def loader_plan() -> Plan:
@@ -235,16 +235,16 @@ def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fle
     )
 
 
-def test_the_elected_does_not_wait_for_a_word_on_another_layout(
+def test_the_elected_instance_waits_briefly_for_a_layout_diff(
     fleet: Fleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer of another layout that does not answer is asked for a second at most before it reads."""
+    """A silent peer with another layout delays the read by the layout diff timeout at most."""
     timeouts: list[float] = []
 
     class UnresponsivePeer(InMemoryPeer):
         def full_manifest(self, deadline: float) -> Manifest:
             timeouts.append(deadline - time.monotonic())
-            raise SourceTimeout("no answer")
+            raise SourceTimeout("no response")
 
     seed = fleet.source("seed", capture(nn.Linear(600, 600)))
     monkeypatch.setattr(fleet.peers, "dial", lambda address, token: UnresponsivePeer(fleet.peers, address, token))
@@ -253,20 +253,20 @@ def test_the_elected_does_not_wait_for_a_word_on_another_layout(
     assert ("forked", [True]) == (report.outcome, [seconds <= LAYOUT_DIFF_TIMEOUT_S for seconds in timeouts])
 
 
-def test_the_report_says_why_the_planner_had_this_instance_load(fleet: Fleet) -> None:
-    """Nothing failed here: the words of the planner are all there is."""
+def test_the_report_contains_the_planners_reason(fleet: Fleet) -> None:
+    """Nothing failed, so the planner's reason is the only one."""
     quarantined = plan(reason="its only seed is quarantined")
     planner = scripted_planner(quarantined, storage_plan("loader"))
     report = run_fork(fleet, Model(1.0), planner, [TWOS])
     assert ["NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
     assert "its only seed is quarantined" in report.reasons[0]
-    assert f"because: {report.reasons[0]}" in report.line()
+    assert f"reason: {report.reasons[0]}" in report.line()
     assert report.reasons == planner.finishes[0][1].reasons
 
 
-def test_a_plan_that_changes_to_storage_says_why(fleet: Fleet) -> None:
-    """Also where it had routes before: what failed is named, and what the planner made of it."""
-    seed = fleet.source("gone", image(1))
+def test_a_plan_that_changes_to_storage_reports_its_reason(fleet: Fleet) -> None:
+    """The reason is reported even if an earlier plan had routes."""
+    seed = fleet.source("closed", image(1))
     closed_source_plan = plan(route(seed, ALL))
     seed.close()
     planner = scripted_planner(closed_source_plan, plan(reason="no seed is left"), storage_plan("loader"))

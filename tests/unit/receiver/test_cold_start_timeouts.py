@@ -1,4 +1,4 @@
-"""How long storage, and who reads it, are waited for."""
+"""Timeouts of storage and of the instances that read it."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from tests.unit.receiver.fleet import (
     [
         (None, NoSource, 0.1),
         (lambda: 0.0, NoSource, 0.1),
-        # Not to be taken for silent while this machine has too much to do.
+        # High enough that a busy test machine does not make the leader look silent.
         (time.monotonic, DeadlineExceeded, 0.5),
     ],
     ids=["reads nothing", "stuck", "slow"],
 )
-def test_how_long_a_leader_without_chunks_is_waited_for(
+def test_a_leader_without_chunks_is_replaced_once_its_storage_stalls(
     fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception], stall_s: float
 ) -> None:
-    """As long as its storage gives something; one that is stuck is given up, and another asked for."""
+    """It is waited for as long as its storage returns data."""
     source_image = image(1)
     leader = fleet.source(
         "leader", source_image, chunk_state=ChunkState(source_image.layout.chunks), knows_manifest=False
     )
     leader.report_storage_activity(read_at)
-    script = planner_script(plan(route(leader, ALL)), plan(reason="nobody else"))
+    script = planner_script(plan(route(leader, ALL)), plan(reason="no other source"))
     chosen = settings(source_idle_timeout_s=stall_s, storage_idle_timeout_s=3 * stall_s)
     target = Target(fleet, script, chosen, deadline_s=3.5 * stall_s if ended is DeadlineExceeded else NEVER_S)
     with pytest.raises(ended):
@@ -63,12 +63,12 @@ def test_how_long_a_leader_without_chunks_is_waited_for(
     assert faults == script.faults
 
 
-def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> None:
-    """It waits for what the settings allow, then the planner elects it; what it holds is kept."""
+def test_a_follower_of_a_stalled_leader_reads_its_own_storage(fleet: Fleet) -> None:
+    """It waits up to the timeout, then the planner elects it; it keeps its verified chunks."""
     source_image, proceed = image(1), threading.Event()
     blocked_files, follower_files = Files(source_image), Files(source_image)
     blocked_files.before_read = lambda chunk: proceed.wait(NEVER_S) if chunk == 2 else True
-    script = planner_script(plan(storage=[reads(blocked_files, ALL)]), plan(reason="nobody else"))
+    script = planner_script(plan(storage=[reads(blocked_files, ALL)]), plan(reason="no other source"))
     leader = RelayTarget(
         fleet,
         "leader",
@@ -79,7 +79,7 @@ def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> 
     follower_script = planner_script(
         lambda: plan(route(leader.relay, ALL)), lambda: plan(storage=[reads(follower_files, (2, CHUNKS))])
     )
-    # It is not silent, and its storage is its own: how long that is waited for is the other setting.
+    # The leader is responsive and only its storage stalls, so the storage timeout applies.
     chosen = settings(max_inflight_chunks=1, source_idle_timeout_s=1.0, storage_idle_timeout_s=0.5)
     follower = RelayTarget(fleet, "follower", follower_script, [follower_files], chosen=chosen)
     ended = run_concurrently(leader, follower)
@@ -92,8 +92,8 @@ def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> 
     )
 
 
-def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
-    """In a circle nobody's word keeps another waiting: what was last read grows old everywhere."""
+def test_two_targets_that_wait_for_each_other_fail(fleet: Fleet) -> None:
+    """In a cycle, no target can extend another's wait: the time of the last read grows old everywhere."""
     source_image = image(1)
     disks = [Files(source_image, storage_type="snapshot", manifest=source_image.manifest()) for _ in range(2)]
     members: list[RelayTarget] = []
@@ -103,7 +103,7 @@ def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
         return plan(route(members[1 - member_index].relay, (3, 6)), storage=[reads(disks[member_index], (0, 3))])
 
     scripts = [
-        planner_script(partial(shared_plan, member_index), plan(reason="nobody else")) for member_index in range(2)
+        planner_script(partial(shared_plan, member_index), plan(reason="no other source")) for member_index in range(2)
     ]
     for member_index, name in enumerate(("one", "two")):
         members.append(RelayTarget(fleet, name, scripts[member_index], [disks[member_index]], chosen=chosen))
@@ -113,8 +113,8 @@ def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
     assert {("source", "SourceTimeout"), ("source", "SourceUnavailable")} >= reported_faults > set()
 
 
-def test_a_disk_that_hangs_does_not_hang_the_fork(fleet: Fleet) -> None:
-    """It is told as stalled and somebody else gives; what it gives later changes nothing."""
+def test_stalled_storage_does_not_block_the_fork(fleet: Fleet) -> None:
+    """It is reported as stalled and another source serves; what the storage returns later changes nothing."""
     source_image, proceed, read_resumed = image(1), threading.Event(), threading.Event()
     blocked_files = Files(image(2))
 
@@ -137,8 +137,8 @@ def test_a_disk_that_hangs_does_not_hang_the_fork(fleet: Fleet) -> None:
     )
 
 
-def test_a_disk_that_never_gave_anything_does_not_outlive_the_deadline(fleet: Fleet) -> None:
-    """The deadline is put off only for storage that advances."""
+def test_storage_that_never_returns_data_does_not_extend_the_deadline(fleet: Fleet) -> None:
+    """The deadline is extended only for storage that makes progress."""
     files, proceed = Files(image(1)), threading.Event()
     files.before_read = lambda chunk: proceed.wait(NEVER_S)
     target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), deadline_s=0.3, files=[files])
@@ -148,8 +148,8 @@ def test_a_disk_that_never_gave_anything_does_not_outlive_the_deadline(fleet: Fl
     assert ([], 0) == (live_transfer_threads(), len(target.chunk_state))
 
 
-def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
-    """Whoever reads for all that wait reads to the end, since it would have to begin anew otherwise."""
+def test_storage_that_makes_progress_extends_the_deadline(fleet: Fleet) -> None:
+    """A leader reads to the end because others wait for it and would have to start again."""
     source_image = image(1)
     files, pause = Files(source_image), threading.Event()
     target = Target(
@@ -160,7 +160,7 @@ def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
         files=[files],
     )
     deadline = time.monotonic() + 1.1
-    # The first comes at once, all others once the deadline would have passed.
+    # The first read returns immediately, all others after the deadline would have passed.
     files.before_read = lambda chunk: pause.wait(max(0.0, deadline - time.monotonic())) if chunk else None
     target.run()
     assert (content_hash(source_image), list(range(CHUNKS)), True) == (
@@ -171,7 +171,7 @@ def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
 
 
 def test_a_deadline_ends_a_read_of_storage(fleet: Fleet) -> None:
-    """Past the deadline nothing more is read, and nobody is blamed."""
+    """After the deadline nothing more is read, and no source is blamed."""
     files = Files(image(1))
     target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), deadline_s=0.2, files=[files])
     ended = threading.Event()

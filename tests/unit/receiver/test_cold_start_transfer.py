@@ -1,4 +1,6 @@
-"""Pulls of images that nobody holds yet: one reads storage, the others get it from there meanwhile."""
+"""Transfers of images that no instance serves yet: one target reads storage, and the others read from it
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ from tests.unit.receiver.fleet import (
 )
 
 
-def test_the_elected_reads_its_files(fleet: Fleet) -> None:
-    """Every byte is the files', the digests are the manifest, and the bytes are told by the files' name."""
+def test_the_elected_target_reads_its_files(fleet: Fleet) -> None:
+    """Every byte comes from the files, the manifest is computed from them, and the bytes are reported under
+    their name.
+    """
     source_image = image(1)
     files = Files(source_image)
     target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), files=[files])
@@ -61,8 +65,8 @@ def test_the_elected_reads_its_files(fleet: Fleet) -> None:
     )
 
 
-def test_while_it_reads_its_files_it_says_so(fleet: Fleet) -> None:
-    """Those that wait behind it hear that chunks may be long in coming, until all are there."""
+def test_a_target_reports_storage_activity_until_it_has_all_chunks(fleet: Fleet) -> None:
+    """Its readers therefore know that chunks may arrive slowly."""
     source_image = image(1)
     files = Files(source_image)
     target = Target(
@@ -86,7 +90,9 @@ def test_while_it_reads_its_files_it_says_so(fleet: Fleet) -> None:
 
 
 def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
-    """The leader's disk gives a chunk only once the follower has the one before: neither waits for all."""
+    """The leader's disk returns a chunk only once the follower has the previous one, so neither waits for the
+    complete image.
+    """
     source_image = image(1)
     files = Files(source_image)
     leader = RelayTarget(fleet, "leader", planner_script(plan(storage=[reads(files, ALL)])), [files])
@@ -104,8 +110,8 @@ def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
     )
 
 
-def test_digests_pass_from_relay_to_relay(fleet: Fleet) -> None:
-    """Three in a chain, none of which knows the manifest: storage is read once, and all agree."""
+def test_digests_are_forwarded_from_relay_to_relay(fleet: Fleet) -> None:
+    """Three targets form a chain without a manifest: storage is read once, and all have the same bytes."""
     source_image = image(1)
     files = Files(source_image)
     first = RelayTarget(fleet, "first", planner_script(plan(storage=[reads(files, ALL)])), [files])
@@ -120,8 +126,8 @@ def test_digests_pass_from_relay_to_relay(fleet: Fleet) -> None:
     )
 
 
-def test_a_relay_of_a_draft_that_gives_wrong_bytes(fleet: Fleet) -> None:
-    """Bytes that do not match the digest that came with them are thrown away, and the relay is blamed."""
+def test_a_relay_that_serves_corrupt_provisional_chunks_is_blamed(fleet: Fleet) -> None:
+    """Bytes that do not match the digest sent with them are discarded."""
     source_image = image(1)
     files = Files(source_image)
     leader = RelayTarget(
@@ -131,7 +137,7 @@ def test_a_relay_of_a_draft_that_gives_wrong_bytes(fleet: Fleet) -> None:
         [files],
         faults=FaultInjection(corrupt_chunks={2}),
     )
-    script = planner_script(plan(route(leader.relay, ALL)), plan(reason="nobody else"))
+    script = planner_script(plan(route(leader.relay, ALL)), plan(reason="no other source"))
     follower = RelayTarget(fleet, "follower", script)
     files.before_read = lambda chunk: wait_for_chunks(follower.target.chunk_state, chunk) if chunk < 3 else True
     ended = run_concurrently(leader, follower)[1]
@@ -139,8 +145,8 @@ def test_a_relay_of_a_draft_that_gives_wrong_bytes(fleet: Fleet) -> None:
     assert NoSource is type(ended)
 
 
-def test_files_that_fail_are_the_reader_s_own_fault(fleet: Fleet) -> None:
-    """The planner hears of a fault of storage under this instance's own id; what is verified is kept."""
+def test_a_failure_of_local_files_is_reported_as_a_storage_fault(fleet: Fleet) -> None:
+    """The planner receives it under this instance's own id, and verified chunks are kept."""
     source_image = image(1)
     files = Files(source_image, fails_at=3 * MIB)
     seed = fleet.source("seed", source_image)
@@ -157,18 +163,18 @@ def test_files_that_fail_are_the_reader_s_own_fault(fleet: Fleet) -> None:
     )
 
 
-@pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["of another kind", "a bug"])
-def test_whatever_a_reader_of_files_raises(fleet: Fleet, error: Exception) -> None:
-    """It is a fault of storage, and no hang."""
+@pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["of another type", "a bug"])
+def test_any_exception_of_a_file_reader_is_a_storage_fault(fleet: Fleet, error: Exception) -> None:
+    """The fork does not hang."""
     files = Files(image(1), error=error, fails_at=0)
-    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="nobody else"))
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="no other source"))
     with pytest.raises(NoSource):
         Target(fleet, script, files=[files]).run()
     assert [("target", "storage")] == [(name, fault) for name, fault, _ in script.faults]
 
 
-def test_a_snapshot_s_chunks_are_verified(fleet: Fleet) -> None:
-    """Its manifest is told before its first chunk, and bytes that do not match it are its fault."""
+def test_chunks_of_a_snapshot_are_verified(fleet: Fleet) -> None:
+    """Its manifest is published before its first chunk, and bytes that do not match are the storage's fault."""
     source_image, corrupt_image = image(1), image(1)
     corrupt_image.regions[1][0] ^= 1
     files = Files(corrupt_image, storage_type="snapshot", manifest=source_image.manifest())
@@ -186,8 +192,8 @@ def test_a_snapshot_s_chunks_are_verified(fleet: Fleet) -> None:
     )
 
 
-def test_two_share_a_snapshot(fleet: Fleet) -> None:
-    """Each reads its half from storage and takes the other half from its partner."""
+def test_two_targets_share_a_snapshot(fleet: Fleet) -> None:
+    """Each reads one half from storage and the other half from its partner."""
     source_image = image(1)
     manifest = source_image.manifest()
     disks = [Files(source_image, storage_type="snapshot", manifest=manifest) for _ in range(2)]
@@ -205,8 +211,8 @@ def test_two_share_a_snapshot(fleet: Fleet) -> None:
     assert [[0, 1, 2], [3, 4, 5]] == [sorted(disk.chunks_read) for disk in disks]
 
 
-def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
-    """It gives the missing chunks alone, once it found in its files all that it holds."""
+def test_a_follower_continues_when_the_leader_dies(fleet: Fleet) -> None:
+    """It reads only the missing chunks, after it has found its verified chunks in its own files."""
     source_image = image(1)
     leader, follower_files = failing_leader(fleet, source_image), Files(source_image)
     script = planner_script(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(follower_files, (3, 6))]))
@@ -216,7 +222,7 @@ def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
         content_hash(follower.image),
         verified_by_source(follower.target),
     )
-    # What is compared is read one by one; what is read after it comes on several threads.
+    # Chunks are compared one by one; after that, several threads read.
     assert ([0, 1, 2], [3, 4, 5], 0, source_image.manifest().weights_id) == (
         follower_files.chunks_read[:3],
         sorted(follower_files.chunks_read[3:]),
@@ -225,8 +231,8 @@ def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
     )
 
 
-def test_two_reads_of_one_storage_are_one(fleet: Fleet) -> None:
-    """A plan that names a storage twice means all the chunks that it names."""
+def test_two_assignments_of_one_storage_are_merged(fleet: Fleet) -> None:
+    """A plan that names a storage twice means all the chunks of both assignments."""
     source_image = image(1)
     files = Files(source_image)
     script = planner_script(plan(storage=[reads(files, (0, 3)), reads(files, (3, CHUNKS))]))
@@ -234,8 +240,8 @@ def test_two_reads_of_one_storage_are_one(fleet: Fleet) -> None:
     assert (1, list(range(CHUNKS))) == (len(script.faults_by_request), sorted(files.chunks_read))
 
 
-def test_the_planner_is_told_what_is_read_now(fleet: Fleet) -> None:
-    """Asking again names each source and its chunks; this instance's own id stands for its storage."""
+def test_current_assignments_are_reported_to_the_planner(fleet: Fleet) -> None:
+    """A new request names each source and its chunks; this instance's own id stands for its storage."""
     source_image = image(1)
     files, seed = (
         Files(source_image),
@@ -260,9 +266,9 @@ def test_the_planner_is_told_what_is_read_now(fleet: Fleet) -> None:
     ] == [tuple(sorted(current, key=lambda share: share.source_id)) for current in script.current]
 
 
-def test_a_plan_that_names_no_storage_of_ours(fleet: Fleet) -> None:
-    """A plan that is not to be followed is told as such, and nothing hangs."""
-    script = planner_script(plan(storage=[reads(Files(image(1)), ALL)]), plan(reason="nobody else"))
+def test_a_plan_with_an_unknown_storage_is_rejected(fleet: Fleet) -> None:
+    """The plan is reported as invalid, and nothing hangs."""
+    script = planner_script(plan(storage=[reads(Files(image(1)), ALL)]), plan(reason="no other source"))
     with pytest.raises(NoSource):
         Target(fleet, script).run()
     assert ([("target", "storage")], []) == (
@@ -271,8 +277,8 @@ def test_a_plan_that_names_no_storage_of_ours(fleet: Fleet) -> None:
     )
 
 
-def test_nobody_seals_what_it_did_not_read(fleet: Fleet) -> None:
-    """Where the reader dies before it says what all its chunks are, one that has files looks into them."""
+def test_only_a_reader_of_the_files_completes_the_manifest(fleet: Fleet) -> None:
+    """If the leader dies before it confirms all its chunks, a target with the files compares them."""
     source_image = image(1)
     leader, follower_files = (
         provisional_relay(fleet, "leader", source_image, ORIGIN, range(CHUNKS)),

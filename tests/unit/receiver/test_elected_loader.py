@@ -1,4 +1,4 @@
-"""Images that only the engine's own loader can fill."""
+"""Images that only the engine's loader can fill."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def reports_relayed_activity(seed: Seed) -> bool:
     return activity is not None and activity.relayed
 
 
-def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
-    """Whoever waits behind one that waits behind the leader is told so too."""
+def test_a_relay_forwards_that_its_source_is_loading(fleet: Fleet) -> None:
+    """A target two hops downstream of the leader is notified as well."""
     source_image = image(1)
     leader = fleet.source(
         "leader", source_image, chunk_state=ChunkState(source_image.layout.chunks), knows_manifest=False
@@ -54,8 +54,8 @@ def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
 LOADER = StorageAssignment(kind="loader", uri="", chunks=(ALL,))
 
 
-def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
-    """It fills the whole image on the caller's thread, and every byte counts as read from storage."""
+def test_the_elected_target_runs_its_loader(fleet: Fleet) -> None:
+    """The loader fills the image on the caller's thread, and every byte counts as read from storage."""
     source_image = image(1)
     threads: list[str] = []
     target = Target(fleet, planner_script(plan(storage=[LOADER])), run_loader=lambda read: load(read))
@@ -72,13 +72,13 @@ def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
         target.relay.manifests,
         verified_by_source(target),
         stats.bytes_read,
-        target.transfer.measurable_bytes,  # no rate is told of what came all at once
+        target.transfer.measurable_bytes,  # all bytes arrive in one step, so no rate is reported
         target.chunk_state.verified[0],
     )
 
 
-def test_a_loader_that_fails_is_told_and_another_source_asked(fleet: Fleet) -> None:
-    """The planner hears of a fault of storage; a seed that came up meanwhile gives everything."""
+def test_a_failed_loader_is_reported_and_another_source_requested(fleet: Fleet) -> None:
+    """The planner receives a storage fault, and a seed that has appeared meanwhile serves everything."""
     source_image = image(1)
     seed = fleet.source("seed", source_image)
     script = planner_script(plan(storage=[LOADER]), plan(route(seed, ALL)))
@@ -90,8 +90,8 @@ def test_a_loader_that_fails_is_told_and_another_source_asked(fleet: Fleet) -> N
     )
 
 
-def test_a_loader_starts_from_nothing(fleet: Fleet) -> None:
-    """What was verified is dropped before a loader writes over it, and nothing else is read meanwhile."""
+def test_verified_chunks_are_dropped_before_a_loader_runs(fleet: Fleet) -> None:
+    """Nothing else is read while the loader writes."""
     source_image = image(1)
     first = provisional_relay(fleet, "first", image(2), X, [0, 1])
     script = planner_script(plan(route(first, (0, 2))), plan(storage=[LOADER]))

@@ -1,4 +1,4 @@
-"""Falling back: each way into a clean model, and an end that says everything."""
+"""Fallbacks: each one starts with a clean model, and the final error contains every reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from rfork.receiver.fallback import (
 
 
 class Model(nn.Module):
-    """Tied weights, a persistent buffer, a rotary table that no checkpoint holds, and a stray tensor."""
+    """Tied weights, a persistent buffer, a rotary table that is in no checkpoint, and a tensor outside the
+    state dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Model(nn.Module):
 
 
 def garbage(model: nn.Module) -> None:
-    """What a transfer that broke off leaves behind."""
+    """Overwrite every tensor, as an interrupted transfer may."""
     for region in capture(model).regions:
         region.fill_(0xAB)
 
@@ -76,8 +78,8 @@ def state(model: Model) -> tuple[list[float], list[float], list[float], list[int
 LOADED = ([1.0], [1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1, 2, 3])
 
 
-def test_what_no_loader_writes_is_put_back() -> None:
-    """Rotary tables and stray tensors are as the model computed them, though the transfer overwrote them."""
+def test_derived_tensors_are_restored() -> None:
+    """Rotary tables and stray tensors are as the model computed them, although the transfer overwrote them."""
     model = Model()
     derived = DerivedTensors(model, capture(model))
     garbage(model)
@@ -85,21 +87,21 @@ def test_what_no_loader_writes_is_put_back() -> None:
     assert LOADED == state(model)
 
 
-def test_only_what_no_loader_writes_is_kept() -> None:
-    """The copies cost the derived tensors' bytes (rotary 20, stray 24), not the model's."""
+def test_only_derived_tensors_are_copied() -> None:
+    """The copies cost the bytes of the derived tensors (rotary 20, stray 24), not those of the model."""
     model = Model()
     assert 44 == DerivedTensors(model, capture(model)).nbytes
 
 
-def test_a_wrapper_s_weights_are_written_by_loaders() -> None:
-    """Of a tensor that wraps others (a DTensor), what it wraps is loaded: no copy of it is kept."""
+def test_wrapped_weights_are_not_copied() -> None:
+    """Loaders write the tensors inside a wrapper such as a DTensor."""
     model = Model()
     model.register_parameter("wrapped", nn.Parameter(TwoTensor(torch.zeros(64), torch.ones(64))))
     assert 44 == DerivedTensors(model, capture(model)).nbytes
 
 
-def test_extra_state_is_not_taken_for_a_tensor() -> None:
-    """A module may keep anything in its state."""
+def test_extra_state_is_not_treated_as_a_tensor() -> None:
+    """A module's extra state may be any object."""
 
     class Extra(Model):
         def get_extra_state(self) -> str:
@@ -110,7 +112,7 @@ def test_extra_state_is_not_taken_for_a_tensor() -> None:
 
 
 def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
-    """The weight that is stored once under one of its two names is loaded under both."""
+    """A weight that is stored under one of its two names is loaded under both."""
     save_file({"embed.weight": torch.ones(4, 3), "scale": torch.ones(2)}, tmp_path / "model.safetensors")
     model = Model()
     derived = DerivedTensors(model, capture(model))
@@ -120,8 +122,8 @@ def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [SourceUnavailable("lost"), ZeroDivisionError("bug"), OSError("disk")])
-def test_a_way_that_raises_is_followed_by_the_next(error: Exception) -> None:
-    """Whatever a loader raises, and whatever it left in the model, the next way starts clean."""
+def test_a_fallback_that_raises_is_followed_by_the_next(error: Exception) -> None:
+    """Whatever the first one raises or writes, the next one starts with a clean model."""
     model = Model()
     derived = DerivedTensors(model, capture(model))
     fallbacks = [Fallback("first", broken(error)), Fallback("second", load_ones)]
@@ -138,38 +140,38 @@ def load_only(*names: str) -> Callable[[nn.Module], None]:
     return load
 
 
-def test_a_loader_that_leaves_a_parameter_has_failed() -> None:
-    """A model of which a part is still that of the failed transfer is no success."""
+def test_a_loader_that_leaves_a_parameter_unfilled_fails() -> None:
+    """The model would otherwise keep bytes of the failed transfer."""
     model = Model()
-    with pytest.raises(AllSourcesFailed, match=r"loader did not fill scale \(1 such\)"):
+    with pytest.raises(AllSourcesFailed, match=r"loader did not fill scale \(tensors not filled: 1\)"):
         run_fallbacks(model, DerivedTensors(model, capture(model)), [loader_fallback(load_only("embed.weight"))], [])
 
 
 def test_a_tied_weight_is_filled_under_one_name() -> None:
-    """The other name needs no write of its own."""
+    """The other name needs no separate write."""
     model = Model()
     fallbacks = [loader_fallback(load_only("head.weight", "scale"))]
     assert "loader" == run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, []).name
 
 
-def test_what_is_excluded_need_not_be_filled() -> None:
-    """A tensor that the transfer cannot have written is the loader's to leave."""
+def test_excluded_tensors_need_not_be_filled() -> None:
+    """The transfer cannot have written them."""
     model = Model()
     derived = DerivedTensors(model, capture(model, exclude=["scale"]))
     run_fallbacks(model, derived, [loader_fallback(load_only("embed.weight"))], [])
     assert [7.0, 7.0] == model.get_buffer("scale").tolist()
 
 
-def test_a_loader_that_failed_is_followed_by_a_way_that_fills_all() -> None:
-    """A way that left something is one of those that failed."""
+def test_an_incomplete_loader_is_followed_by_the_next_fallback() -> None:
+    """A loader that leaves a tensor unfilled counts as failed."""
     model = Model()
     fallbacks = [loader_fallback(load_only("scale")), Fallback("second", load_ones)]
     run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, [])
     assert LOADED == state(model)
 
 
-def test_a_count_that_an_old_checkpoint_lacks_is_not_left_to_chance(tmp_path: Path) -> None:
-    """What torch leaves as it was is what a failed transfer left there."""
+def test_a_counter_missing_from_an_old_checkpoint_fails_the_fallback(tmp_path: Path) -> None:
+    """torch would leave the value that the failed transfer wrote."""
     model = nn.BatchNorm1d(2)
     content = {name: torch.ones(2) for name in ("weight", "bias", "running_mean", "running_var")}
     save_file(content, tmp_path / "model.safetensors")
@@ -177,8 +179,8 @@ def test_a_count_that_an_old_checkpoint_lacks_is_not_left_to_chance(tmp_path: Pa
         run_fallbacks(model, DerivedTensors(model, capture(model)), [checkpoint_fallback(tmp_path)], [])
 
 
-def test_the_neighbours_of_an_expanded_tensor_are_kept() -> None:
-    """A buffer that no loader writes is put back, though an expanded one begins before it."""
+def test_a_buffer_that_overlaps_an_expanded_tensor_is_restored() -> None:
+    """No loader writes the buffer, although an expanded tensor starts before it."""
     model, memory = Model(), torch.arange(8.0)
     model.register_buffer("wide", memory[:1].expand(8))
     model.register_buffer("table", memory[1:], persistent=False)
@@ -188,8 +190,8 @@ def test_the_neighbours_of_an_expanded_tensor_are_kept() -> None:
     assert torch.arange(1.0, 8.0).tolist() == model.get_buffer("table").tolist()
 
 
-def test_the_gaps_of_a_strided_parameter_are_kept() -> None:
-    """A buffer between the rows of a parameter is put back."""
+def test_a_buffer_in_the_gaps_of_a_strided_parameter_is_restored() -> None:
+    """The buffer lies between the elements of the parameter."""
     model, memory = Model(), torch.arange(8.0)
     model.even = nn.Parameter(memory[::2])
     model.register_buffer("odd", memory[1::2], persistent=False)
@@ -199,8 +201,8 @@ def test_the_gaps_of_a_strided_parameter_are_kept() -> None:
     assert [1.0, 3.0, 5.0, 7.0] == model.get_buffer("odd").tolist()
 
 
-def test_what_a_state_dict_raises_is_told() -> None:
-    """An exception of the module's own code is an error of the caller, with one line."""
+def test_an_exception_of_state_dict_is_a_user_error() -> None:
+    """An exception of the module's own code becomes a one-line error of the caller."""
 
     class Broken(Model):
         def state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
@@ -211,8 +213,8 @@ def test_what_a_state_dict_raises_is_told() -> None:
         DerivedTensors(model, capture(model))
 
 
-def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:
-    """Every failure on the way is in the error, in its order, and on its one line."""
+def test_the_final_error_contains_all_reasons(tmp_path: Path) -> None:
+    """It lists every failure in order, on one line."""
     model = Model()
     fallbacks = [checkpoint_fallback(tmp_path), loader_fallback(broken(ZeroDivisionError("bug")))]
     before: list[RforkError] = [SourceUnavailable("the seed died")]
@@ -223,10 +225,10 @@ def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:
     assert "loader: ZeroDivisionError: bug" in str(caught.value)
 
 
-def test_no_way_at_all() -> None:
-    """Without a source or a way the error says so."""
+def test_a_fork_without_source_and_fallback_fails() -> None:
+    """The error states that neither is configured."""
     model = Model()
-    with pytest.raises(AllSourcesFailed, match="no source and no fallback was given"):
+    with pytest.raises(AllSourcesFailed, match="no source and no fallback is configured"):
         run_fallbacks(model, DerivedTensors(model, capture(model)), [], [])
 
 
@@ -234,16 +236,16 @@ def test_no_way_at_all() -> None:
     ("hint", "expected"),
     [("is the planner running there?", "is the planner running there?"), ("", ALTERNATIVES_HINT)],
 )
-def test_the_last_advice_is_the_end_s(hint: str, expected: str) -> None:
-    """What to do is what the last failure that knows it says: a seed helps nobody whose planner is away."""
-    reasons = [PlannerUnreachable("no answer", hint=hint), SourceUnavailable("it ended")]
+def test_the_final_hint_is_the_last_specific_one(hint: str, expected: str) -> None:
+    """A hint to start a seed does not help while the planner is unreachable."""
+    reasons = [PlannerUnreachable("no response", hint=hint), SourceUnavailable("the source ended")]
     with pytest.raises(AllSourcesFailed) as caught:
         run_fallbacks(Model(), None, [], reasons)
     assert expected == caught.value.hint
 
 
-def test_an_interrupt_is_no_failure_to_go_on_from() -> None:
-    """Ctrl-C in a loader ends the fork and tries nothing else."""
+def test_an_interrupt_ends_the_fallbacks() -> None:
+    """Ctrl-C in a loader ends the fork, and no further fallback is tried."""
     tried: list[str] = []
 
     def interrupted(module: nn.Module) -> None:
@@ -256,16 +258,16 @@ def test_an_interrupt_is_no_failure_to_go_on_from() -> None:
     assert [] == tried
 
 
-def test_an_engines_loader_is_run_elsewhere() -> None:
-    """It is not asked to fill the model, whose content stays as it was found."""
+def test_an_engine_loader_does_not_fill_this_model() -> None:
+    """The engine builds its own, so the content of this model stays unchanged."""
     model, ran = Model(), []
     out_of_place_fallback = engine_fallback(Model, lambda: None)
     found = run_fallbacks(model, None, [out_of_place_fallback], [], lambda each: ran.append(each.name))
     assert (out_of_place_fallback, ["the engine's loader"]) == (found, ran)
 
 
-def test_an_engines_loader_without_weights_is_not_offered() -> None:
-    """What its check raises is why; it looks at nothing but that."""
+def test_an_engine_loader_without_weights_is_not_offered() -> None:
+    """The error of its check is the reason; the check is the only thing that runs."""
 
     def check() -> None:
         raise CheckpointError("no weights in the folder")
@@ -274,6 +276,6 @@ def test_an_engines_loader_without_weights_is_not_offered() -> None:
     image = capture(model)
     opening = engine_fallback(Model, check).open
     if opening is None:
-        raise TypeError("it cannot be asked")
+        raise TypeError("the fallback has no check")
     with pytest.raises(CheckpointError, match="no weights"):
         opening(model, image, DerivedTensors(model, image))

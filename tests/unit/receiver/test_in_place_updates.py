@@ -1,4 +1,4 @@
-"""Weights that change in their place while a fork reads them: it has the bytes of one version, or none."""
+"""In-place updates during a fork: the target ends with the bytes of one version, or with none."""
 
 from __future__ import annotations
 
@@ -35,36 +35,38 @@ LAST = CHUNKS - 1
 
 
 def update(seed: Seed, version: int) -> None:
-    """Change all weights in place."""
+    """Update all weights in place."""
     with seed.updating():
         write_version(seed.image, version)
 
 
 def write_version(source_image: Image, version: int) -> None:
-    """Have the bytes of this version in it."""
+    """Write the bytes of this version into the image."""
     for region, other in zip(source_image.regions, image(version).regions, strict=True):
         region.copy_(other)
 
 
 def with_weights_id(plan: Plan, weights_id: str | None) -> Plan:
-    """A plan that names its weights."""
+    """Return the plan with this weights id."""
     return plan.model_copy(update={"weights_id": weights_id})
 
 
 def can_serve(seed: Seed, target: Target) -> bool:
-    """Whether a source may give what the target misses: it has weights, and no others were begun."""
+    """Return whether the seed can serve what the target misses: it has weights, and the target has begun no
+    others.
+    """
     begun = target.relay.manifests[-1] if len(target.chunk_state) else None
     return seed.manifest is not None and begun in (None, seed.manifest)
 
 
 def corrupt_chunk(source_image: Image, chunk: int) -> None:
-    """Change one byte of a chunk, without a word."""
+    """Change one byte of a chunk without announcing it."""
     with source_image.writable(chunk * MIB, chunk * MIB + 1) as (view,):
         view[0] ^= 0xFF
 
 
-def test_a_silent_write_to_a_seed(fleet: Fleet) -> None:
-    """The chunk that changed is read again elsewhere, and the seed is reported."""
+def test_an_unannounced_write_to_a_seed_is_detected(fleet: Fleet) -> None:
+    """The changed chunk is read again from another source, and the seed is reported."""
     source_image = image(1)
     wrong = fleet.source("wrong", source_image)
     right = fleet.source("right", image(1))
@@ -78,8 +80,8 @@ def test_a_silent_write_to_a_seed(fleet: Fleet) -> None:
     )
 
 
-def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
-    """What a relay verified goes bad in its memory: its reader blames the relay, not the seed above it."""
+def test_an_unannounced_write_to_a_relay_is_detected(fleet: Fleet) -> None:
+    """A verified chunk changes in the relay's memory: its reader blames the relay, not the upstream seed."""
     source_image = image(1)
     manifest = source_image.manifest()
     seed = fleet.source("seed", image(1), manifest=manifest)
@@ -97,19 +99,19 @@ def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice"])
 def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> None:
-    """Each time what was verified is of no use any more, and all of it is read anew from the same seed."""
+    """After each update the verified chunks are obsolete, and everything is read again from the same seed."""
     seed = fleet.source("seed", image(1))
     left = list(updates)
 
     def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
         reported.extend(fault.error for fault in faults)
-        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it holds other weights")
+        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it serves other weights")
 
     reported: list[str] = []
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
     target.chunk_state.subscribe(lambda: update(seed, left.pop(0)) if left and len(target.chunk_state) == 2 else None)
     stats = target.run()
-    reason = "the weights changed at the source: started over, 2 chunks are compared anew"
+    reason = "the weights changed at the source: started over, 2 chunks are compared again"
     assert content_hash(image(updates[-1])) == content_hash(target.image)
     assert [reason] * len(updates) == [str(error) for error in target.transfer.reasons if reason in str(error)]
     assert {"SourceWeightsChanged"} == set(reported) == set(target.reasons)
@@ -117,8 +119,8 @@ def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> Non
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by version"])
-def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: bool) -> None:
-    """The fork had read two chunks of the old version; the source of the new version is not blamed."""
+def test_a_plan_of_another_version_restarts_the_fork(fleet: Fleet, named: bool) -> None:
+    """Two chunks of the old version had been read; the source of the new version is not blamed."""
     seed = fleet.source("seed", image(1))
     versions = ["v1", "v2"]
 
@@ -140,13 +142,13 @@ def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: boo
     assert "started over" in str(target.transfer.reasons)
 
 
-def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
-    """What is still in the image is compared with the new manifest, and not read again."""
+def test_unchanged_chunks_are_kept_after_an_update(fleet: Fleet) -> None:
+    """Chunks in the image are compared with the new manifest and not read again."""
     seed = fleet.source("seed", image(1))
     updates = [1]
 
     def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it holds other weights")
+        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it serves other weights")
 
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
     target.chunk_state.subscribe(
@@ -154,30 +156,30 @@ def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
     )
     stats = target.run()
     assert (content_hash(image(1)), {"SourceWeightsChanged"}) == (content_hash(target.image), set(target.reasons))
-    assert stats.bytes_repeated <= MIB  # the one that was on its way
+    assert stats.bytes_repeated <= MIB  # the chunk in flight
 
 
-def test_what_is_left_is_digested_anew() -> None:
-    """A chunk that was written to meanwhile, or is in flight, is read again."""
+def test_existing_chunks_are_digested_again_after_a_restart() -> None:
+    """A chunk that was overwritten meanwhile or is in flight is read again."""
     source_image = image(1)
     manifest, chunk_state = source_image.manifest(), ChunkState(source_image.layout.chunks)
     scheduler = ChunkScheduler(CHUNKS)
-    digests = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
-    digests.set_manifest(manifest)
+    verifier = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
+    verifier.set_manifest(manifest)
     for chunk in range(3):
         scheduler.mark_found([chunk])
         chunk_state.mark_verified(chunk, manifest.digests[chunk])
-    digests.restart()
+    verifier.restart()
     corrupt_chunk(source_image, 0)
     scheduler.assign({"seed": [(1, 2)]})
     scheduler.mark_available("seed", [(1, 2)])
     scheduler.next_read()
-    digests.set_manifest(manifest)
+    verifier.set_manifest(manifest)
     assert ((2, 3),) == chunk_state.verified
 
 
-def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:
-    """What was begun is dropped, others are waited for as long as the setting says, and that is the end."""
+def test_a_fenced_seed_that_never_returns_ends_the_fork(fleet: Fleet) -> None:
+    """The verified chunks are dropped, and the fork waits for another source up to the timeout."""
     seed = fleet.source("seed", image(1))
     script = Script([lambda: plan(route(seed, ALL)), plan])
     target = Target(fleet, script, settings(no_source_timeout_s=0.5))
@@ -188,17 +190,19 @@ def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:
 
 
 def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
-    """Without other weights to come the fork ends at once, with what was verified."""
+    """Without new weights to expect, the fork ends immediately and keeps its verified chunks."""
     seed = fleet.source("seed", image(1), FaultInjection(dies_after=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), plan])
-    target = Target(fleet, script, settings(max_inflight_chunks=1))  # another read under way would be waited for
+    target = Target(
+        fleet, script, settings(max_inflight_chunks=1)
+    )  # with a second read in flight, the number of verified chunks would vary
     with pytest.raises(NoSource):
         target.run()
     assert (2, 2) == (len(script.faults_by_request), len(target.chunk_state))
 
 
-def test_an_update_under_a_relay(fleet: Fleet) -> None:
-    """The relay starts over, whoever reads from it follows, and both end with the new bytes."""
+def test_an_update_upstream_of_a_relay_restarts_its_readers(fleet: Fleet) -> None:
+    """The relay starts again, its reader follows, and both end with the new bytes."""
     seed = fleet.source("seed", image(1))
     relay_image = image()
     chunk_state = ChunkState(relay_image.layout.chunks)
@@ -238,13 +242,13 @@ def test_an_update_under_a_relay(fleet: Fleet) -> None:
     assert seed.manifest == relay.manifest
 
 
-def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
-    """Who holds some of what was dropped has yet to drop it: the next whole weights are waited for."""
+def test_a_partial_source_of_the_old_weights_is_not_used(fleet: Fleet) -> None:
+    """It has yet to drop its chunks itself, so the fork waits for a complete source of the new weights."""
     seed = fleet.source("seed", image(1))
     old = seed.manifest
     assert old is not None
-    partial_board = ChunkState(old.layout.chunks, range(4))
-    stale_source = fleet.source("leftover", image(1), chunk_state=partial_board, manifest=old)
+    partial_chunks = ChunkState(old.layout.chunks, range(4))
+    stale_source = fleet.source("leftover", image(1), chunk_state=partial_chunks, manifest=old)
 
     def updated_plan() -> Plan:
         update(seed, 2)
@@ -256,7 +260,7 @@ def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
     def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
         if seed.manifest is not None:
             return with_weights_id(plan(route(seed, ALL)), seed.manifest.weights_id)
-        # What was begun is dropped once nothing of it is under way any more.
+        # The obsolete chunks are dropped once none is in flight.
         return plan_factories.pop(0)() if not len(target.chunk_state) else plan()
 
     target = Target(fleet, replan)
@@ -269,8 +273,8 @@ def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
     )
 
 
-def test_weights_that_are_changed_back_are_read_again(fleet: Fleet) -> None:
-    """Who holds all of what was dropped is read from."""
+def test_weights_that_are_changed_back_are_accepted(fleet: Fleet) -> None:
+    """A complete source of the dropped weights is read from."""
     seed = fleet.source("seed", image(1))
     weights_id = image(1).manifest().weights_id
 
@@ -287,32 +291,34 @@ def test_weights_that_are_changed_back_are_read_again(fleet: Fleet) -> None:
     assert content_hash(image(1)) == content_hash(target.image)
 
 
-def test_what_a_spool_holds_of_the_old_weights_is_not_taken() -> None:
-    """Who starts over knows of no chunk, and has none claimed."""
+def test_a_restart_cancels_reservations_of_a_spool() -> None:
+    """After it, no chunk is verified or reserved."""
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks)
     chunk_state.mark_verified(0, source_image.digest(0))
     scheduler = ChunkScheduler(CHUNKS, chunk_state.verified)
-    digests = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
-    digests.set_manifest(source_image.manifest())
+    verifier = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
+    verifier.set_manifest(source_image.manifest())
     scheduler.reserve("resume", [1, 2])
-    dropped = digests.restart()
+    dropped = verifier.restart()
     assert (1, [], True, None, ()) == (
         dropped,
         scheduler.reserved,
         scheduler.unassigned,
-        digests.manifest,
+        verifier.manifest,
         chunk_state.verified,
     )
 
 
-def test_who_waits_behind_a_fork_hears_of_other_weights() -> None:
-    """They were told of the first, though nothing could be read yet: the next are a new generation."""
+def test_readers_are_notified_of_a_new_manifest() -> None:
+    """Readers know the first manifest, even if no chunk was readable yet, so the second one is a new
+    generation.
+    """
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks)
     relay = RecordingServingState(chunk_state)
-    digests = ChunkVerifier(source_image, chunk_state, ChunkScheduler(CHUNKS), relay)
-    digests.set_manifest(source_image.manifest())
+    verifier = ChunkVerifier(source_image, chunk_state, ChunkScheduler(CHUNKS), relay)
+    verifier.set_manifest(source_image.manifest())
     before = list(relay.dropped)
-    digests.set_manifest(image(2).manifest())
+    verifier.set_manifest(image(2).manifest())
     assert ([], [()]) == (before, relay.dropped)

@@ -1,4 +1,4 @@
-"""Sources that give nothing while others do: their chunks are read from the others."""
+"""Late sources: their chunks are read from other sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ Window = Callable[[str], int]
 
 
 def shared_scheduler(late: str | None = None) -> ChunkScheduler:
-    """Half of four chunks from each of two sources; both hold all, but only `a` says so."""
+    """Return a scheduler that assigns two of four chunks to each of two sources; only `a` offers its chunks,
+    and it offers all.
+    """
     scheduler = ChunkScheduler(4)
     scheduler.assign({"a": [(0, 2)], "b": [(2, 4)]})
     scheduler.mark_available("a", [(0, 4)])
@@ -44,27 +46,27 @@ def shared_scheduler(late: str | None = None) -> ChunkScheduler:
     return scheduler
 
 
-def test_chunks_of_a_late_source_are_taken_by_one_that_is_done() -> None:
-    """First its own, then those that nobody else gives."""
+def test_chunks_of_a_late_source_are_read_from_an_idle_one() -> None:
+    """The idle source first serves its own chunks."""
     scheduler = shared_scheduler(late="b")
     assert [0, 1, 2, 3] == [read.chunk for read in (scheduler.next_read() for _ in range(4)) if read is not None]
 
 
 def test_a_source_that_is_not_late_keeps_its_chunks() -> None:
-    """A relay that has not got them yet is waited for: that is its plan."""
+    """A relay that has not received its chunks yet is waited for, as planned."""
     scheduler = shared_scheduler()
     assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == [scheduler.next_read() for _ in range(3)]
 
 
-def test_a_source_takes_no_more_than_its_window() -> None:
-    """The window bounds what is read from one source, whoever it was planned for."""
+def test_reads_from_a_source_stay_within_its_window() -> None:
+    """The window includes chunks that were assigned to another source."""
     scheduler = shared_scheduler(late="b")
     next_reads = [scheduler.next_read(lambda _: 2) for _ in range(3)]
     assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == next_reads
 
 
-def test_a_late_source_takes_nothing_from_another_late_one() -> None:
-    """Neither has given a byte."""
+def test_a_late_source_does_not_serve_chunks_of_another_late_source() -> None:
+    """Neither has delivered a byte."""
     scheduler = ChunkScheduler(2)
     scheduler.assign({"a": [(0, 1)], "b": [(1, 2)]})
     scheduler.mark_available("a", [(0, 2)])
@@ -73,7 +75,7 @@ def test_a_late_source_takes_nothing_from_another_late_one() -> None:
 
 
 class SilentPeer(InMemoryPeer):
-    """A peer service that never answers, and whose connection can be closed."""
+    """A peer that never responds and whose connection can be closed."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -88,8 +90,8 @@ class SilentPeer(InMemoryPeer):
         super().close()
 
 
-def test_the_share_of_a_silent_source_is_read_from_others(fleet: Fleet) -> None:
-    """The fork is done without a word of that source."""
+def test_chunks_of_a_silent_source_are_read_from_another(fleet: Fleet) -> None:
+    """The fork completes without any message from the silent source."""
     source_image = image(1)
     good, silent = fleet.source("good", source_image), fleet.source("silent", source_image)
     dial = fleet.peers.dial
@@ -105,7 +107,7 @@ def test_the_share_of_a_silent_source_is_read_from_others(fleet: Fleet) -> None:
 
 
 class UnconnectedSource(PeerSource):
-    """A feed that never connects."""
+    """A source that never connects."""
 
     answered = False
 
@@ -122,7 +124,7 @@ def no_dial(address: str, token: TokenSource) -> Peer:
 
 
 class UnconnectedSourceFactory:
-    """Makes feeds that never connect; see `rfork.receiver.active_sources.SourceFactoryProtocol`."""
+    """Creates sources that never connect; see `rfork.receiver.active_sources.SourceFactoryProtocol`."""
 
     def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
         return UnconnectedSource(
@@ -136,14 +138,14 @@ class UnconnectedSourceFactory:
         raise NotImplementedError
 
 
-def test_a_source_that_is_read_from_and_gives_no_byte_is_given_up_after_the_time_to_connect(
+def test_a_source_that_delivers_no_byte_is_replaced_after_the_connect_timeout(
     fleet: Fleet,
 ) -> None:
-    """What is lost on the way is large packets, for instance: connections are made, and nothing comes."""
+    """A network that drops large packets, for example, accepts connections but delivers no data."""
     source_image = image()
     scheduler = ChunkScheduler(2)
-    digests = ChunkVerifier(source_image, ChunkState(source_image.layout.chunks), scheduler, cast(ServingState, None))
-    sources = ActiveSources(scheduler, digests, UnconnectedSourceFactory(), cast(SourceListener, None))
+    verifier = ChunkVerifier(source_image, ChunkState(source_image.layout.chunks), scheduler, cast(ServingState, None))
+    sources = ActiveSources(scheduler, verifier, UnconnectedSourceFactory(), cast(SourceListener, None))
     good, silent = fleet.source("good", source_image), fleet.source("silent", source_image)
     sources.apply_plan([route(good, (0, 1)), route(silent, (1, 2))], ())
     for name, chunk in (("good", 0), ("silent", 1)):

@@ -1,4 +1,4 @@
-"""Why a layout fits no source: the first tensor that differs, on both sides."""
+"""Layout mismatches: the first tensor that differs is reported for both sides."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def explain(fleet: Fleet, *, unreachable: bool = False) -> str:
     return str(explain_layout_mismatch(source_route, target_image.layout, fleet.peers.dial, NEVER_S))
 
 
-def test_the_first_differing_tensor_is_named_on_both_sides(fleet: Fleet) -> None:
-    """Name, dtype and shape, here and there."""
+def test_the_first_tensor_that_differs_is_named_on_both_sides(fleet: Fleet) -> None:
+    """The message contains name, dtype and shape of both."""
     message = explain(fleet)
     assert [] == [
         part for part in ("second: here bfloat16[2, 5]", "there float32[2, 3]", "another layout") if part not in message
     ]
 
 
-def test_a_source_that_cannot_be_asked_is_still_named(fleet: Fleet) -> None:
-    """Where the comparison fails the answer names the other layout's holder, and why it was not compared."""
+def test_an_unreachable_source_of_another_layout_is_named(fleet: Fleet) -> None:
+    """If the comparison fails, the message names the source and the reason."""
     message = explain(fleet, unreachable=True)
     assert ("another layout" in message, "not compared: memory:1: connection refused" in message) == (
         True,
@@ -37,8 +37,8 @@ def test_a_source_that_cannot_be_asked_is_still_named(fleet: Fleet) -> None:
     )
 
 
-def test_an_attribute_that_differs_is_named(fleet: Fleet) -> None:
-    """Its name, its holder and both values; all tensors are equal."""
+def test_a_different_attribute_is_named(fleet: Fleet) -> None:
+    """If all tensors are equal, the message contains the attribute's name, its module and both values."""
     target_image, other = (capture(nn.LayerNorm(4, eps=eps)) for eps in (1e-5, 1e-6))
     message = str(
         explain_layout_mismatch(route(fleet.source("a", other)), target_image.layout, fleet.peers.dial, NEVER_S)
@@ -46,8 +46,8 @@ def test_an_attribute_that_differs_is_named(fleet: Fleet) -> None:
     assert message.endswith("first difference: attribute eps: here 1e-05 at the module, there 1e-06 at the module")
 
 
-def test_facts_are_told_before_tensors(fleet: Fleet) -> None:
-    """What two images say of themselves explains more than the first tensor that differs."""
+def test_image_facts_are_reported_before_tensors(fleet: Fleet) -> None:
+    """The facts recorded with two images explain more than the first tensor that differs."""
     sides = []
     for version in ("1", "2"):
         module = nn.Linear(2, int(version))

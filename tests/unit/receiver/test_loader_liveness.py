@@ -1,4 +1,4 @@
-"""Whether a loader does anything, as seen from outside."""
+"""Progress of an opaque loader, observed from outside."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rfork.receiver.loader_liveness import LoaderLiveness
 from tests.unit.receiver.fleet import NEVER_S
 
 
-def test_a_thread_that_waits_has_no_pulse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was last seen of it stays as it was, however often one looks."""
+def test_a_blocked_thread_is_inactive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last activity stays unchanged however often it is polled."""
     monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
-    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", 0.1)  # to begin to wait takes some, too
+    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", 0.1)  # starting to wait costs some CPU time too
     created: list[LoaderLiveness] = []
     ready, finished = threading.Event(), threading.Event()
 
@@ -33,8 +33,8 @@ def test_a_thread_that_waits_has_no_pulse(tmp_path: Path, monkeypatch: pytest.Mo
     assert 1 == len(set(is_active))
 
 
-def test_work_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU time of its thread counts."""
+def test_cpu_time_counts_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the CPU time of the observed thread counts."""
     monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
     liveness = LoaderLiveness()
     before = liveness.last_activity()
@@ -43,8 +43,8 @@ def test_work_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("count", "is_active"), [(loader_liveness.MIN_BYTES, True), (10, False)])
-def test_reading_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_active: bool) -> None:
-    """What its process reads counts, be it on other threads; a few bytes do not."""
+def test_reads_count_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_active: bool) -> None:
+    """Reads of the process count even on other threads; a few bytes do not."""
     io_file = tmp_path / "io"
     io_file.write_text("rchar: 1000\nwchar: 5\nread_bytes: 0\n")
     monkeypatch.setattr(loader_liveness, "IO", io_file)

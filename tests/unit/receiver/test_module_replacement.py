@@ -1,4 +1,4 @@
-"""A loader that builds another model in the place of the first: what is given back, and what is given."""
+"""Loaders that replace the model: which memory is released, and which image is served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 class ReplacementHarness:
-    """A model that was to be filled, and its seed."""
+    """A model to be filled, and its seed."""
 
     def __init__(self) -> None:
         self.table = torch.arange(4.0)
@@ -53,10 +53,10 @@ class ReplacementHarness:
             self.seed.close()
 
 
-def test_the_first_models_memory_is_gone_before_the_second_is_built() -> None:
-    """But for what it computed for itself, as that may be shared: it is put back as it was."""
+def test_the_first_models_memory_is_released_before_the_second_is_built() -> None:
+    """Tensors that the model computed itself may be shared, so they are restored and kept."""
     harness = ReplacementHarness()
-    harness.table.fill_(-1.0)  # what a transfer that broke off left
+    harness.table.fill_(-1.0)  # left by an interrupted transfer
     seen: list[object] = []
 
     def build_replacement() -> nn.Module:
@@ -70,8 +70,8 @@ def test_the_first_models_memory_is_gone_before_the_second_is_built() -> None:
     assert [0, [0.0, 1.0, 2.0, 3.0], False] == seen
 
 
-def test_the_second_is_given() -> None:
-    """Under the first one's image, which has its memory from then on."""
+def test_the_replacement_model_is_served() -> None:
+    """The first image uses the memory of the new model from then on."""
     harness = ReplacementHarness()
     loaded = Model(2.0, harness.table)
     harness.load(lambda: loaded)
@@ -83,8 +83,8 @@ def test_the_second_is_given() -> None:
     )
 
 
-def test_another_layout_is_served_and_not_given() -> None:
-    """The engine has its model; nobody else gets it."""
+def test_a_replacement_with_another_layout_is_not_served_to_peers() -> None:
+    """The engine uses its model, but no other instance can read it."""
     harness = ReplacementHarness()
     harness.load(lambda: Model(2.0, harness.table, size=9))
     assert (True, False, None) == (
@@ -95,8 +95,10 @@ def test_another_layout_is_served_and_not_given() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), StorageError("bucket"), KeyError("bug")])
-def test_what_a_loader_raises_ends_the_fork(error: Exception) -> None:
-    """As it is, though it be of rfork's own kinds: nothing can follow, as the first model is gone."""
+def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> None:
+    """The exception is passed on unchanged, even an rfork error: the first model is released, so no fallback
+    can follow.
+    """
     harness = ReplacementHarness()
 
     def build_replacement() -> nn.Module:

@@ -1,4 +1,4 @@
-"""A feed: one source as the target sees it."""
+"""PeerSource: one source as seen by the target."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def build_peer_source(
     )
 
 
-def test_the_manifest_comes_before_the_first_offer(fleet: Fleet) -> None:
-    """A seed's feed tells its manifest once, then all its chunks, over the transport both have."""
+def test_the_manifest_precedes_the_first_offer(fleet: Fleet) -> None:
+    """A seed sends its manifest once, then offers all its chunks over the transport that both sides have."""
     seed, listener = fleet.source("a", image(1)), RecordingListener()
     peer_source = build_peer_source(fleet, seed, listener)
     peer_source.start()
@@ -67,8 +67,8 @@ def test_the_manifest_comes_before_the_first_offer(fleet: Fleet) -> None:
     assert [] == listener.failures
 
 
-def test_a_feed_closed_while_it_dials_ends(fleet: Fleet) -> None:
-    """A close that comes before there is a connection is kept: the feed never opens a channel."""
+def test_a_source_closed_while_it_dials_ends(fleet: Fleet) -> None:
+    """A close before the connection exists is remembered: no channel is opened."""
     seed, listener = fleet.source("a", image(1)), RecordingListener()
     dial_started, proceed = threading.Event(), threading.Event()
 
@@ -86,15 +86,15 @@ def test_a_feed_closed_while_it_dials_ends(fleet: Fleet) -> None:
     assert ([], [], ()) == (listener.offers, listener.failures, seed.report().readers)
 
 
-def test_a_feed_without_a_channel_reads_nothing(fleet: Fleet) -> None:
-    """Reading from a feed that has not connected says that the source is gone."""
+def test_a_source_without_a_channel_rejects_reads(fleet: Fleet) -> None:
+    """The error states that the source is unavailable."""
     peer_source = build_peer_source(fleet, fleet.source("a", image(1)), RecordingListener())
     with pytest.raises(SourceUnavailable):
         peer_source.read(0, 1, time.monotonic() + NEVER_S)
 
 
-def test_a_transport_with_a_bug_ends_its_feed(fleet: Fleet) -> None:
-    """An exception of any kind is told as a failure of the source, not lost on a thread."""
+def test_an_exception_of_a_transport_is_a_failure_of_the_source(fleet: Fleet) -> None:
+    """It is reported to the listener and not lost on a thread."""
 
     def dial(address: str, token: TokenSource) -> Peer:
         raise ZeroDivisionError("a bug")
@@ -107,7 +107,7 @@ def test_a_transport_with_a_bug_ends_its_feed(fleet: Fleet) -> None:
     assert "ZeroDivisionError: a bug" in str(listener.failures[0])
 
 
-def test_a_source_that_closes_the_channel_is_gone(fleet: Fleet) -> None:
+def test_a_source_that_closes_the_channel_has_ended(fleet: Fleet) -> None:
     """The end of the progress stream is the end of the source."""
     source_image = image(1)
     seed, listener = (
@@ -123,13 +123,13 @@ def test_a_source_that_closes_the_channel_is_gone(fleet: Fleet) -> None:
     assert ["SourceUnavailable"] == [error.kind for error in listener.failures]
 
 
-def test_a_waiting_reader_shows_its_newer_lease(fleet: Fleet) -> None:
-    """A reader that waits for a slow relay, and reads nothing, shows the newer lease to keep its place."""
+def test_a_waiting_reader_presents_its_renewed_lease(fleet: Fleet) -> None:
+    """A reader that waits for a slow relay and reads nothing sends the renewed lease to keep its slot."""
     source_image, listener = image(1), RecordingListener()
     relay = fleet.source(
         "a", source_image, chunk_state=ChunkState(source_image.layout.chunks), manifest=source_image.manifest()
     )
-    # It is told to show the next one soon, and keeps its place however late it does.
+    # The source requests the next lease soon, and the reader keeps its slot however late it arrives.
     first = lease(relay).model_copy(update={"expires_in_s": 0.3})
     newer, renewed = lease(relay, ttl_s=NEVER_S + 1), threading.Event()
 
@@ -166,18 +166,22 @@ def test_a_waiting_reader_shows_its_newer_lease(fleet: Fleet) -> None:
         (11.0, 5.0, True, None),
     ],
 )
-def test_when_a_source_counts_as_stalled(
+def test_a_silent_or_starved_source_is_stalled(
     fleet: Fleet, silent_s: float, idle_s: float, starved: bool, expected: str | None
 ) -> None:
-    """After `source_idle_timeout_s` (10 s) without a sign of life, or three times that without anything to read."""
+    """The limit is `source_idle_timeout_s` (10 s) without a sign of life, or three times that without a
+    readable chunk.
+    """
     peer_source = build_peer_source(fleet, fleet.source("a", image(1)), RecordingListener(), stall_s=10.0)
     peer_source.last_message_at, peer_source.last_progress_at = 100.0 - silent_s, 100.0 - idle_s
     stall = peer_source.check(100.0, starved=starved)
     assert expected == (None if stall is None else str(stall).partition(": ")[2])
 
 
-def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told a byte a second where no code of the source holds it back, it gets a slice and then waits."""
+def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source does not throttle by itself; at one byte per second, the reader gets one slice and then
+    waits.
+    """
     fast = fleet.source("a", image(1))
     seed = Seed(
         fast.image,
@@ -193,7 +197,7 @@ def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet, monkeypa
         peer_source = build_peer_source(fleet, seed, listener)
         peer_source.start()
         assert listener.offered.wait(NEVER_S)
-        clock_reads = count()  # a second passes with each look at the clock
+        clock_reads = count()  # one second passes with each reading of the clock
         monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: next(clock_reads)))
         with pytest.raises(SourceTimeout, match="throttled"):
             peer_source.read(0, 2 << 20, 3.0)

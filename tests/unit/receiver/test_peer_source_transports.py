@@ -1,4 +1,4 @@
-"""A feed whose source is beyond the reach of some of the transports that both have."""
+"""Sources that cannot be reached over some of the transports that both sides have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.unit.receiver.recording_listener import ALL, RecordingListener
 
 
 class CrossHostTransport(InMemoryTransport):
-    """A transport of this name that finds out at `connect` that the two are not on one host."""
+    """A transport of this name that discovers in `connect` that source and target are on different hosts."""
 
     def __init__(self, network: InMemoryNetwork, name: str) -> None:
         super().__init__(network)
@@ -67,7 +67,7 @@ class CrossHostTransport(InMemoryTransport):
 
 
 class RenamedExporter(InMemoryExporter):
-    """An exporter that says another transport's name."""
+    """An exporter that reports the name of another transport."""
 
     def __init__(
         self, network: InMemoryNetwork, image: Image, gate: AccessGate, faults: FaultInjection, *, name: str
@@ -89,7 +89,7 @@ def running_peer_source(
     dial: Dial | None = None,
     stall_s: float = NEVER_S,
 ) -> Iterator[tuple[Seed, PeerSource]]:
-    """A source that offers these, best first, and a feed of it, which has them too and has begun."""
+    """Start a source that offers these transports, best first, and a PeerSource that has them too."""
     source_image = image(1)
     seed = Seed(
         source_image,
@@ -119,8 +119,8 @@ def running_peer_source(
             peer_source.join()
 
 
-def test_a_transport_that_cannot_be_used_is_passed_over(fleet: Fleet) -> None:
-    """The next one that both have is taken, over which the chunks arrive; nobody has failed."""
+def test_an_unusable_transport_is_skipped(fleet: Fleet) -> None:
+    """The next common transport delivers the chunks, and no failure is reported."""
     listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
     with running_peer_source(fleet, listener, [CrossHostTransport(fleet.network, "shared_memory"), memory]) as (
         _,
@@ -135,8 +135,8 @@ def test_a_transport_that_cannot_be_used_is_passed_over(fleet: Fleet) -> None:
         )
 
 
-def test_a_detour_takes_one_readers_place(fleet: Fleet) -> None:
-    """The channel of the transport that cannot be used is given back: a source with one place serves on."""
+def test_a_skipped_transport_releases_its_reader_slot(fleet: Fleet) -> None:
+    """A source with a single reader slot can still serve."""
     listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, [*unusable, memory], max_readers=1) as (seed, _):
@@ -144,8 +144,8 @@ def test_a_detour_takes_one_readers_place(fleet: Fleet) -> None:
         assert (["NotSameHost"] * 2, 1) == (listener.transport_errors, len(seed._leases._channels))
 
 
-def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) -> None:
-    """The last transport's error is the feed's end, a fault of the network; the place is free again."""
+def test_a_source_that_no_transport_reaches_is_not_blamed(fleet: Fleet) -> None:
+    """The source ends with the last transport's error, a network fault, and its reader slot is free again."""
     listener = RecordingListener()
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, unusable) as (seed, peer_source):
@@ -158,7 +158,7 @@ def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) ->
 
 
 class SlowTransport(CrossHostTransport):
-    """It finds out only when its time is up."""
+    """A transport that fails only after its deadline."""
 
     def connect(
         self,
@@ -173,7 +173,7 @@ class SlowTransport(CrossHostTransport):
 
 
 class DeadlineCheckingPeer(InMemoryPeer):
-    """A peer service that answers nothing of what comes too late."""
+    """A peer that rejects every request made after its deadline."""
 
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
         self._check_deadline(deadline)
@@ -185,11 +185,11 @@ class DeadlineCheckingPeer(InMemoryPeer):
 
     def _check_deadline(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
-            raise SourceTimeout("no answer in time")
+            raise SourceTimeout("no response in time")
 
 
-def test_a_slow_detour_leaves_the_next_transport_its_time(fleet: Fleet) -> None:
-    """One that used up all of its time is passed over, not the source; its place is given back."""
+def test_a_slow_transport_leaves_time_for_the_next(fleet: Fleet) -> None:
+    """A transport that exhausts its time is skipped, the source is not, and the reader slot is released."""
     listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
 
     def dial(address: str, token: TokenSource) -> Peer:
@@ -209,12 +209,12 @@ def test_a_slow_detour_leaves_the_next_transport_its_time(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_place_that_cannot_be_given_back_is_no_failure(fleet: Fleet, others: bool) -> None:
-    """The next transport is taken; without one, what ends the feed is why the last cannot be used."""
+def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, others: bool) -> None:
+    """The next transport is used; if there is none, the source ends with the error of the last transport."""
 
     class CloseTimeoutPeer(InMemoryPeer):
         def close_channel(self, channel_id: str, deadline: float) -> None:
-            raise SourceTimeout("no answer in time")
+            raise SourceTimeout("no response in time")
 
     def dial(address: str, token: TokenSource) -> Peer:
         return CloseTimeoutPeer(fleet.peers, address, token)
@@ -229,8 +229,8 @@ def test_a_place_that_cannot_be_given_back_is_no_failure(fleet: Fleet, others: b
     assert ((["NotSameHost"], []) if others else ([], ["NotSameHost"])) == outcome
 
 
-def test_silence_counts_once_there_is_a_reader(fleet: Fleet) -> None:
-    """To connect has a deadline of its own; a connect that keeps to none counts as silence in the end."""
+def test_silence_counts_only_after_the_connection(fleet: Fleet) -> None:
+    """Connecting has a separate deadline; a connect that exceeds it counts as silence eventually."""
     connect_started, proceed = threading.Event(), threading.Event()
 
     class BlockingTransport(InMemoryTransport):
@@ -257,9 +257,9 @@ def test_silence_counts_once_there_is_a_reader(fleet: Fleet) -> None:
     assert [False, False, True] == stalls
 
 
-@pytest.mark.parametrize("opened", ["shared_memory", "carrier pigeon"])
-def test_a_source_that_opens_what_was_not_asked_for(fleet: Fleet, opened: str) -> None:
-    """It is to blame, be it a transport passed over before or one that nobody has heard of."""
+@pytest.mark.parametrize("opened", ["shared_memory", "unknown"])
+def test_a_source_that_opens_another_transport_is_blamed(fleet: Fleet, opened: str) -> None:
+    """The transport may be one that was skipped before, or an unknown one."""
 
     class WrongTransportPeer(InMemoryPeer):
         def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
@@ -280,8 +280,8 @@ def test_a_source_that_opens_what_was_not_asked_for(fleet: Fleet, opened: str) -
     assert opened in str(listener.failures[0])
 
 
-def test_a_source_out_of_reach_is_given_up_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner hears of it once, as a fault of the network, and another source gives everything."""
+def test_an_unreachable_source_is_replaced_immediately(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner receives one network fault, and another source serves everything."""
     source_image = image(1)
     a, b = fleet.source("a", source_image), fleet.source("b", source_image)
     unreachable_name = next(iter(fleet.network.exports))

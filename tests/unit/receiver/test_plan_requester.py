@@ -1,4 +1,4 @@
-"""A planner that does not answer the first question: when it is asked again, and when no more."""
+"""A planner that fails the first requests: when they are retried, and when the fork gives up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Failure = httpx.RequestError | httpx.Response
 
 
 class FlakyPlanner(FakePlanner):
-    """Answers the first questions as it is told, then with `next_plan`."""
+    """Fails the first requests as scripted, then responds with `next_plan`."""
 
     def __init__(self, failures: Sequence[Failure], next_plan: Callable[[], Plan]) -> None:
         super().__init__(Script([next_plan]))
@@ -44,7 +44,7 @@ class FlakyPlanner(FakePlanner):
 
 
 class FakeTimeModule:
-    """In the place of `time`: moves when somebody sleeps."""
+    """Replacement of `time` whose clock advances only by `sleep`."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -63,19 +63,19 @@ def load_twos(module: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two questions."""
+    """Shorten the interval between two requests."""
     monkeypatch.setattr(plan_requester, "RETRY_INTERVAL_S", 0.01)
 
 
 def run_fork(fleet: Fleet, planner: FakePlanner, chosen: InstanceSettings | None = None) -> ForkReport:
-    """What came of a fork that could load twos by itself."""
+    """Return the report of a fork whose fallback loads twos."""
     report = session(fleet, Model(1.0), planner, TWOS, chosen=chosen).run()
     assert report.seed is not None
     report.seed.close()
     return report
 
 
-READ_TIMEOUT = httpx.ReadTimeout("no word")
+READ_TIMEOUT = httpx.ReadTimeout("no response")
 CONNECTION_REFUSED = httpx.ConnectError("refused")
 TRANSIENT_FAILURES = {
     "silent": [READ_TIMEOUT],
@@ -86,13 +86,13 @@ TRANSIENT_FAILURES = {
         problem_response(503, "store-unavailable"),
     ],
     "behind a proxy": [httpx.Response(502, text="bad gateway"), httpx.Response(504, text="timeout")],
-    "too much to do": [problem_response(429, "too-many-requests")],
+    "rate limited": [problem_response(429, "too-many-requests")],
 }
 
 
 @pytest.mark.parametrize("failures", TRANSIENT_FAILURES.values(), ids=list(TRANSIENT_FAILURES))
-def test_a_planner_that_is_away_for_a_moment_is_asked_again(fleet: Fleet, failures: Sequence[Failure]) -> None:
-    """Under the same fork's id, so that it takes its own place among those that wait; and it forks."""
+def test_a_temporary_planner_failure_is_retried(fleet: Fleet, failures: Sequence[Failure]) -> None:
+    """The retry has the same fork id, so the fork keeps its position in the planner's queue."""
     seed = fleet.source("a", capture(Model(3.0)))
     planner = FlakyPlanner(failures, lambda: plan(route(seed, ALL)))
     report = run_fork(fleet, planner)
@@ -103,31 +103,33 @@ def test_a_planner_that_is_away_for_a_moment_is_asked_again(fleet: Fleet, failur
 
 PERMANENT_FAILURES = {
     "silent": ([READ_TIMEOUT] * 9, {}, 2),
-    "silent, and no patience": ([READ_TIMEOUT] * 9, {"no_source_timeout_s": 0}, 1),
-    "away, and no patience": ([CONNECTION_REFUSED] * 9, {"no_source_timeout_s": 0}, 1),
-    "a wrong token": ([problem_response(401, "unauthorized")] * 9, {}, 1),
+    "silent, no timeout left": ([READ_TIMEOUT] * 9, {"no_source_timeout_s": 0}, 1),
+    "unreachable, no timeout left": ([CONNECTION_REFUSED] * 9, {"no_source_timeout_s": 0}, 1),
+    "invalid token": ([problem_response(401, "unauthorized")] * 9, {}, 1),
     "broken": ([problem_response(500, "internal-error")] * 9, {}, 1),
 }
 
 
 @pytest.mark.parametrize(("failures", "changed", "expected"), PERMANENT_FAILURES.values(), ids=list(PERMANENT_FAILURES))
-def test_a_planner_that_will_not_answer_is_left(
+def test_a_permanent_planner_failure_ends_in_the_fallback(
     fleet: Fleet,
     failures: Sequence[Failure],
     changed: dict[str, float],
     expected: int,
 ) -> None:
-    """After a second call where it was silent, after the first where it refuses: twos are loaded instead."""
-    planner = FlakyPlanner(failures, lambda: plan(reason="nobody"))
+    """A silent planner receives a second request, one that rejects the first does not."""
+    planner = FlakyPlanner(failures, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(**changed))
     assert ("twos", expected) == (report.fallback, len(planner.requested_fork_ids))
 
 
-def test_a_planner_that_is_gone_is_left_after_a_while(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked more than once until then, however patient the fork is otherwise."""
+def test_an_unreachable_planner_is_abandoned_after_the_outage_limit(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is retried until then, even if the fork's own deadline is later."""
     monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 0.1)
     monkeypatch.setattr(plan_requester, "time", FakeTimeModule(time.monotonic()))
-    planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="nobody"))
+    planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=600))
     assert ("twos", True, True) == (
         report.fallback,
@@ -136,26 +138,28 @@ def test_a_planner_that_is_gone_is_left_after_a_while(fleet: Fleet, monkeypatch:
     )
 
 
-def test_the_time_of_a_call_that_nothing_answers_counts(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connecting took longer than a planner may be away: it is not tried a second time."""
+def test_the_duration_of_a_failed_request_counts_towards_the_outage(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting took longer than the outage limit, so there is no second attempt."""
     clock = FakeTimeModule(time.monotonic())
     monkeypatch.setattr(plan_requester, "time", clock)
-    planner = FlakyPlanner([httpx.ConnectTimeout("nothing answers")] * 9, lambda: plan(reason="nobody"))
+    planner = FlakyPlanner([httpx.ConnectTimeout("connect timed out")] * 9, lambda: plan(reason="no source"))
     planner.on_request = lambda: clock.sleep(5.0)
     report = run_fork(fleet, planner, settings(deadline_s=600))
     assert ("twos", 1) == (report.fallback, len(planner.requested_fork_ids))
 
 
-def test_nobody_is_asked_again_after_the_deadline(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork's own time is over before the planner's is."""
+def test_no_request_is_retried_after_the_deadline(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork's deadline comes before the planner's outage limit."""
     monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 60.0)
-    planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="nobody"))
+    planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=0.2))
     assert ("twos", True) == (report.fallback, len(planner.requested_fork_ids) < 1000)
 
 
-def test_who_reads_already_is_not_held_up(fleet: Fleet) -> None:
-    """A planner that goes away in mid-fork is asked again while what there is to read is read."""
+def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
+    """The request is retried while the planned chunks are being read."""
     seed = fleet.source("a", capture(Model(3.0)))
     plans = iter([lambda: plan(route(seed, (0, 2))), lambda: plan(route(seed, ALL))])
 

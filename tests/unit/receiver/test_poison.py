@@ -1,4 +1,4 @@
-"""Poison finds what a loader did not write, in tensors of any type and layout, and nothing else."""
+"""Poison: detects what a loader did not write, in tensors of any type and layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMS = {
 
 
 def of_form(form: str, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of that form and type, of ones."""
+    """Return a tensor of ones with this form and type."""
     like = FORMS[form]()
     base = torch.empty(like.untyped_storage().nbytes() // like.itemsize, dtype=dtype)
     tensor = base.as_strided(like.shape, like.stride(), like.storage_offset())
@@ -44,16 +44,16 @@ def of_form(form: str, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_tensor_that_was_not_written_is_named(form: str, dtype: torch.dtype) -> None:
-    """Whatever its type and layout."""
+def test_an_unwritten_tensor_is_reported(form: str, dtype: torch.dtype) -> None:
+    """Its type and layout do not matter."""
     tensor = of_form(form, dtype)
     assert ["one"] == Poison({"one": tensor}).unwritten({"one": tensor})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_tensor_that_was_written_is_not(form: str, dtype: torch.dtype) -> None:
-    """Values that a loader writes are not taken for poison."""
+def test_a_written_tensor_is_not_reported(form: str, dtype: torch.dtype) -> None:
+    """Values that a loader writes are not mistaken for poison."""
     tensor = of_form(form, dtype)
     poison = Poison({"one": tensor})
     tensor.copy_(torch.ones(tensor.shape))
@@ -61,8 +61,8 @@ def test_a_tensor_that_was_written_is_not(form: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_past_torch_is_seen(dtype: torch.dtype) -> None:
-    """A write by `.data`, or straight into memory, counts by its bytes."""
+def test_writes_that_bypass_torch_are_detected(dtype: torch.dtype) -> None:
+    """A write through `.data` or directly into memory changes the bytes."""
     tensor = of_form("contiguous", dtype)
     poison = Poison({"one": tensor})
     tensor.data.copy_(torch.ones(tensor.shape))
@@ -71,38 +71,38 @@ def test_what_is_written_past_torch_is_seen(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.bool], ids=str)
 @pytest.mark.parametrize("form", ["contiguous", "offset"])
-def test_a_part_that_was_not_written_is_found(form: str, dtype: torch.dtype) -> None:
-    """A loader that fills some rows of a fused tensor has not filled it."""
+def test_a_partly_written_tensor_is_reported(form: str, dtype: torch.dtype) -> None:
+    """A loader that fills only some rows of a fused tensor has not filled it."""
     tensor = of_form(form, dtype)
     poison = Poison({"one": tensor})
     tensor[:4].copy_(torch.ones(tensor[:4].shape))
     assert ["one"] == poison.unwritten({"one": tensor})
 
 
-def test_one_number_that_was_not_written_is_found() -> None:
-    """In a floating-point tensor each element counts."""
+def test_a_single_unwritten_element_is_reported() -> None:
+    """In a floating-point tensor every element counts."""
     tensor = torch.ones(1000, dtype=torch.bfloat16)
     poison = Poison({"one": tensor})
     tensor[:999] = 1.0
     assert ["one"] == poison.unwritten({"one": tensor})
 
 
-def test_not_a_number_is_a_value() -> None:
-    """The usual NaN, and infinities, may be what a checkpoint holds."""
+def test_nan_and_infinity_are_valid_values() -> None:
+    """A checkpoint may contain them."""
     tensor = torch.ones(3)
     poison = Poison({"one": tensor})
     tensor.copy_(torch.tensor([float("nan"), float("inf"), -float("nan")]))
     assert [] == poison.unwritten({"one": tensor})
 
 
-def test_another_tensor_in_the_place_is_looked_at() -> None:
+def test_a_replaced_tensor_is_checked() -> None:
     """A loader may put new tensors into the module."""
     poison = Poison({"one": torch.ones(4)})
     assert [] == poison.unwritten({"one": torch.zeros(4)})
 
 
-def test_a_tensor_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared in parts is compared as a whole."""
+def test_a_tensor_larger_than_one_step_is_compared_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison runs in steps to bound memory."""
     monkeypatch.setattr(sys.modules[Poison.__module__], "STEP", 64)
     tensors = {"float": torch.ones(40, 40), "byte": torch.ones(1600, dtype=torch.uint8)}
     poison = Poison(tensors)

@@ -12,27 +12,27 @@ MIB = 1 << 20
     ("rate", "expected"),
     [(25 * MIB, 1), (255 * MIB, 1), (300 * MIB, 2), (1200 * MIB, 4), (10_000 * MIB, 4)],
 )
-def test_faster_links_take_more_reads_at_once(rate: int, expected: int) -> None:
-    """One connection fills a link of a gigabit or two; the window of the settings is the most."""
+def test_faster_links_allow_more_concurrent_reads(rate: int, expected: int) -> None:
+    """One connection fills a link of one or two gigabits; the configured window is the maximum."""
     concurrency = ReadConcurrency(4)
     concurrency.record_chunk(rate, 1.0, 0)
     assert expected == concurrency.window("http")
 
 
-def test_one_read_shows_how_fast_it_goes() -> None:
-    """Before the first chunk has arrived nothing is known."""
+def test_the_first_read_measures_the_rate() -> None:
+    """Before the first chunk has arrived the rate is unknown, so there is only one read."""
     assert 1 == ReadConcurrency(4).window("http")
 
 
-def test_sources_of_this_host_share_no_link() -> None:
-    """What is slow there is the kernel, which finds more memory for several."""
+def test_sources_on_this_host_use_the_full_window() -> None:
+    """They share no link, and concurrent copies use more memory bandwidth."""
     concurrency = ReadConcurrency(4)
     concurrency.record_chunk(100 * MIB, 1.0, 0)
     assert (4, 1) == (concurrency.window("shared_memory"), concurrency.window("http"))
 
 
-def test_reads_beside_one_another_share_the_rate() -> None:
-    """Four chunks of 100 MiB that arrive within a second together are 400 MiB a second."""
+def test_concurrent_reads_share_the_rate() -> None:
+    """Four chunks of 100 MiB that arrive within the same second make 400 MiB per second."""
     concurrency = ReadConcurrency(4)
     concurrency.record_chunk(100 * MIB, 1.0, 3)
     assert 2 == concurrency.window("http")
@@ -42,7 +42,7 @@ def one_per_source(_source_id: str) -> int:
     return 1
 
 
-def test_no_source_is_asked_for_more_than_its_window() -> None:
+def test_reads_of_one_source_stay_within_its_window() -> None:
     """A second source is read from while the first is busy; the third read waits."""
     scheduler = ChunkScheduler(4)
     scheduler.assign({"a": ((0, 2),), "b": ((2, 4),)})

@@ -1,4 +1,4 @@
-"""The fork report: its line and its JSON."""
+"""The fork report: its summary line and its JSON."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ FALLBACK = replace(
 )
 
 
-def test_the_line_of_a_fork() -> None:
-    """Size, time, speed, sources, verification, and what was read again."""
+def test_the_summary_of_a_fork() -> None:
+    """It contains size, duration, speed, sources, verification and repeated bytes."""
     assert (
         "forked 3.000 GB in 2.50 s (2.00 GB/s) from 01234567@node-1 (http); "
         "4/4 chunks verified, 1.5 MB read again" == FORKED.line()
     )
 
 
-def test_the_line_of_a_fallback() -> None:
-    """What was loaded instead, and the reason that decided it."""
-    assert "loaded 3.000 GB from checkpoint /m in 2.50 s, because: NoSource: b" == FALLBACK.line()
+def test_the_summary_of_a_fallback() -> None:
+    """It contains the fallback and the decisive reason."""
+    assert "loaded 3.000 GB from checkpoint /m in 2.50 s; reason: NoSource: b" == FALLBACK.line()
 
 
 @pytest.mark.parametrize(
@@ -57,39 +57,39 @@ def test_the_line_of_a_fallback() -> None:
     [
         (
             {"version": "v1", "version_from": "served"},
-            "from 01234567@node-1 (http), version v1 as served; 4/4",
+            "from 01234567@node-1 (http), adopted version v1; 4/4",
         ),
         ({"version": f"files:{'3' * 32}", "first": True}, "(http), first of version files:33333333; 4/4"),
         ({"version": "v1"}, "from 01234567@node-1 (http); 4/4"),
     ],
     ids=["taken over", "first", "own"],
 )
-def test_the_line_names_a_version_that_people_may_not_expect(changes: dict[str, Any], words: str) -> None:
-    """One that was taken over, and one that is the first of its kind."""
+def test_the_summary_names_an_unexpected_version(changes: dict[str, Any], words: str) -> None:
+    """This is an adopted version, or the first one of its model."""
     assert words in replace(FORKED, **changes).line()
 
 
-def test_the_line_of_a_fallback_names_its_version_once() -> None:
-    """The reason has it already, if that is why it fell back."""
+def test_the_summary_of_a_fallback_names_its_version_once() -> None:
+    """The version is not repeated if the reason contains it."""
     why = "NoSource: first of version v2 of model m; 1 instance serves v1"
     first = replace(FALLBACK, version="v2", first=True)
     assert 1 == replace(first, reasons=(why,)).line().count("first of version v2")
-    assert "in 2.50 s, first of version v2, because: NoSource: b" in first.line()
+    assert "in 2.50 s, first of version v2; reason: NoSource: b" in first.line()
 
 
 def test_a_fallback_has_no_transfer_speed() -> None:
-    """The speed is that of a fork."""
+    """A speed is reported only for a fork."""
     assert (2.0, 0.0) == (FORKED.gb_per_s, FALLBACK.gb_per_s)
 
 
-def test_the_report_is_ready_for_json() -> None:
-    """Every value but the live seed, and the speed."""
+def test_the_report_can_be_serialized_as_json() -> None:
+    """It contains every value except the live seed, plus the speed."""
     values = json.loads(json.dumps(FORKED.to_dict()))
     assert (True, 2.0, "node-1") == ("seed" not in values, values["gb_per_s"], values["sources"][0]["host"])
 
 
 def test_phases_entered_twice_add_up() -> None:
-    """A phase's seconds are all its seconds, also those of one that failed."""
+    """The duration of a phase is the sum of all its runs, including failed ones."""
     timer = PhaseTimer()
     with timer.phase("plan"):
         pass
@@ -100,7 +100,7 @@ def test_phases_entered_twice_add_up() -> None:
 
 
 def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is within another phase is told before it, and taken off it; the one that goes on is last."""
+    """A nested phase comes before the enclosing one and is subtracted from it; the current phase is last."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     timer = PhaseTimer()
@@ -123,8 +123,10 @@ def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPat
     assert ["plan", "transfer", "transfer"] == [list(phases)[-1] for phases in phase_snapshots]
 
 
-def test_transports_are_told_of_peers_only() -> None:
-    """Storage has none, nor has what was still here; of many peers those that gave most count."""
+def test_transports_are_reported_for_peers_only() -> None:
+    """Storage and resumed chunks have no transport; if there are too many peers, those that sent the most
+    bytes are reported.
+    """
     peers = [SourceShare(f"p{number}", "h", "http", 1, number) for number in range(70)]
     stored = SourceShare("snapshot:file:///s", "h", "snapshot", 9, 900)
     others = [stored, SourceShare("resume", "h", "resume", 9, 900)]
@@ -132,8 +134,8 @@ def test_transports_are_told_of_peers_only() -> None:
     assert (64, "p69", {"http"}) == (len(transports), next(iter(transports)), set(transports.values()))
 
 
-def test_a_fork_that_failed_tells_its_phases_too() -> None:
-    """What was done until then, and how fast its link and its sources were."""
+def test_a_failed_fork_reports_its_phases() -> None:
+    """It also reports the rates of its link and its sources."""
     timer = PhaseTimer()
     with timer.phase("capture"):
         pass

@@ -1,4 +1,4 @@
-"""A process that dies and comes back: what it takes of what it kept."""
+"""Resume: a restarted process reuses the chunks that it spooled."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.unit.receiver.spools import (
 
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast disk and sources are is not compared: on a busy machine that is a matter of chance."""
+    """Disable the comparison of disk and source speed, which varies on a busy machine."""
     monkeypatch.setattr(spool_source_module, "WARMUP_S", NEVER_S)
 
 
 @pytest.mark.parametrize("spooled_chunks", [[0, 1, 2], [1, 4], list(range(CHUNKS)), []], ids=str)
-def test_only_what_is_missing_is_fetched(fleet: Fleet, tmp_path: Path, spooled_chunks: list[int]) -> None:
-    """The rest is what was here; the report tells the two apart, and the file is gone."""
+def test_only_missing_chunks_are_fetched(fleet: Fleet, tmp_path: Path, spooled_chunks: list[int]) -> None:
+    """The other chunks come from the spool; the report lists both amounts, and the spool is removed."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), spooled_chunks)
     _, planner = seed_and_planner(fleet, source)
@@ -59,12 +59,12 @@ def test_only_what_is_missing_is_fetched(fleet: Fleet, tmp_path: Path, spooled_c
     }
     assert (bool(spooled_chunks), bool(spooled_chunks)) == (
         "resume" in report.phases,
-        "that were here" in report.line(),
+        "resumed" in report.line(),
     )
 
 
-def test_the_planner_hears_of_sources_only(fleet: Fleet, tmp_path: Path) -> None:
-    """What was here is neither a peer's nor storage's."""
+def test_resumed_chunks_are_not_reported_to_the_planner(fleet: Fleet, tmp_path: Path) -> None:
+    """They come neither from a peer nor from storage."""
     source = Model(1)
     write_spool(tmp_path, capture(source), [0, 1, 2])
     _, planner = seed_and_planner(fleet, source)
@@ -73,10 +73,10 @@ def test_the_planner_hears_of_sources_only(fleet: Fleet, tmp_path: Path) -> None
     assert {"a"} >= {name for progress in planner.progress for name in progress.sources}
 
 
-def test_weights_that_changed_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
-    """Chunks of other weights are not even read from the file; those that are the same still count."""
+def test_changed_weights_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
+    """Chunks of other weights are not even read from the spool; unchanged chunks are still used."""
     before, source, module = Model(1), Model(1), Model()
-    source.get_buffer("whole")[2 * MIB : 4 * MIB].add_(1)
+    source.get_buffer("weights")[2 * MIB : 4 * MIB].add_(1)
     write_spool(tmp_path, capture(before), [0, 1, 2, 3])
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
@@ -84,7 +84,7 @@ def test_weights_that_changed_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def flip_byte(path: Path) -> None:
-    """One byte of chunk 1 is another than was written."""
+    """Flip one bit of chunk 1."""
     with path.open("r+b") as file:
         file.seek(2 * PAGE + MIB + 77)
         byte = file.read(1)
@@ -93,20 +93,20 @@ def flip_byte(path: Path) -> None:
 
 
 def truncate_file(path: Path) -> None:
-    """The file ends within chunk 1."""
+    """Truncate the file within chunk 1."""
     os.truncate(path, 2 * PAGE + MIB + 77)
 
 
 def tear_record(path: Path) -> None:
-    """The record of chunk 1 is half written."""
+    """Erase half of the record of chunk 1."""
     with path.open("r+b") as file:
         file.seek(PAGE + RECORD.size + 10)
         file.write(bytes(22))
 
 
 @pytest.mark.parametrize("damage_file", [flip_byte, truncate_file, tear_record])
-def test_what_is_wrong_is_fetched(fleet: Fleet, tmp_path: Path, damage_file: Callable[[Path], None]) -> None:
-    """A chunk counts by its bytes: the record of a wrong one says that they are right."""
+def test_damaged_chunks_are_fetched(fleet: Fleet, tmp_path: Path, damage_file: Callable[[Path], None]) -> None:
+    """Chunks are verified by their bytes, because the record of a damaged one still looks valid."""
     source, module = Model(1), Model()
     damage_file(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)
@@ -119,8 +119,8 @@ def test_what_is_wrong_is_fetched(fleet: Fleet, tmp_path: Path, damage_file: Cal
     )
 
 
-def test_a_wrong_chunk_has_no_record_any_more(fleet: Fleet, tmp_path: Path) -> None:
-    """So it is kept anew, once a source has given it: its record says what the right one would say."""
+def test_the_record_of_a_damaged_chunk_is_removed(fleet: Fleet, tmp_path: Path) -> None:
+    """Otherwise the correct chunk, whose record would be equal, would not be written again."""
     source = image(1)
     flip_byte(write_spool(tmp_path, source, [0, 1]))
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
@@ -137,8 +137,8 @@ def test_a_wrong_chunk_has_no_record_any_more(fleet: Fleet, tmp_path: Path) -> N
     assert ([0], ((0, 1),)) == (sorted(records), target.chunk_state.verified)
 
 
-def test_without_verification_a_kept_chunk_is_checked(fleet: Fleet, tmp_path: Path) -> None:
-    """A file that anything may have happened to is never taken at its word."""
+def test_resumed_chunks_are_always_verified(fleet: Fleet, tmp_path: Path) -> None:
+    """A spool file may have been damaged, so this holds even if verification is turned off."""
     source, module = Model(1), Model()
     flip_byte(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)
@@ -146,21 +146,21 @@ def test_without_verification_a_kept_chunk_is_checked(fleet: Fleet, tmp_path: Pa
     assert source.bytes == module.bytes
 
 
-def test_a_claimed_chunk_is_asked_of_nobody(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the file is read the sources give what is missing, and nothing else."""
+def test_a_reserved_chunk_is_not_fetched(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the spool is read, the sources serve only the missing chunks."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 2, 4])
     _, planner = seed_and_planner(fleet, source)
-    others_verified = threading.Event()
+    missing_chunks_verified = threading.Event()
     mark, read = ChunkState.mark_verified, Spool.read
 
     def mark_and_signal(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
         mark(chunk_state, index, digest)
         if {1, 3, 5} <= chunk_state.digests.keys():
-            others_verified.set()
+            missing_chunks_verified.set()
 
     def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
-        others_verified.wait(NEVER_S)
+        missing_chunks_verified.wait(NEVER_S)
         return read(spool, at, into)
 
     monkeypatch.setattr(ChunkState, "mark_verified", mark_and_signal)
@@ -169,12 +169,12 @@ def test_a_claimed_chunk_is_asked_of_nobody(fleet: Fleet, tmp_path: Path, monkey
     assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.bytes_read, report.resumed_bytes)
 
 
-def test_a_relay_gives_what_was_here(fleet: Fleet, tmp_path: Path) -> None:
-    """Before its own source has given anything, and only once the manifest is known."""
+def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
+    """It serves them before its own source has sent anything, and only once the manifest is known."""
     source = capture(Model(1))
     write_spool(tmp_path, source, [0, 1, 2])
-    seed_board = ChunkState(source.layout.chunks)
-    seed = fleet.source("a", source, chunk_state=seed_board, manifest=source.manifest())
+    seed_chunks = ChunkState(source.layout.chunks)
+    seed = fleet.source("a", source, chunk_state=seed_chunks, manifest=source.manifest())
     module = Model()
     seen: list[int] = []
 
@@ -182,7 +182,7 @@ def test_a_relay_gives_what_was_here(fleet: Fleet, tmp_path: Path) -> None:
         seen.append(len(chunk_state))
         if len(chunk_state) == 3:
             for chunk in range(CHUNKS):
-                seed_board.mark_verified(chunk)
+                seed_chunks.mark_verified(chunk)
 
     target_image = capture(module)
     chunk_state = ChunkState(target_image.layout.chunks)

@@ -1,4 +1,4 @@
-"""A process that comes back: files, threads and sources that go wrong while kept chunks are taken."""
+"""Resume with failing files, threads and sources."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.unit.receiver.spools import (
 )
 
 
-def test_a_file_that_hangs_is_left(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources give all; what comes of the hung read later reaches the image no more."""
+def test_a_blocked_spool_read_is_abandoned(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources serve all chunks, and the blocked read never writes to the image."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
     _, planner = seed_and_planner(fleet, source)
@@ -57,16 +57,16 @@ def test_a_file_that_hangs_is_left(fleet: Fleet, tmp_path: Path, monkeypatch: py
     proceed.set()
     read_finished.wait(NEVER_S)
     for thread in threading.enumerate():
-        if thread.name == "rfork-resume":
+        if thread.name == "rfork-spool-read":
             thread.join()
     assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError()], ids=["disk", "memory"])
-def test_a_file_that_cannot_be_read_is_left(
+def test_an_unreadable_spool_is_abandoned(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """The sources give all."""
+    """The sources serve all chunks."""
 
     def failing_read(spool: Spool, at: int, into: memoryview) -> bool:
         raise error
@@ -80,13 +80,13 @@ def test_a_file_that_cannot_be_read_is_left(
 
 
 def open_spool_source(folder: Path, target: Target) -> tuple[Spool, SpoolSource]:
-    """The spool in this folder, and what takes from it for a target's pull; not started."""
+    """Return the spool in this folder and its source for a target's transfer, not started."""
     spool = acquire_spool(folder, spool_name(IDENTITY), target.image.layout)
     return spool, attach_spool(target, spool)
 
 
-def test_a_second_source_of_the_same_weights_is_no_news(fleet: Fleet, tmp_path: Path) -> None:
-    """What was left to the sources, as the disk is slow, is not claimed again."""
+def test_a_second_source_with_the_same_weights_changes_no_reservation(fleet: Fleet, tmp_path: Path) -> None:
+    """Chunks released to the sources because the disk is slow are not reserved again."""
     source = image(1)
     write_spool(tmp_path, source, [1, 2, 3, 4, 5])
     target = Target(fleet, Script([plan]))
@@ -105,10 +105,10 @@ def test_a_second_source_of_the_same_weights_is_no_news(fleet: Fleet, tmp_path: 
     assert ([1, 2], [1, 2], 1) == (before, transfer._scheduler.reserved, spool_source._loaded // MIB)
 
 
-def test_a_manifest_that_changes_while_a_chunk_is_filled(
+def test_a_manifest_that_changes_during_a_spool_read(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunk is of the weights before, so it is not taken; those that are the same still are."""
+    """The chunk belongs to the old weights and is rejected; unchanged chunks are still used."""
     before, after = image(1), image(1)
     with after.writable(0, 1) as (view,):
         view[0] ^= 0xFF
@@ -141,15 +141,17 @@ def test_a_manifest_that_changes_while_a_chunk_is_filled(
     assert (([], 0), ((1, 2),), [1]) == (remaining, target.chunk_state.verified, sorted(records))
 
 
-def test_a_thread_that_fails_gives_its_chunk_up(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is: the sources give all that was claimed."""
+def test_a_failing_spool_thread_releases_its_chunks(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any exception, the sources serve all reserved chunks."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
     _, planner = seed_and_planner(fleet, source)
     mark = ChunkState.mark_verified
 
     def failing_mark(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
-        if threading.current_thread().name == "rfork-resume":
+        if threading.current_thread().name == "rfork-spool-read":
             raise KeyError(index)
         mark(chunk_state, index, digest)
 
@@ -158,10 +160,10 @@ def test_a_thread_that_fails_gives_its_chunk_up(fleet: Fleet, tmp_path: Path, mo
     assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
 
 
-def test_a_spool_that_closed_when_all_was_over_is_no_news(
+def test_a_spool_closed_after_the_fork_logs_no_warning(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A read that comes back after the fork finds the file closed: nobody is warned of it."""
+    """A read that returns after the fork finds the file closed."""
     source = image(1)
     write_spool(tmp_path, source, [0])
     target = Target(fleet, Script([plan]))
@@ -187,10 +189,10 @@ def test_a_spool_that_closed_when_all_was_over_is_no_news(
     assert [] == [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_keeper_that_cannot_start_leaves_no_seed(
+def test_a_persister_that_fails_to_start_leaves_no_seed(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork fails, the planner hears of it, and the giving side is closed."""
+    """The fork fails, the planner is notified, and the serving side is closed."""
     closed: list[str] = []
     close = Seed.close
 
@@ -210,8 +212,8 @@ def test_a_keeper_that_cannot_start_leaves_no_seed(
     assert (["target"], ["failed"]) == (closed, [finish.outcome for _, finish in planner.finishes])
 
 
-def test_without_a_manifest_nothing_is_taken(fleet: Fleet, tmp_path: Path) -> None:
-    """In a cold start from files nobody can say what the image must hold until all of it is read."""
+def test_without_a_manifest_no_spooled_chunk_is_used(fleet: Fleet, tmp_path: Path) -> None:
+    """In a cold start from files, the expected content is unknown until all files have been read."""
     source = image(1)
     write_spool(tmp_path, source, [0, 1, 2])
     files = Files(source)
@@ -226,8 +228,8 @@ def test_without_a_manifest_nothing_is_taken(fleet: Fleet, tmp_path: Path) -> No
     )
 
 
-def test_a_loader_ends_it(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader writes every byte: nothing of what was here is written over it, however late it comes."""
+def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader writes every byte, and no late spool read may overwrite it."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
     seed = fleet.source("a", capture(source), FaultInjection(dies_after=2 * MIB))
@@ -270,10 +272,12 @@ def test_a_loader_ends_it(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.Monk
     ],
     ids=["too early", "no source to compare with", "as fast", "slower", "nothing", "both slow", "too late"],
 )
-def test_a_slow_disk_shares_with_the_sources(
+def test_a_slow_disk_shares_chunks_with_the_sources(
     fleet: Fleet, tmp_path: Path, seconds: float, fetched: int, loaded: int, expected: list[int]
 ) -> None:
-    """Of five chunks those stay claimed that the disk gives before the sources had given all six."""
+    """Of five chunks, those stay reserved that the disk delivers before the sources would have served all
+    six.
+    """
     source = image(1)
     write_spool(tmp_path, source, [1, 2, 3, 4, 5])
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)

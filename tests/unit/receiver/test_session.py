@@ -1,4 +1,4 @@
-"""One fork from end to end, with real sources and a scripted planner in this process."""
+"""Complete forks with real sources and a scripted planner in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def raising(error: BaseException) -> Plan:
 
 
 def test_a_fork(fleet: Fleet) -> None:
-    """The module holds the seed's tensors, the planner knows how it went, and the target gives onwards."""
+    """The module has the seed's tensors, the planner has the result, and the target serves readers."""
     source, module = Model(0.0), Model(1.0)
     seed = fleet.source("a", capture(source))
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
@@ -70,18 +70,20 @@ def test_a_fork(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("load_path", ["forked", "in place", "another model"])
-def test_what_is_held_is_told_before_the_end(fleet: Fleet, load_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks the planner once a fork has ended finds a source, however it got its weights."""
-    # A busy machine may take longer than the end of a fork waits.
+def test_verified_chunks_are_reported_before_the_result(
+    fleet: Fleet, load_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished fork is known to the planner as a source, whichever path loaded its weights."""
+    # On a busy machine the report may take longer than the default timeout.
     monkeypatch.setattr(session_module, "REPORT_TIMEOUT_S", NEVER_S)
     seed, module = fleet.source("a", capture(Model(0.0))), Model(1.0)
 
     class Planner(FakePlanner):
-        held: tuple[tuple[int, int], ...] | None = None
+        reported_chunks: tuple[tuple[int, int], ...] | None = None
 
         def handle_request(self, request: httpx.Request) -> httpx.Response:
             if request.url.path.endswith("/finish"):
-                self.held = self.reports[-1].verified
+                self.reported_chunks = self.reports[-1].verified
             return super().handle_request(request)
 
     cases = {
@@ -95,13 +97,13 @@ def test_what_is_held_is_told_before_the_end(fleet: Fleet, load_path: str, monke
     plan_factory, fallback = cases[load_path]
     planner = Planner(Script((plan_factory,)))
     report = session(fleet, module, planner, fallback).run()
-    assert (ALL,) == planner.held
+    assert (ALL,) == planner.reported_chunks
     assert report.seed is not None
     report.seed.close()
 
 
-def test_while_it_forks_a_target_is_loading(fleet: Fleet) -> None:
-    """The first request shows a loading instance that holds nothing and can be reached."""
+def test_a_forking_target_is_loading(fleet: Fleet) -> None:
+    """Its first request describes a reachable instance that is loading and has no chunks."""
     seed = fleet.source("a", capture(Model(0.0)))
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
     report = session(fleet, Model(1.0), planner).run()
@@ -118,7 +120,7 @@ def test_while_it_forks_a_target_is_loading(fleet: Fleet) -> None:
 
 
 def test_excluded_tensors_are_left_alone(fleet: Fleet) -> None:
-    """A tensor that both sides exclude is neither read nor given."""
+    """A tensor that both sides exclude is neither read nor served."""
     source, module = Model(0.0), Model(1.0)
     source.get_buffer("table").fill_(9.0)
     seed = fleet.source("a", capture(source, exclude=["table"]))
@@ -133,15 +135,15 @@ def test_excluded_tensors_are_left_alone(fleet: Fleet) -> None:
     ("plan_factory", "reason"),
     [
         (None, "NoSource: no planner is set"),
-        (lambda: plan(reason="nobody holds it"), "NoSource: nobody holds it"),
+        (lambda: plan(reason="no instance serves it"), "NoSource: no instance serves it"),
         (lambda: raising(httpx.ConnectError("refused")), "PlannerUnreachable: "),
     ],
-    ids=["no planner", "no source", "planner away"],
+    ids=["no planner", "no source", "planner unreachable"],
 )
 def test_without_a_source_the_fallback_loads(
     fleet: Fleet, plan_factory: Callable[[], Plan] | None, reason: str
 ) -> None:
-    """The report says what was loaded instead, and why; the instance serves what it loaded."""
+    """The report contains the fallback and the reason, and the instance serves what it loaded."""
     module = Model(1.0)
     planner = scripted_planner(plan_factory) if plan_factory is not None else None
     report = session(fleet, module, planner, TWOS).run()
@@ -164,12 +166,12 @@ def test_without_a_source_the_fallback_loads(
     report.seed.close()
 
 
-def test_a_half_written_model_is_loaded_anew(fleet: Fleet) -> None:
-    """When the only source dies in mid-fork, what it left behind does not survive the fallback."""
+def test_a_partly_written_model_is_loaded_again(fleet: Fleet) -> None:
+    """When the only source dies mid-fork, its partial data does not survive the fallback."""
     source, module = Model(0.0), Model(1.0)
     source.get_buffer("table").fill_(9.0)
     seed = fleet.source("a", capture(source), FaultInjection(dies_after=4 * MIB + 1))
-    planner = scripted_planner(lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left"))
+    planner = scripted_planner(lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left"))
     report = session(fleet, module, planner, TWOS).run()
     assert (True, list(range(8))) == (bool((module.weight == 2.0).all()), module.get_buffer("table").tolist())
     assert ["SourceUnavailable", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
@@ -178,7 +180,7 @@ def test_a_half_written_model_is_loaded_anew(fleet: Fleet) -> None:
 
 
 def test_a_mismatch_names_the_tensor(fleet: Fleet) -> None:
-    """Where a source holds the model with another layout, the reason names the first tensor that differs."""
+    """The reason names the first tensor that differs from a source with another layout."""
     other = nn.Module()
     other.register_parameter("weight", nn.Parameter(torch.zeros(3, 5)))
     other.register_buffer("table", torch.arange(8.0), persistent=False)
@@ -192,9 +194,9 @@ def test_a_mismatch_names_the_tensor(fleet: Fleet) -> None:
     report.seed.close()
 
 
-def test_nothing_left_closes_everything(fleet: Fleet) -> None:
-    """When nothing worked the planner is told each reason, and nothing of the target can be reached."""
-    planner = scripted_planner(lambda: plan(reason="nobody holds it"))
+def test_a_failed_fork_closes_everything(fleet: Fleet) -> None:
+    """The planner receives every reason, and no part of the target can be reached."""
+    planner = scripted_planner(lambda: plan(reason="no instance serves it"))
 
     def broken(module: nn.Module) -> None:
         raise ZeroDivisionError("bug")
@@ -206,8 +208,8 @@ def test_nothing_left_closes_everything(fleet: Fleet) -> None:
     assert [] == live_transfer_threads()
 
 
-def test_an_interrupt_gives_the_leases_back(fleet: Fleet) -> None:
-    """Ctrl-C in mid-fork tells the planner, closes the giving side, and ends every thread."""
+def test_an_interrupt_releases_the_leases(fleet: Fleet) -> None:
+    """Ctrl-C mid-fork notifies the planner, closes the serving side and ends every thread."""
     seed = fleet.source("a", capture(Model(0.0)))
     planner = scripted_planner(lambda: plan(route(seed, (0, 2))), lambda: raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -220,7 +222,7 @@ def test_an_interrupt_gives_the_leases_back(fleet: Fleet) -> None:
 
 
 def test_the_planner_client_is_closed_with_the_seed(fleet: Fleet) -> None:
-    """The connections to the planner live no longer than the giving side."""
+    """The connections to the planner live no longer than the serving side."""
     seed = fleet.source("a", capture(Model(0.0)))
     client = scripted_planner(lambda: plan(route(seed, ALL))).client()
     forking = session(fleet, Model(1.0), None)
@@ -233,12 +235,12 @@ def test_the_planner_client_is_closed_with_the_seed(fleet: Fleet) -> None:
 
 
 def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> None:
-    """What shows the progress may fail; the fork, and the renewal of its leases, go on."""
+    """The fork and the renewal of its leases continue."""
     source, module = Model(0.0), Model(1.0)
     seed = fleet.source("a", capture(source))
 
     def broken(progress: ForkProgress, image_bytes: int) -> None:
-        raise BrokenPipeError("the terminal is gone")
+        raise BrokenPipeError("the terminal is closed")
 
     report = session(fleet, module, scripted_planner(lambda: plan(route(seed, ALL))), on_progress=broken).run()
     assert ("forked", True) == (report.outcome, torch.equal(source.weight, module.weight))
@@ -246,8 +248,8 @@ def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> N
     report.seed.close()
 
 
-def test_progress_is_shown_while_the_planner_says_nothing(fleet: Fleet) -> None:
-    """Whoever watches the fork does not wait for the answer to a report of it."""
+def test_progress_is_shown_while_the_planner_is_silent(fleet: Fleet) -> None:
+    """The progress callback does not wait for the planner's response."""
     source, module = Model(0.0), Model(1.0)
     image = capture(source)
     chunk_state = ChunkState(image.layout.chunks, [0, 1])
@@ -274,13 +276,13 @@ def test_progress_is_shown_while_the_planner_says_nothing(fleet: Fleet) -> None:
     assert ("forked", True) == (report.outcome, waited[0])
 
 
-def test_a_fallback_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:
-    """The captured memory is no longer the module's: the model serves, and nobody is given stale bytes."""
+def test_a_fallback_that_rebinds_tensors_makes_no_seed(fleet: Fleet) -> None:
+    """The module no longer uses the captured memory: the model works, and no peer reads stale bytes."""
 
     def rebind(module: nn.Module) -> None:
         module.load_state_dict(Model(2.0).state_dict(), assign=True)
 
-    planner = scripted_planner(lambda: plan(reason="nobody"))
+    planner = scripted_planner(lambda: plan(reason="no source"))
     report = session(fleet, Model(1.0), planner, Fallback("rebinding", rebind)).run()
     assert report.seed is not None
     assert ("fallback", "rebinding", "loading", 0) == (
@@ -296,12 +298,12 @@ ACK = ProgressAck().model_dump_json()
 
 
 def has_read_first_plan(planner: FakePlanner) -> bool:
-    """Whether a fork has read what its first plan's source has, and no more: it was not asked again yet."""
+    """Return whether the fork has read what the first source has and has not requested another plan."""
     return planner.progress[-1].verified == ((0, 2),) and len(planner.requests) == 1
 
 
-def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
-    """A planner that restarted does not know the fork: it is planned anew, with what is verified."""
+def test_a_fork_unknown_to_a_restarted_planner_is_planned_again(fleet: Fleet) -> None:
+    """The new request reports the verified chunks."""
     source, module = Model(0.0), Model(1.0)
     image = capture(source)
     chunk_state = ChunkState(image.layout.chunks, [0, 1])
@@ -326,8 +328,8 @@ def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
     report.seed.close()
 
 
-def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> None:
-    """The next request says what is read now; what is verified is kept, and nothing is read twice."""
+def test_a_suggested_replan_is_requested(fleet: Fleet) -> None:
+    """The request lists the current assignments; verified chunks are kept, and nothing is read twice."""
     source, module = Model(0.0), Model(1.0)
     source_image = capture(source)
     manifest = source_image.manifest()
@@ -336,7 +338,7 @@ def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> No
     )
     fast = fleet.source("fast", source_image, manifest=manifest)
     planner = scripted_planner(lambda: plan(route(slow, ALL)), lambda: plan(route(fast, (2, 5))))
-    better = ProgressAck(replan_suggested="a faster source has come up").model_dump_json()
+    better = ProgressAck(replan_suggested="a faster source is available").model_dump_json()
     planner.on_progress = lambda: httpx.Response(200, content=better if has_read_first_plan(planner) else ACK)
     report = session(fleet, module, planner).run()
     assert (True, ["fast", "slow"], 0, (ChunkAssignment(source_id="slow", chunks=((2, 5),)),)) == (
@@ -350,15 +352,15 @@ def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> No
 
 
 def test_a_module_without_bytes_cannot_be_forked(fleet: Fleet) -> None:
-    """There is nothing to fork, and nobody is asked."""
+    """There is nothing to fork, so no request is sent."""
     planner = scripted_planner()
     with pytest.raises(UnsupportedTensor):
         session(fleet, nn.Module(), planner).run()
     assert ([], []) == (planner.requests, planner.reports)
 
 
-def test_a_filled_model_is_finished_before_it_is_a_seed(fleet: Fleet) -> None:
-    """What has to be done with the weights is done while this instance still reports that it loads."""
+def test_on_filled_runs_before_the_target_is_a_seed(fleet: Fleet) -> None:
+    """The weights are post-processed while this instance still reports that it is loading."""
     source, module = Model(0.0), Model(1.0)
     seed = fleet.source("a", capture(source))
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
@@ -374,8 +376,8 @@ def test_a_filled_model_is_finished_before_it_is_a_seed(fleet: Fleet) -> None:
     assert [(True, {"loading"})] == seen
 
 
-def test_a_filled_model_that_cannot_be_finished_falls_back(fleet: Fleet) -> None:
-    """The fallback starts clean, and the report says why."""
+def test_a_failing_on_filled_callback_ends_in_the_fallback(fleet: Fleet) -> None:
+    """The fallback starts with a clean model, and the report contains the reason."""
     seed = fleet.source("a", capture(Model(0.0)))
     module, planner = Model(1.0), scripted_planner(lambda: plan(route(seed, ALL)))
 

@@ -1,4 +1,4 @@
-"""What a fork offers to read, and when."""
+"""Storage candidates that a fork offers to read, and when."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.unit.receiver.fleet import NEVER_S, Fleet, plan, route
 from tests.unit.receiver.sessions import ALL, Model, load_twos
 
 
-def test_what_is_offered(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:
-    """A snapshot, a checkpoint and a loader, in the order they were given."""
+def test_storage_candidates_keep_their_order(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:
+    """A snapshot, a checkpoint and a loader are offered in the order in which they are configured."""
     snapshot_image = capture(Model(7.0))
     path = tmp_path / "snapshot.safetensors"
     write_snapshot(snapshot_image, snapshot_image.manifest(), path)
@@ -57,8 +57,8 @@ def test_what_is_offered(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None
     )
 
 
-def test_a_checkpoint_that_has_to_be_converted_is_a_loader(fleet: Fleet, checkpoint: Path) -> None:
-    """Where types differ it is offered, and read, as a whole."""
+def test_a_checkpoint_that_needs_conversion_is_offered_as_a_loader(fleet: Fleet, checkpoint: Path) -> None:
+    """If types differ, it is read completely by the loader."""
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("loader", checkpoint.as_uri()))
     module = Model(1.0, dtype=torch.bfloat16)
     report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)])
@@ -70,16 +70,16 @@ def test_a_checkpoint_that_has_to_be_converted_is_a_loader(fleet: Fleet, checkpo
     assert torch.equal(Model(7.0).weight.to(torch.bfloat16), module.weight)
 
 
-def test_a_checkpoint_that_is_missing_is_not_offered(fleet: Fleet, tmp_path: Path) -> None:
-    """What cannot work is not promised to others; the seed that there is gives."""
+def test_a_missing_checkpoint_is_not_offered(fleet: Fleet, tmp_path: Path) -> None:
+    """The fork reads from the existing seed and promises no other instance that it can load."""
     seed = fleet.source("seed", capture(Model(0.0)))
     planner = scripted_planner(plan(route(seed, ALL)))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(tmp_path / "nothing")])
     assert ([], "forked", 0) == (storage_candidates(planner), report.outcome, report.storage_bytes)
 
 
-def test_a_way_that_cannot_be_offered_is_told_in_the_report(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:
-    """The next way is read in its stead, and the report says why."""
+def test_an_unusable_candidate_is_reported(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:
+    """The next candidate is read instead, and the report contains the reason."""
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     fallbacks = [snapshot_fallback(tmp_path / "nothing.safetensors"), checkpoint_fallback(checkpoint)]
     report = run_fork(fleet, Model(1.0), planner, fallbacks)
@@ -90,9 +90,9 @@ def test_a_way_that_cannot_be_offered_is_told_in_the_report(fleet: Fleet, checkp
     )
 
 
-def test_whoever_reads_its_own_offers_nothing(fleet: Fleet, checkpoint: Path) -> None:
-    """With `cold_start` independent, the checkpoint is only the fallback that it always was."""
-    planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
+def test_an_independent_cold_start_offers_no_storage(fleet: Fleet, checkpoint: Path) -> None:
+    """With `cold_start` set to independent, the checkpoint is only a fallback."""
+    planner, module = scripted_planner(plan(reason="no source")), Model(1.0)
     report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)], cold_start="independent")
     assert ([], "fallback", 1, True) == (
         storage_candidates(planner),
@@ -102,13 +102,13 @@ def test_whoever_reads_its_own_offers_nothing(fleet: Fleet, checkpoint: Path) ->
     )
 
 
-def test_what_failed_is_offered_no_more(fleet: Fleet, checkpoint: Path) -> None:
-    """Of two ways the one that failed is gone from what the planner is told next."""
+def test_a_failed_candidate_is_not_offered_again(fleet: Fleet, checkpoint: Path) -> None:
+    """The next request offers only the other one."""
 
     def broken(module: nn.Module) -> None:
         raise ZeroDivisionError("a bug")
 
-    planner = scripted_planner(plan(), storage_plan("loader"), plan(reason="nobody else"))
+    planner = scripted_planner(plan(), storage_plan("loader"), plan(reason="no other source"))
     run_fork(fleet, Model(1.0), planner, [loader_fallback(broken), checkpoint_fallback(checkpoint)])
     offered = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
     assert [[], ["loader", "checkpoint"], ["checkpoint"]] == offered
@@ -117,13 +117,13 @@ def test_what_failed_is_offered_no_more(fleet: Fleet, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        pytest.param("ftp://host/model", "ftp://", id="kind"),
+        pytest.param("ftp://host/model", "ftp://", id="scheme"),
         pytest.param("s3://bucket/" + "a" * 2048, "2048", id="length"),
-        pytest.param("s3://bucket/a\nb.safetensors", "told to the planner", id="letters"),
+        pytest.param("s3://bucket/a\nb.safetensors", "planner does not accept the URI", id="letters"),
     ],
 )
-def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(uri: str, message: str) -> None:
-    """A setting that makes no sense ends the fork with a word on it, not with a silent fallback."""
+def test_an_invalid_snapshot_uri_is_a_settings_error(uri: str, message: str) -> None:
+    """It ends the fork with a clear message and not with a silent fallback."""
     with pytest.raises(SettingsError, match=message):
         snapshot_fallback(uri)
 
@@ -137,14 +137,14 @@ def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(uri: str, message: str
         ("/models/x", Rank(role="speculative"), "file:///models/x/speculative-rank-000.safetensors"),
     ],
 )
-def test_a_snapshot_is_told_by_its_file(uri: str, rank: Rank, redacted_uri: str) -> None:
-    """Each rank's own in a folder; what a presigned URL is signed with is told to nobody."""
+def test_a_snapshot_is_named_by_its_file(uri: str, rank: Rank, redacted_uri: str) -> None:
+    """In a folder, each rank has a separate file; the signature of a presigned URL is not disclosed."""
     fallback = snapshot_fallback(uri, rank=rank)
     assert (redacted_uri, f"snapshot {redacted_uri}") == (fallback.uri, fallback.name)
 
 
-def test_an_offer_that_lasts_only_while_it_forks(fleet: Fleet, checkpoint: Path) -> None:
-    """A seed offers no storage: it holds the image."""
+def test_storage_is_offered_only_while_the_fork_runs(fleet: Fleet, checkpoint: Path) -> None:
+    """A seed offers no storage, since it has the image."""
     seed = fleet.source("seed", capture(Model(0.0)))
     planner = scripted_planner(NO_SOURCE_PLAN, plan(route(seed, ALL)))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
@@ -157,8 +157,8 @@ def test_an_offer_that_lasts_only_while_it_forks(fleet: Fleet, checkpoint: Path)
     assert ((expected,), ()) == (planner.requests[-1].instance.storage, report.seed.storage)
 
 
-def test_a_fork_that_has_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> None:
-    """A disk that hangs costs nothing where it is not needed."""
+def test_a_fork_with_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> None:
+    """A blocked disk costs nothing when it is not needed."""
     opened: list[nn.Module] = []
 
     def hang(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
@@ -175,8 +175,8 @@ def test_a_fork_that_has_a_source_opens_no_files(fleet: Fleet, checkpoint: Path)
     )
 
 
-def test_files_are_offered_once_nobody_gives(fleet: Fleet, checkpoint: Path) -> None:
-    """One more question for a cold group, and the faults are told only once."""
+def test_files_are_offered_when_no_source_exists(fleet: Fleet, checkpoint: Path) -> None:
+    """A cold start sends one more request, and reports its faults only once."""
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
     offered_kinds = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
@@ -184,7 +184,7 @@ def test_files_are_offered_once_nobody_gives(fleet: Fleet, checkpoint: Path) -> 
 
 
 def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, checkpoint: Path) -> None:
-    """One disk that hangs holds up neither the fork for ever nor the offer of another."""
+    """A blocked disk delays neither the fork forever nor the offer of another candidate."""
     proceed = threading.Event()
 
     def hang(module: nn.Module, image: Image, derived: DerivedTensors) -> None:

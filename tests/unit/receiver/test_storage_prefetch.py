@@ -1,4 +1,4 @@
-"""Reads of storage on threads that can be left behind."""
+"""Storage reads on threads that can be abandoned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reader(streams: int = 8) -> StoragePrefetcher:
 
 
 class ReadGate:
-    """Holds reads of the files up, from some chunk on; `waiting` says how many do."""
+    """Blocks reads of the files from a chunk onward; `waiting` is the number of blocked reads."""
 
     def __init__(self, files: Files, blocked_from: int = 0) -> None:
         self._changed = threading.Condition()
@@ -55,8 +55,8 @@ class ReadGate:
 
 
 @pytest.mark.parametrize("block_bytes", [MIB, 5 * MIB // 2, 64 * MIB])
-def test_the_blocks_are_the_range(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    """Whatever their size, and the order in which they come; and the clock moves with them."""
+def test_the_blocks_make_up_the_requested_range(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """Their size and order do not matter, and each block updates the time of the last progress."""
     monkeypatch.setattr(storage_prefetch, "BLOCK_BYTES", block_bytes)
     reads = reader()
     before = time.monotonic()
@@ -65,15 +65,15 @@ def test_the_blocks_are_the_range(monkeypatch: pytest.MonkeyPatch, block_bytes: 
     assert (True, 0.0) == (before <= (reads.last_block_at or 0.0), reads.idle_seconds(time.monotonic() + 9.0))
 
 
-def test_what_the_storage_raises_is_raised_to_who_waits() -> None:
-    """Blocks before it are given."""
+def test_a_storage_error_is_raised_to_the_reader() -> None:
+    """The blocks before it are returned."""
     files = Files(STORED_IMAGE, fails_at=0)
     with pytest.raises(StorageError, match="broken"):
         list(reader().read(files, 0, SIZE))
 
 
-def test_a_read_that_hangs_grows_old_and_can_be_left() -> None:
-    """Whoever waits sees how long nothing came, and is told at once when the wait is over."""
+def test_a_blocked_read_can_be_abandoned() -> None:
+    """The idle time is visible to the reader, and closing ends its wait immediately."""
     files = Files(STORED_IMAGE)
     gate = ReadGate(files)
     reads = reader()
@@ -96,8 +96,8 @@ def test_a_read_that_hangs_grows_old_and_can_be_left() -> None:
     assert ([SourceUnavailable], None) == (errors, reads.last_block_at)
 
 
-def test_what_comes_next_is_read_meanwhile() -> None:
-    """While the first chunk is waited for the second is under way, and it is read but once."""
+def test_upcoming_chunks_are_prefetched() -> None:
+    """The second chunk is in flight while the first is waited for, and is read only once."""
     files = Files(STORED_IMAGE)
     gate = ReadGate(files)
     reads = reader()
@@ -120,8 +120,8 @@ def test_what_comes_next_is_read_meanwhile() -> None:
     )
 
 
-def test_what_is_not_wanted_any_more_is_not_read_ahead() -> None:
-    """What was read of it is thrown away, but for what somebody is about to take; the rest is never read."""
+def test_obsolete_ranges_are_not_prefetched() -> None:
+    """Their blocks are discarded unless another reader is about to use them, and the rest is never read."""
     files = Files(STORED_IMAGE)
     reads = reader(streams=2)
     parts = [(chunk * MIB, (chunk + 1) * MIB) for chunk in range(CHUNKS)]
@@ -134,7 +134,7 @@ def test_what_is_not_wanted_any_more_is_not_read_ahead() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for few blocks, all of a long range come through it, and so does what nobody expected."""
+    """With memory for few blocks, a long range is still read completely, and so is an unexpected one."""
     monkeypatch.setattr(storage_prefetch, "BLOCK_BYTES", MIB // 4)
     files = Files(STORED_IMAGE)
     reads = StoragePrefetcher("files", StorageSettings(concurrency=2))
@@ -150,9 +150,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_nothing_is_given_after_the_end() -> None:
-    """Who reads once it was closed is told so."""
+def test_a_closed_prefetcher_rejects_reads() -> None:
+    """The error states that the storage was closed."""
     reads = reader()
     reads.close()
-    with pytest.raises(SourceUnavailable, match="read no more"):
+    with pytest.raises(SourceUnavailable, match="storage was closed"):
         next(reads.read(Files(STORED_IMAGE), 0, MIB))

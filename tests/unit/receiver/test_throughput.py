@@ -1,4 +1,4 @@
-"""The meter: the rates now, the best ones, and how close to that the whole transfer came."""
+"""ThroughputMeter: current rates, peak rates and the efficiency of the transfer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RateSamples = list[tuple[float, int]]
     ],
     ids=["nothing", "too short", "one window", "a burst", "between windows", "late"],
 )
-def test_the_best_rate(samples: RateSamples, expected: float | None) -> None:
-    """Of all windows of at least a second the fastest counts."""
+def test_the_peak_rate(samples: RateSamples, expected: float | None) -> None:
+    """It is the fastest of all windows of at least one second."""
     meter = ThroughputMeter(window_s=1.0)
     for now, total in samples:
         meter.add(now, total)
@@ -42,8 +42,8 @@ def test_the_best_rate(samples: RateSamples, expected: float | None) -> None:
     ],
     ids=["nothing", "begun", "too short", "steady", "one window", "silent", "again"],
 )
-def test_the_rate_now(samples: RateSamples, expected: float) -> None:
-    """Of the last second, so that a source which falls silent is told as 0; before that the mean so far."""
+def test_the_current_rate(samples: RateSamples, expected: float) -> None:
+    """It covers the last second, so a silent source has rate 0; before that, it is the mean so far."""
     meter = ThroughputMeter(window_s=1.0)
     for now, total in samples:
         meter.add(now, total)
@@ -57,10 +57,12 @@ def test_the_rate_now(samples: RateSamples, expected: float) -> None:
         ([(0.0, 0), (0.5, 400)], 400, 0.5, None),
         ([(0.0, 0), (1.0, 400)], 400, 0.0, None),
     ],
-    ids=["measured", "too short", "no time"],
+    ids=["measured", "too short", "zero duration"],
 )
-def test_efficiency(samples: RateSamples, nbytes: int, seconds: float, expected: float | None) -> None:
-    """The mean rate against the best one, where both are known."""
+def test_efficiency_is_the_mean_rate_over_the_peak_rate(
+    samples: RateSamples, nbytes: int, seconds: float, expected: float | None
+) -> None:
+    """It is None unless both are known."""
     meter = ThroughputMeter(window_s=1.0)
     for now, total in samples:
         meter.add(now, total)
@@ -83,10 +85,10 @@ SourceSamples = list[tuple[float, dict[str, int]]]
         ([(0.0, {}), (1.0, {"a": 900}), (2.0, {"a": 900, "b": 300})], {"b": 300.0}, {"a": 900.0, "b": 300.0}),
         ([(0.0, {"a": 7}), (1.0, {"a": 7})], {}, {}),
     ],
-    ids=["nothing", "too short", "two", "one after the other", "silent"],
+    ids=["nothing", "too short", "two", "sequential", "silent"],
 )
 def test_rates_by_source(samples: SourceSamples, now: dict[str, float], best: dict[str, float]) -> None:
-    """Over the same windows as the rate of all; who gives nothing now is not told, its best second stays."""
+    """They use the same windows as the total rate; a source without current traffic keeps only its peak rate."""
     meter = ThroughputMeter(window_s=1.0)
     for at, sources in samples:
         meter.add(at, sum(sources.values()), sources)
@@ -94,11 +96,11 @@ def test_rates_by_source(samples: SourceSamples, now: dict[str, float], best: di
 
 
 def test_a_loader_has_no_rate() -> None:
-    """All that it read is credited to it in one moment."""
+    """Its bytes are all counted in one moment."""
     assert {"a": 1, "snapshot:file:///s": 2} == measurable_bytes({"a": 1, "snapshot:file:///s": 2, "loader:": 3})
 
 
-def test_of_many_sources_the_fastest_are_told() -> None:
-    """In whole bytes a second, and no more of them than a message takes."""
+def test_only_the_fastest_sources_are_reported() -> None:
+    """Rates are integers in bytes per second, and their number is limited by the message format."""
     rates = top_rates({f"s{number}": number + 0.4 for number in range(100)})
     assert (64, ("s99", 99.0), "s36") == (len(rates), next(iter(rates.items())), list(rates)[-1])

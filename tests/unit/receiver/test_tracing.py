@@ -1,4 +1,4 @@
-"""The spans of one fork, and what the planner and the sources are told of its trace."""
+"""Spans of one fork, and the trace context sent to the planner and the sources."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from tests.unit.tracing.span_recorder import SpanRecorder
 
 
 def traced_session(fleet: Fleet, planner: FakePlanner, recorder: SpanRecorder, *fallbacks: Fallback) -> ForkSession:
-    """A fork whose spans are kept."""
+    """Return a fork session whose spans are recorded."""
     return session(fleet, Model(1.0), planner, *fallbacks, tracer=recorder.tracer)
 
 
 def test_the_spans_of_a_fork(fleet: Fleet) -> None:
-    """One for all of it, its phases within, one for each source that it read, and there what was given."""
+    """There is one span for the fork, with one for each phase, one for each source read, and one at each
+    source.
+    """
     recorder = SpanRecorder()
     seed = fleet.source("a", capture(Model(0.0)), tracer=recorder.tracer)
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
@@ -49,8 +51,8 @@ def test_the_spans_of_a_fork(fleet: Fleet) -> None:
     report.seed.close()
 
 
-def test_the_planner_is_told_the_trace(fleet: Fleet) -> None:
-    """With the span of what it is asked for: the plan's, and at the end the fork's own."""
+def test_requests_to_the_planner_carry_the_trace(fleet: Fleet) -> None:
+    """A plan request carries the plan span, the final result the fork span."""
     recorder, seed = SpanRecorder(), fleet.source("a", capture(Model(0.0)))
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
     report = traced_session(fleet, planner, recorder).run()
@@ -66,7 +68,7 @@ def test_the_planner_is_told_the_trace(fleet: Fleet) -> None:
 
 
 def test_a_source_that_fails_is_an_event_of_its_read(fleet: Fleet) -> None:
-    """Its span failed, and the fork, which found another, did not."""
+    """The span of the read failed; the fork found another source and did not."""
     recorder, faults = SpanRecorder(), FaultInjection(corrupt_chunks={1})
     bad = fleet.source("bad", capture(Model(0.0)), faults=faults)
     good = fleet.source("good", capture(Model(0.0)))
@@ -87,8 +89,8 @@ def test_a_source_that_fails_is_an_event_of_its_read(fleet: Fleet) -> None:
     report.seed.close()
 
 
-def test_a_fallback_is_a_phase_that_says_why(fleet: Fleet) -> None:
-    """And the fork's span tells what was loaded instead."""
+def test_the_span_of_a_fallback_contains_the_reason(fleet: Fleet) -> None:
+    """The fork's span contains the name of the fallback."""
     recorder = SpanRecorder()
     planner = scripted_planner(lambda: plan())
     report = traced_session(fleet, planner, recorder, TWOS).run()
@@ -101,8 +103,8 @@ def test_a_fallback_is_a_phase_that_says_why(fleet: Fleet) -> None:
     report.seed.close()
 
 
-def test_a_fork_that_has_nothing_left_failed(fleet: Fleet) -> None:
-    """Its span says so; nothing is left open."""
+def test_the_span_of_a_failed_fork_has_an_error(fleet: Fleet) -> None:
+    """No span is left open."""
     recorder = SpanRecorder()
     with pytest.raises(AllSourcesFailed):
         traced_session(fleet, scripted_planner(lambda: plan()), recorder).run()

@@ -1,4 +1,4 @@
-"""The puller, with real sources in this process: the right bytes, or a clear end."""
+"""Transfers from real sources in this process: they end with the right bytes or a clear error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.unit.receiver.fleet import (
 from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, verified_by_source
 
 
-def test_one_source_gives_all(fleet: Fleet) -> None:
-    """Every byte is the source's, every chunk is read once, and the manifest is told to the relay side."""
+def test_one_source_serves_all_chunks(fleet: Fleet) -> None:
+    """Every byte is the source's, every chunk is read once, and the serving side receives the manifest."""
     source_image = image(1)
     seed = fleet.source("a", source_image)
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
@@ -44,8 +44,8 @@ def test_one_source_gives_all(fleet: Fleet) -> None:
     ]
 
 
-def test_three_sources_give_at_once(fleet: Fleet) -> None:
-    """Each source gives the share that it was planned for."""
+def test_three_sources_serve_concurrently(fleet: Fleet) -> None:
+    """Each source serves the share that was planned for it."""
     source_image = image(1)
     manifest = source_image.manifest()
     a, b, c = (fleet.source(name, source_image, manifest=manifest) for name in "abc")
@@ -55,8 +55,8 @@ def test_three_sources_give_at_once(fleet: Fleet) -> None:
     assert {"a": 1, "b": 2, "c": 3} == verified_by_source(target)
 
 
-def test_what_the_board_holds_is_not_read_again(fleet: Fleet) -> None:
-    """A pull that starts from a board with verified chunks reads the rest."""
+def test_verified_chunks_are_not_read_again(fleet: Fleet) -> None:
+    """A transfer that starts with verified chunks reads only the rest."""
     source_image = image(1)
     seed = fleet.source("a", source_image)
     started = image()
@@ -68,14 +68,14 @@ def test_what_the_board_holds_is_not_read_again(fleet: Fleet) -> None:
 
 
 def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
-    """Nothing to read: nobody is asked."""
+    """There is nothing to read, so no plan is requested."""
     script = Script([])
     Target(fleet, script, target_image=image(chunks=0)).run()
     assert [] == script.faults_by_request
 
 
 def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
-    """What was verified is kept; no more than the window is read again; the dead source is reported."""
+    """Verified chunks are kept, no more than the window is read again, and the dead source is reported."""
     source_image = image(1)
     manifest = source_image.manifest()
     a = fleet.source("a", source_image, FaultInjection(dies_after=3 * MIB), manifest=manifest)
@@ -90,8 +90,8 @@ def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
     assert stats.bytes_repeated <= 2 * MIB
 
 
-def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
-    """Wrong bytes are never marked, the source is blamed for them, and another gives them right."""
+def test_a_corrupt_chunk_is_discarded(fleet: Fleet) -> None:
+    """Wrong bytes are never marked as verified, their source is blamed, and another one serves the chunk."""
     source_image = image(1)
     manifest = source_image.manifest()
     a = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}), manifest=manifest)
@@ -105,8 +105,8 @@ def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
     assert (CHUNKS, MIB) == (sum(verified_by_source(target).values()), min(stats.bytes_repeated, MIB))
 
 
-def test_without_verification_a_corrupt_chunk_gets_through(fleet: Fleet) -> None:
-    """Turning verification off does so: it is for measurements only."""
+def test_without_verification_a_corrupt_chunk_is_accepted(fleet: Fleet) -> None:
+    """Verification is turned off for measurements only."""
     source_image = image(1)
     seed = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}))
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), settings(verify_chunks=False))
@@ -114,8 +114,8 @@ def test_without_verification_a_corrupt_chunk_gets_through(fleet: Fleet) -> None
     assert content_hash(source_image) != content_hash(target.image)
 
 
-def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
-    """A source that sends no more bytes is given up for another."""
+def test_a_stalled_source_is_replaced(fleet: Fleet) -> None:
+    """It stays connected but sends no more bytes."""
     source_image = image(1)
     manifest = source_image.manifest()
     a = fleet.source("a", source_image, FaultInjection(stalls_after=2 * MIB), manifest=manifest)
@@ -127,8 +127,8 @@ def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
     assert [("a", "source", "SourceTimeout")] == script.faults
 
 
-def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
-    """A relay that lives, but whose own source does not, is given up after three times the stall time."""
+def test_a_relay_without_new_chunks_is_replaced(fleet: Fleet) -> None:
+    """The relay is alive but its own source is not; the limit is three times the idle timeout."""
     source_image = image(1)
     manifest = source_image.manifest()
     relay = fleet.source(
@@ -143,8 +143,8 @@ def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
     assert "offered no new chunk" in str(target.transfer.reasons[0])
 
 
-def test_a_relay_gives_chunk_by_chunk(fleet: Fleet) -> None:
-    """Each chunk is read as soon as the relay has verified it, while it waits for the next."""
+def test_a_relay_serves_each_chunk_once_verified(fleet: Fleet) -> None:
+    """Its reader has each chunk before the relay receives the next."""
     source_image = image(1)
     relay_board = ChunkState(source_image.layout.chunks)
     relay = fleet.source("a", source_image, chunk_state=relay_board, manifest=source_image.manifest())
@@ -162,8 +162,8 @@ def test_a_relay_gives_chunk_by_chunk(fleet: Fleet) -> None:
     assert (content_hash(source_image), list(range(1, CHUNKS + 1))) == (content_hash(target.image), steps)
 
 
-def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
-    """A target that reads from a relay that itself still reads from a seed gets the seed's bytes."""
+def test_a_chain_of_three_ends_with_equal_bytes(fleet: Fleet) -> None:
+    """The last target reads from a relay that is itself still reading from a seed."""
     source_image = image(1)
     seed = fleet.source("seed", source_image)
     relay_image = image()
@@ -185,8 +185,8 @@ def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
     assert {"relay": CHUNKS} == verified_by_source(lower)
 
 
-def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
-    """When a relay's weights are fenced its reader keeps what it has and reads on from another."""
+def test_a_fenced_relay_does_not_end_a_downstream_fork(fleet: Fleet) -> None:
+    """The reader keeps its chunks and continues with another source."""
     source_image = image(1)
     manifest = source_image.manifest()
     chunk_state = ChunkState(source_image.layout.chunks, [0, 1, 2])
@@ -204,7 +204,7 @@ def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
 
 
 def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
-    """All chunks come from holders of the bytes that the first source named."""
+    """All chunks come from holders of the weights that the first source named."""
     source_image = image(1)
     a = fleet.source("a", source_image, FaultInjection(dies_after=2 * MIB))
     b = fleet.source("b", image(2))
@@ -219,8 +219,8 @@ def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
     assert [("a", "source", "SourceUnavailable"), ("b", "source", "SourceWeightsChanged")] == script.faults
 
 
-def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None:
-    """The plan's weights count, not those of whoever answers first."""
+def test_a_source_with_other_weights_than_planned_is_refused(fleet: Fleet) -> None:
+    """The plan decides, not the source that responds first."""
     mismatched, matching = fleet.source("odd", image(1)), fleet.source("right", image(2))
     assert matching.manifest is not None
     weights_id = matching.manifest.weights_id
@@ -235,13 +235,13 @@ def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None
     assert [("odd", "source", "SourceWeightsChanged")] == script.faults
 
 
-def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory while a chunk is digested: the planner hears of a target's fault."""
+def test_a_failure_of_the_target_is_not_blamed_on_the_source(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of memory while a chunk is digested is reported as a fault of the target."""
     seed = fleet.source("a", image(1))
     script = Script([lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
     digest = target.image.digest
-    failures = iter([MemoryError("no more")])
+    failures = iter([MemoryError("out of memory")])
 
     def failing_once(chunk: int) -> bytes:
         for failure in failures:
@@ -253,8 +253,8 @@ def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: 
     assert [("a", "target", "TargetError")] == script.faults
 
 
-def test_what_was_given_up_is_taken_under_the_lock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread gives up a source meanwhile: none is forgotten, nor closed before its fault is told."""
+def test_failed_sources_are_removed_under_the_lock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a source that fails on another thread could be lost, or closed before its fault is reported."""
     source_image = image(1)
     a, b = (
         fleet.source("a", source_image, FaultInjection(corrupt_chunks={3})),
@@ -278,15 +278,15 @@ def test_what_was_given_up_is_taken_under_the_lock(fleet: Fleet, monkeypatch: py
     assert ({False}, content_hash(source_image)) == (set(lock_was_free), content_hash(target.image))
 
 
-def test_places_are_given_back(fleet: Fleet) -> None:
-    """A source has no reader left once the pull is over."""
+def test_reader_slots_are_released(fleet: Fleet) -> None:
+    """A source has no reader left after the transfer."""
     seed = fleet.source("a", image(1))
     Target(fleet, Script([lambda: plan(route(seed, ALL))])).run()
     assert () == seed.report().readers
 
 
-def test_a_busy_source_is_passed_over(fleet: Fleet) -> None:
-    """A source whose places are taken sends the fork elsewhere."""
+def test_a_busy_source_is_skipped(fleet: Fleet) -> None:
+    """A source without a free reader slot is replaced by another."""
     source_image = image(1)
     a, b = fleet.source("a", source_image, max_readers=1), fleet.source("b", source_image)
     a.open_channel(a.check(lease(a, fork_id="other").token), source_image.layout.layout_id, ["memory"], "127.0.0.1")
@@ -315,7 +315,7 @@ def without_transport(seed: Seed, fleet: Fleet) -> None:
 def test_a_source_that_cannot_be_opened_is_reported(
     fleet: Fleet, break_source: Callable[[Seed, Fleet], None], error: str
 ) -> None:
-    """Whatever keeps a channel from opening is that source's fault, and another is asked."""
+    """Any error that prevents a channel is the source's fault, and another source is requested."""
     source_image = image(1)
     a = fleet.source("a", source_image)
     broken_route = route(a, ALL)

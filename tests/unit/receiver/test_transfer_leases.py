@@ -1,4 +1,4 @@
-"""Pulls whose leases the planner renews, loses or refuses, or whose planner is away."""
+"""Transfers whose leases are renewed, lost or rejected, or whose planner is unreachable."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from tests.unit.receiver.fleet import CHUNKS, Fleet, Script, Target, content_has
 from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, raise_plan_error, verified_by_source
 
 
-def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
-    """The target takes two refusals on itself; the third asks for another source, without blame."""
+def test_a_lease_rejected_three_times_excludes_the_source(fleet: Fleet) -> None:
+    """The target blames itself for two rejections; after the third it requests another source, without
+    blaming this one.
+    """
     source_image = image(1)
     a = fleet.source("a", source_image, FaultInjection(refuses=True))
     b = fleet.source("b", source_image)
@@ -40,7 +42,7 @@ def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("lost", ["expired", "forged", "generation"])
 def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> None:
-    """A source that refuses the token at its door is asked again with the token of the next plan."""
+    """A source that rejects the token is tried again with the token of the next plan."""
     source_image = image(1)
     seed = fleet.source("a", source_image)
     good = route(seed, ALL)
@@ -57,8 +59,8 @@ def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> No
     assert ([("a", *expected)], content_hash(source_image)) == (script.faults, content_hash(target.image))
 
 
-def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
-    """A lease that is renewed in mid-fork outlives the first one."""
+def test_renewed_leases_are_used_immediately(fleet: Fleet) -> None:
+    """A lease renewed mid-fork outlives the first one."""
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks, [0])
     relay = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
@@ -79,15 +81,15 @@ def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
     assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)
 
 
-def test_the_planner_may_go_while_sources_give(fleet: Fleet) -> None:
-    """A fork whose sources live goes on while the planner is away, and asks again for what is left."""
+def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
+    """The fork continues with its sources and requests a plan for the rest later."""
     source_image = image(1)
     manifest = source_image.manifest()
     a, b = (fleet.source(name, source_image, manifest=manifest) for name in "ab")
     script = Script(
         [
             lambda: plan(route(a, (0, 3))),
-            lambda: raise_plan_error(PlannerUnreachable("away")),
+            lambda: raise_plan_error(PlannerUnreachable("unreachable")),
             lambda: raise_plan_error(PlannerRejected("confused", status=500, problem="internal")),
             lambda: plan(route(b, (3, 6))),
         ]
@@ -101,15 +103,15 @@ def test_the_planner_may_go_while_sources_give(fleet: Fleet) -> None:
     )
 
 
-def test_faults_reach_a_planner_that_was_away(fleet: Fleet) -> None:
-    """A fault that could not be told is told with the next request."""
+def test_faults_are_reported_after_a_planner_outage(fleet: Fleet) -> None:
+    """A fault that could not be reported is sent with the next request."""
     source_image = image(1)
     a = fleet.source("a", source_image, FaultInjection(dies_after=MIB))
     b = fleet.source("b", source_image)
     script = Script(
         [
             lambda: plan(route(a, ALL)),
-            lambda: raise_plan_error(PlannerUnreachable("away")),
+            lambda: raise_plan_error(PlannerUnreachable("unreachable")),
             lambda: plan(route(b, ALL)),
         ]
     )
@@ -117,8 +119,8 @@ def test_faults_reach_a_planner_that_was_away(fleet: Fleet) -> None:
     assert [0, 1, 1] == [len(faults) for faults in script.faults_by_request]
 
 
-def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
-    """After `request_replan` the rest is planned anew, what is verified is kept, and the source stays open."""
+def test_request_replan_plans_the_rest_again(fleet: Fleet) -> None:
+    """Verified chunks are kept, and the source stays open."""
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
     seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
@@ -141,8 +143,8 @@ def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
     )
 
 
-def test_while_a_planner_that_forgot_knows_no_source_the_old_plan_holds(fleet: Fleet) -> None:
-    """A restarted planner that has not heard of the seeds yet does not end a fork whose source gives."""
+def test_the_old_plan_stays_valid_while_a_restarted_planner_knows_no_source(fleet: Fleet) -> None:
+    """The fork continues with its source until the seeds have registered again."""
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
     seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())

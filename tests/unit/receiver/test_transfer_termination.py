@@ -1,4 +1,4 @@
-"""When a pull ends that has no source, no time, or is interrupted."""
+"""Transfers without a source, past the deadline or interrupted."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from tests.unit.receiver.transfer_helpers import ALL, raise_plan_error, verified
 @pytest.mark.parametrize(
     ("plan_factory", "error", "message"),
     [
-        (lambda: plan(reason="nobody holds it"), NoSource, "nobody holds it"),
+        (lambda: plan(reason="no instance serves it"), NoSource, "no instance serves it"),
         (lambda: plan(), NoSource, "knows no source"),
         (lambda: raise_plan_error(NoSource("another layout")), NoSource, "another layout"),
-        (lambda: raise_plan_error(PlannerUnreachable("away")), PlannerUnreachable, "away"),
+        (lambda: raise_plan_error(PlannerUnreachable("unreachable")), PlannerUnreachable, "unreachable"),
         (lambda: raise_plan_error(PlannerRejected("no", status=401, problem="x")), PlannerRejected, "no"),
     ],
 )
-def test_no_route_at_the_start_ends_at_once(
+def test_no_route_at_the_start_ends_the_transfer_immediately(
     fleet: Fleet, plan_factory: Callable[[], Plan], error: type[RforkError], message: str
 ) -> None:
-    """Where asking again is no use it is not done: the fallback starts at once."""
+    """A retry would not help, so the fallback starts immediately."""
     script = Script([plan_factory])
     with pytest.raises(error, match=message):
         Target(fleet, script).run()
     assert 1 == len(script.faults_by_request)
 
 
-def test_a_place_that_frees_up_is_taken(fleet: Fleet) -> None:
-    """While all places are taken the fork asks again when the planner says so."""
+def test_a_reader_slot_that_becomes_free_is_used(fleet: Fleet) -> None:
+    """While all slots are in use, the fork requests a plan again after the delay set by the planner."""
     seed = fleet.source("a", image(1))
     script = Script([lambda: plan(retry_after_s=0.01), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
@@ -55,26 +55,26 @@ def test_a_place_that_frees_up_is_taken(fleet: Fleet) -> None:
     assert ({"a": CHUNKS}, 2) == (verified_by_source(target), len(script.faults_by_request))
 
 
-def test_patience_runs_out(fleet: Fleet) -> None:
-    """A fork without any route waits no longer than its patience."""
+def test_the_no_source_timeout_ends_the_transfer(fleet: Fleet) -> None:
+    """A fork without any route waits no longer."""
     script = Script([lambda: plan(reason="all are busy", retry_after_s=0.01)])
     with pytest.raises(NoSource, match="all are busy"):
         Target(fleet, script, settings(no_source_timeout_s=0.05)).run()
     assert len(script.faults_by_request) > 1
 
 
-def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
-    """When the only source dies and no other is known, the fork ends, and says what happened."""
+def test_the_loss_of_the_last_source_ends_the_transfer(fleet: Fleet) -> None:
+    """When the only source dies and no other is known, the error contains the reason."""
     seed = fleet.source("a", image(1), FaultInjection(dies_after=2 * MIB))
-    script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left")])
+    script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left")])
     target = Target(fleet, script)
-    with pytest.raises(NoSource, match="nobody is left"):
+    with pytest.raises(NoSource, match="no source left"):
         target.run()
     assert (["SourceUnavailable"], 2) == (target.reasons, len(target.chunk_state))
 
 
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
-    """Past the deadline the fork ends, and nothing can write to the image any more."""
+    """After the deadline no thread can write to the image."""
     seed = fleet.source("a", image(1), FaultInjection(stalls_after=2 * MIB))
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
     deadline = target.transfer._deadline
@@ -90,7 +90,7 @@ def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
 
 
 def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
-    """An interrupt in the caller's thread leaves no thread behind, and gives the place back."""
+    """An interrupt in the caller's thread leaves no thread running and releases the reader slot."""
     seed = fleet.source("a", image(1), FaultInjection(stalls_after=MIB))
     script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
     target = Target(fleet, script)
@@ -104,8 +104,8 @@ def interrupt() -> Plan:
 
 
 @pytest.mark.parametrize(("made_progress", "expected"), [(True, []), (False, ["SourceTimeout"])])
-def test_who_stood_still_itself_blames_no_source(fleet: Fleet, made_progress: bool, expected: list[str]) -> None:
-    """What a source said meanwhile is heard first; one that said nothing has stalled a moment later."""
+def test_a_target_that_was_suspended_blames_no_source(fleet: Fleet, made_progress: bool, expected: list[str]) -> None:
+    """Messages received meanwhile are processed first; a source without any counts as stalled one poll later."""
     target = Target(fleet, Script([plan]), settings(source_idle_timeout_s=1.0))
     transfer, seed = target.transfer, fleet.source("a", image(1))
     peer_source = transfer._sources._source_factory.open_peer(route(seed, ALL), transfer._event_handler)  # not started

@@ -1,4 +1,4 @@
-"""What tests of pulls ask of them."""
+"""Helpers for tests of transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IMAGE_BYTES = CHUNKS * MIB
 
 
 def verified_by_source(target: Target) -> dict[str, int]:
-    """Verified chunks by source."""
+    """Return the number of verified chunks by source."""
     return {share.source_id: share.verified_chunks for share in target.transfer.shares}
 
 

@@ -110,4 +110,4 @@ def test_closing_ends_the_advisor_thread() -> None:
     busy.per_reader_rate()
     for advisor in (waiting, busy, fresh):
         advisor.close()
-    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-pacing"]
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-rate-advisor"]

@@ -147,4 +147,4 @@ def test_a_closed_seed_leaves_no_thread() -> None:
     """The thread that notifies readers of the rate ends with the seed."""
     with seed_with_reader(one_sided=True) as seed:
         seed.progress_since(())
-    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-pacing"]
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-rate-advisor"]

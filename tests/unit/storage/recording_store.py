@@ -1,4 +1,4 @@
-"""Blobs in memory, that count what is read of them."""
+"""Blobs in memory that record the ranges read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.storage.blob import BlobEntry, BlobWriter
 
 
 class RecordingBlob:
-    """Bytes under a URI; `read_ranges` are those asked for, `broken_from` where reads begin to fail."""
+    """Bytes under a URI; `read_ranges` are the requested ranges, and reads fail from `broken_from`."""
 
     def __init__(self, uri: str, data: bytes, broken_from: int | None = None) -> None:
         self.uri = uri
@@ -44,7 +44,7 @@ class RecordingBlob:
 
 
 class RecordingStore:
-    """Blobs by name. A store that cannot list, as a web server, raises `unlisted`."""
+    """Blobs by name. A store that cannot list, like a web server, raises `unlisted`."""
 
     def __init__(self, uri: str, files: Mapping[str, bytes], unlisted: RforkError | None = None) -> None:
         self.uri = uri
@@ -54,7 +54,7 @@ class RecordingStore:
 
     def open(self, name: str, *, front: int = 0) -> RecordingBlob:
         if name not in self.files:
-            raise StorageNotFound(f"{self.uri}{name} is not there")
+            raise StorageNotFound(f"{self.uri}{name} does not exist")
         blob = RecordingBlob(self.uri + name, self.files[name])
         self.blobs.append(blob)
         return blob

@@ -1,4 +1,4 @@
-"""Calls that may hang: their result, their error, or an end to the wait."""
+"""Calls that may hang: their result, their error, or the end of the wait."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ NEVER_S = 60.0
 
 
 def broken() -> int:
-    raise CheckpointError("not this one")
+    raise CheckpointError("invalid")
 
 
-def test_what_came_or_was_raised() -> None:
-    """A call that ends gives what it returned, or raises what it raised; nothing is undone."""
+def test_a_result_or_an_error_is_returned() -> None:
+    """A finished call returns its result or raises its error; nothing is undone."""
     undone: list[int] = []
     assert 7 == AbandonableCall("seven", lambda: 7, undone.append).result()
-    with pytest.raises(CheckpointError, match="not this one"):
+    with pytest.raises(CheckpointError, match="invalid"):
         AbandonableCall("broken", broken, undone.append).result(time.monotonic() + NEVER_S)
     assert [] == undone
 
 
-def test_whatever_a_call_raises_ends_the_wait() -> None:
-    """An exit, or an interrupt, of what is called is raised where its result is waited for."""
+def test_every_exception_of_a_call_ends_the_wait() -> None:
+    """An exit or an interrupt in the call is raised in the waiting thread."""
 
     def leave() -> int:
         raise SystemExit(3)
@@ -36,8 +36,8 @@ def test_whatever_a_call_raises_ends_the_wait() -> None:
         AbandonableCall("left", leave, lambda result: None).result(time.monotonic() + NEVER_S)
 
 
-def test_what_comes_too_late_is_undone() -> None:
-    """Nobody waits any more: what was opened is closed again."""
+def test_a_late_result_is_undone() -> None:
+    """If the wait has ended, a file that was opened is closed again."""
     resumed, undone = threading.Event(), threading.Event()
 
     def late() -> int:

@@ -27,8 +27,8 @@ from rfork.storage.location import Location, redacted
         ("https://host//a b/100%/é", Location("https", "host", "/a%20b/100%25/%C3%A9")),
     ],
 )
-def test_what_users_write(text: str, expected: Location) -> None:
-    """URIs and paths come apart into scheme, host, path and query; a web server's path stays quoted."""
+def test_uris_and_paths_are_parsed(text: str, expected: Location) -> None:
+    """They have scheme, host, path and query; the path of a web server stays quoted."""
     assert expected == Location.parse(text)
 
 
@@ -36,14 +36,14 @@ def test_what_users_write(text: str, expected: Location) -> None:
     "text",
     ["", "ftp://host/a", "file://elsewhere/a", "s3:///key", "https://user:secret@host/a", "http://[::1/a"],
 )
-def test_what_is_no_location(text: str) -> None:
-    """What names nothing that can be reached, or carries a password, is refused."""
+def test_an_invalid_location_is_refused(text: str) -> None:
+    """A location that cannot be reached or contains a password is refused."""
     with pytest.raises(SettingsError):
         Location.parse(text)
 
 
-def test_a_refused_uri_keeps_its_password() -> None:
-    """The password in a URI is not repeated in the error."""
+def test_a_refused_uri_hides_its_password() -> None:
+    """The error does not repeat the password."""
     with pytest.raises(SettingsError) as raised:
         Location.parse("https://user:secret@host/a")
     assert "secret" not in str(raised.value)
@@ -63,7 +63,7 @@ def test_a_refused_uri_keeps_its_password() -> None:
         "http://u:SECRET@h℀/a",
     ],
 )
-def test_no_secret_of_a_refused_uri_is_shown(text: str) -> None:
+def test_no_error_shows_a_secret(text: str) -> None:
     """Neither a query nor a password is in the error, whatever is wrong with the URI."""
     with pytest.raises(SettingsError) as raised:
         Location.parse(text)
@@ -79,8 +79,8 @@ def test_no_secret_of_a_refused_uri_is_shown(text: str) -> None:
         ("nothing?of=secret://a@b", "nothing://…"),
     ],
 )
-def test_what_errors_say_of_a_uri(text: str, expected: str) -> None:
-    """The query is left out, and all but the scheme where there may be a password."""
+def test_uris_in_errors(text: str, expected: str) -> None:
+    """The query is omitted, and everything but the scheme if there may be a password."""
     assert expected == redacted(text)
 
 
@@ -93,21 +93,21 @@ def test_what_errors_say_of_a_uri(text: str, expected: str) -> None:
         "http://[::1]:9000/a%20b",
     ],
 )
-def test_a_web_uri_comes_back_as_it_was_written(uri: str) -> None:
-    """What is quoted stays so and what is not is left: a signature is of just these characters."""
+def test_a_web_uri_is_kept_unchanged(uri: str) -> None:
+    """Quoted and unquoted characters stay as they are, because a signature covers exactly these."""
     location = Location.parse(uri)
     assert (uri, uri) == (location.uri, location.parent.child(location.name).uri)
 
 
-def test_a_childs_name_is_quoted_where_it_must_be() -> None:
-    """A blank or a mark that has a meaning in a URL is quoted for a web server, and not elsewhere."""
+def test_the_name_of_a_child_is_quoted_for_web_servers() -> None:
+    """A space or a reserved character is quoted for a web server only."""
     assert ["https://host/a/b%20c%23d%3Fe%2F100%25", "s3://host/a/b c#d?e%2F100%"] == [
         Location.parse(f"{scheme}://host/a").child("b c#d?e%2F100%").uri for scheme in ("https", "s3")
     ]
 
 
-def test_a_relative_path_is_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is made absolute."""
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is relative to the working folder."""
     monkeypatch.chdir(tmp_path)
     assert Location("file", "", str(tmp_path / "a.safetensors")) == Location.parse("a.safetensors")
 
@@ -123,8 +123,8 @@ def test_a_relative_path_is_of_the_working_folder(tmp_path: Path, monkeypatch: p
         ("https://host/a/b", "https://host/a/", "https://host/a/b/", "b"),
     ],
 )
-def test_the_ways_up_and_down(uri: str, parent: str, folder: str, name: str) -> None:
-    """A file lies in its parent; a folder is its own."""
+def test_parent_folder_and_name(uri: str, parent: str, folder: str, name: str) -> None:
+    """A file is in its parent; a folder is its own."""
     location = Location.parse(uri)
     assert (uri, parent, folder, name) == (
         location.uri,
@@ -135,14 +135,14 @@ def test_the_ways_up_and_down(uri: str, parent: str, folder: str, name: str) -> 
 
 
 def test_a_child_is_within_its_folder() -> None:
-    """`child` gives a name in the folder, whether or not that was written with its slash."""
+    """`child` returns a name in the folder, written with a slash at its end or not."""
     expected = Location("s3", "bucket", "llama/model-rank-000.safetensors")
     assert [expected, expected] == [
         Location.parse(text).child("model-rank-000.safetensors") for text in ("s3://bucket/llama", "s3://bucket/llama/")
     ]
 
 
-def test_a_query_shows_nowhere() -> None:
-    """The query of a presigned URL is in no URI that is shown, nor in what a location looks like."""
+def test_a_query_is_never_shown() -> None:
+    """The query of a presigned URL is in no displayed URI and in no representation."""
     location = Location.parse("https://host/a?X-Amz-Signature=1")
     assert ("https://host/a", False) == (location.uri, "Signature" in repr(location))

@@ -1,4 +1,4 @@
-"""The spool: what one process wrote and the next reads, and what is never trusted."""
+"""The spool: chunks that one process wrote and the next one reads, and files that are not trusted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGESTS = {chunk: bytes([chunk + 1]) * 16 for chunk in range(CHUNKS)}
 
 
 def layout(name: str = "a", chunks: int = CHUNKS) -> Layout:
-    """One tensor of bytes of this name: chunks of 1 MiB."""
+    """Return a layout of one byte tensor of this name, in chunks of 1 MiB."""
     return Layout((TensorSpec(name, "uint8", (chunks * MIB,), (1,), 0),), chunks * MIB)
 
 
@@ -40,14 +40,14 @@ def fill(spool: Spool, *chunks: int) -> None:
 
 
 def content(spool: Spool, chunk: int) -> bytes:
-    """What is in the place of a chunk; empty where the file does not have it all."""
+    """Return the bytes of a chunk's slot; empty if the file is too short."""
     found = bytearray(MIB)
     return bytes(found) if spool.read(chunk * MIB, memoryview(found)) else b""
 
 
 @pytest.fixture
 def spool(tmp_path: Path) -> Iterator[Spool]:
-    """A new spool with chunks 0 and 2."""
+    """Return a new spool with chunks 0 and 2."""
     made = acquire_spool(tmp_path, NAME, layout())
     fill(made, 0, 2)
     yield made
@@ -55,13 +55,13 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 def reopened(spool: Spool, of: Layout | None = None) -> Spool:
-    """The spool that the next process of the name finds."""
+    """Return the spool that the next process with this name opens."""
     spool.close()
     return acquire_spool(spool.path.parent, NAME, of or layout())
 
 
-def test_the_next_process_finds_what_the_last_one_wrote(spool: Spool) -> None:
-    """Records and bytes; chunks without a record are not there."""
+def test_the_next_process_finds_the_chunks(spool: Spool) -> None:
+    """It finds records and bytes; chunks without a record are missing."""
     found = reopened(spool)
     assert ({0: DIGESTS[0], 2: DIGESTS[2]}, [bytes_of(0), bytes_of(2)]) == (
         found.records,
@@ -70,19 +70,19 @@ def test_the_next_process_finds_what_the_last_one_wrote(spool: Spool) -> None:
     found.close()
 
 
-def test_a_spool_is_its_user_s_alone(spool: Spool) -> None:
-    """Weights are nobody else's business."""
+def test_a_spool_is_private_to_its_user(spool: Spool) -> None:
+    """No other user can read the weights."""
     assert 0o600 == spool.path.stat().st_mode & 0o777
 
 
-def test_what_is_missing_costs_no_space(spool: Spool) -> None:
-    """Chunks that are not there are holes."""
+def test_missing_chunks_use_no_space(spool: Spool) -> None:
+    """Missing chunks are holes in the file."""
     status = spool.path.stat()
     assert (True, True) == (status.st_size > CHUNKS * MIB, status.st_blocks * 512 < CHUNKS * MIB)
 
 
-def test_an_erased_chunk_is_not_there(spool: Spool) -> None:
-    """Its bytes may be overwritten from then on."""
+def test_an_erased_chunk_is_missing(spool: Spool) -> None:
+    """Its bytes may be overwritten afterwards."""
     spool.erase(0)
     found = reopened(spool)
     assert {2: DIGESTS[2]} == found.records
@@ -90,8 +90,8 @@ def test_an_erased_chunk_is_not_there(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[MIB], [0, 3, 0, MIB - 3], [1] * (2 * MAX_IOVECS + 3)])
-def test_a_write_takes_each_view(spool: Spool, sizes: list[int]) -> None:
-    """However many views there are, and of whatever sizes, their bytes are put in order."""
+def test_a_write_includes_each_view(spool: Spool, sizes: list[int]) -> None:
+    """The bytes of views of any number and size are written in order."""
     data = os.urandom(sum(sizes))
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     spool.write(MIB, [memoryview(data)[end - size : end] for size, end in zip(sizes, ends, strict=True)])
@@ -107,16 +107,16 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(0, RECORD.size, 5))
-def test_a_torn_record_costs_its_chunk_alone(spool: Spool, at: int) -> None:
-    """Whatever byte of it is wrong."""
+def test_a_torn_record_loses_only_its_chunk(spool: Spool, at: int) -> None:
+    """Any wrong byte invalidates the record."""
     flip(spool.path, PAGE + at)
     found = reopened(spool)
     assert {2: DIGESTS[2]} == found.records
     found.close()
 
 
-def test_a_record_in_another_s_place_says_nothing(spool: Spool) -> None:
-    """A record is of the chunk whose place it has."""
+def test_a_record_in_another_slot_is_invalid(spool: Spool) -> None:
+    """A record is valid only in the slot of its chunk."""
     with spool.path.open("r+b") as file:
         file.seek(PAGE)
         record = file.read(RECORD.size)
@@ -132,8 +132,8 @@ def test_a_record_in_another_s_place_says_nothing(spool: Spool) -> None:
     [(0, [], []), (PAGE + 40, [0], [0]), (2 * PAGE + MIB + 5, [0, 2], [MIB, 0])],
     ids=["empty", "within the records", "within the data"],
 )
-def test_a_file_that_was_cut_short(spool: Spool, size: int, records: list[int], allocated_bytes: list[int]) -> None:
-    """What is left counts, and bytes that are not there are never zeros."""
+def test_a_truncated_file(spool: Spool, size: int, records: list[int], allocated_bytes: list[int]) -> None:
+    """Remaining chunks count, and missing bytes are never zeros."""
     os.truncate(spool.path, size)
     found = reopened(spool)
     assert (records, allocated_bytes) == (
@@ -143,15 +143,15 @@ def test_a_file_that_was_cut_short(spool: Spool, size: int, records: list[int], 
     found.close()
 
 
-def test_a_file_that_is_cut_short_while_it_is_open(spool: Spool) -> None:
-    """It is read as far as it goes: nobody's process ends of it."""
+def test_a_file_truncated_while_open(spool: Spool) -> None:
+    """It is read up to its end, and the process is not killed by a signal."""
     os.truncate(spool.path, 2 * PAGE + MIB)
     assert (bytes_of(0), b"") == (content(spool, 0), content(spool, 2))
 
 
 @pytest.mark.parametrize("other", [layout("b"), layout(chunks=CHUNKS + 1)], ids=["names", "size"])
 def test_another_layout_replaces_a_spool(spool: Spool, other: Layout) -> None:
-    """The model was changed: nothing of the old one is of any use, and what comes of the new one is kept."""
+    """After a change of the model, old chunks are discarded and new ones are kept."""
     found = reopened(spool, other)
     empty, used_bytes = found.records, found.path.stat().st_blocks * 512
     fill(found, 1)
@@ -165,8 +165,8 @@ def test_another_layout_replaces_a_spool(spool: Spool, other: Layout) -> None:
     found.close()
 
 
-def test_a_spool_in_use_is_left_alone(spool: Spool) -> None:
-    """A second process of the rank gets one of its own; each finds one again."""
+def test_a_spool_in_use_is_not_opened_again(spool: Spool) -> None:
+    """A second process of the rank gets another spool; each finds one again."""
     second = acquire_spool(spool.path.parent, NAME, layout())
     fill(second, 1)
     assert (["rank.0.partial", "rank.1.partial"], [0, 2], [1]) == (
@@ -179,15 +179,15 @@ def test_a_spool_in_use_is_left_alone(spool: Spool) -> None:
     found.close()
 
 
-def test_two_names_never_meet(spool: Spool) -> None:
-    """Models and ranks have names of their own."""
+def test_names_do_not_share_a_spool(spool: Spool) -> None:
+    """Each model and rank has its own name."""
     other = acquire_spool(spool.path.parent, "other", layout())
     assert {} == other.records
     other.close()
 
 
-def test_so_many_spools_and_no_more(tmp_path: Path) -> None:
-    """A folder that more processes use than it may have spools for says so."""
+def test_the_number_of_spools_is_limited(tmp_path: Path) -> None:
+    """An error is raised if more processes use a folder than it may have spools."""
     spools = [acquire_spool(tmp_path, NAME, layout()) for _ in range(MAX_SPOOLS)]
     with pytest.raises(StorageError, match="have a spool for rank here"):
         acquire_spool(tmp_path, NAME, layout())
@@ -195,15 +195,15 @@ def test_so_many_spools_and_no_more(tmp_path: Path) -> None:
         each.close()
 
 
-def test_a_removed_spool_is_gone(spool: Spool) -> None:
-    """Its name at once; and removing it again is harmless."""
+def test_a_removed_spool_has_no_file(spool: Spool) -> None:
+    """Its name is removed immediately; removing it again has no effect."""
     spool.remove()
     spool.remove()
     assert [] == os.listdir(spool.path.parent)
 
 
-def test_only_the_own_file_is_removed(spool: Spool) -> None:
-    """What somebody put in its place stays."""
+def test_only_the_same_file_is_removed(spool: Spool) -> None:
+    """A file that has replaced the spool stays."""
     spool.path.unlink()
     spool.path.write_text("mine")
     spool.remove()
@@ -211,8 +211,8 @@ def test_only_the_own_file_is_removed(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize(("age_s", "left"), [(TTL_S + 60, 1), (TTL_S - 60, 2)], ids=["old", "young"])
-def test_what_nobody_came_back_for_is_removed(spool: Spool, age_s: float, left: int) -> None:
-    """By the next process of the name, once it is old; another process's is never touched."""
+def test_abandoned_spools_are_removed(spool: Spool, age_s: float, left: int) -> None:
+    """The next process with the name removes old ones; those of running processes are never touched."""
     second = acquire_spool(spool.path.parent, NAME, layout())
     second.close()
     for path in (spool.path, second.path):
@@ -222,8 +222,8 @@ def test_what_nobody_came_back_for_is_removed(spool: Spool, age_s: float, left: 
     found.close()
 
 
-def test_a_closed_spool_gives_an_error(spool: Spool) -> None:
-    """And never bytes of whatever file has its descriptor by then."""
+def test_a_closed_spool_raises(spool: Spool) -> None:
+    """It never reads another file that has reused its descriptor."""
     spool.close()
     spool.close()
     with pytest.raises(OSError, match="closed"):
@@ -252,7 +252,9 @@ def fifo(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [symlink, hard_link, readable, fifo, Path.mkdir])
 def test_a_hostile_file_is_not_opened(tmp_path: Path, put: Callable[[Path], None]) -> None:
-    """Whoever may write to the folder cannot have another file written, or one that others read."""
+    """A user with write permission for the folder cannot redirect writes or make the spool readable for
+    others.
+    """
     put(tmp_path / f"{NAME}.0.partial")
     with pytest.raises(StorageError, match=r"rank\.0\.partial: "):
         acquire_spool(tmp_path, NAME, layout())
@@ -260,8 +262,8 @@ def test_a_hostile_file_is_not_opened(tmp_path: Path, put: Callable[[Path], None
     assert b"" == target.read_bytes().replace(b"another's", b"") if target.exists() else True
 
 
-def test_another_user_s_file_is_not_opened(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even by somebody who may."""
+def test_a_file_of_another_user_is_not_opened(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a user with permission opens it."""
     spool.close()
     monkeypatch.setattr(os, "geteuid", lambda: spool.path.stat().st_uid + 1)
     with pytest.raises(StorageError, match="not a regular file that only this user"):
@@ -269,15 +271,15 @@ def test_another_user_s_file_is_not_opened(spool: Spool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("folder", ["missing", "file", "/proc"])
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
-    """One line says which, and why."""
+def test_an_unwritable_folder_is_an_error(tmp_path: Path, folder: str) -> None:
+    """One line names the folder and the reason."""
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=folder):
         acquire_spool(tmp_path / folder, NAME, layout())
 
 
-def test_a_file_that_may_not_grow(spool: Spool) -> None:
-    """A write that finds no room is an error, and leaves no record."""
+def test_a_file_that_cannot_grow(spool: Spool) -> None:
+    """A write without space is an error and leaves no record."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE + MIB + MIB // 2, before[1]))
     try:
@@ -289,11 +291,11 @@ def test_a_file_that_may_not_grow(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize(("free", "expected"), [(0, False), (CHUNKS * MIB, True)], ids=["full", "free"])
-def test_room_is_asked_for_before(spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool) -> None:
-    """What is written already needs no more."""
+def test_space_is_checked_before(spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool) -> None:
+    """Chunks that are written already need no more space."""
     real = os.fstatvfs(0)
     statvfs = os.statvfs_result(
-        [*(real[:4]), free // real.f_frsize, *real[5:]],  # f_bavail is the fifth
+        [*(real[:4]), free // real.f_frsize, *real[5:]],  # f_bavail is the fifth field
     )
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: statvfs)
     assert expected == spool.has_space()

@@ -1,12 +1,12 @@
-"""Lines of views, taken from their front."""
+"""Cursor over a sequence of views."""
 
 from __future__ import annotations
 
 from rfork.storage.view_cursor import ViewCursor
 
 
-def test_a_cursor_cuts_views_where_it_must() -> None:
-    """Bytes are taken in order, across the ends of views."""
+def test_a_cursor_splits_views() -> None:
+    """Bytes are consumed in order, across the ends of views."""
     cursor = ViewCursor([memoryview(b"abc"), memoryview(b"de"), memoryview(b"f")])
     assert [[b"ab"], [b"c", b"de"], [], [b"f"]] == [
         [bytes(view) for view in cursor.next_views(count)] for count in (2, 3, 0, 1)

@@ -1,7 +1,7 @@
-"""On PYTHONPATH, lets an unmodified SGLang give its weights by its own R-Fork on a CPU.
+"""Lets an unmodified SGLang serve its weights with its own R-Fork on a CPU, if on PYTHONPATH.
 
-SGLang asks CUDA's allocator where weights lie, unless torch is missing. With this they are registered one by
-one, by SGLang's own first version of that function. Nothing else of it is changed.
+SGLang queries CUDA's allocator for the address of weights, unless torch is missing. With this patch they are
+registered individually, by SGLang's own first version of that function. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
 
 
 class CpuPatchFinder:
-    """Finds that one module, and swaps the function once it was executed."""
+    """Finds that one module, and replaces the function after the module was executed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what loads, and what each broken one says."""
+"""Checkpoint folders: loading, and the error for each type of broken folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a persistent buffer, and one that is derived."""
+    """Model with a tied weight, a persistent buffer and a derived buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def single(folder: Path, content: Tensors) -> Path:
 
 
 def sharded(folder: Path, content: Tensors, index: dict[str, str] | None = None) -> Path:
-    """One shard a tensor."""
+    """Write one shard for each tensor."""
     names = {name: f"shard-{number}.safetensors" for number, name in enumerate(content)}
     for name, file in names.items():
         save_file({name: content[name]}, folder / file)
@@ -55,7 +55,7 @@ def sharded(folder: Path, content: Tensors, index: dict[str, str] | None = None)
 
 @pytest.mark.parametrize("write", [single, sharded])
 def test_load(write: Callable[[Path, Tensors], Path], tmp_path: Path) -> None:
-    """A folder of one file or many fills parameters, tied weights and persistent buffers, no others."""
+    """A folder of one or more files fills parameters, tied weights and persistent buffers only."""
     module, progress_bytes = Tied(), list[int]()
     Checkpoint.open(write(tmp_path, tensors())).load_into(module, progress_bytes.append)
     assert (list(range(12)), [5.0, 6.0], [1.0, 1.0]) == (
@@ -67,7 +67,7 @@ def test_load(write: Callable[[Path, Tensors], Path], tmp_path: Path) -> None:
 
 
 def test_load_converts_the_dtype(tmp_path: Path) -> None:
-    """A checkpoint of another dtype is converted to the model's."""
+    """A checkpoint with another dtype is converted to the model's dtype."""
     module = Tied()
     stored = tensors(scale=torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     Checkpoint.open(single(tmp_path, stored)).load_into(module)
@@ -78,7 +78,7 @@ def test_load_converts_the_dtype(tmp_path: Path) -> None:
 
 
 def test_load_through_links(tmp_path: Path) -> None:
-    """A hub's cache holds links to files elsewhere; they are shards like any other."""
+    """Shards may be links to files elsewhere, as in a Hugging Face cache."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     sharded(tmp_path / "blobs", tensors())
@@ -89,8 +89,8 @@ def test_load_through_links(tmp_path: Path) -> None:
     assert [5.0, 6.0] == module.get_buffer("scale").tolist()
 
 
-def test_extra_state_that_no_file_holds_is_missing(tmp_path: Path) -> None:
-    """A module that wants more than tensors back is refused by name, as torch's strict loading does."""
+def test_extra_state_missing_from_the_files_is_refused(tmp_path: Path) -> None:
+    """A module that needs extra state beyond tensors is refused by name, as in torch's strict loading."""
 
     class Extra(Tied):
         def get_extra_state(self) -> dict[str, int]:
@@ -148,18 +148,20 @@ def missing_shard(folder: Path) -> None:
         "missing shard",
         "broken index",
         "index without a map",
-        "index of another kind",
-        "path above",
+        "index of another type",
+        "path outside",
         "absolute path",
-        "the folder above",
+        "parent folder",
         "shard without the tensor",
         "unknown tensor",
         "missing tensor",
-        "other shape",
+        "different shape",
     ],
 )
-def test_a_broken_folder_says_what_is_wrong(corrupt: Callable[[Path], object], message: str, tmp_path: Path) -> None:
-    """Each broken folder is the user's to mend, and named."""
+def test_a_broken_folder_raises_an_error_that_names_the_cause(
+    corrupt: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    """Each type of broken folder raises an error that names the cause."""
     folder = tmp_path / "folder"
     folder.mkdir()
     corrupt(folder)
@@ -169,14 +171,14 @@ def test_a_broken_folder_says_what_is_wrong(corrupt: Callable[[Path], object], m
 
 
 @pytest.mark.parametrize("corrupt", [truncated, truncated_shard])
-def test_a_file_that_is_cut_short_is_named(corrupt: Callable[[Path], object], tmp_path: Path) -> None:
-    """What lacks its end is refused before a byte is read: storage's fault, and not the user's."""
+def test_a_truncated_file_is_named(corrupt: Callable[[Path], object], tmp_path: Path) -> None:
+    """A truncated file is a storage error, not a user error, and is detected before a byte is read."""
     corrupt(tmp_path)
     with pytest.raises(StorageCorrupt, match=r"\.safetensors: truncated"):
         Checkpoint.open(tmp_path)
 
 
-def test_a_shape_that_differs_writes_nothing(tmp_path: Path) -> None:
+def test_a_shape_mismatch_writes_nothing(tmp_path: Path) -> None:
     """All shapes are compared before the first tensor is read."""
     module = Tied()
     before = module.embed.weight.detach().clone()

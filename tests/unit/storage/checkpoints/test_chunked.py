@@ -1,4 +1,6 @@
-"""Checkpoint folders as sources of chunks: the bytes a loader would leave, or a clear refusal."""
+"""Checkpoint folders as sources of chunks: they return the bytes that a loader would write, or raise an
+error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LAYER_BYTES = 400_000
 
 
 class Model(nn.Module):
-    """Tied weights, two layers of more than a chunk in all, and tensors that no checkpoint holds."""
+    """Model with tied weights, two layers larger than a chunk together, and tensors that no checkpoint
+    contains.
+    """
 
     def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -38,7 +42,7 @@ class Model(nn.Module):
 
 
 def state(seed: int = 1) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model holds: tied weights once."""
+    """Return the content of a checkpoint of the model: tied weights once."""
     torch.manual_seed(seed)
     content = {name: torch.randn_like(value) for name, value in Model().state_dict().items()}
     del content["head.weight"]
@@ -52,7 +56,7 @@ def single(folder: Path, content: dict[str, torch.Tensor]) -> Checkpoint:
 
 
 def sharded(folder: Path, content: dict[str, torch.Tensor]) -> Checkpoint:
-    """Three shards, whose tensors are in no order that the image has."""
+    """Write three shards whose tensors are in a different order than in the image."""
     folder.mkdir(exist_ok=True)
     names = {name: f"shard-{number % 3}.safetensors" for number, name in enumerate(sorted(content))}
     for file in set(names.values()):
@@ -78,10 +82,10 @@ def read_image(image: Image) -> bytes:
 
 
 @pytest.mark.parametrize("write", [single, sharded])
-def test_the_chunks_are_what_a_loader_leaves(
+def test_the_chunks_equal_the_result_of_a_loader(
     tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], Checkpoint]
 ) -> None:
-    """Read by chunks or by odd ranges, the image is that of a model loaded whole."""
+    """Read by chunks or by odd ranges, the image equals that of a loaded model."""
     checkpoint = write(tmp_path, state())
     loaded = Model()
     checkpoint.load_into(loaded)
@@ -94,8 +98,8 @@ def test_the_chunks_are_what_a_loader_leaves(
     assert (expected, expected) == (by_chunks, by_ranges)
 
 
-def test_what_was_computed_is_given_as_it_was_built(tmp_path: Path) -> None:
-    """A transfer that overwrote the rotary table does not change what the checkpoint gives."""
+def test_computed_tensors_are_served_as_built(tmp_path: Path) -> None:
+    """A transfer that overwrote the rotary table does not change what the checkpoint returns."""
     checkpoint, model = single(tmp_path, state()), Model()
     image, chunks = opened(checkpoint, model)
     expected = bytes_of(chunks, 0, image.layout.image_bytes)
@@ -105,8 +109,8 @@ def test_what_was_computed_is_given_as_it_was_built(tmp_path: Path) -> None:
     chunks.close()
 
 
-def test_tensors_left_out_are_not_read(tmp_path: Path) -> None:
-    """What the image leaves out of the module stays out."""
+def test_excluded_tensors_are_not_read(tmp_path: Path) -> None:
+    """Tensors that the image excludes stay excluded."""
     checkpoint, model = single(tmp_path, state()), Model()
     image = capture(model, exclude=["layers.*"])
     chunks = CheckpointChunks.open(checkpoint, model, image, DerivedTensors(model, image).kept)
@@ -116,7 +120,7 @@ def test_tensors_left_out_are_not_read(tmp_path: Path) -> None:
 
 
 def bytes_of_open(checkpoint: Checkpoint, image: Image) -> bytes:
-    """All of an image, from a checkpoint that is opened for it alone."""
+    """Open a checkpoint for an image and return all bytes of it."""
     model = Model()
     fresh = capture(model, exclude=["layers.*"])
     chunks = CheckpointChunks.open(checkpoint, model, fresh, DerivedTensors(model, fresh).kept)
@@ -125,8 +129,8 @@ def bytes_of_open(checkpoint: Checkpoint, image: Image) -> bytes:
     return data
 
 
-def test_a_weight_stored_under_both_its_names(tmp_path: Path) -> None:
-    """As with a loader, the one that is loaded last counts."""
+def test_a_tied_weight_stored_under_both_names(tmp_path: Path) -> None:
+    """As with a loader, the tensor that is loaded last counts."""
     content = state()
     checkpoint = single(tmp_path, {**content, "head.weight": content["embed.weight"] + 1})
     loaded = Model()
@@ -137,7 +141,7 @@ def test_a_weight_stored_under_both_its_names(tmp_path: Path) -> None:
 
 
 class Transposed(Model):
-    """A model that keeps one weight the other way round."""
+    """Model that stores one weight transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,24 +151,26 @@ class Transposed(Model):
 @pytest.mark.parametrize(
     ("model", "message"),
     [(lambda: Model(dtype=torch.bfloat16), "torch.bfloat16 in the model"), (Transposed, "not contiguous")],
-    ids=["another type", "another order"],
+    ids=["another dtype", "another memory order"],
 )
-def test_what_has_to_be_converted_is_loaded_whole(tmp_path: Path, model: Callable[[], nn.Module], message: str) -> None:
-    """A checkpoint that does not fit byte for byte has no chunks."""
+def test_a_checkpoint_that_needs_conversion_has_no_chunks(
+    tmp_path: Path, model: Callable[[], nn.Module], message: str
+) -> None:
+    """A checkpoint that does not match byte for byte has no chunks and is loaded tensor by tensor."""
     with pytest.raises(NotBytewiseLoadable, match=message):
         opened(single(tmp_path, state()), model())
 
 
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
-    """A checkpoint of another model is named as such, and not taken for one that needs converting."""
+def test_a_tensor_with_another_shape_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of another model is reported as a mismatch, not as one that needs conversion."""
     content = {**state(), "scale": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"scale has shape \[3\]") as caught:
         opened(single(tmp_path, content), Model())
     assert CheckpointError is caught.type
 
 
-def test_a_shard_that_is_cut_short(tmp_path: Path) -> None:
-    """A file that lacks its end is refused before a byte is read."""
+def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+    """A truncated file is refused before a byte is read."""
     checkpoint = single(tmp_path, state())
     path = tmp_path / SINGLE
     path.write_bytes(path.read_bytes()[:-1])
@@ -178,8 +184,8 @@ def fingerprint(folder: Path, content: dict[str, torch.Tensor], model: nn.Module
     return chunks.origin
 
 
-def test_copies_have_one_origin(tmp_path: Path) -> None:
-    """The same files in two folders are the same to whoever goes on with the other's chunks."""
+def test_copies_have_the_same_origin(tmp_path: Path) -> None:
+    """The same files in two folders have one origin, so that another instance can continue with the chunks."""
     assert fingerprint(tmp_path / "one", state()) == fingerprint(tmp_path / "two", state())
 
 
@@ -218,9 +224,9 @@ def changed_matrix(index: int) -> Callable[[], tuple[dict[str, torch.Tensor], nn
         changed_matrix(LAYER_BYTES // 8),
         changed_matrix(-1),
     ],
-    ids=["all values", "a computed table", "a norm", "a matrix's begin", "its middle", "its end"],
+    ids=["all values", "a computed table", "a norm", "a matrix's begin", "a byte in the middle", "the last byte"],
 )
-def test_other_bytes_have_another_origin(
+def test_different_bytes_have_different_origins(
     tmp_path: Path, changed: Callable[[], tuple[dict[str, torch.Tensor], nn.Module]]
 ) -> None:
     """Stored values and computed ones both count."""

@@ -1,4 +1,4 @@
-"""Origins of checkpoints elsewhere: few small reads, and what the server says of its objects."""
+"""Origins of remote checkpoints: few small reads, and the versions that the server reports."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def fingerprint(stored_blob: RecordingBlob, computed: bytes = b"", index: bytes 
 
 
 def test_a_remote_checkpoint_costs_few_small_reads() -> None:
-    """However many tensors it has, each instance sends few requests, and takes few bytes."""
+    """An instance sends few requests and reads few bytes, however many tensors there are."""
     stored_blob = blob("s3://bucket/x.safetensors", "etag")
     fingerprint(stored_blob)
     lengths = [end - begin for begin, end in stored_blob.read_ranges]
     assert (MAX_REMOTE_READS, {SAMPLE_BYTES}) == (len(lengths), set(lengths))
 
 
-def test_instances_that_read_one_object_agree() -> None:
-    """Bytes, version and what is computed are all that counts."""
+def test_instances_that_read_the_same_object_agree() -> None:
+    """Only bytes, version and computed tensors count."""
     here, there = (fingerprint(blob("s3://bucket/x.safetensors", "etag")) for _ in range(2))
     assert here == there
 
 
-def test_an_object_that_was_replaced_has_another_origin() -> None:
-    """The version tells, even where no sample lies in what changed."""
+def test_a_replaced_object_has_another_origin() -> None:
+    """The version of the object counts, even if no sampled block has changed."""
     remote = "https://models/x.safetensors"
     assert 4 == len({
         fingerprint(blob(remote, "one")),
@@ -56,7 +56,7 @@ def test_an_object_that_was_replaced_has_another_origin() -> None:
 
 
 def test_copies_on_two_machines_agree() -> None:
-    """A file's own version is made of when it came, and counts for nothing."""
+    """The version of a local file depends on its modification time, so it does not count."""
     one, two = blob("file:///a/x.safetensors", "1-2-3"), blob("file:///b/x.safetensors", "4-5-6")
     assert fingerprint(one) == fingerprint(two)
     assert len(one.read_ranges) > MAX_REMOTE_READS

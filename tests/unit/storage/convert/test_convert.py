@@ -1,4 +1,4 @@
-"""Conversions between the formats: whatever the way, names, types, shapes and bytes stay as they are."""
+"""Conversions between formats preserve names, types, shapes and bytes."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ TYPES = (
 
 
 def read_raw(uri: str, key: bytes | None = None) -> Raw:
-    """What lies at a URI."""
+    """Return the tensors at a URI."""
     with closing(open_source(uri, key=key)) as source:
         return raw_tensors(source.stream())
 
 
 @pytest.fixture
 def source(bucket: InMemoryBucket) -> str:
-    """A `.tensors` file of `TENSORS`, in a bucket."""
+    """Write a `.tensors` file of `TENSORS` to a bucket and return its URI."""
     write_tensors(TENSORS, "s3://bucket/in/model.tensors")
     return "s3://bucket/in/model.tensors"
 
@@ -72,7 +72,7 @@ tensors = st.dictionaries(
 
 
 def random_tensors(specs: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    """A tensor of each type and shape, of random bytes."""
+    """Return random bytes as one tensor for each type and shape."""
     found: dict[str, torch.Tensor] = {}
     for name, (dtype, shape) in specs.items():
         found[name] = torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
@@ -87,7 +87,7 @@ def random_tensors(specs: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[s
 def test_any_chain_of_conversions_keeps_every_byte(
     bucket: InMemoryBucket, specs: Mapping[str, tuple[torch.dtype, list[int]]], chain: list[str]
 ) -> None:
-    """From safetensors through any formats in any order: the same names, types, shapes and bytes."""
+    """A chain of formats that starts and ends with safetensors keeps names, types, shapes and bytes."""
     bucket.objects.clear()
     first = random_tensors(specs)
     write_tensors(first, "s3://bucket/0/model.tensors")
@@ -101,8 +101,8 @@ def test_any_chain_of_conversions_keeps_every_byte(
     assert 0 == bucket.open_blobs
 
 
-def test_safetensors_itself_reads_what_is_written(tmp_path: Path) -> None:
-    """A converted file, and each file of a converted folder, is one for safetensors' own loader."""
+def test_safetensors_reads_the_converted_files(tmp_path: Path) -> None:
+    """The loader of safetensors reads a converted file, and each file of a converted folder."""
     save_file(TENSORS, tmp_path / "in.safetensors")
     convert(str(tmp_path / "in.safetensors"), str(tmp_path / "model.tensors"))
     convert(str(tmp_path / "model.tensors"), str(tmp_path / "out.safetensors"))
@@ -117,8 +117,8 @@ def test_safetensors_itself_reads_what_is_written(tmp_path: Path) -> None:
     assert TENSORS.keys() == index["weight_map"].keys()
 
 
-def test_takes_names_and_types_that_were_asked_for(bucket: InMemoryBucket, source: str) -> None:
-    """`only` chooses by pattern; `dtype` converts floating-point tensors and leaves the others."""
+def test_only_and_dtype_select_and_convert(bucket: InMemoryBucket, source: str) -> None:
+    """`only` selects names by pattern; `dtype` converts floating-point tensors and no others."""
     convert(source, "s3://bucket/out.tensors", only=["layers.*", "norm"], dtype=torch.float16)
     assert {
         "layers.0.weight": TENSORS["layers.0.weight"].half(),
@@ -130,8 +130,8 @@ def test_takes_names_and_types_that_were_asked_for(bucket: InMemoryBucket, sourc
     assert raw_tensors(TENSORS)["layers.1.weight"] == read_raw("s3://bucket/out.tensors")["layers.1.weight"]
 
 
-def test_opens_and_encrypts(bucket: InMemoryBucket, source: str) -> None:
-    """What is read and what is written each have a secret of their own."""
+def test_source_and_target_have_separate_secrets(bucket: InMemoryBucket, source: str) -> None:
+    """The source is decrypted with one secret and the target encrypted with another."""
     convert(source, "s3://bucket/locked.tensors", lock=Secret(key=KEY))
     with pytest.raises(StorageAccessDenied, match="is encrypted"):
         convert("s3://bucket/locked.tensors", "s3://bucket/out.tensors")
@@ -143,8 +143,8 @@ def test_opens_and_encrypts(bucket: InMemoryBucket, source: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["out.tensors", "out.safetensors", "snapshot/", "shards/"])
-def test_what_is_there_is_replaced_only_by_force(bucket: InMemoryBucket, source: str, target: str) -> None:
-    """Without `force` what is there stays; with it nothing of it is left."""
+def test_an_existing_target_is_replaced_only_by_force(bucket: InMemoryBucket, source: str, target: str) -> None:
+    """Without `force` the existing target stays; with it, nothing of the target remains."""
     max_shard_bytes = 30 if target == "shards/" else None
     write_tensors({"old": torch.ones(40)}, "s3://bucket/old.tensors")
     convert("s3://bucket/old.tensors", f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
@@ -156,8 +156,8 @@ def test_what_is_there_is_replaced_only_by_force(bucket: InMemoryBucket, source:
     assert raw_tensors(TENSORS) == read_raw(f"s3://bucket/{target}")
 
 
-def test_one_format_is_not_hidden_behind_another(bucket: InMemoryBucket, source: str) -> None:
-    """What is loaded after a forced conversion is what was converted, whatever was there before."""
+def test_a_forced_conversion_replaces_other_formats(bucket: InMemoryBucket, source: str) -> None:
+    """A load after a forced conversion returns the converted tensors, whatever format was there before."""
     convert(source, "s3://bucket/snapshot.safetensors/", max_shard_bytes=20)
     with pytest.raises(SettingsError, match="contains a checkpoint"):
         convert(source, "s3://bucket/snapshot.safetensors/", force=True)
@@ -176,11 +176,11 @@ def test_one_format_is_not_hidden_behind_another(bucket: InMemoryBucket, source:
     ("target", "max_shard_bytes"),
     [("out.tensors", None), ("out.tensors", 20), ("out.safetensors", None), ("out/", 20)],
 )
-@pytest.mark.parametrize("error", [StorageFull("no room"), KeyboardInterrupt()])
-def test_nothing_is_left_where_it_fails(
+@pytest.mark.parametrize("error", [StorageFull("no space left"), KeyboardInterrupt()])
+def test_a_failed_conversion_leaves_nothing(
     bucket: InMemoryBucket, source: str, target: str, max_shard_bytes: int | None, error: BaseException
 ) -> None:
-    """Whatever ends a conversion, no file of it is left, nor is any held open."""
+    """A failed conversion leaves no file behind and keeps none open."""
     before = dict(bucket.objects)
     for failing in range(1, 12):
         bucket.log.clear()
@@ -205,7 +205,7 @@ def test_nothing_is_left_where_it_fails(
 
 
 def test_a_damaged_source_leaves_nothing(bucket: InMemoryBucket, source: str) -> None:
-    """A tensor that does not match its hash ends the conversion, though others were written by then."""
+    """A tensor that does not match its hash ends the conversion, even after others were written."""
     content = bytearray(bucket.objects["in/model.tensors"])
     content[-9] ^= 1
     at = content.rindex(TENSORS["norm"].numpy().tobytes())
@@ -233,7 +233,7 @@ def test_a_damaged_source_leaves_nothing(bucket: InMemoryBucket, source: str) ->
         ("none", "s3://bucket/out.tensors", {}, CheckpointError, "nothing to load"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_invalid_input_raises_a_one_line_error(
     bucket: InMemoryBucket,
     source: str,
     source_name: str,
@@ -242,7 +242,7 @@ def test_wrong_input_is_one_line(
     error: type[RforkError],
     message: str,
 ) -> None:
-    """What cannot be done is said before anything is written, with force or without."""
+    """Invalid input is refused before anything is written, with or without force."""
     for force in (False, True):
         with pytest.raises(error, match=message) as raised:
             convert(f"s3://bucket/{source_name}", target, force=force, **how)  # type: ignore[arg-type]
@@ -250,8 +250,8 @@ def test_wrong_input_is_one_line(
     assert ["in/model.tensors"] == list(bucket.objects)
 
 
-def test_a_type_that_safetensors_lacks_is_named(bucket: InMemoryBucket) -> None:
-    """Complex tensors go into `.tensors` files and snapshots; for safetensors they are refused."""
+def test_a_dtype_that_safetensors_lacks_is_named(bucket: InMemoryBucket) -> None:
+    """Complex tensors can be converted to `.tensors` files and snapshots; safetensors refuses them."""
     write_tensors({"wave": torch.ones(2, dtype=torch.complex64)}, "s3://bucket/in.tensors")
     convert("s3://bucket/in.tensors", "s3://bucket/snapshot/")
     with pytest.raises(CheckpointError, match="wave"):
@@ -260,7 +260,7 @@ def test_a_type_that_safetensors_lacks_is_named(bucket: InMemoryBucket) -> None:
 
 
 def test_memory_is_bounded(bucket: InMemoryBucket) -> None:
-    """Tensors are read a group at a time: never more of them than half of the setting's memory at once."""
+    """Tensors are read in groups of at most half the memory that the settings allow."""
     tensors = {f"t{number}": torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(64)}
     write_tensors(tensors, "s3://bucket/in.tensors")
     progress_calls: list[tuple[int, int]] = []
@@ -274,5 +274,5 @@ def test_memory_is_bounded(bucket: InMemoryBucket) -> None:
     reads = [index for index, (operation, _) in enumerate(bucket.log) if operation == "read"]
     writes = [index for index, (operation, _) in enumerate(bucket.log) if operation == "write"]
     assert (64 << 20, 64 << 20) == progress_calls[-1]
-    assert reads[-1] > writes[len(writes) // 3]  # the last group is read when a third is written
+    assert reads[-1] > writes[len(writes) // 3]  # the previous group is read while the third is written
     assert bucket.objects["in.tensors"] == bucket.objects["out.tensors"]

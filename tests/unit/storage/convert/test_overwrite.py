@@ -1,4 +1,4 @@
-"""Conversions over what is there: nobody reads old and new weights as one; nothing is lost for nothing."""
+"""Conversions that replace existing files: no reader mixes old and new weights, and a failure loses nothing."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SHARDED = pytest.mark.parametrize("target", ["shards", "set.tensors"])
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[str, str]:
-    """Files of `OLD` and of `NEW`."""
+    """Write files of `OLD` and of `NEW`."""
     for name, tensors in (("old", OLD), ("new", NEW)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
     return str(tmp_path / "old.safetensors"), str(tmp_path / "new.safetensors")
 
 
 def read_or_none(path: Path) -> Raw | None:
-    """What a reader gets there, or None where it is refused."""
+    """Return what a reader gets, or None if the file is refused."""
     try:
         with closing(open_source(path)) as source:
             return raw_tensors(source.stream())
@@ -59,10 +59,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @SHARDED
-def test_no_reader_sees_old_and_new(
+def test_no_reader_mixes_old_and_new(
     tmp_path: Path, sources: tuple[str, str], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each moment, so also where the writer is killed then: the old, the new, or an error."""
+    """At each step, including one at which the writer is killed, a reader gets old, new, or an error."""
     old, new = sources
     destination = tmp_path / "to" / target
     convert(old, str(destination), max_shard_bytes=80)
@@ -87,16 +87,16 @@ def test_no_reader_sees_old_and_new(
     assert [] == [each for each in seen if each not in (None, raw_tensors(OLD), raw_tensors(NEW))]
 
 
-def test_shards_without_an_index_are_no_checkpoint(tmp_path: Path, sources: tuple[str, str]) -> None:
-    """What a writer that was killed left, or one that writes now."""
+def test_shards_without_an_index_are_refused(tmp_path: Path, sources: tuple[str, str]) -> None:
+    """A writer that was killed or is still running leaves shards without an index."""
     convert(sources[0], str(tmp_path / "to"), max_shard_bytes=80)
     (tmp_path / "to" / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="no index"):
         open_source(tmp_path / "to")
 
 
-def test_a_set_that_lacks_a_file_is_refused(tmp_path: Path, sources: tuple[str, str]) -> None:
-    """By whichever of its names it is opened."""
+def test_an_incomplete_set_is_refused(tmp_path: Path, sources: tuple[str, str]) -> None:
+    """A set that lacks a file is refused under each of its names."""
     convert(sources[0], str(tmp_path / "set.tensors"), max_shard_bytes=80)
     (tmp_path / "set-00002-of-00002.tensors").unlink()
     for name in ("set.tensors", "set-00001-of-00002.tensors", "set"):
@@ -115,10 +115,10 @@ def test_a_set_that_lacks_a_file_is_refused(tmp_path: Path, sources: tuple[str, 
         ("one.safetensors", "type"),
     ],
 )
-def test_a_source_that_cannot_be_read_costs_nothing(
+def test_an_unreadable_source_keeps_the_target(
     tmp_path: Path, sources: tuple[str, str], target: str, defect: str
 ) -> None:
-    """With force too: a wrong secret, damaged bytes, and a type that the target lacks."""
+    """With force too, a wrong secret, damaged bytes or an unsupported dtype leave the target unchanged."""
     max_shard_bytes = 80 if target in ("shards", "set.tensors") else None
     folder = tmp_path / "to" / ("" if "." in target else target)
     convert(sources[0], str(tmp_path / "to" / target), max_shard_bytes=max_shard_bytes)
@@ -137,33 +137,33 @@ def test_a_source_that_cannot_be_read_costs_nothing(
 
 
 @SHARDED
-def test_the_first_error_counts(bucket: InMemoryBucket, target: str) -> None:
-    """A file that cannot be removed again hides it not."""
+def test_the_first_error_is_raised(bucket: InMemoryBucket, target: str) -> None:
+    """A file that cannot be removed afterwards does not hide the first error."""
     write_tensors(NEW, "s3://bucket/in.tensors")
 
     def fail(operation: str, path: str) -> None:
         if operation == "remove" and bucket.paths_of("commit")[1:]:
             raise StorageError("cannot be removed")
         if operation == "commit" and "00002-of" in path:
-            raise StorageFull("no room")
+            raise StorageFull("no space left")
 
     bucket.fault = fail
-    with pytest.raises(StorageFull, match="no room"):
+    with pytest.raises(StorageFull, match="no space left"):
         convert("s3://bucket/in.tensors", f"s3://bucket/to/{target}", max_shard_bytes=80)
 
 
-def test_into_a_folder_that_is_not_there(tmp_path: Path, sources: tuple[str, str]) -> None:
-    """It is made, for each kind of file."""
+def test_missing_folders_are_created(tmp_path: Path, sources: tuple[str, str]) -> None:
+    """The target's folder is created for each type of file."""
     for name in ("a/y.tensors", "b/y.safetensors", "c/d"):
         convert(sources[0], str(tmp_path / "to" / name))
         assert raw_tensors(OLD) == read_or_none(tmp_path / "to" / name)
 
 
-def test_who_may_not_list_may_write(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of other names then; one that is there itself is not replaced without force."""
+def test_writing_needs_no_permission_to_list(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other names are unknown then; an existing target is not replaced without force."""
 
     def denied(_: InMemoryBlobStore, prefix: str = "") -> Iterator[BlobEntry]:
-        raise StorageAccessDenied(f"{prefix}: not yours")
+        raise StorageAccessDenied(f"{prefix}: access denied")
 
     monkeypatch.setattr(InMemoryBlobStore, "list", denied)
     save(OLD, "s3://bucket/a.tensors")
@@ -174,8 +174,8 @@ def test_who_may_not_list_may_write(bucket: InMemoryBucket, monkeypatch: pytest.
     assert {"a.tensors", "b.tensors"} == set(bucket.objects)
 
 
-def test_other_names_are_asked_for_before_the_upload(bucket: InMemoryBucket) -> None:
-    """A list that fails costs no upload."""
+def test_other_names_are_listed_before_the_upload(bucket: InMemoryBucket) -> None:
+    """A failed listing prevents the upload."""
     bucket.objects["a-00001-of-00002.tensors"] = b"old"
     save(OLD, "s3://bucket/a.tensors")
     assert {"a.tensors"} == set(bucket.objects)
@@ -183,7 +183,7 @@ def test_other_names_are_asked_for_before_the_upload(bucket: InMemoryBucket) -> 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 def test_a_damaged_snapshot_is_not_converted(tmp_path: Path, shared: bool) -> None:
-    """Its bytes would get a fresh hash that says they are right."""
+    """A damaged snapshot is refused, because its bytes would get new, matching hashes."""
     save(OLD, tmp_path / "rev-1", shared=shared)
     (path,) = [
         found
@@ -201,8 +201,8 @@ def test_a_damaged_snapshot_is_not_converted(tmp_path: Path, shared: bool) -> No
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".tensors"])
-def test_which_of_several_ranks_is_said(tmp_path: Path, suffix: str) -> None:
-    """Not one of them silently; a snapshot stays its rank's."""
+def test_a_folder_of_several_ranks_needs_a_rank(tmp_path: Path, suffix: str) -> None:
+    """The rank must be selected; a snapshot keeps its rank."""
     for rank, tensors in ((0, OLD), (1, NEW)):
         template = tmp_path / "in" / f"model-rank-%03d{suffix}"
         save(tensors, template, rank=Rank(tp=rank, tp_size=2))

@@ -1,4 +1,4 @@
-"""Which format a URI is of: by its name, by what its folder holds, and by what its bytes begin with."""
+"""Format detection by a URI's name, the content of its folder, and the first bytes of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Files = Mapping[str, bytes]
 
 
 def named(name: str) -> bytes:
-    """A file with one tensor of that name."""
+    """Return a file with one tensor of that name."""
     return save({name: torch.ones(2)})
 
 
@@ -42,7 +42,7 @@ UseStore = Callable[[Files], RecordingStore]
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> UseStore:
-    """Has a web server at http://models/m/ hold files; it cannot be listed."""
+    """Simulate a web server with files at http://models/m/; it cannot be listed."""
 
     def use(files: Files) -> RecordingStore:
         store = RecordingStore("http://models/m/", files, SettingsError("a web server"))
@@ -68,8 +68,8 @@ FOLDERS: dict[str, tuple[Files, list[str]]] = {
 
 
 @pytest.mark.parametrize(("files", "names"), FOLDERS.values(), ids=FOLDERS.keys())
-def test_what_a_folder_holds(tmp_path: Path, files: Files, names: list[str]) -> None:
-    """The first that is there counts, whether the folder's name ends with a slash or not."""
+def test_a_folder_is_detected_by_its_content(tmp_path: Path, files: Files, names: list[str]) -> None:
+    """The first known name counts, with and without a slash at the end of the folder."""
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     for uri in (tmp_path, str(tmp_path), f"{tmp_path}/", tmp_path.as_uri()):
@@ -79,8 +79,8 @@ def test_what_a_folder_holds(tmp_path: Path, files: Files, names: list[str]) -> 
 
 
 @pytest.mark.parametrize("name", [INDEX, SINGLE, "1.safetensors"])
-def test_what_a_file_is_called(tmp_path: Path, name: str) -> None:
-    """An index and a file can be named themselves."""
+def test_a_file_can_be_named_directly(tmp_path: Path, name: str) -> None:
+    """An index and a file can be named directly."""
     for file in (SINGLE, "1.safetensors"):
         (tmp_path / file).write_bytes(named("a"))
     (tmp_path / INDEX).write_bytes(index(a="1.safetensors"))
@@ -89,8 +89,8 @@ def test_what_a_file_is_called(tmp_path: Path, name: str) -> None:
     assert ["a"] == list(source.specs)
 
 
-def test_a_file_without_an_ending(tmp_path: Path) -> None:
-    """Its first bytes tell, as with the blobs of a hub's cache."""
+def test_a_file_without_an_extension_is_detected(tmp_path: Path) -> None:
+    """The first bytes decide, as for blobs of a Hugging Face cache."""
     (tmp_path / "3f9a").write_bytes(named("a"))
     source = open_source(tmp_path / "3f9a")
     source.close()
@@ -103,7 +103,7 @@ def test_a_file_without_an_ending(tmp_path: Path) -> None:
     ids=["the only one", "second of a group", "second stage"],
 )
 def test_each_rank_opens_its_own_file(tmp_path: Path, rank: Rank | None, names: list[str]) -> None:
-    """The number in the name is that of the rank."""
+    """The number in the file name is the rank."""
     for number in range(4):
         (tmp_path / f"model-rank-{number:03d}.safetensors").write_bytes(named(str(number)))
     source = open_source(tmp_path, rank=rank)
@@ -111,16 +111,16 @@ def test_each_rank_opens_its_own_file(tmp_path: Path, rank: Rank | None, names: 
     assert names == list(source.specs)
 
 
-def test_files_of_other_ranks_are_not_taken_together(tmp_path: Path) -> None:
-    """A folder of ranks without this one's is no checkpoint."""
+def test_files_of_other_ranks_are_no_checkpoint(tmp_path: Path) -> None:
+    """A folder that lacks the file of this rank is no checkpoint."""
     (tmp_path / "model-rank-001.safetensors").write_bytes(named("a"))
     with pytest.raises(CheckpointError, match=r"contains model-rank-001.safetensors \(1 in total\), but not the"):
         open_source(tmp_path)
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_nothing_to_load(tmp_path: Path, made: bool) -> None:
-    """One line says what was looked for."""
+def test_an_error_lists_the_expected_names(tmp_path: Path, made: bool) -> None:
+    """The error is one line that lists the expected names."""
     folder = tmp_path / "folder"
     if made:
         folder.mkdir()
@@ -131,14 +131,14 @@ def test_nothing_to_load(tmp_path: Path, made: bool) -> None:
             open_source(uri)
 
 
-def test_a_file_that_is_named_and_not_there(tmp_path: Path) -> None:
-    """What is named to the letter is missing, rather than looked for."""
+def test_a_named_file_that_is_missing_is_not_found(tmp_path: Path) -> None:
+    """A file that is named directly is missing; no other name is tried."""
     with pytest.raises(StorageNotFound, match=r"x\.safetensors"):
         open_source(tmp_path / "x.safetensors")
 
 
-def test_a_web_server_is_asked_by_name(web: UseStore) -> None:
-    """A server that cannot be listed gives what has one of the known names."""
+def test_well_known_names_are_requested_from_a_web_server(web: UseStore) -> None:
+    """A server that cannot be listed is searched for well-known names."""
     store = web(
         {
             INDEX: index(a="1.safetensors", b="2.safetensors"),
@@ -156,7 +156,7 @@ def test_a_web_server_is_asked_by_name(web: UseStore) -> None:
 
 
 def test_a_presigned_url_is_one_file(web: UseStore) -> None:
-    """A URL with a query names one file and nothing beside it; the query shows in no name."""
+    """A URL with a query names exactly one file, and no name contains the query."""
     store = web({"get?token=secret": named("a"), "x.safetensors?token=secret": named("b")})
     for name in ("get", "x.safetensors"):
         source = open_source(f"http://models/m/{name}?token=secret")
@@ -165,8 +165,8 @@ def test_a_presigned_url_is_one_file(web: UseStore) -> None:
     assert all(blob.closed for blob in store.blobs)
 
 
-def test_what_may_not_be_seen_is_denied(web: UseStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is found and something was denied, that is what is told."""
+def test_a_denied_file_raises_access_denied(web: UseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing is found and a request was denied, the error is the denial."""
     web({})
 
     def denied(self: RecordingStore, name: str, *, front: int = 0) -> RecordingBlob:
@@ -177,8 +177,8 @@ def test_what_may_not_be_seen_is_denied(web: UseStore, monkeypatch: pytest.Monke
         open_source("s3://bucket/m/")
 
 
-def test_a_failed_opening_leaves_nothing_open(web: UseStore) -> None:
-    """Of two shards the second is damaged: the first is closed again."""
+def test_a_failed_open_closes_all_files(web: UseStore) -> None:
+    """If the second of two shards is damaged, the first one is closed."""
     store = web(
         {
             INDEX: index(a="1.safetensors", b="2.safetensors"),

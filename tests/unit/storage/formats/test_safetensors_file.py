@@ -1,4 +1,4 @@
-"""Headers of safetensors files: read as safetensors reads them, and refused in one line if wrong."""
+"""Headers of safetensors files: read as safetensors reads them, or refused in one line."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "longer than allowed": (packed({}, length=100_000_001), "a header of 100000001 bytes"),
     "longer than the file": (packed({}, length=90), "truncated: 10 bytes, but the header alone has 98"),
     "no JSON": (packed(b"{]"), "the header cannot be parsed"),
-    "no text": (packed(b'{"\xff": 1}'), "the header cannot be parsed"),
-    "nested without end": (packed(b'{"a":' + b"[" * 5000), "the header cannot be parsed"),
+    "not UTF-8": (packed(b'{"\xff": 1}'), "the header cannot be parsed"),
+    "too deeply nested": (packed(b'{"a":' + b"[" * 5000), "the header cannot be parsed"),
     "a list": (packed(b"[1]"), "not a JSON object"),
-    "metadata of another kind": (packed({"__metadata__": 3}), "__metadata__ in the header is not an object"),
-    "an entry that is none": (packed({"a": 3}), "entry of a is invalid"),
-    "an entry without a type": (packed({"a": {"shape": [], "data_offsets": [0, 0]}}), "entry of a is"),
-    "an unknown type": (packed({"a": entry("F13", [1], 0, 4)}, bytes(4)), "an unknown dtype, 'F13'"),
-    "a type that is none": (packed({"a": entry(["F32"], [1], 0, 4)}, bytes(4)), "entry of a is invalid"),
-    "a shape below zero": (packed({"a": entry("F32", [-1, -2], 0, 8)}, bytes(8)), "entry of a is"),
-    "a shape of fractions": (packed({"a": entry("F32", [2.5], 0, 10)}, bytes(10)), "entry of a is"),
-    "a shape that is none": (packed({"a": entry("F32", "2", 0, 8)}, bytes(8)), "entry of a is"),
-    "offsets that are none": (
+    "metadata of another type": (packed({"__metadata__": 3}), "__metadata__ in the header is not an object"),
+    "an entry that is no object": (packed({"a": 3}), "entry of a is invalid"),
+    "an entry without a dtype": (packed({"a": {"shape": [], "data_offsets": [0, 0]}}), "entry of a is"),
+    "an unknown dtype": (packed({"a": entry("F13", [1], 0, 4)}, bytes(4)), "an unknown dtype, 'F13'"),
+    "a dtype that is a list": (packed({"a": entry(["F32"], [1], 0, 4)}, bytes(4)), "entry of a is invalid"),
+    "a negative shape": (packed({"a": entry("F32", [-1, -2], 0, 8)}, bytes(8)), "entry of a is"),
+    "a fractional shape": (packed({"a": entry("F32", [2.5], 0, 10)}, bytes(10)), "entry of a is"),
+    "a shape that is a string": (packed({"a": entry("F32", "2", 0, 8)}, bytes(8)), "entry of a is"),
+    "fractional offsets": (
         packed({"a": entry("F32", [2], 0.0, 8.0)}, bytes(8)),
         r"a is \[2\] F32, 8 bytes",
     ),
@@ -59,11 +59,11 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         "entry of a is",
     ),
     "a length of another shape": (packed({"a": entry("F32", [3], 0, 8)}, bytes(8)), r"a is \[3\] F32, 12 b"),
-    "offsets below zero": (packed({"a": entry("F32", [2], -8, 0)}, bytes(8)), "offsets are -8 to 0"),
-    "a file that is cut": (VALID_FILE[:-1], "truncated: 7 bytes of data, but the header lists 8"),
-    "a file with more": (VALID_FILE + b"x", "1 trailing bytes"),
+    "negative offsets": (packed({"a": entry("F32", [2], -8, 0)}, bytes(8)), "offsets are -8 to 0"),
+    "a truncated file": (VALID_FILE[:-1], "truncated: 7 bytes of data, but the header lists 8"),
+    "trailing bytes": (VALID_FILE + b"x", "1 trailing bytes"),
     "a hole": (packed({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 3, 5)}, bytes(5)), "b follows a gap"),
-    "a hole at the begin": (packed({"a": entry("U8", [2], 1, 3)}, bytes(3)), "a follows a gap"),
+    "a gap at the start": (packed({"a": entry("U8", [2], 1, 3)}, bytes(3)), "a follows a gap"),
     "an overlap": (
         packed({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, bytes(3)),
         "b overlaps",
@@ -73,7 +73,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("data", "message"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_header_is_refused_in_one_line(data: bytes, message: str) -> None:
-    """Each is named with its file, before any tensor is read; safetensors refuses it too."""
+    """Each error names the file before a tensor is read; safetensors refuses the file too."""
     with pytest.raises(StorageCorrupt, match=message) as caught:
         read_shard("x", RecordingBlob("file:///x.safetensors", data))
     assert (True, 1) == (
@@ -89,8 +89,8 @@ Shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(DTYPES), Shapes), max_size=8))
-def test_places_are_those_of_safetensors(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Whatever safetensors writes is read as it says: type, shape, and the bytes themselves."""
+def test_offsets_equal_those_of_safetensors(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Dtype, shape and bytes of each file that safetensors writes are read correctly."""
     specs.pop("__metadata__", None)
     stored = {name: torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype) for name, (dtype, shape) in specs.items()}
     data = save(stored)
@@ -106,14 +106,14 @@ def test_places_are_those_of_safetensors(specs: dict[str, tuple[torch.dtype, tup
         assert torch.equal(stored[name].reshape(-1).view(torch.uint8), memory[:-1])
 
 
-def test_offsets_come_in_order() -> None:
-    """The order is that of the bytes, whatever the header's is."""
+def test_tensors_are_in_order_of_offsets() -> None:
+    """Tensors are ordered by their bytes, not by the header."""
     data = packed({"b": entry("U8", [2], 1, 3), "a": entry("U8", [1], 0, 1), "0": entry("U8", [0], 3, 3)}, bytes(3))
     assert ["a", "b", "0"] == list(read_shard("x", RecordingBlob("file:///x", data)).locations)
 
 
-def test_a_long_header_takes_two_reads() -> None:
-    """The first read has most headers whole; what it lacks of a longer one is read after it."""
+def test_a_long_header_needs_two_reads() -> None:
+    """The first read covers most headers; the second one fetches the rest of a longer header."""
     entries: Header = {f"layer.{number}.weight": entry("U8", [1], number, number + 1) for number in range(20_000)}
     blob = RecordingBlob("file:///x", packed(entries, bytes(20_000)))
     assert 20_000 == len(read_shard("x", blob).locations)
@@ -122,7 +122,7 @@ def test_a_long_header_takes_two_reads() -> None:
 
 
 def test_tied_names_of_metadata() -> None:
-    """The names that safetensors keeps of tied tensors count; what describes the file does not."""
+    """Tied names that safetensors stores count; descriptive metadata does not."""
     metadata: Header = {"format": "pt", "tied": "pt", "other": "nothing"}
     shard = read_shard(
         "x",
@@ -131,8 +131,8 @@ def test_tied_names_of_metadata() -> None:
     assert (["pt", "tied"], {"tied"}) == (list(shard.locations), set(shard.aliases))
 
 
-def test_packed_types_count_two_in_one() -> None:
-    """Of F4, two share a byte: torch's type for both counts them as one."""
+def test_two_packed_elements_share_a_byte() -> None:
+    """Two F4 elements share a byte, and torch's type counts both as one."""
     shard = read_shard("x", RecordingBlob("file:///x", packed({"a": entry("F4", [2, 8], 0, 8)}, bytes(8))))
     location = shard.locations["a"]
     assert (torch.float4_e2m1fn_x2, (2, 4), 8) == (location.dtype, location.shape, location.nbytes)
@@ -146,7 +146,7 @@ def snapshot_bytes() -> bytes:
 
 
 def test_a_snapshot_is_read_by_its_layout() -> None:
-    """Strides and tensors within others are there, though safetensors has no words for them."""
+    """Strides and nested tensors are restored, although safetensors cannot express them."""
     locations = read_shard("x", RecordingBlob("file:///x", snapshot_bytes())).locations
     assert {"w": ((6, 4), (1, 6)), "row": ((6,), None), "z": ((3,), None)} == {
         name: (location.shape, location.stride) for name, location in locations.items()
@@ -161,8 +161,8 @@ def test_a_snapshot_is_read_by_its_layout() -> None:
         (b"float32", b"floatxy", "floatxy"),
     ],
 )
-def test_a_snapshot_whose_layout_is_wrong(old: bytes, new: bytes, message: str) -> None:
-    """A layout that does not fit its file is refused like any header."""
+def test_an_invalid_layout_in_a_snapshot_is_refused(old: bytes, new: bytes, message: str) -> None:
+    """A layout that does not match its file is refused like any invalid header."""
     data = snapshot_bytes()
     changed = data.replace(old, new, 1)
     (length,) = struct.unpack_from("<Q", changed)

@@ -1,4 +1,4 @@
-"""Safetensors sources: every way to read gives what safetensors gives, and reads no more than it must."""
+"""Safetensors sources: each access path returns what safetensors returns, and reads no more than necessary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = StorageSettings(staging_bytes=16 << 20, concurrency=3)
 def source_of(
     *shards: bytes, uri: str = "file:///f/", options: StorageSettings = SMALL, broken_from: int | None = None
 ) -> tuple[SafetensorsSource, list[RecordingBlob]]:
-    """A source over shards, and their blobs, whose reads of headers are forgotten."""
+    """Return a source for shards, and their blobs with the reads of headers removed."""
     blobs = [RecordingBlob(f"{uri}{turn}", data, broken_from) for turn, data in enumerate(shards)]
     source = SafetensorsSource(uri, [read_shard(str(turn), blob) for turn, blob in enumerate(blobs)], options)
     for blob in blobs:
@@ -38,7 +38,7 @@ def source_of(
 
 
 def same(expected: Tensors, actual: Tensors) -> bool:
-    """Whether names, types, shapes and bytes agree."""
+    """Return True if names, types, shapes and bytes are equal."""
     return expected.keys() == actual.keys() and all(
         (tensor.dtype, tensor.shape) == (actual[name].dtype, actual[name].shape)
         and torch.equal(
@@ -64,10 +64,12 @@ Files = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(Files)
-def test_every_way_to_read_gives_the_same(
+def test_all_access_paths_return_the_stored_tensors(
     files: list[list[tuple[torch.dtype, tuple[int, ...]]]],
 ) -> None:
-    """At once, into tensors, as a stream and one by one, of one file or several, tensors are as stored."""
+    """Read at once, into tensors, as a stream or one by one, from one file or several, tensors equal the
+    stored ones.
+    """
     shards = [
         save({
             f"{file}.{turn}": torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
@@ -87,7 +89,7 @@ def test_every_way_to_read_gives_the_same(
 
 
 def test_twenty_thousand_experts_in_eight_shards() -> None:
-    """Many small tensors are read whole, and in few reads: none is one of its own."""
+    """Many small tensors are read completely in few reads, none of which covers only one tensor."""
     shards = [experts(2500, first=2500 * turn) for turn in range(8)]
     source, blobs = source_of(*(save(shard) for shard in shards))
     expected = {name: tensor for shard in shards for name, tensor in shard.items()}
@@ -100,8 +102,8 @@ def test_twenty_thousand_experts_in_eight_shards() -> None:
     )
 
 
-def test_tensors_that_need_converting() -> None:
-    """Another type, another order in memory, one element, rows with gaps: all from one file."""
+def test_tensors_are_converted() -> None:
+    """Another dtype, another memory order, a single element and rows with gaps are converted from one file."""
     stored = {
         "cast": torch.arange(1000.0),
         "turned": torch.arange(6.0).reshape(2, 3),
@@ -129,8 +131,8 @@ def test_tensors_that_need_converting() -> None:
     assert sum(tensor.nbytes for tensor in stored.values()) == sum(progress_bytes)
 
 
-def test_converting_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor larger than the memory allowed is converted in parts."""
+def test_conversion_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor larger than the allowed memory is converted in parts."""
     stored = {"large": torch.randn(3, 5 << 20), "line": torch.randn(2 << 20)}
     into = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in stored.items()}
     source, blobs = source_of(save(stored))
@@ -149,8 +151,8 @@ def test_converting_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (True, 68 << 20) == (max(scratch_bytes) <= SMALL.staging_bytes, blobs[0].read_bytes)
 
 
-def test_only_the_names_wanted_are_read() -> None:
-    """What lies far between two tensors is skipped, what lies between near ones is read along."""
+def test_only_requested_names_are_read() -> None:
+    """Large gaps between tensors are skipped; small ones are read as well."""
     stored = {
         "a": torch.ones(1 << 10, dtype=torch.uint8),
         "b": torch.ones(1 << 10, dtype=torch.uint8),
@@ -171,7 +173,7 @@ def test_only_the_names_wanted_are_read() -> None:
 
 
 class Tied:
-    """Tied names in a module: two tensors of one memory."""
+    """Module with tied names: two parameters that share memory."""
 
     def __init__(self) -> None:
         self.memory = torch.zeros(1000, dtype=torch.uint8)
@@ -179,7 +181,7 @@ class Tied:
 
 
 def test_tied_names_are_read_once() -> None:
-    """Two names of one memory cost one read; of two stored tensors, the last one counts."""
+    """Two names of one tensor cost one read; of two stored tensors, the last one counts."""
     source, blobs = source_of(
         save({"one": torch.ones(1000, dtype=torch.uint8), "two": torch.full((1000,), 2, dtype=torch.uint8)})
     )
@@ -189,8 +191,8 @@ def test_tied_names_are_read_once() -> None:
     assert (1000, {2}) == (blobs[0].read_bytes, set(tied.memory.tolist()))
 
 
-def test_a_snapshot_gives_what_overlaps_as_it_was() -> None:
-    """Tensors that share memory share it again, transposed ones are transposed, wherever they are read to."""
+def test_overlapping_tensors_of_a_snapshot_are_restored() -> None:
+    """Tensors that shared memory share it again, and transposed ones are transposed, for every target."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     image = image_from_tensors({"w": base.t(), "row": base[1], "tied": base.t(), "z": torch.ones(3)})
     with image.readable(0, image.layout.image_bytes) as views:
@@ -211,8 +213,8 @@ def test_a_snapshot_gives_what_overlaps_as_it_was() -> None:
     assert (-5, -5) == (found["row"][0].item(), found["tied"][0, 1].item())
 
 
-def test_a_file_that_aligns_nothing() -> None:
-    """Old files begin their data at any byte; their tensors are read all the same."""
+def test_an_unaligned_file_is_read() -> None:
+    """Old files begin their data at any byte; their tensors can be read."""
     stored = {"a": torch.arange(5, dtype=torch.int64), "b": torch.arange(3.0)}
     data = save(stored)
     length = int.from_bytes(data[:8], "little")
@@ -235,16 +237,16 @@ def test_a_file_that_aligns_nothing() -> None:
         ("a", torch.empty(2, device="meta"), "cannot load into a: it has no memory"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_is_read(name: str, tensor: torch.Tensor, message: str) -> None:
-    """A name, a shape or a type that does not fit is named."""
+def test_a_mismatch_is_refused_before_a_byte_is_read(name: str, tensor: torch.Tensor, message: str) -> None:
+    """A name, shape or dtype that does not match is named."""
     source, blobs = source_of(save({"a": torch.ones(2), "c": torch.ones(2)}))
     with closing(source), pytest.raises(CheckpointError, match=message):
         source.read_into({"c": torch.empty(2), name: tensor})
     assert [] == blobs[0].read_ranges
 
 
-def test_names_that_are_not_stored() -> None:
-    """A name asked for in vain is the caller's mistake, told at once."""
+def test_a_name_that_is_not_stored_is_an_error() -> None:
+    """A name that is not stored is the caller's mistake and raises immediately."""
     source, _ = source_of(save({"a": torch.ones(2)}))
     with closing(source):
         for read in (source.load, source.stream):
@@ -254,8 +256,8 @@ def test_names_that_are_not_stored() -> None:
             source["x"]
 
 
-def test_one_name_in_two_files() -> None:
-    """Without an index, nothing says which counts."""
+def test_one_name_in_two_files_is_an_error() -> None:
+    """Without an index, it is ambiguous which one counts."""
     data = save({"a": torch.ones(2)})
     with pytest.raises(CheckpointError, match="a is in 1 and in another file"):
         source_of(data, data)
@@ -263,13 +265,13 @@ def test_one_name_in_two_files() -> None:
 
 @pytest.fixture
 def grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads have as long to end as they take on a busy machine."""
+    """Allow reads the time that a busy machine needs to end them."""
     monkeypatch.setattr(streaming, "GRACE_S", 60.0)
 
 
 @pytest.mark.usefixtures("grace")
-def test_a_read_that_fails_is_raised_however_it_was_asked_for() -> None:
-    """Reads beyond what storage gives end each call with its error, and leave no thread behind."""
+def test_a_failed_read_is_raised_on_every_access_path() -> None:
+    """A read past the end of storage raises its error on each access path and leaves no thread running."""
     stored = experts(2000, (40, 40))
     source, _ = source_of(save(stored), broken_from=4 << 20)
     with closing(source):
@@ -285,8 +287,8 @@ def test_a_read_that_fails_is_raised_however_it_was_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("grace")
-def test_a_stream_that_is_left_early_reads_little() -> None:
-    """Whoever stops taking tensors ends the reads; no more than a few blocks were ahead."""
+def test_a_stream_that_is_closed_early_reads_little() -> None:
+    """Closing the stream ends the reads, which are only a few blocks ahead."""
     stored = experts(40, (1 << 10, 1 << 9))
     source, blobs = source_of(save(stored))
     with closing(source):
@@ -298,8 +300,8 @@ def test_a_stream_that_is_left_early_reads_little() -> None:
     assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-stream"]
 
 
-def test_tensors_of_a_stream_are_the_callers_own() -> None:
-    """What comes later does not change what came before."""
+def test_the_caller_owns_the_tensors_of_a_stream() -> None:
+    """Later tensors do not change earlier ones."""
     stored = experts(40, (1 << 10, 1 << 8))
     source, _ = source_of(save(stored))
     with closing(source):
@@ -307,8 +309,8 @@ def test_tensors_of_a_stream_are_the_callers_own() -> None:
     assert same(stored, kept)
 
 
-def test_a_source_that_is_closed_reads_no_more() -> None:
-    """The stream that is under way when the source is closed ends with an error."""
+def test_a_closed_source_stops_reading() -> None:
+    """A stream that is running when its source is closed ends with an error."""
     source, blobs = source_of(save(experts(40, (1 << 10, 1 << 9))))
     stream = source.stream()
     next(stream)

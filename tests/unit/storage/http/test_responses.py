@@ -1,4 +1,4 @@
-"""What ranged reads decide without sockets: requests, answers, when to ask again, when a second time."""
+"""Decisions of ranged reads without sockets: requests, responses, retries and hedges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rfork.transport.http.parser import ResponseHead
 
 URI = "https://models.example/llama.bin"
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
-NO_RANGE = f"the server responded 416 {HTTPStatus(416).phrase} to a range request"  # Python 3.13 words it otherwise
+NO_RANGE = f"the server responded 416 {HTTPStatus(416).phrase} to a range request"  # Python 3.13 has another phrase
 
 
 def head(status: int, **fields: str) -> ResponseHead:
@@ -43,7 +43,7 @@ def head(status: int, **fields: str) -> ResponseHead:
     ],
 )
 def test_a_url_names_its_origin(url: str, expected: HttpOrigin) -> None:
-    """Scheme, host and port are what a connection goes to, and what credentials are kept to."""
+    """Connections and credentials belong to scheme, host and port."""
     assert expected == HttpRequest(url).origin
 
 
@@ -59,21 +59,23 @@ def test_a_url_names_its_origin(url: str, expected: HttpOrigin) -> None:
         f"https://{'x' * 64}.example/a",
     ],
 )
-def test_no_other_url_is_asked_for(url: str) -> None:
-    """What is no plain http or https URL of a possible host is refused, without its query."""
+def test_an_invalid_url_is_refused(url: str) -> None:
+    """A URL that is not a plain http or https URL of a possible host is refused, without its query in the
+    error.
+    """
     with pytest.raises(StorageError, match=r"is not a (valid|plain)") as raised:
         _ = HttpRequest(url).origin
     assert "secret" not in str(raised.value)
 
 
-def test_a_request_hides_what_may_be_secret() -> None:
-    """Neither query nor headers are in what a request looks like."""
+def test_a_request_hides_secrets() -> None:
+    """The representation of a request contains neither query nor headers."""
     request = HttpRequest("https://host/a?signature=secret", {"Authorization": "Bearer secret"})
     assert "Request('https://host/a')" == repr(request) == str(request)
 
 
-def test_a_head_has_the_requests_own_fields_first() -> None:
-    """What was signed goes before a field of the same name."""
+def test_signed_headers_come_first() -> None:
+    """Signed headers precede headers of the same name."""
     request = HttpRequest("https://host:1/a%20b?x=1", {"Range": "bytes=1-2", "X-Token": "t"})
     expected = b"GET /a%20b?x=1 HTTP/1.1\r\nHost: host:1\r\nRange: bytes=1-2\r\nX-Token: t\r\nIf-Match: x\r\n\r\n"
     assert expected == request.head({"range": "bytes=0-0", "If-Match": "x"})
@@ -89,8 +91,8 @@ def test_a_head_has_the_requests_own_fields_first() -> None:
     ],
     ids=repr,
 )
-def test_nothing_is_smuggled_into_a_head(request_: HttpRequest) -> None:
-    """What would end a line early is refused, without being shown."""
+def test_header_injection_is_refused(request_: HttpRequest) -> None:
+    """Line breaks are refused, and the error does not repeat them."""
     with pytest.raises(StorageError, match=r"^'http://host/a[b ]*' cannot be requested: [a-z -]+$"):
         request_.head({})
 
@@ -107,7 +109,7 @@ def test_nothing_is_smuggled_into_a_head(request_: HttpRequest) -> None:
     ],
 )
 def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps: bool) -> None:
-    """A Location is read relative to the URL, and the headers go nowhere but to the same origin."""
+    """A Location is resolved relative to the URL, and headers are sent to the same origin only."""
     headers = {"Authorization": "Bearer secret"}
     redirected = HttpRequest("https://host/a/", headers).follow(location)
     assert (url, headers if keeps else {}) == (redirected.url, redirected.headers)
@@ -122,14 +124,14 @@ def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps
         ("http://[::1/?SECRET", "https://host/a/ redirects to an invalid URL"),
     ],
 )
-def test_a_redirect_that_leads_nowhere(location: str, message: str) -> None:
-    """It is an error of storage, in one line without a password."""
+def test_an_invalid_redirect_is_refused(location: str, message: str) -> None:
+    """It is a storage error in one line without a password."""
     with pytest.raises(StorageError) as raised:
         HttpRequest("https://host/a/").follow(location)
     assert message == str(raised.value)[: len(message)]
 
 
-# Answers.
+# Responses.
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,8 @@ def test_a_redirect_that_leads_nowhere(location: str, message: str) -> None:
         (head(200, content_length="0", etag='"e"'), ObjectVersion(0, '"e"', "")),
     ],
 )
-def test_the_first_byte_tells_what_the_object_is(response: ResponseHead, expected: ObjectVersion) -> None:
-    """Size, tag and date are those of the answer; empty objects are known by how servers refuse."""
+def test_the_first_byte_identifies_the_object(response: ResponseHead, expected: ObjectVersion) -> None:
+    """Size, entity tag and date come from the response; empty objects are recognised by the server's refusal."""
     assert expected == version_from_response(URI, response)
 
 
@@ -172,8 +174,8 @@ def test_the_first_byte_tells_what_the_object_is(response: ResponseHead, expecte
         (head(206, content_length="1"), "malformed Content-Range ''"),
     ],
 )
-def test_what_is_no_first_byte_is_refused(response: ResponseHead, message: str) -> None:
-    """Each has its line."""
+def test_an_invalid_first_response_is_refused(response: ResponseHead, message: str) -> None:
+    """Each defect has its own message."""
     with pytest.raises(StorageError) as raised:
         version_from_response(URI, response)
     assert f"{URI}: {message}" == str(raised.value)
@@ -189,10 +191,10 @@ def test_what_is_no_first_byte_is_refused(response: ResponseHead, message: str) 
         (ObjectVersion(9, "", ""), None, {}),
     ],
 )
-def test_an_object_is_held_to_the_best_that_is_known_of_it(
+def test_the_strongest_validator_is_used(
     identity: ObjectVersion, version: str | None, conditions: dict[str, str]
 ) -> None:
-    """A strong tag, else the date: a weak tag matches nothing."""
+    """A strong entity tag is used, otherwise the date: a weak tag matches nothing."""
     assert (version, conditions) == (identity.version, identity.conditions)
 
 
@@ -207,8 +209,8 @@ KNOWN = ObjectVersion(77, '"a"', "then")
         {"content_range": "bytes 5-7/8", "content_length": "3"},
     ],
 )
-def test_an_answer_of_another_object_is_a_change(fields: dict[str, str]) -> None:
-    """Another tag or another size, whatever the server made of our conditions."""
+def test_a_response_for_another_object_is_a_change(fields: dict[str, str]) -> None:
+    """Another entity tag or size is a change, even if the server ignores the conditions."""
     response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
     with pytest.raises(StorageChanged, match="was replaced during the read"):
         check_content_range(URI, response, KNOWN, 5, 10)
@@ -222,8 +224,8 @@ def test_an_answer_of_another_object_is_a_change(fields: dict[str, str]) -> None
         {"content_range": "bytes 5-9/*"},
     ],
 )
-def test_an_answer_that_says_less_is_of_the_same_object(fields: dict[str, str]) -> None:
-    """What is not told is not held against it; nor is a date where there is a tag."""
+def test_a_response_with_fewer_validators_is_accepted(fields: dict[str, str]) -> None:
+    """Missing validators are ignored, and so is a date if there is an entity tag."""
     response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
     check_content_range(URI, response, KNOWN, 5, 10)
 
@@ -232,8 +234,8 @@ def test_an_answer_that_says_less_is_of_the_same_object(fields: dict[str, str]) 
     st.integers(100, 599),
     st.dictionaries(st.sampled_from(["content-range", "content-length", "etag"]), st.text(max_size=30)),
 )
-def test_no_answer_is_taken_for_a_part_that_it_is_not(status: int, fields: dict[str, str]) -> None:
-    """Whatever a server writes, it is the very range of this object, or an error of ours."""
+def test_a_response_is_exactly_the_requested_range_or_an_error(status: int, fields: dict[str, str]) -> None:
+    """Whatever a server sends, the read returns the exact range of this object or raises an rfork error."""
     try:
         check_content_range(URI, ResponseHead(status, "1.1", fields), KNOWN, 5, 10)
     except StorageError:
@@ -242,8 +244,8 @@ def test_no_answer_is_taken_for_a_part_that_it_is_not(status: int, fields: dict[
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_what_may_pass_is_no_error_yet(status: int) -> None:
-    """A server that is busy or broken is asked again, after as long as it says."""
+def test_transient_statuses_are_retried(status: int) -> None:
+    """A busy or broken server is retried after its Retry-After."""
     error = error_from_response(URI, head(status, retry_after="7"), b"", lambda status, text: StorageError("explained"))
     assert (RetryableError, 7.0) == (
         type(error),
@@ -252,8 +254,8 @@ def test_what_may_pass_is_no_error_yet(status: int) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(1, 50))
-def test_a_text_in_chunks_is_put_together(text: bytes, size: int) -> None:
-    """What is sent in chunks of any size is read as it was; one that is cut off, as far as it came."""
+def test_a_chunked_body_is_decoded(text: bytes, size: int) -> None:
+    """A text in chunks of any size is decoded; a truncated one is returned as far as it was received."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     coded = b"".join(b"%x;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     assert text == decode_chunked(coded)
@@ -261,6 +263,6 @@ def test_a_text_in_chunks_is_put_together(text: bytes, size: int) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_text_in_chunks_breaks_a_read(coded: bytes) -> None:
-    """Whatever comes, some of it is text."""
+def test_an_invalid_chunked_body_does_not_raise(coded: bytes) -> None:
+    """Invalid chunked encoding never breaks a read."""
     assert len(decode_chunked(coded)) <= len(coded)

@@ -1,4 +1,4 @@
-"""When ranged reads ask again, when a second time, and how a wait is ended: without sockets."""
+"""Retries, hedges and waits of ranged reads, without sockets."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tests.unit.fake_clock import FakeClock
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 MIB = 1 << 20
 
-# When to ask again.
+# Retries.
 
 
 def test_waits_double_up_to_a_limit() -> None:
-    """With the most jitter the waits double, from a tenth of a second to five seconds."""
+    """With maximum jitter, waits double from a tenth of a second to five seconds."""
     attempts = RetryBudget(9, 0.0, lambda: 1.0, lambda: 0.0)
     assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None] == [attempts.failed(0) for _ in range(9)]
 
 
 @given(st.integers(1, 100), st.floats(0, 1, exclude_max=True), st.floats(0, 1e9))
 def test_no_wait_is_longer_than_its_limit(min_attempts: int, random: float, retry_after_s: float) -> None:
-    """Where no time is set there are just so many attempts, and each wait is within its limits."""
+    """Without a minimum time there are exactly `min_attempts` attempts, and each wait is within its limits."""
     attempts = RetryBudget(min_attempts, 0.0, lambda: random, lambda: 0.0)
     waits = [attempts.failed(0, retry_after_s) for _ in range(min_attempts)]
     assert (None, min_attempts) == (waits[-1], attempts.made)
@@ -53,7 +53,7 @@ def test_no_wait_is_longer_than_its_limit(min_attempts: int, random: float, retr
 
 
 def seconds_until_exhausted(attempts: RetryBudget, clock: FakeClock, attempt_s: float) -> float:
-    """How long attempts are made that fail, each after so many seconds."""
+    """Return the time until the attempts are exhausted if each one fails after `attempt_s`."""
     began = clock()
     clock.now += attempt_s
     while (wait_s := attempts.failed(0)) is not None:
@@ -65,39 +65,39 @@ def seconds_until_exhausted(attempts: RetryBudget, clock: FakeClock, attempt_s: 
 @pytest.mark.parametrize(
     ("min_attempts", "min_s", "attempt_s", "max_s"),
     [
-        (5, 10.0, 0.0, 10.0),  # refused at once: what is gone for ten seconds is waited for
+        (5, 10.0, 0.0, 10.0),  # connection refused immediately: an outage of ten seconds is bridged
         (1, 10.0, 0.0, 10.0),
-        (5, 10.0, 3.0, 5 * 3.0 + 1.5),  # the attempts take longer than that by themselves
+        (5, 10.0, 3.0, 5 * 3.0 + 1.5),  # the attempts themselves need more time
         (2, 600.0, 0.0, 600.0),
     ],
 )
-def test_nothing_is_given_up_too_soon_or_too_late(
+def test_attempts_end_within_their_bounds(
     min_attempts: int, min_s: float, attempt_s: float, max_s: float, random: float
 ) -> None:
-    """The attempts are spent and the time has passed, and not much more of it."""
+    """Attempts stop once their number and time are exhausted, and not much later."""
     clock = FakeClock()
     attempts = RetryBudget(min_attempts, min_s, lambda: random, clock)
     elapsed_s = seconds_until_exhausted(attempts, clock, attempt_s)
     assert (True, True) == (min_attempts <= attempts.made, min_s <= elapsed_s <= max_s + attempt_s + 1e-6)
 
 
-def test_a_server_that_is_away_is_not_asked_too_often() -> None:
-    """Ten seconds of a server that refuses cost a dozen requests or so."""
+def test_an_unreachable_server_is_not_retried_too_often() -> None:
+    """Ten seconds of refused connections cost about a dozen requests."""
     clock = FakeClock()
     attempts = RetryBudget(5, 10.0, lambda: 0.0, clock)
     seconds_until_exhausted(attempts, clock, 0.0)
     assert 12 >= attempts.made
 
 
-def test_progress_begins_the_count_anew() -> None:
-    """An attempt that brought enough is the first of a new row; one that brought less is in vain."""
+def test_progress_resets_the_attempts() -> None:
+    """An attempt with enough progress resets the count; one with less does not."""
     attempts = RetryBudget(3, 0.0, lambda: 1.0, lambda: 0.0)
     received_bytes = [0, MIN_PROGRESS_BYTES - 1, MIN_PROGRESS_BYTES, 0, MIN_PROGRESS_BYTES, MIN_PROGRESS_BYTES, 1, 1]
     assert [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, None] == [attempts.failed(count) for count in received_bytes]
 
 
-def test_progress_begins_the_time_anew() -> None:
-    """The time that must pass is counted from the last attempt that brought enough."""
+def test_progress_resets_the_time() -> None:
+    """The minimum time is counted from the last attempt with enough progress."""
     clock = FakeClock()
     attempts = RetryBudget(1, 10.0, lambda: 0.0, clock)
     waits = []
@@ -125,47 +125,51 @@ def test_progress_begins_the_time_anew() -> None:
     ],
 )
 def test_retry_after_is_seconds_or_a_date(value: str, expected: float) -> None:
-    """Both forms are understood; what is neither asks for nothing."""
+    """Both forms are parsed; anything else means no delay."""
     assert expected == retry_after(value, NOW)
 
 
 @given(st.text(max_size=60))
-def test_no_retry_after_breaks_a_read(value: str) -> None:
-    """Whatever a server writes there, it is a time that is not negative."""
+def test_an_invalid_retry_after_does_not_raise(value: str) -> None:
+    """Every value results in a non-negative time."""
     assert 0.0 <= retry_after(value, NOW)
 
 
-# When to ask a second time.
+# Hedges.
 
 
 def hedges_after(hedges: HedgePolicy, count: int, seconds: float = 0.2) -> HedgePolicy:
-    """After so many answers of a mebibyte, each a tenth of a second to its first byte."""
+    """Return the hedges after `count` responses of a mebibyte, each with a tenth of a second to its first
+    byte.
+    """
     for _ in range(count):
         hedges.record_response(MIB, 0.1, seconds)
     return hedges
 
 
-def test_nothing_is_slow_before_enough_is_known() -> None:
-    """The first requests are never sent twice, nor is any with the setting 0."""
+def test_no_hedge_before_enough_samples() -> None:
+    """The first requests are never hedged, and none is with the setting 0."""
     assert None is hedges_after(HedgePolicy(4, MIB), MIN_SAMPLES - 1).delay_s(MIB)
     assert None is hedges_after(HedgePolicy(0, MIB), 10 * MIN_SAMPLES).delay_s(MIB)
 
 
-def test_what_is_slow_depends_on_the_size() -> None:
-    """A request is slow after so many times the usual first byte and the usual time of its bytes."""
+def test_slowness_depends_on_the_size() -> None:
+    """A request is slow after a multiple of the usual time to the first byte plus the usual time of its
+    bytes.
+    """
     hedges = hedges_after(HedgePolicy(4, MIB), MIN_SAMPLES)
     assert [MIN_DELAY_S, 0.8, 4 * 0.1 + 4 * 0.4] == [hedges.delay_s(size) for size in (1, MIB, 4 * MIB)]
 
 
-def test_most_say_what_is_usual() -> None:
-    """A few slow answers change nothing; once most are slow, slow is usual."""
+def test_the_median_defines_the_usual_time() -> None:
+    """A few slow responses change nothing; once the majority is slow, slow is usual."""
     hedges = hedges_after(HedgePolicy(4, MIB), 60)
     assert 0.8 == hedges_after(hedges, 20, 100.1).delay_s(MIB)
     assert 4 * 100.1 == hedges_after(hedges, 40, 100.1).delay_s(MIB)
 
 
-def test_small_answers_say_little_of_large_ones() -> None:
-    """Seconds per byte are those of most bytes, not of most requests."""
+def test_small_responses_have_little_weight() -> None:
+    """The time per byte is weighted by bytes, not by requests."""
     hedges = hedges_after(HedgePolicy(4, MIB), 1)
     for _ in range(60):
         hedges.record_response(100, 0.1, 0.11)
@@ -173,23 +177,23 @@ def test_small_answers_say_little_of_large_ones() -> None:
 
 
 @pytest.mark.parametrize("answered", [MIN_SAMPLES, 100, 1000])
-def test_only_a_few_are_sent_twice(answered: int) -> None:
-    """However many are slow at once, second requests stay a small share of all."""
+def test_hedges_are_limited(answered: int) -> None:
+    """However many requests are slow, hedges stay a small share of all requests."""
     hedges = hedges_after(HedgePolicy(4, 1 << 40), answered)
     started_requests = sum(hedges.reserve(1) for _ in range(answered))
     assert (max(1, round(MAX_HEDGED_FRACTION * answered)), started_requests) == (started_requests, hedges.started)
 
 
-def test_second_requests_share_their_memory() -> None:
-    """There is none where its bytes find no room, and again once another has ended."""
+def test_hedges_share_their_memory() -> None:
+    """A hedge whose bytes do not fit is not sent, and fits again once another hedge has ended."""
     hedges = hedges_after(HedgePolicy(4, 4 * MIB), 1000)
     assert [True, False, True] == [hedges.reserve(3 * MIB), hedges.reserve(2 * MIB), hedges.reserve(MIB)]
     hedges.release(3 * MIB)
     assert [True, False] == [hedges.reserve(3 * MIB), hedges.reserve(1)]
 
 
-def test_a_second_request_that_cannot_begin_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system has no further thread, the first goes on and the memory is another's."""
+def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be started, the first request continues and the memory is released."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -207,7 +211,7 @@ def test_a_second_request_that_cannot_begin_gives_its_place_back(monkeypatch: py
 
 
 class FakeConnection:
-    """What notes that it was cut."""
+    """Connection that records that it was cut."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -216,8 +220,8 @@ class FakeConnection:
         self.count += 1
 
 
-def test_a_leg_cuts_what_it_holds_and_nothing_else() -> None:
-    """What was let go may serve another by now: ending the leg leaves it alone."""
+def test_ending_a_leg_cuts_only_its_connection() -> None:
+    """A released connection may serve another request, so ending the leg does not cut it."""
     before, attached, after = FakeConnection(), FakeConnection(), FakeConnection()
     cancel_scope = CancelScope()
     with cancel_scope.attached(before):
@@ -229,8 +233,8 @@ def test_a_leg_cuts_what_it_holds_and_nothing_else() -> None:
     assert (0, 1, 0) == (before.count, attached.count, after.count)
 
 
-def test_a_leg_that_was_ended_takes_no_connection() -> None:
-    """It does not even wait for its turn."""
+def test_an_ended_leg_acquires_no_connection() -> None:
+    """It does not wait for a connection either."""
     cancel_scope = CancelScope()
     cancel_scope.end()
     with pytest.raises(Cancelled):
@@ -240,7 +244,7 @@ def test_a_leg_that_was_ended_takes_no_connection() -> None:
 
 
 class FakeStream:
-    """A stream of which only its end is looked at."""
+    """Stream of which only the close is checked."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -250,7 +254,7 @@ class FakeStream:
 
 
 def pooled_stream(pool: HttpConnectionPool, origin: HttpOrigin, process: int | None = None) -> FakeStream:
-    """A connection that has answered, and is given back to the pool."""
+    """Return a connection to the pool after a response."""
     stream = FakeStream()
     connection = PooledConnection(
         cast(Stream, stream), origin, extra=True, process=os.getpid() if process is None else process
@@ -260,7 +264,7 @@ def pooled_stream(pool: HttpConnectionPool, origin: HttpOrigin, process: int | N
 
 
 def acquire_stream(pool: HttpConnectionPool, origin: HttpOrigin) -> object:
-    """What the pool gives for a request; None where it has nothing and would connect."""
+    """Return the pool's idle connection for a request; None if it would open one."""
     cancel_scope = CancelScope()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("rfork.storage.http.pool.open_connection", lambda *_: None)
@@ -271,8 +275,8 @@ HERE, THERE = HttpOrigin(False, "here", 80), HttpOrigin(False, "there", 80)
 
 
 @pytest.mark.parametrize(("idle_s", "reused"), [(MAX_IDLE_S - 1, True), (MAX_IDLE_S, False)])
-def test_connections_that_were_idle_for_long_are_not_used(idle_s: float, reused: bool) -> None:
-    """What lies between may have forgotten them; they are closed, not asked."""
+def test_long_idle_connections_are_not_used(idle_s: float, reused: bool) -> None:
+    """Middleboxes may have dropped them, so they are closed."""
     clock = FakeClock()
     pool = HttpConnectionPool(StorageSettings(), clock)
     old = pooled_stream(pool, HERE)
@@ -281,7 +285,7 @@ def test_connections_that_were_idle_for_long_are_not_used(idle_s: float, reused:
 
 
 def test_idle_connections_of_one_origin_are_dropped() -> None:
-    """Those to other servers stay."""
+    """Connections to other servers stay."""
     pool = HttpConnectionPool(StorageSettings())
     here, there = pooled_stream(pool, HERE), pooled_stream(pool, THERE)
     pool.drop_idle(HERE)
@@ -293,20 +297,20 @@ def test_idle_connections_of_one_origin_are_dropped() -> None:
 
 
 def test_connections_of_another_process_are_not_kept() -> None:
-    """What was taken before a fork and comes back after it is closed, and frees no place."""
+    """A connection that was acquired before a fork of the process is closed afterwards and frees no slot."""
     pool = HttpConnectionPool(StorageSettings())
     other = pooled_stream(pool, HERE, process=os.getpid() + 1)
     assert (None, True) == (acquire_stream(pool, HERE), other.closed)
 
 
 @pytest.mark.parametrize(("memory", "max_bytes"), [(16 * MIB, 16 * MIB), (1 << 30, 256 * MIB)])
-def test_a_block_may_be_sent_twice_however_little_memory_there_is(memory: int, max_bytes: int) -> None:
-    """Second requests may hold a quarter of the memory, and a block of the largest size in any case."""
+def test_a_block_may_be_hedged_with_little_memory(memory: int, max_bytes: int) -> None:
+    """Hedges may use a quarter of the memory, and in any case a block of the maximum size."""
     hedges = hedges_after(HttpConnectionPool(StorageSettings(staging_bytes=memory)).hedges, 1000)
     assert [True, False] == [hedges.reserve(max_bytes), hedges.reserve(1)]
 
 
-# Patience.
+# Timeouts.
 
 
 @pytest.mark.parametrize(
@@ -318,10 +322,10 @@ def test_a_block_may_be_sent_twice_however_little_memory_there_is(memory: int, m
         ([MIN_BYTES_PER_TIMEOUT, 0], None),
     ],
 )
-def test_a_body_must_come_at_some_speed(
+def test_a_body_needs_a_minimum_speed(
     received: list[int], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each timeout there must be so many bytes; then the next begins."""
+    """Each timeout period needs a minimum number of bytes; then the next period begins."""
     clock = FakeClock()
     monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
     timeout = ReadTimeout(10.0)
@@ -337,8 +341,8 @@ def test_a_body_must_come_at_some_speed(
     assert expected == message
 
 
-def test_a_head_must_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many bytes of it come, the time for all of it does not begin anew."""
+def test_a_response_head_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for the complete head is not extended when bytes arrive."""
     clock = FakeClock()
     monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
     timeout = ReadTimeout(10.0)

@@ -1,4 +1,4 @@
-"""Blocks on their way to a device: which buffer waits for which copy. The device here is a dictionary."""
+"""Writing blocks to a device: buffers wait for their copies. The device is simulated by a dictionary."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BLOCK = 64 * KIB
 
 
 class FakeDevice:
-    """What a device holds, by offset in the one line of memory (a tensor without bytes) that tests fill.
+    """Device memory by offset in one address range (a tensor without bytes) that tests fill.
 
-    Bytes are taken from the source when a copy is waited for, and no sooner: a buffer that is used again
-    before brings the wrong ones. `fail` is called with what is begun (copy, wait); may raise.
+    Bytes are read from the source when a copy is waited for, not earlier: a buffer that is reused too early
+    copies wrong ones. `fail` is called with the step that begins (copy, wait) and may raise.
     """
 
     def __init__(self, length: int) -> None:
@@ -56,7 +56,7 @@ class FakeDevice:
         return FakeCopy(self, into, source)
 
     def complete_copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        """A copy is over."""
+        """Complete a copy."""
         with self._lock:
             self.in_flight -= 1
         self.fail("wait")
@@ -64,7 +64,7 @@ class FakeDevice:
             self.put(target, bytes(data.tolist()))
 
     def put(self, into: torch.Tensor, data: bytes) -> None:
-        """Take bytes into memory."""
+        """Copy bytes into device memory."""
         begin = int(into.storage_offset())
         assert into.numel() == len(data)
         self.memory[begin : begin + into.numel()] = data
@@ -74,7 +74,7 @@ class FakeDevice:
 
 
 class FakeCopy:
-    """A copy to the device; see `CopyHandle`."""
+    """Copy to the device; see `CopyHandle`."""
 
     def __init__(self, device: FakeDevice, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         self._device, self._into, self._source = device, into, source
@@ -84,7 +84,7 @@ class FakeCopy:
 
 
 class CountedBufferPool:
-    """Staging, and how many of its buffers are in use."""
+    """Buffer pool that counts its buffers in use."""
 
     def __init__(self, buffers: int) -> None:
         self.made: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ class CountedBufferPool:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """A device with memory for twenty blocks, that takes the place of CUDA's."""
+    """Replace CUDA with a device that has memory for twenty blocks."""
     device = FakeDevice(20 * BLOCK)
 
     def copier(devices: Iterable[torch.device], _: StorageSettings) -> FakeDevice:
@@ -112,7 +112,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 @pytest.fixture(params=[1, 2, 3, 8], ids=lambda count: f"{count}-buffers")
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedBufferPool]:
-    """So many buffers; each is given back by the end of a test."""
+    """Return a pool with that many buffers; a test must have released all of them at its end."""
     count: int = request.param
     pool = CountedBufferPool(count)
     monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
@@ -122,7 +122,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def extents_of(device: FakeDevice, blob: PatternBlob, sizes: Iterable[int], offset: int = 0) -> list[Extent]:
-    """Neighbours in the blob, and in the device's memory."""
+    """Return extents that are adjacent in the blob and in device memory."""
     extents, at = [], 0
     for size in sizes:
         extents.append(Extent(blob, offset + at, device.address_space[at : at + size]))
@@ -132,8 +132,8 @@ def extents_of(device: FakeDevice, blob: PatternBlob, sizes: Iterable[int], offs
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 @pytest.mark.parametrize("sizes", [[10 * BLOCK], [1000] * 500, [3, 5 * BLOCK + 7, 1, 0, 2 * BLOCK]])
-def test_every_byte_lands(device: FakeDevice, pool: CountedBufferPool, streams: int, sizes: list[int]) -> None:
-    """However few buffers and many threads: no buffer is read into before its copy is over."""
+def test_every_byte_is_written(device: FakeDevice, pool: CountedBufferPool, streams: int, sizes: list[int]) -> None:
+    """However few buffers and many threads there are, no buffer is reused before its copy has finished."""
     blob, filled = PatternBlob(sum(sizes) + 4321), list[int]()
     extents = extents_of(device, blob, sizes, 4321)
     fill(extents, StorageSettings(concurrency=streams), on_filled=filled.append)
@@ -142,7 +142,7 @@ def test_every_byte_lands(device: FakeDevice, pool: CountedBufferPool, streams: 
 
 
 def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread with two buffers reads a block while the one before is copied, and waits for it then."""
+    """A thread with two buffers reads a block while the previous one is copied."""
     pool, in_flight = CountedBufferPool(2), list[int]()
     monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
     blob = PatternBlob(4 * BLOCK, before=lambda _: in_flight.append(device.in_flight))
@@ -150,8 +150,8 @@ def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pyt
     assert ([0, 1, 1, 1], 2, 2) == (in_flight, device.max_in_flight, len(pool.made))
 
 
-def test_no_extent_is_told_before_it_is_there(device: FakeDevice, pool: CountedBufferPool) -> None:
-    """Whoever is told of an extent finds its bytes on the device."""
+def test_an_extent_is_reported_after_its_bytes_arrive(device: FakeDevice, pool: CountedBufferPool) -> None:
+    """When an extent is reported, its bytes are on the device."""
     blob, right = PatternBlob(10 * BLOCK), list[bool]()
     extents = extents_of(device, blob, [BLOCK // 2] * 20)
 
@@ -165,7 +165,7 @@ def test_no_extent_is_told_before_it_is_there(device: FakeDevice, pool: CountedB
 
 
 def test_some_blocks_need_no_staging(device: FakeDevice, pool: CountedBufferPool) -> None:
-    """What the device reads by itself passes through no buffer, and the rest is right beside it."""
+    """Blocks that the device reads directly use no buffer, and all other blocks are correct."""
     device.direct_blocks = {0, 3 * BLOCK}
     blob, filled = PatternBlob(5 * BLOCK), list[int]()
     fill(extents_of(device, blob, [BLOCK] * 5), StorageSettings(concurrency=2), on_filled=filled.append)
@@ -173,8 +173,8 @@ def test_some_blocks_need_no_staging(device: FakeDevice, pool: CountedBufferPool
 
 
 @pytest.mark.parametrize("failing_step", ["copy", "read", "wait"])
-def test_an_error_waits_for_copies_under_way(device: FakeDevice, pool: CountedBufferPool, failing_step: str) -> None:
-    """Whatever fails, no copy that was begun still reads a buffer after the call, and nobody hangs."""
+def test_an_error_waits_for_running_copies(device: FakeDevice, pool: CountedBufferPool, failing_step: str) -> None:
+    """Whichever step fails, no copy still reads a buffer after the call, and no thread hangs."""
     calls: list[str] = []
     counting = threading.Lock()
 
@@ -192,8 +192,8 @@ def test_an_error_waits_for_copies_under_way(device: FakeDevice, pool: CountedBu
     assert (0, True) == (device.in_flight, device.closed)
 
 
-def test_both_kinds_of_memory_in_one_call(device: FakeDevice, pool: CountedBufferPool) -> None:
-    """Extents of the host between those of a device are read straight into their memory."""
+def test_host_and_device_memory_in_one_call(device: FakeDevice, pool: CountedBufferPool) -> None:
+    """Host extents between device extents are read directly into their memory."""
     blob, host = PatternBlob(4 * BLOCK), torch.zeros(BLOCK, dtype=torch.uint8)
     extents = extents_of(device, blob, [BLOCK] * 4)
     extents[1] = Extent(blob, BLOCK, host)

@@ -1,4 +1,4 @@
-"""The garbage collector is held off, by several at once, and left as it was."""
+"""Pausing the garbage collector: concurrent blocks, and its state afterwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rfork.storage.io.gc_pause import gc_paused
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """As it is in most processes, before and after."""
+    """Enable the collector before and after a test, as in most processes."""
     gc.enable()
     yield
     gc.enable()
 
 
-def test_it_is_on_again_when_the_last_has_left() -> None:
-    """The end of one block does not end what another, on some other thread, still holds."""
+def test_the_last_block_enables_it_again() -> None:
+    """The end of one block does not end that of another thread."""
     seen: list[bool] = []
     first, second = gc_paused(), gc_paused()
     for step in (first.__enter__, second.__enter__):
@@ -31,16 +31,16 @@ def test_it_is_on_again_when_the_last_has_left() -> None:
     assert [False, False, False, True] == seen
 
 
-def test_a_process_without_it_stays_so() -> None:
-    """Who turned it off for good has it off afterwards."""
+def test_a_disabled_collector_stays_disabled() -> None:
+    """A process that has disabled the collector finds it disabled afterwards."""
     gc.disable()
     with gc_paused():
         pass
     assert not gc.isenabled()
 
 
-def test_it_is_on_again_after_an_error() -> None:
-    """A header that cannot be read leaves the process as it was."""
+def test_an_error_enables_it_again() -> None:
+    """After an unreadable header the collector is enabled again."""
     with pytest.raises(ValueError, match="broken"), gc_paused():
         raise ValueError("broken")
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""GPUDirect Storage: what is read that way, and what is not. The library here reads into host memory."""
+"""GPUDirect Storage: which blocks it reads, with a library that reads into host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTENT = bytes(range(256)) * 64
 
 
 class FakeGdsFile:
-    """A file that the library has open."""
+    """File that the library has opened."""
 
     def __init__(self, library: FakeGdsLibrary, file: str) -> None:
         self._library = library
@@ -42,7 +42,7 @@ class FakeGdsFile:
 
 
 class FakeGdsLibrary:
-    """In kvikio's place."""
+    """Replacement for kvikio."""
 
     def __init__(self) -> None:
         self.error: RuntimeError | None = None
@@ -56,7 +56,7 @@ class FakeGdsLibrary:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]:
-    """A file that is not in the page cache."""
+    """Write a file that is not in the page cache."""
     path = tmp_path / "data"
     path.write_bytes(CONTENT)
     monkeypatch.setattr("rfork.storage.local.linux.resident", lambda *_: 0)
@@ -66,7 +66,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]
 
 
 def pieces_of(extents: list[Extent]) -> tuple[ReadBlock, list[tuple[int, torch.Tensor]]]:
-    """The one block of the extents, and what is wanted of it."""
+    """Return the single block of the extents, and its requested pieces."""
     plan = ReadPlan(extents, 1 << 20)
     (block,) = plan.blocks()
     return block, [
@@ -75,7 +75,7 @@ def pieces_of(extents: list[Extent]) -> tuple[ReadBlock, list[tuple[int, torch.T
 
 
 def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
-    """Each piece gets its bytes, what lies between them is not read, and one handle serves all."""
+    """Each piece gets its bytes, gaps are not read, and one handle serves all pieces."""
     library = FakeGdsLibrary()
     extents = [Extent(file, at, torch.empty(90, dtype=torch.uint8)) for at in (7, 100, 300)]
     storage = DirectStorage(library)
@@ -87,8 +87,8 @@ def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
 
 
 @pytest.mark.parametrize("why", ["cached", "remote"])
-def test_what_goes_through_the_host(file: LocalFile, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in the page cache are quicker that way, and objects have no other."""
+def test_blocks_that_use_host_memory(file: LocalFile, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached files are faster through host memory, and objects have no other path."""
     if why == "cached":
         monkeypatch.setattr("rfork.storage.local.linux.resident", lambda _, __, length: length)
     blob = file if why == "cached" else PatternBlob(1000)
@@ -97,12 +97,12 @@ def test_what_goes_through_the_host(file: LocalFile, why: str, monkeypatch: pyte
     assert (False, 0) == (done, library.reads)
 
 
-def test_a_library_that_fails_is_left_alone(file: LocalFile) -> None:
-    """The block it failed at is not done, nor is any after it asked of it."""
+def test_a_failed_library_is_not_used_again(file: LocalFile) -> None:
+    """The failed block is not read, and no later block is requested from the library."""
     library = FakeGdsLibrary()
     storage = DirectStorage(library)
     wanted = pieces_of([Extent(file, 0, torch.empty(9, dtype=torch.uint8))])
-    library.error = RuntimeError("cuFile does not like it")
+    library.error = RuntimeError("cuFile error")
     first = storage.read(*wanted)
     library.error = None
     done = [first, storage.read(*wanted)]
@@ -110,8 +110,8 @@ def test_a_library_that_fails_is_left_alone(file: LocalFile) -> None:
     assert ([False, False], 0) == (done, library.reads)
 
 
-def test_a_file_that_is_written_to(file: LocalFile) -> None:
-    """What changed meanwhile is noticed on this way too."""
+def test_a_modified_file_is_detected(file: LocalFile) -> None:
+    """A change during the read is detected on this path too."""
     with file.path.open("ab") as writing:
         writing.write(b"more")
     storage = DirectStorage(FakeGdsLibrary())
@@ -120,8 +120,8 @@ def test_a_file_that_is_written_to(file: LocalFile) -> None:
     storage.close()
 
 
-def test_a_file_that_ends_too_early(file: LocalFile) -> None:
-    """Fewer bytes than were asked for are an error."""
+def test_a_truncated_file_is_an_error(file: LocalFile) -> None:
+    """Fewer bytes than requested are an error."""
     storage = DirectStorage(FakeGdsLibrary())
     with pytest.raises(StorageError, match="ends before byte"):
         storage.read(*pieces_of([Extent(file, len(CONTENT) - 5, torch.empty(9, dtype=torch.uint8))]))
@@ -132,8 +132,8 @@ def test_a_file_that_ends_too_early(file: LocalFile) -> None:
     ("direct", "available", "expected"),
     [("auto", True, True), ("auto", False, False), ("always", True, True), ("never", True, False)],
 )
-def test_where_it_is_used(direct: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where kvikio says that the machine can, and the settings do not forbid it."""
+def test_conditions_for_use(direct: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used only if kvikio supports the machine and the settings allow it."""
     kvikio, driver = types.ModuleType("kvikio"), types.ModuleType("kvikio.cufile_driver")
     monkeypatch.setattr(driver, "get", lambda name: available, raising=False)
     monkeypatch.setattr(kvikio, "cufile_driver", driver, raising=False)
@@ -143,7 +143,7 @@ def test_where_it_is_used(direct: str, available: bool, expected: bool, monkeypa
     assert expected == (found is not None)
 
 
-def test_a_machine_without_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an extra: without it, nothing is said but for a debug line."""
+def test_missing_kvikio_logs_at_debug_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvikio is optional: without it, there is only a debug message."""
     monkeypatch.setitem(sys.modules, "kvikio", None)
     assert None is DirectStorage.find(StorageSettings())

@@ -1,4 +1,4 @@
-"""Many ranges of blobs into memory at once."""
+"""Reading many ranges of blobs into memory concurrently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = StorageSettings(concurrency=4)
 
 
 class PatternBlob:
-    """A blob of so many bytes, no two runs of which are alike; `before` is called with each read."""
+    """Blob of which no two runs of bytes are alike; `before` is called with each read."""
 
     version = None
 
@@ -46,16 +46,16 @@ class PatternBlob:
             offset += view.nbytes
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def content(extent: Extent) -> bytes:
-    """What has come into an extent."""
+    """Return the bytes in an extent's memory."""
     return bytes(extent.into.tolist())
 
 
 def expected_bytes(extent: Extent) -> bytes:
-    """What belongs in an extent."""
+    """Return the bytes that belong in an extent."""
     blob = extent.blob
     assert isinstance(blob, PatternBlob)
     return blob.data[extent.offset : extent.offset + extent.into.numel()]
@@ -68,7 +68,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 500), st.integers(
 @settings(max_examples=60, deadline=None)
 @given(RANGES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 5))
 def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: int, gap: int, streams: int) -> None:
-    """Whatever lies where, overlaps, touches or repeats, each extent gets its bytes and no others change."""
+    """Extents that overlap, touch or repeat all get their bytes, and no other bytes change."""
     extents, line = [], torch.full((10_000,), 255, dtype=torch.uint8)
     at = 0
     for which, offset, length, touching in ranges:
@@ -110,9 +110,10 @@ STEPS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS, st.sampled_from([4 * MIB, 16 * MIB]))
-def test_no_gap_is_longer_than_its_memory(steps: list[tuple[int, int]], size: int) -> None:
-    """However extents follow one another, empty ones too: a block's views are its bytes, and none is
-    longer than the memory behind it."""
+def test_gaps_are_no_longer_than_their_memory(steps: list[tuple[int, int]], size: int) -> None:
+    """For all sequences of extents, including empty ones, the views of a block equal its bytes, and no view
+    is longer than its memory.
+    """
     line = torch.empty(sum(length for length, _ in steps), dtype=torch.uint8)
     extents, offset, at = [], 0, 0
     for length, step in steps:
@@ -128,8 +129,8 @@ def test_no_gap_is_longer_than_its_memory(steps: list[tuple[int, int]], size: in
             assert any(start <= begin and begin + view.nbytes <= start + capacity for start, capacity in regions)
 
 
-def test_a_chain_of_empty_extents_bridges_nothing() -> None:
-    """What lies far apart is two blocks, whatever empty tensors lie between."""
+def test_empty_extents_do_not_join_distant_blocks() -> None:
+    """Distant extents are two blocks, whatever empty tensors lie between."""
     offsets = range(0, 50 * 60_000, 60_000)
     lengths = [100, *[0] * 48, 100]
     extents = [
@@ -141,7 +142,7 @@ def test_a_chain_of_empty_extents_bridges_nothing() -> None:
 
 
 def test_a_gap_without_memory_is_an_error() -> None:
-    """Views are never made of memory that is not there."""
+    """No view of missing memory is created."""
     extents = [Extent(FAR, offset, torch.empty(9, dtype=torch.uint8)) for offset in (0, MAX_GAP_BYTES + 10)]
     block = ReadBlock(FAR, torch.device("cpu"), 0, MAX_GAP_BYTES + 19, 18, 0, 2)
     with pytest.raises(ValueError, match=f"a gap of {MAX_GAP_BYTES + 1} bytes"):
@@ -149,7 +150,7 @@ def test_a_gap_without_memory_is_an_error() -> None:
 
 
 def test_dense_memory_of_any_type_is_filled() -> None:
-    """Bytes come as they lie in memory, whatever a tensor's type, shape and the order of its dimensions."""
+    """Bytes are read in memory order, for each dtype, shape and order of dimensions."""
     blob = PatternBlob(100)
     plain, turned = torch.empty(3, 4, dtype=torch.int16), torch.empty(4, 3, dtype=torch.int16).t()
     fill([Extent(blob, 7, plain), Extent(blob, 50, turned)], SETTINGS)
@@ -158,8 +159,8 @@ def test_dense_memory_of_any_type_is_filled() -> None:
     assert words[1].view(4, 3).t().tolist() == turned.tolist()
 
 
-def test_small_neighbours_are_read_together() -> None:
-    """Extents that lie side by side, or almost, are one read; those far apart are not."""
+def test_close_extents_are_read_together() -> None:
+    """Adjacent or almost adjacent extents are one read; distant ones are not."""
     blob = PatternBlob(4 * MAX_GAP_BYTES)
     offsets = [*range(0, 1000, 10), 1000 + MAX_GAP_BYTES, 1010 + 2 * MAX_GAP_BYTES + 1]
     fill([Extent(blob, offset, torch.empty(10, dtype=torch.uint8)) for offset in offsets], SETTINGS)
@@ -167,7 +168,7 @@ def test_small_neighbours_are_read_together() -> None:
 
 
 def test_blocks_end_at_multiples_of_their_size() -> None:
-    """A long extent at an odd offset is cut where the disk's blocks are, and only there."""
+    """A long extent at an odd offset is cut at block boundaries of the disk."""
     extent = Extent(PatternBlob(0), 4321, torch.empty(40 * MIB, dtype=torch.uint8))
     blocks = list(ReadPlan([extent], 16 * MIB).blocks())
     assert [16 * MIB, 32 * MIB, 4321 + 40 * MIB] == [block.end for block in blocks]
@@ -184,13 +185,13 @@ def test_blocks_end_at_multiples_of_their_size() -> None:
         (65 * MIB, 8, 128 * MIB, 9 * MIB),
     ],
 )
-def test_size_of_blocks(total: int, streams: int, memory: int, expected: int) -> None:
-    """16 MiB where there is much to read, less so that no stream is idle, and never a sliver."""
+def test_block_size(total: int, streams: int, memory: int, expected: int) -> None:
+    """Blocks have 16 MiB if there is much to read, less so that no stream is idle, and are never tiny."""
     assert expected == block_bytes(total, streams, memory)
 
 
-def test_an_error_stops_the_others() -> None:
-    """The first error is raised as it is, what is under way ends first, and nothing is begun any more."""
+def test_an_error_stops_the_other_reads() -> None:
+    """The first error is raised after running reads have ended, and no read is started any more."""
     others, failed = threading.Barrier(4), threading.Event()
     failing: list[threading.Thread] = []
     ended: list[int] = []
@@ -201,22 +202,22 @@ def test_an_error_stops_the_others() -> None:
         others.wait(NEVER_S)
         if offset == 0:
             failed.set()
-            raise StorageChanged("somebody replaced it")
+            raise StorageChanged("was replaced")
         failed.wait(NEVER_S)
-        failing[0].join(NEVER_S)  # only then everybody is known to have been told of the error
+        failing[0].join(NEVER_S)  # only then all streams have certainly been notified of the error
         ended.append(offset)
 
     blob = PatternBlob(16 * 2 * MAX_GAP_BYTES, before=before)
     extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
-    with pytest.raises(StorageChanged, match="somebody replaced it"):
+    with pytest.raises(StorageChanged, match="was replaced"):
         fill(extents, SETTINGS)
     assert (3, 4) == (len(ended), len(blob.reads))
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
 @pytest.mark.parametrize("which", ["on_filled", "progress"])
-def test_a_callback_that_raises(which: str, error: BaseException) -> None:
-    """What a callback raises ends the call, as it is."""
+def test_an_error_of_a_callback_is_raised(which: str, error: BaseException) -> None:
+    """An exception of a callback ends the call unchanged."""
 
     def fail(_: int) -> None:
         raise error
@@ -227,7 +228,7 @@ def test_a_callback_that_raises(which: str, error: BaseException) -> None:
 
 
 def test_an_interrupt_ends_the_reads() -> None:
-    """Ctrl-C is raised once the reads under way have ended: nobody writes into the memory any more."""
+    """Ctrl-C is raised once the running reads have ended, so that no thread writes into the memory."""
     signalled = threading.Event()
     ended: list[int] = []
 
@@ -250,8 +251,8 @@ def test_an_interrupt_ends_the_reads() -> None:
     assert ([0], expected_bytes(extent)) == (ended, content(extent))
 
 
-def test_progress_is_told_by_one_at_a_time() -> None:
-    """No call of `progress` is under way while another is made."""
+def test_progress_calls_do_not_overlap() -> None:
+    """`progress` is called by one thread at a time."""
     inside = threading.Lock()
     alone: list[bool] = []
 
@@ -265,16 +266,16 @@ def test_progress_is_told_by_one_at_a_time() -> None:
     assert [True] * 32 == alone
 
 
-def test_nothing_to_fill() -> None:
-    """No extents, or none with bytes: every one is whole, and nothing is read."""
+def test_no_bytes_to_read() -> None:
+    """Without extents, or with empty ones only, all are complete and nothing is read."""
     blob, filled = PatternBlob(10), list[int]()
     fill([], SETTINGS, on_filled=filled.append)
     fill([Extent(blob, 10, torch.empty(0, dtype=torch.uint8))], SETTINGS, on_filled=filled.append)
     assert ([0], []) == (filled, blob.reads)
 
 
-def test_no_more_streams_than_set() -> None:
-    """So many reads are under way at once, and no more."""
+def test_concurrent_reads_are_limited() -> None:
+    """At most `streams` reads run concurrently."""
     lock, in_flight, in_flight_counts = threading.Lock(), set[int](), list[int]()
     full = threading.Barrier(4)
 

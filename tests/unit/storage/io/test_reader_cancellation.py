@@ -1,4 +1,4 @@
-"""How a `fill` ends where reads of its blobs do not: interrupted, or failed elsewhere."""
+"""End of a `fill` whose reads do not end, after an interrupt or an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = StorageSettings(concurrency=2)
 
 
 class HangingBlob:
-    """A blob whose reads hang until it is told to go on, or, where `ends_closed`, until it is closed."""
+    """Blob whose reads hang until they are released or, with `ends_closed`, until it is closed."""
 
     version = None
     size = 4 * MAX_GAP_BYTES
@@ -57,7 +57,7 @@ class HangingBlob:
 
 @contextmanager
 def interrupted_in(blob: HangingBlob) -> Iterator[None]:
-    """Ctrl-C comes once a read of the blob is under way."""
+    """Send Ctrl-C once a read of the blob is running."""
 
     def on_signal(*_: object) -> None:
         raise KeyboardInterrupt
@@ -78,7 +78,7 @@ def interrupted_in(blob: HangingBlob) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is waited for that does not end at once."""
+    """Wait for no read that does not end immediately."""
     monkeypatch.setattr(reader, "GRACE_S", 0.01)
 
 
@@ -87,14 +87,14 @@ def read_threads() -> list[threading.Thread]:
 
 
 def all_ended(threads: Sequence[threading.Thread]) -> bool:
-    """Whether all have ended, waited for."""
+    """Join the threads; return True if all have ended."""
     for thread in threads:
         thread.join(NEVER_S)
     return not any(thread.is_alive() for thread in threads)
 
 
-def test_an_interrupt_does_not_wait_for_a_disk_that_hangs() -> None:
-    """It is raised; the read keeps its memory until it ends, and nobody is told of it then."""
+def test_an_interrupt_does_not_wait_for_a_hanging_disk() -> None:
+    """It is raised immediately; the read keeps its memory until it ends, and is not reported then."""
     blob, reported = HangingBlob(), list[int]()
     into = torch.zeros(SIZE, dtype=torch.uint8)
     kept = weakref.ref(into.untyped_storage())
@@ -108,8 +108,8 @@ def test_an_interrupt_does_not_wait_for_a_disk_that_hangs() -> None:
     assert (True, []) == (all_ended(threads), reported)
 
 
-def test_an_interrupt_ends_reads_that_can_be_ended() -> None:
-    """Where closing a blob ends its reads, none is under way once the interrupt is raised."""
+def test_an_interrupt_ends_abortable_reads() -> None:
+    """If closing a blob ends its reads, none runs when the interrupt is raised."""
     blob = HangingBlob(ends_closed=True)
     extents = [Extent(blob, at * 2 * MAX_GAP_BYTES, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
     with interrupted_in(blob), pytest.raises(KeyboardInterrupt):
@@ -119,7 +119,7 @@ def test_an_interrupt_ends_reads_that_can_be_ended() -> None:
 
 
 def failing_first(others: threading.Event, error: Exception) -> Callable[[int], None]:
-    """The read of the first bytes fails, once another is under way."""
+    """Return a blob whose first read fails once another one is running."""
 
     def before(offset: int) -> None:
         if offset == 0:
@@ -130,8 +130,8 @@ def failing_first(others: threading.Event, error: Exception) -> Callable[[int], 
     return before
 
 
-def test_an_error_ends_what_others_still_try() -> None:
-    """The first error does not wait until other streams have tried all their times."""
+def test_an_error_ends_retrying_reads() -> None:
+    """The first error does not wait until other streams have used all their attempts."""
     blob = HangingBlob(ends_closed=True, before=failing_first(threading.Event(), StorageChanged("replaced")))
     extents = [Extent(blob, at * 2 * MAX_GAP_BYTES, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
     with pytest.raises(StorageChanged, match="replaced"):
@@ -141,14 +141,14 @@ def test_an_error_ends_what_others_still_try() -> None:
 
 
 def test_an_error_of_a_callback_closes_nothing() -> None:
-    """The blobs are whole, and their owner may read on: what is under way ends by itself."""
+    """The blobs are intact, so their owner may continue to read; running reads end normally."""
     blob, failed, both = HangingBlob(), threading.Event(), threading.Barrier(2)
 
     def linger(offset: int) -> None:
         both.wait(NEVER_S)
         if offset:
             assert failed.wait(NEVER_S)
-            blob.closed.wait(0.2)  # far longer than the others wait for it
+            blob.closed.wait(0.2)  # much longer than the other reads are waited for
 
     def fail(_: int) -> None:
         failed.set()
@@ -162,8 +162,8 @@ def test_an_error_of_a_callback_closes_nothing() -> None:
     assert not blob.closed.is_set()
 
 
-def test_an_interrupt_ends_a_stream_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for the next tensor hears it, and leaves the reads behind."""
+def test_an_interrupt_ends_a_hanging_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer of the next tensor gets the interrupt, and the reads are abandoned."""
     monkeypatch.setattr(streaming, "GRACE_S", 0.01)
     blob = HangingBlob()
     location = TensorLocation("a", blob, 0, SIZE, torch.uint8, (SIZE,))

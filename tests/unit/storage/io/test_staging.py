@@ -1,4 +1,4 @@
-"""Memory that bytes pass through."""
+"""Staging buffers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ NEVER_S = 60.0
 
 @pytest.mark.parametrize("nbytes", [1, 100, 2 * MIB - 1, 2 * MIB, 5 * MIB + 3])
 @pytest.mark.parametrize("offset", [0, 1, 511, 4096, 123_456_789])
-def test_fresh_memory_lies_like_the_file(nbytes: int, offset: int) -> None:
-    """Its address and the offset are the same modulo 4096, and all of it can be written."""
+def test_new_memory_is_aligned_like_the_file(nbytes: int, offset: int) -> None:
+    """Its address equals the offset modulo 4096, and all of it is writable."""
     memory = allocate_host(nbytes, offset)
     memory.fill_(7)
     assert (nbytes, torch.uint8, offset % 4096) == (memory.numel(), memory.dtype, memory.data_ptr() % 4096)
 
 
-def test_no_memory() -> None:
-    """Nothing is a tensor too."""
+def test_empty_memory() -> None:
+    """Memory of zero bytes is a tensor too."""
     assert 0 == allocate_host(0, 77).numel()
 
 
-def test_fresh_memory_lives_as_long_as_its_views() -> None:
-    """A view of it keeps the mapping."""
+def test_new_memory_lives_as_long_as_its_views() -> None:
+    """A view of the memory keeps the mapping."""
     view = allocate_host(4 * MIB)[MIB : MIB + 3]
     view.fill_(5)
     assert [5, 5, 5] == view.tolist()
 
 
 class CountingAllocator:
-    """Makes buffers, and knows how many there are."""
+    """Allocator that counts its buffers."""
 
     def __init__(self) -> None:
         self.alive = self.max_alive = 0
@@ -49,8 +49,8 @@ class CountingAllocator:
         self.alive -= 1
 
 
-def test_the_bound_is_never_passed() -> None:
-    """Many threads share few buffers: each gets one in the end, and no more are made than fit."""
+def test_the_limit_is_never_exceeded() -> None:
+    """Many threads share few buffers: each gets one, and no more are allocated than fit."""
     allocator = CountingAllocator()
     staging = BufferPool(3 * MIB, MIB, allocator.make, allocator.free)
     at_once: list[int] = []
@@ -81,15 +81,15 @@ def test_the_bound_is_never_passed() -> None:
     )
 
 
-def test_a_bound_below_one_buffer() -> None:
-    """There is always one, and it is no larger than the bound."""
+def test_a_limit_below_one_buffer() -> None:
+    """There is always one buffer, not larger than the limit."""
     staging = BufferPool(MIB, 16 * MIB)
     with staging.lease() as buffer:
         assert (MIB, None) == (buffer.numel(), staging.try_acquire())
 
 
-def test_a_buffer_given_back_is_used_again() -> None:
-    """Memory that was touched once is not touched for the first time again."""
+def test_a_released_buffer_is_reused() -> None:
+    """Memory that was touched once is reused, so that its pages are not faulted in again."""
     staging = BufferPool(4 * MIB, MIB)
     with staging.lease() as first:
         pass
@@ -97,8 +97,8 @@ def test_a_buffer_given_back_is_used_again() -> None:
         assert first.data_ptr() == second.data_ptr()
 
 
-def test_who_waits_is_woken() -> None:
-    """A buffer that is given back goes to a thread that waits for one."""
+def test_a_released_buffer_wakes_a_waiting_thread() -> None:
+    """A released buffer goes to a thread that waits for one."""
     staging, got = BufferPool(MIB, MIB), threading.Event()
     buffer = staging.acquire()
 
@@ -113,8 +113,8 @@ def test_who_waits_is_woken() -> None:
     assert got.is_set()
 
 
-def test_memory_that_cannot_be_had() -> None:
-    """A buffer that could not be made is not counted: the next one may succeed."""
+def test_a_failed_allocation_is_not_counted() -> None:
+    """A buffer that could not be allocated is not counted, so the next one may succeed."""
     fails = [True]
 
     def make(nbytes: int) -> torch.Tensor:
@@ -129,8 +129,8 @@ def test_memory_that_cannot_be_had() -> None:
     assert MIB == staging.acquire().numel()
 
 
-def test_a_closed_pool_makes_buffers_anew() -> None:
-    """`close` gives memory back; whoever comes later gets some all the same."""
+def test_a_closed_pool_allocates_again() -> None:
+    """`close` frees the memory; a later request gets a new buffer."""
     allocator = CountingAllocator()
     staging = BufferPool(MIB, MIB, allocator.make, allocator.free)
     with staging.lease():

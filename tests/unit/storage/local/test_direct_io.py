@@ -1,4 +1,4 @@
-"""Reading local files past the page cache, and from it."""
+"""Reads of local files with and without the page cache."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of three MiB and some, on whatever file system tests have."""
+    """Write a file of just over three MiB on the file system of the tests."""
     path = tmp_path_factory.mktemp("direct") / "data"
     path.write_bytes(os.urandom(SIZE))
     return path
 
 
 def view_of(memory: torch.Tensor) -> memoryview:
-    """A tensor's bytes."""
+    """Return a tensor's bytes."""
     return host_view(memory.data_ptr(), memory.numel())
 
 
 @contextmanager
 def opened(path: Path, read_options: DirectIoMode, staging: BufferPool | None = None) -> Iterator[DirectFile]:
-    """A file, open to be read."""
+    """Open a file for reading."""
     descriptor = os.open(path, os.O_RDONLY)
     file = DirectFile(descriptor, read_options, staging or BufferPool(16 * MIB))
     try:
@@ -61,7 +61,7 @@ def opened(path: Path, read_options: DirectIoMode, staging: BufferPool | None = 
 
 @pytest.fixture
 def reset_selectors() -> Iterator[None]:
-    """Nothing is known of any device, before and after."""
+    """Forget the measurements of all devices before and after a test."""
     selector_for_device.cache_clear()
     yield
     selector_for_device.cache_clear()
@@ -69,13 +69,13 @@ def reset_selectors() -> Iterator[None]:
 
 @pytest.fixture
 def is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is in the page cache, as far as the kernel tells."""
+    """Simulate an empty page cache."""
     monkeypatch.setattr(linux, "resident", lambda *_: 0)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How each read of a file was made, as they come: `direct` or `cached`."""
+    """Record the mode of each read, in order: `direct` or `cached`."""
     import fcntl
 
     made: list[str] = []
@@ -98,7 +98,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     buffer=st.sampled_from([4096, 8192, 1 << 20]),
 )
 def test_every_range_is_read(read_options: DirectIoMode, begin: int, sizes: list[int], buffer: int, path: Path) -> None:
-    """Whatever offsets and lengths, and into however many views: the bytes are the file's."""
+    """For all offsets, lengths and numbers of views, the bytes equal those of the file."""
     while begin + sum(sizes) > SIZE:
         sizes = sizes[1:]
     views = [bytearray(size) for size in sizes]
@@ -114,16 +114,18 @@ def test_every_range_is_read(read_options: DirectIoMode, begin: int, sizes: list
 
 @settings(max_examples=40, deadline=None)
 @given(begin=st.integers(0, 10_000), length=st.integers(2 * MIB, SIZE - 10_000), shift=st.sampled_from([0, 8]))
-def test_straight_into_huge_pages(begin: int, length: int, shift: int, path: Path) -> None:
-    """Memory in huge pages is filled without a copy where it is aligned like the file; whole either way."""
+def test_reads_into_huge_pages(begin: int, length: int, shift: int, path: Path) -> None:
+    """Memory in huge pages that is aligned like the file is filled without a copy; otherwise it is filled
+    completely too.
+    """
     memory = allocate_host(length + shift, begin)[shift:]
     with opened(path, "always") as file:
         file.read(begin, [view_of(memory)])
     assert path.read_bytes()[begin : begin + length] == memory.numpy().tobytes()
 
 
-def test_memory_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the two ends, that share a block of the disk with other bytes, pass through staging."""
+def test_memory_aligned_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only both ends, which share a disk block with other bytes, pass through staging."""
     copied: list[int] = []
 
     def noted(block: memoryview, views: Sequence[memoryview]) -> None:
@@ -145,12 +147,12 @@ HUGE = 2 * MIB
 @pytest.mark.parametrize(
     ("present", "huge", "aligned"),
     [(0, 0, True), (HUGE, HUGE, True), (HUGE, 0, False), (2 * HUGE, HUGE, False)],
-    ids=["none there", "a neighbour's huge page", "a neighbour's small pages", "pages of both kinds"],
+    ids=["none present", "a neighbour's huge page", "a neighbour's small pages", "mixed pages"],
 )
-def test_new_memory_is_populated_before_it_is_read_into(
+def test_new_memory_is_populated_before_the_read(
     present: int, huge: int, aligned: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no page is there, or only a neighbour's huge one: then no byte passes through staging."""
+    """If no page is present, or only a neighbour's huge page, no byte passes through staging."""
     copied: list[int] = []
     populated: list[tuple[int, int]] = []
 
@@ -180,8 +182,8 @@ def test_new_memory_is_populated_before_it_is_read_into(
 
 
 @pytest.mark.usefixtures("reset_selectors")
-def test_what_is_cached_is_read_from_the_cache(path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where most of a block is resident, the disk is not asked."""
+def test_cached_blocks_are_read_from_the_cache(path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If most of a block is resident, it is not read from the disk."""
     monkeypatch.setattr(linux, "resident", lambda _, __, length: length // 2 + 1)
     with opened(path, "auto") as file:
         file.read(0, [memoryview(bytearray(2 * MIB))])
@@ -189,8 +191,8 @@ def test_what_is_cached_is_read_from_the_cache(path: Path, reads: list[str], mon
 
 
 @pytest.mark.usefixtures("reset_selectors", "is_cold")
-def test_small_reads_go_through_the_cache(path: Path, reads: list[str]) -> None:
-    """Headers and single small tensors are not worth the question."""
+def test_small_reads_use_the_cache(path: Path, reads: list[str]) -> None:
+    """Headers and small tensors are read through the cache without a check."""
     with opened(path, "auto") as file:
         file.read(5, [memoryview(bytearray(1000))])
     assert ["cached"] == reads
@@ -201,7 +203,7 @@ def test_small_reads_go_through_the_cache(path: Path, reads: list[str]) -> None:
 def test_a_file_system_without_direct_reads(
     path: Path, refusal: int, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first direct read is refused, that one and all others go through the page cache."""
+    """If the first direct read is refused, this one and all others use the page cache."""
     preadv, refused = os.preadv, list[int]()
 
     def refuse(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -220,8 +222,8 @@ def test_a_file_system_without_direct_reads(
     assert ([data[3 : 2 * MIB + 3], data[4 : MIB + 4]], 1) == ([bytes(view) for view in got], len(refused))
 
 
-def test_an_error_of_the_disk_is_no_refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the disk fails at is raised, and not tried another way."""
+def test_a_disk_error_is_no_refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk error is raised, not retried through the page cache."""
     tried: list[int] = []
 
     def fail(_: int, __: Sequence[memoryview], offset: int) -> int:
@@ -236,8 +238,8 @@ def test_an_error_of_the_disk_is_no_refusal(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("read_options", ["always", "never"])
 @pytest.mark.parametrize("begin", [SIZE - 1000, SIZE - 2 * MIB, SIZE, SIZE + 4096])
-def test_a_file_that_ends_too_early(read_options: DirectIoMode, begin: int, path: Path, reads: list[str]) -> None:
-    """Bytes that are not there are an error, and never zeros; nor is that a reason to read another way."""
+def test_a_truncated_file_is_an_error(read_options: DirectIoMode, begin: int, path: Path, reads: list[str]) -> None:
+    """Missing bytes are an error, never zeros, and do not change the mode."""
     with opened(path, read_options) as file:
         for _ in range(2):
             with pytest.raises(EndOfFile):
@@ -247,11 +249,11 @@ def test_a_file_that_ends_too_early(read_options: DirectIoMode, begin: int, path
 
 BLOCK = 16 * MIB
 UNTIL_CHOSEN = (FIRST_SAMPLE_BYTES + (SAMPLES - 1) * SAMPLE_INTERVAL_BYTES) // BLOCK + 1
-"""Blocks that are read before a way is chosen."""
+"""Blocks that are read before a mode is chosen."""
 
 
 def chosen_modes(selector: ReadModeSelector, cached_s: float, direct_s: float, blocks: int) -> list[str]:
-    """The ways that blocks were read, where each takes so long."""
+    """Return the modes of `blocks` blocks if a read in each mode needs that many seconds."""
     used: list[str] = []
     for _ in range(blocks):
         mode = selector.next(BLOCK)
@@ -264,39 +266,39 @@ def chosen_modes(selector: ReadModeSelector, cached_s: float, direct_s: float, b
     ("cached_s", "direct_s", "kept"),
     [(1.0, 2.0, "cached"), (2.0, 1.0, "direct"), (1.0, 1.05, "direct")],
 )
-def test_the_quicker_way_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
-    """A few blocks are read through the cache; then one way is kept, direct reads where it is close."""
+def test_the_faster_mode_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
+    """A few blocks are read through the cache; then one mode is kept, direct reads if they are close."""
     used = chosen_modes(ReadModeSelector(), cached_s, direct_s, UNTIL_CHOSEN + 2 * SAMPLE_INTERVAL_BYTES // BLOCK)
     samples = [index for index, mode in enumerate(used[:UNTIL_CHOSEN]) if mode == "cached"]
     assert [(FIRST_SAMPLE_BYTES + sample * SAMPLE_INTERVAL_BYTES) // BLOCK for sample in range(SAMPLES)] == samples
     assert {kept} == set(used[UNTIL_CHOSEN:])
 
 
-def test_a_short_read_samples_nothing() -> None:
-    """What is read in a moment is not slowed down by finding out what would be quicker."""
+def test_a_short_read_is_not_sampled() -> None:
+    """A short read is not slowed down by measurements."""
     assert ["direct"] * (FIRST_SAMPLE_BYTES // BLOCK) == chosen_modes(
         ReadModeSelector(), 1.0, 2.0, FIRST_SAMPLE_BYTES // BLOCK
     )
 
 
-def test_no_more_samples_than_needed() -> None:
-    """While the last samples are not in, further blocks are read past the cache."""
+def test_no_extra_samples() -> None:
+    """While the last samples are pending, further blocks are read directly."""
     selector = ReadModeSelector()
     used = [selector.next(BLOCK) for _ in range(2 * UNTIL_CHOSEN)]
     assert (SAMPLES, None) == (used.count("cached"), selector.chosen)
 
 
 @pytest.mark.usefixtures("reset_selectors", "is_cold")
-def test_what_was_measured_holds_for_the_device(path: Path, reads: list[str]) -> None:
-    """The next file of the device is read the way that was quicker with the ones before."""
+def test_measurements_apply_to_the_device(path: Path, reads: list[str]) -> None:
+    """The next file on the device is read in the mode that was faster for previous ones."""
     selector_for_device(path.stat().st_dev).chosen = "cached"
     with opened(path, "auto") as file:
         file.read(0, [memoryview(bytearray(2 * MIB))])
     assert {"cached"} == set(reads)
 
 
-def test_what_the_kernel_tells(path: Path) -> None:
-    """A file just read is in the page cache; new memory has no pages before it is populated."""
+def test_resident_pages_are_detected(path: Path) -> None:
+    """A file that was just read is in the page cache; new memory has no pages before it is populated."""
     path.read_bytes()
     with path.open("rb") as file:
         there = linux.resident(file.fileno(), 5, MIB), linux.resident_when_mapped(file.fileno(), 0, MIB)
@@ -309,7 +311,7 @@ def test_what_the_kernel_tells(path: Path) -> None:
     assert after is None or after.present == 8 * MIB
 
 
-def test_views_of_torch_memory() -> None:
+def test_view_addresses_equal_those_of_the_tensors() -> None:
     """The address of a view is that of its tensor."""
     memory = torch.empty(100, dtype=torch.uint8)
     assert memory.data_ptr() == linux.address_of(view_of(memory))

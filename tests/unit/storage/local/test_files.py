@@ -1,4 +1,4 @@
-"""Files of this machine as blobs, and a folder as their store."""
+"""Local files as blobs, and folders as stores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = StorageSettings()
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[LocalFile]:
-    """A file of 5120 bytes, open."""
+    """Open a file of 5120 bytes."""
     path = tmp_path / "data"
     path.write_bytes(CONTENT)
     opened = LocalFile(path, SETTINGS)
@@ -42,32 +42,32 @@ def file(tmp_path: Path) -> Iterator[LocalFile]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A folder that is not there yet."""
+    """Return a folder that does not exist yet."""
     return LocalStore(Location.parse(tmp_path / "weights"), SETTINGS)
 
 
 def put(store: LocalStore, name: str, content: bytes = b"abc", *, replace: bool = True) -> None:
-    """Write a whole blob."""
+    """Write a blob."""
     with store.write(name, replace=replace) as writer:
         writer.write([memoryview(content)])
 
 
 def left_in(folder: Path) -> list[str]:
-    """Every file below a folder, temporary ones too."""
+    """Return all files below a folder, temporary ones included."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def open_files() -> list[Path]:
-    """What this process has open; not counted, as what is garbage is closed at any time."""
+    """Return the open files of this process as a set, because garbage may be closed at any time."""
     found: list[Path] = []
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one that the folder itself was listed by
+        with suppress(OSError):  # the descriptor of the listing itself
             found.append(link.readlink())
     return found
 
 
 def failing(number: int) -> Callable[..., int]:
-    """A call to the operating system that fails."""
+    """Return a system call that fails."""
 
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -77,15 +77,15 @@ def failing(number: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize("sizes", [[10], [0, 3, 0, 7], [1] * (2 * MAX_IOVECS + 3)])
 def test_a_read_fills_each_view(file: LocalFile, sizes: list[int]) -> None:
-    """However many views there are, and of whatever sizes, they get the bytes in order."""
+    """Views of any number and size get the bytes in order."""
     views = [bytearray(size) for size in sizes]
     file.read(100, [memoryview(view) for view in views])
     assert CONTENT[100 : 100 + sum(sizes)] == b"".join(views)
 
 
 @pytest.mark.parametrize("max_bytes", [1, 7, 100])
-def test_a_read_that_comes_in_parts(file: LocalFile, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may give less than it was asked for; what lacks is asked for again."""
+def test_a_short_read_is_continued(file: LocalFile, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a file system returns fewer bytes than requested, the rest is requested again."""
     preadv = os.preadv
 
     def short(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -97,30 +97,30 @@ def test_a_read_that_comes_in_parts(file: LocalFile, max_bytes: int, monkeypatch
     assert CONTENT[3:238] == b"".join(views)
 
 
-def test_a_file_that_ends_too_early(file: LocalFile) -> None:
-    """Bytes that are not there are an error, and never zeros."""
+def test_a_truncated_file_is_an_error(file: LocalFile) -> None:
+    """Missing bytes are an error, never zeros."""
     with pytest.raises(StorageError, match="ends at byte 5120"):
         read_range(file, 5000, 200)
 
 
 @pytest.mark.parametrize("length", [0, 5000, 5121])
-def test_a_file_that_is_written_to(file: LocalFile, length: int) -> None:
-    """A file that somebody changes, cuts short or makes longer while it is read gives nothing more."""
+def test_a_modified_file_is_detected(file: LocalFile, length: int) -> None:
+    """A file that is changed, truncated or extended while it is open cannot be read any more."""
     os.truncate(file.path, length)
     with pytest.raises(StorageChanged, match="was modified"):
         read_range(file, 0, 10)
 
 
-def test_a_file_that_is_replaced_is_read_as_it_was(file: LocalFile) -> None:
-    """A new file under the old name does not get into the middle of a read."""
+def test_a_replaced_file_is_read_from_the_old_inode(file: LocalFile) -> None:
+    """A new file under the old name does not affect a running read."""
     other = file.path.with_name("other")
     other.write_bytes(b"new")
     other.replace(file.path)
     assert CONTENT[:10] == read_range(file, 0, 10)
 
 
-def test_what_is_known_of_a_file(file: LocalFile) -> None:
-    """Its URI, its size, and a version that is another file's only if that is the same one."""
+def test_uri_size_and_version_of_a_file(file: LocalFile) -> None:
+    """Two files have the same version only if they are the same file."""
     again = LocalFile(file.path, SETTINGS)
     file.path.with_name("other").write_bytes(CONTENT)
     other = LocalFile(file.path.with_name("other"), SETTINGS)
@@ -142,7 +142,7 @@ def test_what_is_known_of_a_file(file: LocalFile) -> None:
 def test_a_file_that_cannot_be_opened(
     tmp_path: Path, number: int, expected: type[StorageError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the file, and its kind says what is wrong."""
+    """The error names the file, and its type states the cause."""
     monkeypatch.setattr(os, "open", failing(number))
     with pytest.raises(StorageError, match="some-file") as raised:
         LocalFile(tmp_path / "some-file", SETTINGS)
@@ -150,8 +150,8 @@ def test_a_file_that_cannot_be_opened(
 
 
 @pytest.mark.parametrize("file_type", ["folder", "pipe"])
-def test_what_is_no_file(tmp_path: Path, file_type: str) -> None:
-    """A folder, or a pipe that nobody writes to, is told at once, and stays closed."""
+def test_only_regular_files_can_be_opened(tmp_path: Path, file_type: str) -> None:
+    """A folder or a pipe without a writer is refused immediately, and no descriptor stays open."""
     path = tmp_path / "thing"
     path.mkdir() if file_type == "folder" else os.mkfifo(path)
     with pytest.raises(StorageError, match="thing is not a regular file"):
@@ -159,24 +159,24 @@ def test_what_is_no_file(tmp_path: Path, file_type: str) -> None:
     assert path not in open_files()
 
 
-def test_a_disk_that_fails(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in mid-read names the file."""
+def test_a_disk_error_names_the_file(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error during a read names the file."""
     monkeypatch.setattr(os, "preadv", failing(errno.EIO))
     with pytest.raises(StorageError, match=r"data: Input/output error"):
         read_range(file, 0, 10)
 
 
 @pytest.mark.parametrize("call", ["preadv", "fstat"])
-def test_a_file_that_its_server_no_longer_has(file: LocalFile, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a network file system one that was replaced may be gone at any call: that is a change."""
+def test_a_file_removed_by_its_server_is_a_change(file: LocalFile, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system, any call may fail because the file was replaced: that is a change."""
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing(errno.ESTALE))
         with pytest.raises(StorageChanged, match="data"):
             read_range(file, 0, 10)
 
 
-def test_a_file_stays_open_until_its_last_read_is_over(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that hangs, and is left behind, never sees another file under its descriptor."""
+def test_a_file_stays_open_until_its_last_read_ends(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abandoned read that hangs never reads another file under its descriptor."""
     reads, resumed, got = threading.Event(), threading.Event(), bytearray(3)
     preadv = os.preadv
 
@@ -198,8 +198,8 @@ def test_a_file_stays_open_until_its_last_read_is_over(file: LocalFile, monkeypa
     assert (b"\1\2\3", True, False) == (bytes(got), open_while_read, file.path in open_files())
 
 
-def test_what_is_written_is_there(store: LocalStore, tmp_path: Path) -> None:
-    """A blob in folders that had to be made, in as many pieces as it likes, and nothing beside it."""
+def test_a_written_blob_can_be_read(store: LocalStore, tmp_path: Path) -> None:
+    """A blob is written in pieces of any size, missing folders are created, and no other file is left."""
     with store.write("a/b/data") as writer:
         writer.write([memoryview(b"ab"), memoryview(b""), memoryview(b"c")])
         writer.write([memoryview(b"d")] * (2 * MAX_IOVECS + 1))
@@ -212,8 +212,8 @@ def test_what_is_written_is_there(store: LocalStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), OSError("mine"), KeyboardInterrupt("mine")])
-def test_a_writer_that_gives_up(store: LocalStore, tmp_path: Path, error: BaseException) -> None:
-    """An exception in the block is raised as it is; what was there stays, and nothing is left behind."""
+def test_an_aborted_write_leaves_nothing(store: LocalStore, tmp_path: Path, error: BaseException) -> None:
+    """An exception in the block is raised unchanged; the previous blob stays, and no file is left."""
     put(store, "data", b"old")
 
     def write_and_fail() -> None:
@@ -226,10 +226,10 @@ def test_a_writer_that_gives_up(store: LocalStore, tmp_path: Path, error: BaseEx
     assert (b"old", ["weights/data"]) == ((tmp_path / "weights/data").read_bytes(), left_in(tmp_path))
 
 
-def test_an_interruption_as_the_file_is_made(
+def test_an_interrupt_while_the_file_is_created(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left: it is raised right after the call that makes the file, before its answer is kept."""
+    """An interrupt right after the file was created, before its descriptor is stored, leaves no file."""
     make = os.open
 
     def interrupted(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -244,7 +244,7 @@ def test_an_interruption_as_the_file_is_made(
 
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull)])
-def test_no_room_is_left(
+def test_a_full_disk(
     store: LocalStore,
     tmp_path: Path,
     call: str,
@@ -252,15 +252,15 @@ def test_no_room_is_left(
     expected: type[StorageError],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever step finds the disk full, the error says so by the blob's name, and nothing is left."""
+    """Whichever step finds the disk full, the error names the blob, and no file is left."""
     monkeypatch.setattr(os, call, failing(number))
     with pytest.raises(expected, match="weights/data"):
         put(store, "data")
     assert [] == left_in(tmp_path)
 
 
-def test_a_file_system_that_settles_no_folders(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a folder cannot be synced, as on some network file systems, what was written is there."""
+def test_a_file_system_that_cannot_sync_folders(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blob is written even if its folder cannot be synced, as on some network file systems."""
     fsync = os.fsync
 
     def only_files(descriptor: int) -> None:
@@ -275,7 +275,7 @@ def test_a_file_system_that_settles_no_folders(store: LocalStore, monkeypatch: p
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize(("replace", "expected"), [(True, b"new"), (False, b"old")])
-def test_a_name_that_is_taken(
+def test_an_existing_name(
     store: LocalStore,
     tmp_path: Path,
     links: bool,
@@ -283,7 +283,7 @@ def test_a_name_that_is_taken(
     expected: bytes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `replace` False what is there stays, on file systems without links too; a free name is taken."""
+    """With `replace` False an existing blob stays, also on file systems without links; a free name is used."""
     if not links:
         monkeypatch.setattr(os, "link", failing(errno.EPERM))
     put(store, "taken", b"old", replace=replace)
@@ -292,7 +292,9 @@ def test_a_name_that_is_taken(
 
 
 def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> None:
-    """All folders below, as object stores order them; no temporary files, pipes and links to nothing."""
+    """All folders below are listed in the order of object stores, without temporary files, pipes and broken
+    links.
+    """
     for name in ("b", "a/z", "a-b", "a.b", "a/deep/er", ".hidden"):
         put(store, name)
     folder = tmp_path / "weights"
@@ -319,20 +321,20 @@ def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> N
     ],
 )
 def test_a_list_of_a_prefix(store: LocalStore, prefix: str, expected: list[str]) -> None:
-    """Names that begin so, whether a folder ends there or not; none at all is no error."""
+    """Names that begin with the prefix are listed, at folder boundaries or not; no match is no error."""
     for name in ("a/x", "ab", "b/y"):
         put(store, name)
     assert [BlobEntry(name, 3) for name in expected] == list(store.list(prefix))
 
 
-def test_a_list_of_a_folder_that_is_missing(store: LocalStore) -> None:
-    """There is no folder to list, and that is said."""
+def test_listing_a_missing_folder_is_an_error(store: LocalStore) -> None:
+    """A missing folder cannot be listed."""
     with pytest.raises(StorageNotFound, match="weights"):
         list(store.list())
 
 
-def test_a_blob_that_is_removed(store: LocalStore, tmp_path: Path) -> None:
-    """It is gone, and removing it again is no error, nor what never was."""
+def test_a_removed_blob(store: LocalStore, tmp_path: Path) -> None:
+    """A removed blob no longer exists; removing it again, or one that never existed, is no error."""
     put(store, "a/data")
     for name in ("a/data", "a/data", "none/data", "none"):
         store.remove(name)
@@ -343,19 +345,19 @@ def test_a_blob_that_is_removed(store: LocalStore, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside", "a\0b"])
 def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
-    """A name, which an index file may have given, never leads out of the folder."""
+    """Names, for example from an index file, never lead out of the folder."""
     with pytest.raises(SettingsError, match="is not a valid file name within"):
         store.open(name)
     with pytest.raises(SettingsError, match="is not a valid file name within"):
         put(store, name)
 
 
-def test_a_folder_that_no_system_can_have(tmp_path: Path) -> None:
-    """A name with a NUL is refused as any other that cannot be."""
+def test_a_folder_with_a_null_byte(tmp_path: Path) -> None:
+    """A name with a null byte is refused like any invalid name."""
     with pytest.raises(SettingsError, match="is not a valid file name"):
         LocalStore(Location("file", "", f"{tmp_path}/a\0b/"), SETTINGS)
 
 
-def test_where_a_store_is(store: LocalStore, tmp_path: Path) -> None:
-    """Its URI ends with a slash, however it was written."""
+def test_the_uri_of_a_store(store: LocalStore, tmp_path: Path) -> None:
+    """Its URI ends with a slash, whether it was written with one or not."""
     assert f"{(tmp_path / 'weights').as_uri()}/" == store.uri

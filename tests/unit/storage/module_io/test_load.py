@@ -1,4 +1,4 @@
-"""Loading modules and dicts from files: by names, converted, tied, and as snapshots that are verified."""
+"""Loading modules and dicts from files: by names, converted, tied, and from verified snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from rfork.storage.snapshots.writer import write_snapshot
 
 
 class Model(nn.Module):
-    """Tied weights, a persistent buffer, a table that no checkpoint holds, and a stray tensor."""
+    """Model with tied weights, a persistent buffer, a table that no checkpoint contains, and an unregistered
+    tensor.
+    """
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -42,14 +44,14 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What safetensors writes of `Model(1)`."""
+    """Write `Model(1)` with safetensors."""
     save_model(Model(1), str(tmp_path / SINGLE))
     return tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_module_that_exists(saved: Path, dtype: torch.dtype) -> None:
-    """Every tensor is in the module's own memory, in the module's type, and no other is touched."""
+def test_an_existing_module_is_filled(saved: Path, dtype: torch.dtype) -> None:
+    """Each tensor stays in the module's memory and dtype, and no other tensor changes."""
     module = Model(2, dtype)
     before = {name: tensor.data_ptr() for name, tensor in registered_state(module).items()}
     report = rfork.load(module, saved)
@@ -68,8 +70,8 @@ def test_a_module_that_exists(saved: Path, dtype: torch.dtype) -> None:
     assert report.gb_per_s > 0
 
 
-def test_names_that_do_not_fit(saved: Path) -> None:
-    """Strictly, they are refused before a byte is written; else told in the report."""
+def test_mismatched_names(saved: Path) -> None:
+    """With `strict` they are refused before a byte is written; without it the report lists them."""
     content = load_file(saved / SINGLE)
     content["more"] = torch.ones(1)
     del content["scale"]
@@ -87,8 +89,8 @@ def test_names_that_do_not_fit(saved: Path) -> None:
     assert torch.equal(Model(1).embed.weight, module.embed.weight)
 
 
-def test_the_walk_finds_what_a_state_dict_has() -> None:
-    """Names, order and tensors are those of torch, of modules of all kinds."""
+def test_the_traversal_equals_the_state_dict() -> None:
+    """Names, order and tensors equal those of torch for modules of all types."""
     for module in (
         Model(),
         nn.LSTM(3, 4),
@@ -103,8 +105,8 @@ def test_the_walk_finds_what_a_state_dict_has() -> None:
         )
 
 
-def test_a_snapshot_of_just_this_module_is_verified(tmp_path: Path) -> None:
-    """All it serves with is restored, what it computed too; a byte that changed is found."""
+def test_a_snapshot_of_this_module_is_verified(tmp_path: Path) -> None:
+    """Its complete state is restored, computed tensors included; a changed byte is detected."""
     source = Model(1)
     source.stray += 4
     path = tmp_path / "x.safetensors"
@@ -120,7 +122,7 @@ def test_a_snapshot_of_just_this_module_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_another_layout_is_loaded_by_names(tmp_path: Path) -> None:
-    """A module of another type takes the snapshot's tensors one by one."""
+    """A module with another dtype loads the snapshot's tensors one by one."""
     path = tmp_path / "x.safetensors"
     write(Model(1), path)
     module = Model(2, torch.bfloat16)
@@ -134,7 +136,7 @@ def write(module: nn.Module, path: Path) -> None:
 
 
 def test_tensors_as_a_dict(saved: Path) -> None:
-    """As safetensors' load_file, in a type if one is wanted, or some of them only."""
+    """Like safetensors' load_file, with an optional dtype and selection of names."""
     expected = load_file(saved / SINGLE)
     found = rfork.load_tensors(saved)
     kept = {name: found[name] for name in expected}
@@ -148,15 +150,15 @@ def test_tensors_as_a_dict(saved: Path) -> None:
         rfork.load_tensors(saved, ["x"])
 
 
-def test_tensors_as_they_arrive(saved: Path) -> None:
-    """An engine's load_weights takes pairs; integers keep their type."""
+def test_tensors_in_order_of_arrival(saved: Path) -> None:
+    """An engine's load_weights receives pairs; integers keep their dtype."""
     found = dict(rfork.iter_tensors(saved, ["scale", "layers.0.bias"], dtype=torch.bfloat16))
     assert {"scale", "layers.0.bias"} == found.keys()
     assert torch.equal(Model(1).get_buffer("scale").bfloat16(), found["scale"])
 
 
 def test_tensors_one_by_one(saved: Path) -> None:
-    """The lazy mapping knows all names and shapes, and reads what is asked for."""
+    """The lazy mapping has all names and shapes, and reads requested tensors only."""
     with rfork.open_tensors(saved) as tensors:
         assert ((40, 30), True, False, 9) == (
             tensors.specs["embed.weight"].shape,
@@ -169,8 +171,8 @@ def test_tensors_one_by_one(saved: Path) -> None:
             tensors["x"]
 
 
-def test_shards_of_an_index_count_as_it_says(tmp_path: Path) -> None:
-    """A tensor that lies in a shard but is not in the index is not loaded."""
+def test_only_tensors_of_the_index_are_loaded(tmp_path: Path) -> None:
+    """A tensor in a shard that the index does not list is not loaded."""
     save_file({"a": torch.ones(2), "old": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": torch.ones(3), "a": torch.zeros(2)}, tmp_path / "2.safetensors")
     names = {"a": "1.safetensors", "b": "2.safetensors"}

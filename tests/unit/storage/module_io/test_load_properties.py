@@ -1,4 +1,6 @@
-"""Random modules and files: `rfork.load` equals torch's strict `load_state_dict`, or both refuse."""
+"""Random modules and files: `rfork.load` and torch's strict `load_state_dict` have the same result, or both
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def make_alias(link: str, other: torch.Tensor) -> torch.Tensor:
 
 
 class Doubled(nn.Module):
-    """Changes what it loads, in the way that modules do which pack their weights."""
+    """Module that changes the state that it loads, as modules that pack their weights do."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in self._parameters:
@@ -62,7 +64,7 @@ class Doubled(nn.Module):
 
 
 class Extra(nn.Module):
-    """Has a state of its own beside its tensors."""
+    """Module with extra state."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.ones(1)
@@ -105,7 +107,7 @@ changes = st.dictionaries(st.integers(1, 8), st.sampled_from(CHANGES), max_size=
 
 
 def build_module(description: Any) -> nn.Module:
-    """A chain or fan of modules; each link refers to the tensor before it, whichever module has that."""
+    """Build a chain or fan of modules; a link refers to the previous tensor of any module."""
     root: nn.Module | None = None
     last: torch.Tensor | None = None
     parent = root
@@ -125,7 +127,8 @@ def build_module(description: Any) -> nn.Module:
             last = tensor
         if number % 3 == 2:
             module.add_module("norm", nn.BatchNorm1d(3))
-        # Below the root such a hook forgives other modules' names too, by torch's one list: rfork does not.
+        # Below the root such a hook also permits missing names of other modules, because torch shares one
+        # list: rfork does not.
         add_hook(module, "none" if hook == "forgive" and root is not None else hook)
         if root is None or parent is None:
             root = parent = module
@@ -137,7 +140,7 @@ def build_module(description: Any) -> nn.Module:
 
 
 def registered(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, without the module's own say."""
+    """Return parameters and persistent buffers without the module's state-dict hooks."""
     return {
         prefix + ("." if prefix else "") + name: tensor
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -147,7 +150,7 @@ def registered(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def content_of(module: nn.Module, chosen: dict[int, str], unexpected: bool) -> dict[str, torch.Tensor]:
-    """What a file holds: a value for each tensor of the module, changed as `chosen` says."""
+    """Return the content of a file: a value for each tensor of the module, changed according to `chosen`."""
     found: dict[str, torch.Tensor] = {}
     for number, (name, tensor) in enumerate(registered(module).items(), 1):
         dtype = torch.float32 if tensor.dtype is torch.float16 else tensor.dtype
@@ -178,7 +181,7 @@ def fill(module: nn.Module, value: int) -> None:
 
 
 def values(module: nn.Module) -> dict[str, list[Any]]:
-    """Of all tensors, those that are not loaded too."""
+    """Return the values of all tensors, including those that are not loaded."""
     both = itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
@@ -186,10 +189,10 @@ def values(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def strictly(description: Any, state: Mapping[str, torch.Tensor]) -> dict[str, list[Any]] | None:
-    """What torch leaves, or None where it refuses.
+    """Return the values after torch's strict loading, or None if torch refuses.
 
-    A name may be missing where all its bytes are loaded under other names: safetensors stores tied weights
-    once. Which those are is seen by loading over two backgrounds.
+    A name may be missing if all its bytes are loaded under other names, because safetensors stores tied
+    weights once. Loading over two backgrounds shows which names are affected.
     """
     found: list[dict[str, list[Any]]] = []
     for background in (1, 2):
@@ -222,10 +225,10 @@ def loaded(description: Any, path: Path) -> dict[str, list[Any]] | None:
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @settings(max_examples=1000)
 @given(shapes, changes, st.integers(0, 9))
-def test_load_means_what_strict_loading_means(
+def test_load_equals_strict_loading(
     tmp_path_factory: pytest.TempPathFactory, description: Any, chosen: dict[int, str], unexpected: int
 ) -> None:
-    """Both leave the same values in every tensor, or both refuse."""
+    """Both produce the same values in every tensor, or both refuse."""
     path = tmp_path_factory.getbasetemp() / "model.safetensors"
     state = content_of(build_module(description), chosen, unexpected == 0)
     save_file(state, path)
@@ -234,7 +237,7 @@ def test_load_means_what_strict_loading_means(
     ours = registered(build_module(description))
     narrowed = any(name in ours and not torch.can_cast(value.dtype, ours[name].dtype) for name, value in state.items())
     if narrowed and found is None:
-        event("refused, as its numbers would lose their fractions")
+        event("refused because numbers would lose their fractions")
     else:
         event("refused by both" if expected is None else "loaded by both")
         assert expected == found

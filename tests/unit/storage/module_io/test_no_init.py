@@ -1,4 +1,4 @@
-"""Modules built without memory, and given that of their files."""
+"""Modules built without memory, and their memory after loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rfork.errors import CheckpointError
 
 
 class Scaled(nn.Parameter):
-    """A parameter of an engine's own kind, that carries more than its values."""
+    """Engine-specific parameter class with an attribute."""
 
 
 class Model(nn.Module):
@@ -38,7 +38,7 @@ def new_model() -> Model:
 
 
 def test_parameters_have_no_memory() -> None:
-    """All parameters are shapes alone, tied ones are one, and buffers are as they are computed."""
+    """Parameters have shapes only, tied ones are one parameter, and buffers are computed."""
     module = new_model()
     assert ({"meta"}, True, list(range(9)), {"cpu"}) == (
         {parameter.device.type for parameter in module.parameters()},
@@ -53,8 +53,8 @@ def test_parameters_have_no_memory() -> None:
     )
 
 
-def test_what_is_built_afterwards_has_memory() -> None:
-    """The block ends with the block, even when building fails; and is of one thread alone."""
+def test_modules_built_afterwards_have_memory() -> None:
+    """The effect ends with the block, even after an error, and is limited to the calling thread."""
 
     found: list[nn.Module] = []
 
@@ -75,7 +75,7 @@ def test_what_is_built_afterwards_has_memory() -> None:
 
 
 def test_a_parameter_registered_twice_stays_one() -> None:
-    """Though each place would give it up by itself."""
+    """A parameter registered under two names stays one parameter."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -91,8 +91,8 @@ def test_a_parameter_registered_twice_stays_one() -> None:
     assert module.one.weight is module.other.weight
 
 
-def test_load_gives_them_memory(tmp_path: Path) -> None:
-    """The module works as the one that was saved: parameters, classes, attributes and ties."""
+def test_load_allocates_their_memory(tmp_path: Path) -> None:
+    """The module equals the saved one: parameters, classes, attributes and ties."""
     source = Model()
     save_model(source, str(tmp_path / "model.safetensors"))
     module = new_model()
@@ -111,7 +111,7 @@ def test_load_gives_them_memory(tmp_path: Path) -> None:
     module.rnn(batch)[0].sum().backward()
 
 
-def test_what_lies_side_by_side_in_the_file_does_in_memory(tmp_path: Path) -> None:
+def test_parameters_are_views_of_the_loaded_file(tmp_path: Path) -> None:
     """Nothing is copied: the parameters are views of the memory that the file was read into."""
     save_file({"0.weight": torch.ones(30, 30), "1.weight": torch.ones(30, 30)}, tmp_path / "model.safetensors")
     with rfork.no_init():
@@ -121,8 +121,8 @@ def test_what_lies_side_by_side_in_the_file_does_in_memory(tmp_path: Path) -> No
     assert 3600 == abs(second - first)
 
 
-def test_a_type_of_choice(tmp_path: Path) -> None:
-    """Floating parameters take the type asked for, or else the module's, whatever is stored."""
+def test_a_requested_dtype(tmp_path: Path) -> None:
+    """Floating-point parameters get the requested dtype, otherwise the module's, whatever dtype is stored."""
     save_model(Model(), str(tmp_path / "model.safetensors"))
     module = new_model()
     rfork.load(module, tmp_path, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def test_a_type_of_choice(tmp_path: Path) -> None:
     assert torch.equal(stored["rnn.weight_hh_l0"].bfloat16(), module.state_dict()["rnn.weight_hh_l0"])
 
 
-def test_what_is_tied_in_the_file_alone_gets_memory_of_its_own(tmp_path: Path) -> None:
+def test_parameters_tied_in_the_file_only_stay_separate(tmp_path: Path) -> None:
     """Two parameters of the module stay two."""
     save_model(Model(), str(tmp_path / "model.safetensors"))
     with rfork.no_init():
@@ -146,8 +146,8 @@ def test_what_is_tied_in_the_file_alone_gets_memory_of_its_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_parameter_that_would_stay_empty(tmp_path: Path, strict: bool) -> None:
-    """It is named, before anything is read; not even `strict=False` lets it pass."""
+def test_a_parameter_that_would_stay_without_memory(tmp_path: Path, strict: bool) -> None:
+    """It is named before anything is read, also with `strict=False`."""
     save_model(Model(), str(tmp_path / "model.safetensors"))
     content = load_file(tmp_path / "model.safetensors")
     del content["scaled"]
@@ -159,7 +159,7 @@ def test_a_parameter_that_would_stay_empty(tmp_path: Path, strict: bool) -> None
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
-    """Memory is not taken from a file whose tensors are of another model."""
+    """Parameters do not adopt tensors of another shape."""
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     with rfork.no_init():
         module = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Whose weights are read and written where a folder holds those of several ranks, or of two models."""
+"""Selection of files in folders with several ranks, or with two models."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ SUFFIXES = pytest.mark.parametrize("suffix", [".tensors", ".safetensors"])
 
 
 def linear(value: float) -> nn.Linear:
-    """Weights of that value alone."""
+    """Return a layer with all weights of that value."""
     module = nn.Linear(2, 2, bias=False)
     nn.init.constant_(module.weight, value)
     return module
 
 
 def loaded(uri: Path | str, rank: Rank) -> float:
-    """The value of the weights that a rank gets there."""
+    """Return the weights' value that a rank loads from a URI."""
     module = linear(-1)
     rfork.load(module, uri, rank=rank)
     return float(module.weight.detach()[0, 0])
 
 
 @SUFFIXES
-def test_a_template_names_each_ranks_file(tmp_path: Path, suffix: str) -> None:
-    """Written and read by its number; `rank` counts on both sides."""
+def test_a_template_names_the_file_of_each_rank(tmp_path: Path, suffix: str) -> None:
+    """`rank` selects the numbered file for writing and reading."""
     template = tmp_path / f"model-rank-%03d{suffix}"
     for value, rank in ((10.0, FIRST), (11.0, SECOND)):
         saved = save(linear(value), template, rank=rank)
@@ -57,14 +57,14 @@ def test_a_template_names_each_ranks_file(tmp_path: Path, suffix: str) -> None:
         ("folder-%03d", SECOND, "folder-%03d"),
     ],
 )
-def test_what_a_template_becomes(name: str, rank: Rank, written: str) -> None:
-    """As the snapshots of a folder are called; what a URI escapes is no template."""
+def test_the_names_of_a_template(name: str, rank: Rank, written: str) -> None:
+    """Names equal those of snapshots in a folder; escapes in a URI are no template."""
     assert f"s3://bucket/{written}" == resolve_template(f"s3://bucket/{name}", rank)
 
 
 @SUFFIXES
-def test_a_draft_is_not_written_over_its_target(tmp_path: Path, suffix: str) -> None:
-    """The number is the same: the name has to tell them apart."""
+def test_a_speculative_model_does_not_replace_the_main_model(tmp_path: Path, suffix: str) -> None:
+    """Both have the same number, so their names must differ."""
     with pytest.raises(SettingsError, match="speculative"):
         save(linear(1), tmp_path / f"model-rank-%03d{suffix}", rank=SPECULATIVE)
     assert [] == list(tmp_path.iterdir())
@@ -80,8 +80,8 @@ def test_a_draft_is_not_written_over_its_target(tmp_path: Path, suffix: str) -> 
         ("speculative-rank-000", FIRST),
     ],
 )
-def test_another_ranks_file_is_not_taken(tmp_path: Path, stored_name: str, requested: Rank, suffix: str) -> None:
-    """Nor that of another model: there is an error instead."""
+def test_the_file_of_another_rank_is_refused(tmp_path: Path, stored_name: str, requested: Rank, suffix: str) -> None:
+    """A file of another rank or model is refused with an error."""
     if suffix == ".tensors":
         write_tensors(linear(1), str(tmp_path / f"{stored_name}{suffix}"))
     else:
@@ -92,8 +92,8 @@ def test_another_ranks_file_is_not_taken(tmp_path: Path, stored_name: str, reque
 
 @SUFFIXES
 @pytest.mark.parametrize("target", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_drafts_own_file_comes_first(tmp_path: Path, target: str, suffix: str) -> None:
-    """The checkpoint beside it is that of the model which it drafts for."""
+def test_the_file_of_a_speculative_model_has_precedence(tmp_path: Path, target: str, suffix: str) -> None:
+    """The checkpoint in the same folder belongs to the main model."""
     save_file({"weight": torch.full((2, 2), 1.0)}, tmp_path / "model.safetensors")
     if target.endswith(".json"):
         (tmp_path / target).write_text('{"weight_map": {"weight": "model.safetensors"}}')
@@ -104,14 +104,14 @@ def test_a_drafts_own_file_comes_first(tmp_path: Path, target: str, suffix: str)
         loaded(tmp_path, SPECULATIVE)
 
 
-def test_a_drafts_own_folder_is_as_any(tmp_path: Path) -> None:
-    """Where no file names a rank, a folder's checkpoint is what was asked for."""
+def test_the_folder_of_a_speculative_model(tmp_path: Path) -> None:
+    """If no file names a rank, the folder's checkpoint is loaded."""
     save_file({"weight": torch.full((2, 2), 3.0)}, tmp_path / "model.safetensors")
     assert 3.0 == loaded(tmp_path, SPECULATIVE)
 
 
 def test_a_set_of_files_for_each_rank(tmp_path: Path) -> None:
-    """The rank's set is found in the folder."""
+    """The set of the rank is found in the folder."""
     for value, rank in ((10.0, FIRST), (11.0, SECOND)):
         module = nn.Sequential(linear(value), linear(value))
         write_tensors(module, str(tmp_path / f"model-rank-{rank.tp:03d}.tensors"), max_file_bytes=16)
@@ -122,7 +122,7 @@ def test_a_set_of_files_for_each_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foo.pt", "foo.gguf", "foo.bin"])
 def test_the_name_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
-    """A folder of that name is what nobody wants."""
+    """A folder with the name of another format is not created."""
     with pytest.raises(SettingsError, match="not a valid name"):
         save(linear(1), tmp_path / name)
     assert [] == list(tmp_path.iterdir())

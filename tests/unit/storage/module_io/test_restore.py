@@ -1,4 +1,4 @@
-"""Snapshots restored whole, by whatever way: each chunk is checked, and no damaged byte comes through."""
+"""Restoring complete snapshots on each access path: chunks are verified, and no damaged byte is accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "model-rank-000.safetensors"
 
 
 class Model(nn.Module):
-    """Tied weights, a buffer that is computed, and one without bytes."""
+    """Model with tied weights, a computed buffer and an empty one."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def source() -> Model:
 
 @pytest.fixture
 def folder(source: Model, tmp_path: Path) -> Path:
-    """A snapshot of `source`."""
+    """Write a snapshot of `source`."""
     save(source, tmp_path)
     return tmp_path
 
@@ -71,8 +71,8 @@ LOAD_CALLS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("load", LOAD_CALLS)
-def test_a_byte_that_changed_is_found(folder: Path, load: Callable[[Path], object]) -> None:
-    """Whoever takes all of a snapshot gets what was saved, or an error that names the chunk."""
+def test_a_changed_byte_is_detected(folder: Path, load: Callable[[Path], object]) -> None:
+    """Loading a complete snapshot returns the saved values, or raises an error that names the chunk."""
     load(folder)
     damage(folder)
     with pytest.raises(StorageCorrupt, match=r"chunk 0 .* does not match its digest"):
@@ -80,7 +80,7 @@ def test_a_byte_that_changed_is_found(folder: Path, load: Callable[[Path], objec
 
 
 def test_a_module_without_memory_is_restored(source: Model, folder: Path) -> None:
-    """Parameters take the restored memory, buffers keep theirs; tied ones stay tied, and all are verified."""
+    """Parameters adopt the restored memory, buffers keep theirs, tied ones stay tied, and all are verified."""
     module = empty()
     buffers = {name: buffer.data_ptr() for name, buffer in module.named_buffers() if buffer.numel()}
     progress_bytes: list[int] = []
@@ -97,8 +97,8 @@ def test_a_module_without_memory_is_restored(source: Model, folder: Path) -> Non
     assert report.bytes == sum(progress_bytes)
 
 
-def test_tensors_of_every_kind_are_restored(tmp_path: Path) -> None:
-    """By all their names, in their types, shapes and strides; what was tied shares memory again."""
+def test_tensors_of_all_types_are_restored(tmp_path: Path) -> None:
+    """All names, dtypes, shapes and strides are restored, and tied tensors share memory again."""
     tensors = samples()
     tensors["tied"] = tensors["embed.weight"]
     line = torch.arange(16, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_tensors_of_every_kind_are_restored(tmp_path: Path) -> None:
 
 
 def test_a_shared_snapshot_is_restored(source: Model, tmp_path: Path) -> None:
-    """Where there is no file, the chunks are verified all the same."""
+    """Chunks are verified without a data file too."""
     save(source, tmp_path / "1", shared=True)
     module = empty()
     assert rfork.load(module, tmp_path / "1").verified
@@ -118,8 +118,8 @@ def test_a_shared_snapshot_is_restored(source: Model, tmp_path: Path) -> None:
     assert {"embed.weight", "head.weight"} <= rfork.load_tensors(tmp_path / "1").keys()
 
 
-def test_parts_are_not_verified(source: Model, folder: Path) -> None:
-    """Of some names, of another type or layout, nothing is checked, and the report says so."""
+def test_partial_loads_are_not_verified(source: Model, folder: Path) -> None:
+    """A selection of names, another dtype or another layout is not verified, and the report states that."""
     half = empty(torch.bfloat16)
     assert not rfork.load(half, folder).verified
     assert not rfork.load(Model(torch.bfloat16), folder).verified
@@ -136,8 +136,8 @@ def test_parts_are_not_verified(source: Model, folder: Path) -> None:
     }
 
 
-def test_without_its_manifest_it_is_a_file_like_any_other(source: Model, folder: Path) -> None:
-    """It is loaded, and nobody is told that it was verified."""
+def test_a_snapshot_without_its_manifest_is_a_plain_file(source: Model, folder: Path) -> None:
+    """It is loaded, and the report states that it was not verified."""
     (folder / manifest_name(FILE)).unlink()
     module = empty()
     assert not rfork.load(module, folder).verified
@@ -145,8 +145,8 @@ def test_without_its_manifest_it_is_a_file_like_any_other(source: Model, folder:
     assert source.embed.weight.tolist() == rfork.load_tensors(folder)["head.weight"].tolist()
 
 
-def test_a_snapshot_that_is_replaced_meanwhile(folder: Path) -> None:
-    """Where another one lies there by now, neither is taken for the other."""
+def test_a_snapshot_replaced_during_the_load(folder: Path) -> None:
+    """The bytes of the old and the new snapshot are never mixed."""
     opened = open_source(folder)
     save({"other": torch.ones(3)}, folder)
     with pytest.raises(StorageChanged, match="replaced by a snapshot with another layout"):
@@ -155,7 +155,7 @@ def test_a_snapshot_that_is_replaced_meanwhile(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", FILE])
-def test_a_snapshot_is_no_checkpoint(folder: Path, name: str) -> None:
-    """A fork that was given it as one would serve bytes that nobody checked."""
+def test_a_snapshot_is_refused_as_a_checkpoint(folder: Path, name: str) -> None:
+    """A fork would otherwise serve unverified bytes."""
     with pytest.raises(CheckpointError, match="is an rfork snapshot: pass it as snapshot="):
         Checkpoint.open(folder / name)

@@ -1,4 +1,4 @@
-"""Saving modules and named tensors by the name that they are given."""
+"""Saving modules and named tensors in the format that the name selects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RANK = Rank(tp=1, tp_size=2, pp=1, pp_size=2)
         ("s3://bucket/folder", "folder/model-rank-003.safetensors"),
     ],
 )
-def test_the_name_says_what_is_written(bucket: InMemoryBucket, uri: str, written: str) -> None:
-    """A tensorizer file, a snapshot, or a rank's snapshot in a folder: each holds every tensor."""
+def test_the_name_selects_the_format(bucket: InMemoryBucket, uri: str, written: str) -> None:
+    """A tensorizer file, a snapshot, or a rank's snapshot in a folder contains every tensor."""
     progress_bytes: list[int] = []
     saved = save(samples(), uri, rank=RANK, progress=progress_bytes.append)
     assert (f"s3://bucket/{written}", len(samples())) == (saved.uri, saved.tensors)
@@ -40,8 +40,8 @@ def test_the_name_says_what_is_written(bucket: InMemoryBucket, uri: str, written
         assert raw_tensors(samples()) == raw_tensors(source.stream())
 
 
-def test_a_module_is_saved_with_all_that_it_serves_with(bucket: InMemoryBucket) -> None:
-    """A snapshot has buffers that are not persistent too; a tensorizer file is the state dict."""
+def test_a_snapshot_contains_the_complete_state(bucket: InMemoryBucket) -> None:
+    """A snapshot contains non-persistent buffers too; a tensorizer file contains the state dict."""
     module = nn.Linear(3, 2)
     module.register_buffer("made", torch.ones(2), persistent=False)
     save(module, "s3://bucket/snapshot/")
@@ -53,7 +53,7 @@ def test_a_module_is_saved_with_all_that_it_serves_with(bucket: InMemoryBucket) 
 
 
 def test_shared_snapshots_store_equal_chunks_once(bucket: InMemoryBucket) -> None:
-    """Two revisions of the same weights have their chunks in common."""
+    """Two revisions of the same weights share their chunks."""
     save(samples(), "s3://bucket/model/1/", shared=True)
     first = len([name for name in bucket.objects if "/chunks/" in name])
     save(samples(), "s3://bucket/model/2/", shared=True)
@@ -62,8 +62,8 @@ def test_shared_snapshots_store_equal_chunks_once(bucket: InMemoryBucket) -> Non
         assert raw_tensors(samples()) == raw_tensors(source.stream())
 
 
-def test_secrets_are_for_tensorizer_files(bucket: InMemoryBucket) -> None:
-    """A key or password with a snapshot's name is refused: nobody thinks it encrypted."""
+def test_only_tensorizer_files_accept_secrets(bucket: InMemoryBucket) -> None:
+    """A key or password is refused for a snapshot, which would not be encrypted."""
     for uri in ("s3://bucket/m.safetensors", "s3://bucket/folder/"):
         with pytest.raises(SettingsError, match="files can be encrypted"):
             save(samples(), uri, key=KEY)
@@ -76,7 +76,7 @@ def test_secrets_are_for_tensorizer_files(bucket: InMemoryBucket) -> None:
 
 @pytest.mark.parametrize("uri", ["s3://bucket/m.tensors", "s3://bucket/m.safetensors"])
 def test_a_tensor_without_bytes_is_named(bucket: InMemoryBucket, uri: str) -> None:
-    """Nothing is written of a module that is on the meta device."""
+    """A module on the meta device is refused, and nothing is written."""
     with pytest.raises(UnsupportedTensor, match="weight"):
         save(nn.Linear(2, 2, device="meta"), uri)
     assert {} == bucket.objects

@@ -23,7 +23,7 @@ def stored(folder: Path, **tensors: torch.Tensor) -> Path:
 
 
 class Fused(nn.Module):
-    """A parameter, and a view of its first rows that has a name of its own."""
+    """Module with a parameter, and a named view of its first rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,28 +31,28 @@ class Fused(nn.Module):
         self.q = nn.Parameter(self.qkv.data[:2], requires_grad=False)
 
 
-def test_a_parameter_of_which_only_a_view_is_stored_is_missing(tmp_path: Path) -> None:
-    """That a stored view begins where a parameter begins does not load the parameter."""
+def test_a_parameter_with_only_a_view_stored_is_missing(tmp_path: Path) -> None:
+    """A stored view does not load the parameter whose first rows it covers."""
     with pytest.raises(CheckpointError, match="lacks qkv"):
         rfork.load(Fused(), stored(tmp_path, q=torch.ones(2, 2)))
 
 
-def test_a_checkpoint_with_only_a_view_does_not_fit(tmp_path: Path) -> None:
-    """The fallback of a fork refuses it too."""
+def test_a_checkpoint_with_only_a_view_is_refused(tmp_path: Path) -> None:
+    """The checkpoint fallback of a fork refuses it too."""
     checkpoint = Checkpoint.open(stored(tmp_path, q=torch.ones(2, 2)))
     with pytest.raises(CheckpointError, match="lacks qkv"):
         checkpoint.load_into(Fused())
 
 
 def test_a_view_of_a_loaded_parameter_is_loaded(tmp_path: Path) -> None:
-    """All bytes of the view come from the file, under the name of what it is a view of."""
+    """All bytes of the view are loaded under the name of the parameter."""
     module = Fused()
     rfork.load(module, stored(tmp_path, qkv=torch.ones(6, 2)))
     assert [1.0] * 4 == module.q.flatten().tolist()
 
 
 def test_views_that_tile_a_parameter_load_it(tmp_path: Path) -> None:
-    """A parameter all of whose bytes are stored under other names is loaded."""
+    """A parameter is loaded if all its bytes are stored under other names."""
     module = Fused()
     module.kv = nn.Parameter(module.qkv.data[2:], requires_grad=False)
     rfork.load(module, stored(tmp_path, q=torch.ones(2, 2), kv=torch.full((4, 2), 2.0)))
@@ -60,14 +60,14 @@ def test_views_that_tile_a_parameter_load_it(tmp_path: Path) -> None:
 
 
 def test_overlapping_tensors_are_written_in_the_order_of_torch(tmp_path: Path) -> None:
-    """Where a parameter and a view of it are stored with other values, the module's later name counts."""
+    """If a parameter and a view of it are stored with different values, the name registered later counts."""
     module = Fused()
     rfork.load(module, stored(tmp_path, q=torch.ones(2, 2), qkv=torch.full((6, 2), 2.0)))
     assert [1.0] * 4 + [2.0] * 8 == module.qkv.flatten().tolist()
 
 
 class Hooked(nn.Linear):
-    """A state-dict hook that returns copies, as wrappers do that gather shards."""
+    """Module with a state-dict hook that returns copies, like wrappers that gather shards."""
 
     def __init__(self) -> None:
         super().__init__(2, 2, bias=False)
@@ -80,14 +80,14 @@ class Hooked(nn.Linear):
 
 
 def test_a_state_dict_hook_that_copies_does_not_hide_the_parameters(tmp_path: Path) -> None:
-    """The module's own parameter is filled, not a copy that its state dict holds."""
+    """The parameter of the module is filled, not the copy in its state dict."""
     module = Hooked()
     rfork.load(module, stored(tmp_path, weight=torch.ones(2, 2)))
     assert [1.0] * 4 == module.weight.flatten().tolist()
 
 
 class Doubling(nn.Linear):
-    """A module that converts what it loads."""
+    """Module that converts the state that it loads."""
 
     def __init__(self) -> None:
         super().__init__(2, 2, bias=False)
@@ -98,14 +98,14 @@ class Doubling(nn.Linear):
 
 
 def test_an_override_of_loading_is_used(tmp_path: Path) -> None:
-    """What a module does to its state when it loads it is done; its neighbour is loaded as it is stored."""
+    """A module's own conversion is applied; its neighbour is loaded unchanged."""
     module = nn.Sequential(Doubling(), nn.Linear(2, 2, bias=False))
     rfork.load(module, stored(tmp_path, **{"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}))
     assert ([2.0] * 4, [1.0] * 4) == tuple(parameter.flatten().tolist() for parameter in module.parameters())
 
 
-def test_what_is_stored_under_another_name_goes_through_the_hook(tmp_path: Path) -> None:
-    """A pre-hook that renames what old files hold is called, with the names of the module that has it."""
+def test_a_hook_that_renames_state_is_called(tmp_path: Path) -> None:
+    """A pre-hook that renames entries of old files is called with the names of its module."""
     linear = nn.Linear(2, 2, bias=False)
 
     def renamed(state: dict[str, Any], prefix: str, *rest: object) -> None:
@@ -116,8 +116,8 @@ def test_what_is_stored_under_another_name_goes_through_the_hook(tmp_path: Path)
     assert [1.0] * 4 == linear.weight.flatten().tolist()
 
 
-def test_what_a_module_raises_while_it_loads_is_a_refusal(tmp_path: Path) -> None:
-    """An exception of a module's own code names the module."""
+def test_an_exception_of_a_module_is_a_refusal(tmp_path: Path) -> None:
+    """An exception of a module's own code is an error that names the module."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False))
 
     def broken(*_: object) -> None:
@@ -129,7 +129,7 @@ def test_what_a_module_raises_while_it_loads_is_a_refusal(tmp_path: Path) -> Non
 
 
 class Counting(nn.Module):
-    """A module whose extra state is a tensor, which it sets by itself."""
+    """Module whose extra state is a tensor that it sets itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,23 +144,23 @@ class Counting(nn.Module):
 
 
 def test_extra_state_that_is_a_tensor_is_set(tmp_path: Path) -> None:
-    """It is handed to the module, not written into what `get_extra_state` returned."""
+    """It is passed to the module, not written into the tensor of `get_extra_state`."""
     module = Counting()
     rfork.load(module, stored(tmp_path, weight=torch.ones(2), _extra_state=torch.full((1,), 5.0)))
     assert [6.0] == module.count.tolist()
 
 
 def test_a_quantised_module_is_refused(tmp_path: Path) -> None:
-    """The packed weights of a quantised module are in no file of tensors."""
+    """No tensor file contains the packed weights of a quantised module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to give them up
+        warnings.simplefilter("ignore")  # torch is about to deprecate them
         module = torch.ao.nn.quantized.Linear(4, 4)
     with pytest.raises(CheckpointError, match="rejected its state"):
         rfork.load(module, stored(tmp_path, scale=torch.tensor(1.0)))
 
 
 def test_a_conjugate_view_is_loaded_by_its_values(tmp_path: Path) -> None:
-    """A tensor whose values are not its bytes holds the stored values afterwards."""
+    """A tensor whose values differ from its bytes has the stored values afterwards."""
     module = nn.Module()
     module.register_buffer("table", torch.zeros(2, dtype=torch.complex64).conj())
     rfork.load(module, stored(tmp_path, table=torch.tensor([1 + 2j, 3 - 4j])))
@@ -168,7 +168,7 @@ def test_a_conjugate_view_is_loaded_by_its_values(tmp_path: Path) -> None:
 
 
 def test_a_conjugate_view_in_a_checkpoint_is_not_read_by_bytes(tmp_path: Path) -> None:
-    """The fallback of a fork converts it as well."""
+    """The checkpoint fallback of a fork converts it too."""
     module = nn.Module()
     module.register_buffer("table", torch.zeros(2, dtype=torch.complex64).conj())
     Checkpoint.open(stored(tmp_path, table=torch.tensor([1 + 2j, 3 - 4j]))).load_into(module)
@@ -176,7 +176,7 @@ def test_a_conjugate_view_in_a_checkpoint_is_not_read_by_bytes(tmp_path: Path) -
 
 
 def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
-    """Elements that share memory cannot hold values of their own."""
+    """Elements that share memory cannot have different values."""
     module = nn.Module()
     module.register_buffer("mask", torch.zeros(1).expand(4))
     with pytest.raises(CheckpointError, match="mask cannot be loaded"):
@@ -184,7 +184,7 @@ def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
 
 
 class Stray(nn.Linear):
-    """A tensor that hangs on the module as a plain attribute."""
+    """Module with a tensor as a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__(2, 2, bias=False)
@@ -192,15 +192,15 @@ class Stray(nn.Linear):
 
 
 def test_a_plain_attribute_without_memory_is_an_error(tmp_path: Path) -> None:
-    """A model with a tensor on the meta device cannot compute, so it is not loaded."""
+    """A model with a tensor on the meta device cannot compute, so it is refused."""
     with torch.device("meta"):
         module = Stray()
     with pytest.raises(CheckpointError, match="lacks scale, which has no memory"):
         rfork.load(module, stored(tmp_path, weight=torch.ones(2, 2)))
 
 
-def test_a_plain_attribute_without_memory_beside_parameters_that_have_some(tmp_path: Path) -> None:
-    """It is found too where all parameters have their memory."""
+def test_a_plain_attribute_without_memory_is_an_error_among_loaded_parameters(tmp_path: Path) -> None:
+    """It is detected although all parameters have memory."""
     module = Stray()
     module.scale = torch.ones(3, device="meta")
     with pytest.raises(CheckpointError, match="lacks scale, which has no memory"):
@@ -208,7 +208,7 @@ def test_a_plain_attribute_without_memory_beside_parameters_that_have_some(tmp_p
 
 
 def test_a_list_that_keeps_a_replaced_parameter_is_an_error(tmp_path: Path) -> None:
-    """A second reference to a parameter without memory is not left behind on the meta device."""
+    """A second reference to a parameter without memory would stay on the meta device."""
     with rfork.no_init():
         module = nn.Linear(2, 2, bias=False)
     module.kept = [module.weight]  # type: ignore[assignment]
@@ -217,15 +217,15 @@ def test_a_list_that_keeps_a_replaced_parameter_is_an_error(tmp_path: Path) -> N
 
 
 def test_a_self_loading_module_without_memory_is_refused(tmp_path: Path) -> None:
-    """torch's own loading does nothing for tensors on the meta device."""
+    """torch's own loading ignores tensors on the meta device."""
     with rfork.no_init():
         module = Doubling()
     with pytest.raises(CheckpointError, match=r"cannot load .*weight: it has no memory, and Doubling overrides"):
         rfork.load(module, stored(tmp_path, weight=torch.ones(2, 2)))
 
 
-def test_a_norm_of_an_old_file_keeps_its_count(tmp_path: Path) -> None:
-    """torch does not miss the count of batches that old files lack."""
+def test_a_norm_from_an_old_file_keeps_its_batch_count(tmp_path: Path) -> None:
+    """torch permits old files without the count of batches."""
     module = nn.BatchNorm1d(2)
     state = {name: torch.full((2,), 3.0) for name in ("weight", "bias", "running_mean", "running_var")}
     rfork.load(module, stored(tmp_path, **state))
@@ -233,7 +233,7 @@ def test_a_norm_of_an_old_file_keeps_its_count(tmp_path: Path) -> None:
 
 
 def test_a_scalar_that_is_stored_with_one_dimension(tmp_path: Path) -> None:
-    """torch loads it, as old files have scalars so."""
+    """torch loads scalars that old files store with one dimension."""
     module = nn.Module()
     module.register_buffer("scale", torch.tensor(0.0))
     rfork.load(module, stored(tmp_path, scale=torch.ones(1)))

@@ -1,4 +1,4 @@
-"""What callers of loading and saving get wrong: one clear line, before anything is read."""
+"""Invalid arguments of loading and saving: one clear line before anything is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TENSOR = cast(torch.Tensor, 3)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A safetensors file of a linear module's tensors."""
+    """Write a safetensors file of a linear module's tensors."""
     save_file(dict(nn.Linear(2, 3).state_dict()), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -46,10 +46,10 @@ WRONG: list[tuple[Callable[[Path], object], type[RforkError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error_type", "message"), WRONG)
-def test_what_cannot_be_used(
+def test_invalid_arguments_are_refused(
     saved: Path, call: Callable[[Path], object], error_type: type[RforkError], message: str
 ) -> None:
-    """Each is refused in one line that says what is wrong, and nothing is written."""
+    """Each is refused in one line that states the problem, and nothing is written."""
     with pytest.raises(error_type, match=message) as caught:
         call(saved)
     assert (1, ["model.safetensors"]) == (
@@ -58,8 +58,8 @@ def test_what_cannot_be_used(
     )
 
 
-def test_names_of_any_kind(saved: Path) -> None:
-    """A generator of names is as good as a list."""
+def test_names_may_be_any_iterable(saved: Path) -> None:
+    """A generator of names works like a list."""
 
     def names() -> Iterator[str]:
         yield "bias"
@@ -70,7 +70,7 @@ def test_names_of_any_kind(saved: Path) -> None:
 
 @pytest.mark.parametrize("without_memory", [True, False])
 def test_of_two_names_of_one_tensor_the_last_counts(tmp_path: Path, without_memory: bool) -> None:
-    """Where a file holds both, a module gets the later one's bytes, with memory and without."""
+    """If a file contains two names of one tensor, the later one counts, with and without memory."""
 
     def tied() -> nn.Module:
         module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})

@@ -1,4 +1,4 @@
-"""Google's and Azure's storage through obstore, whose store in memory stands for theirs."""
+"""Google's and Azure's storage through obstore, simulated by its store in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = StorageSettings(staging_bytes=16 * MIB)  # parts of 5 MiB
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
-    """A store of gs://models/llama/, in memory."""
+    """Return a store of gs://models/llama/ in memory."""
     memory = MemoryStore()
     monkeypatch.setattr(cloud, "_connect", lambda folder, settings, *, retries: memory)
     return CloudStore(Location.parse("gs://models/llama"), SETTINGS)
@@ -53,8 +53,8 @@ def _get(store: CloudStore, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 13 * MIB])
-def test_what_is_written_is_read(store: CloudStore, size: int) -> None:
-    """Blobs of any size come back whole, by one request or in parts, whatever becomes of the memory."""
+def test_a_written_blob_can_be_read(store: CloudStore, size: int) -> None:
+    """Blobs of any size, in one request or in parts, are complete even if the caller reuses the memory."""
     memory = bytearray(b"abc" * (size // 3) + b"abc"[: size % 3])
     data = bytes(memory)
     with store.write("blob") as writer:
@@ -64,13 +64,13 @@ def test_what_is_written_is_read(store: CloudStore, size: int) -> None:
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(16 * MIB, 5 * MIB), (128 * MIB, 16 * MIB)])
-def test_no_part_is_smaller_than_google_takes(memory: int, expected: int) -> None:
-    """However little memory there may be: an upload of smaller parts is refused once all are there."""
+def test_parts_have_the_minimum_size(memory: int, expected: int) -> None:
+    """However little memory there is, parts are not smaller: the service would refuse the complete upload."""
     assert expected == part_size(StorageSettings(staging_bytes=memory))
 
 
 def test_reads_of_a_range(store: CloudStore) -> None:
-    """A read fills its views from its offset on; beyond the end there is nothing."""
+    """A read fills its views from its offset; a range past the end is an error."""
     _put(store, "blob", b"0123456789")
     first, second = bytearray(3), bytearray(2)
     with closing(store.open("blob")) as blob:
@@ -82,8 +82,8 @@ def test_reads_of_a_range(store: CloudStore) -> None:
         read_range(blob, 0, 1)
 
 
-def test_names_are_of_the_folder(store: CloudStore) -> None:
-    """A list holds what is below the folder, by any prefix, in the order of names."""
+def test_a_listing_is_limited_to_the_folder(store: CloudStore) -> None:
+    """A listing has the names below the folder with a prefix, in order."""
     for name in ("b", "a/2", "a/1", "ab"):
         _put(store, name, name.encode())
     assert ["a/1", "a/2", "ab", "b"] == [entry.name for entry in store.list()]
@@ -94,7 +94,7 @@ def test_names_are_of_the_folder(store: CloudStore) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 6 * MIB])
-def test_what_is_there_stays(store: CloudStore, size: int) -> None:
+def test_an_existing_blob_stays_without_replace(store: CloudStore, size: int) -> None:
     """Without `replace` the first writer's bytes stay, silently; with it the last one's do."""
     _put(store, "blob", b"a" * size, replace=False)
     _put(store, "blob", b"b" * (size + 1), replace=False)
@@ -105,7 +105,7 @@ def test_what_is_there_stays(store: CloudStore, size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 9 * MIB])
 def test_an_exception_leaves_nothing(store: CloudStore, size: int) -> None:
-    """Leaving the block with an exception makes no blob, and the exception is the caller's own."""
+    """Leaving the block with an exception creates no blob and raises that exception."""
 
     def interrupted() -> None:
         with store.write("blob") as writer:
@@ -117,8 +117,8 @@ def test_an_exception_leaves_nothing(store: CloudStore, size: int) -> None:
     assert [] == list(store.list())
 
 
-def test_a_blob_that_is_replaced(store: CloudStore) -> None:
-    """A blob that another was put in the place of is not read on."""
+def test_a_replaced_blob_is_detected(store: CloudStore) -> None:
+    """A blob that was replaced is not read further."""
     _put(store, "blob", b"abc")
     with closing(store.open("blob")) as blob:
         _put(store, "blob", b"xyz")
@@ -126,14 +126,14 @@ def test_a_blob_that_is_replaced(store: CloudStore) -> None:
             read_range(blob, 0, 3)
 
 
-def test_a_name_that_is_not_there(store: CloudStore) -> None:
-    """To open it is an error of one line."""
+def test_a_missing_blob_is_a_one_line_error(store: CloudStore) -> None:
+    """Opening a missing blob raises an error of one line."""
     with pytest.raises(StorageNotFound, match=r"^gs://models/llama/nothing: no such object$"):
         store.open("nothing")
 
 
-def test_a_removal_that_breaks_off(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails below obstore is an error of storage too."""
+def test_a_failed_removal_is_a_storage_error(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure below obstore is a storage error too."""
 
     def delete(*args: object) -> None:
         raise OSError("the connection broke")
@@ -144,11 +144,11 @@ def test_a_removal_that_breaks_off(store: CloudStore, monkeypatch: pytest.Monkey
 
 
 class Panic(BaseException):
-    """As obstore's panics are: no Exception."""
+    """Simulates a panic of obstore, which is no Exception."""
 
 
-def test_a_panic_of_obstores_is_no_commit(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload whose thread ends in whatever way before it is made is an error, and makes nothing."""
+def test_a_panic_of_obstore_commits_nothing(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload whose thread ends unexpectedly raises an error and creates nothing."""
 
     def put(*args: object, **named: object) -> None:
         raise Panic("index out of bounds")
@@ -159,8 +159,8 @@ def test_a_panic_of_obstores_is_no_commit(store: CloudStore, monkeypatch: pytest
     assert [] == list(store.list())
 
 
-def test_reads_are_asked_for_again_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client of reads makes one request for each, in the time that its bytes may take at most."""
+def test_only_rfork_retries_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore's client for reads makes one request for each, limited by the maximum time of its bytes."""
     made: list[tuple[int, float]] = []
 
     def from_url(url: str, client_options: dict[str, timedelta], retry_config: dict[str, int]) -> MemoryStore:
@@ -179,7 +179,7 @@ def test_reads_are_asked_for_again_here_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_large_read_is_several_requests(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is for more than its time is made for."""
+    """No request is larger than its time limit allows."""
     monkeypatch.setattr(cloud, "REQUEST_BYTES", 4)
     _put(store, "blob", b"0123456789")
     with closing(store.open("blob")) as blob:
@@ -233,7 +233,7 @@ URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
         (ValueError("no account"), SettingsError, "u cannot be used: no account", False),
     ],
 )
-def test_obstores_errors(error: Exception, expected_type: type[RforkError], line: str, again: bool) -> None:
-    """Each is the error that it means, in one line without signatures, and is met again or not."""
+def test_errors_of_obstore(error: Exception, expected_type: type[RforkError], line: str, again: bool) -> None:
+    """Each is mapped to its rfork error, in one line without signatures, and is retried or not."""
     found = to_storage_error("u", error)
     assert (expected_type, line, again) == (type(found), str(found), is_retryable(error))

@@ -1,4 +1,4 @@
-"""What refusals of S3 services, and botocore's errors, become."""
+"""Mapping of refusals of S3 services and of botocore's errors to rfork's errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ URI = "s3://models/llama/a.bin"
 
 
 def _document(code: str, message: str) -> bytes:
-    """As services write it, with elements that are nobody's business."""
+    """Return an error document as services write it, with elements that must not be shown."""
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<Error><Code>{code}</Code><Message>{message}</Message>"
@@ -67,7 +67,7 @@ def _document(code: str, message: str) -> bytes:
             StorageAccessDenied,
             "access denied: The difference is too large (RequestTimeTooSkewed)",
         ),
-        (403, "NobodyKnowsThis", "No", StorageAccessDenied, "access denied: No (NobodyKnowsThis)"),
+        (403, "NobodyKnowsThis", "No", StorageAccessDenied, "access denied: No (UnknownCode)"),
         (
             400,
             "AuthorizationQueryParametersError",
@@ -104,26 +104,28 @@ def _document(code: str, message: str) -> bytes:
     ],
 )
 def test_refusals(status: int, code: str, message: str, error: type[StorageError], line: str) -> None:
-    """Each of S3's codes is the error that it means, in one line that holds nothing of the signature."""
+    """Each S3 code is mapped to its error, in one line without the signature."""
     found = explain(URI, status, _document(code, message))
     assert (error, f"{URI}: {line}") == (type(found), str(found))
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>404</html>", b"<Code></Code>", b"\xff" * 100])
-def test_texts_that_are_not_of_s3(text: bytes) -> None:
-    """What is no refusal of S3's is left to its status."""
+def test_other_texts_are_ignored(text: bytes) -> None:
+    """If a text is no S3 error document, the status decides."""
     assert explain(URI, 404, text) is None
 
 
-def test_errors_that_storage_acts_upon_have_a_word_of_everybodys() -> None:
-    """In reports and metrics they are storage errors like others."""
+def test_retryable_errors_are_plain_storage_errors_in_reports() -> None:
+    """Reports and metrics show them as general storage errors."""
     assert ["StorageError"] * 2 == [error("x").kind for error in (WrongRegion, ConcurrentWriteConflict)]
 
 
 SECRET_URL = "https://s3.example.com/models/a?X-Amz-Signature=secret"
 
 
-def _refused(code: str, status: int, operation: str = "HeadObject", message: str = "said so") -> ClientError:
+def _refused(
+    code: str, status: int, operation: str = "HeadObject", message: str = "message of the service"
+) -> ClientError:
     return ClientError(
         {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},
         operation,
@@ -134,18 +136,22 @@ def _refused(code: str, status: int, operation: str = "HeadObject", message: str
     ("raised", "error", "line"),
     [
         (_refused("404", 404), StorageNotFound, f"{URI}: no such object"),
-        (_refused("403", 403), StorageAccessDenied, f"{URI}: access denied: said so (403)"),
-        (_refused("507", 507), StorageFull, f"{URI}: no space left: said so (507)"),
-        (_refused("SlowDown", 503), StorageError, f"{URI}: the service refused the request: said so (SlowDown)"),
+        (_refused("403", 403), StorageAccessDenied, f"{URI}: access denied: message of the service (403)"),
+        (_refused("507", 507), StorageFull, f"{URI}: no space left: message of the service (507)"),
+        (
+            _refused("SlowDown", 503),
+            StorageError,
+            f"{URI}: the service refused the request: message of the service (SlowDown)",
+        ),
         (
             _refused("InvalidIdentityToken", 400, "AssumeRoleWithWebIdentity"),
             StorageAccessDenied,
-            f"{URI}: AWS issues no credentials: said so (InvalidIdentityToken)",
+            f"{URI}: AWS issues no credentials: message of the service (InvalidIdentityToken)",
         ),
         (
             _refused("AccessDenied", 403, "AssumeRole", "said\n  so."),
             StorageAccessDenied,
-            f"{URI}: AWS issues no credentials: said so (AccessDenied)",
+            f"{URI}: AWS issues no credentials: message of the service (AccessDenied)",
         ),
         (aws.NoCredentialsError(), StorageAccessDenied, f"{URI}: no credentials found"),
         (
@@ -207,14 +213,16 @@ def _refused(code: str, status: int, operation: str = "HeadObject", message: str
         ),
     ],
 )
-def test_botocores_errors(raised: ClientError | BotoCoreError | ValueError, error: type[RforkError], line: str) -> None:
-    """Each of botocore's errors is the one that it means, in one line without the query of any URL."""
+def test_errors_of_botocore(
+    raised: ClientError | BotoCoreError | ValueError, error: type[RforkError], line: str
+) -> None:
+    """Each is mapped to its rfork error, in one line without queries of URLs."""
     found = to_storage_error(URI, raised)
     assert (error, line) == (type(found), str(found))
 
 
-def test_missing_credentials_say_what_to_do() -> None:
-    """The hint names every way there is to have credentials, and to do without."""
+def test_missing_credentials_have_a_hint() -> None:
+    """The hint names each way to configure credentials, and anonymous access."""
     assert (
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true for public buckets"
     ) == to_storage_error(URI, aws.NoCredentialsError()).hint

@@ -1,4 +1,4 @@
-"""What rfork's settings, AWS's files and its environment make of an S3 store; no server is asked."""
+"""S3 stores configured by rfork's settings, AWS's files and the environment; no server is contacted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["use_identity"]
 
 @pytest.fixture
 def keys(use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials in the environment, and nothing else of AWS."""
+    """Set credentials in the environment, and nothing else of AWS."""
     use_identity(None)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAENVIRONMENT")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -49,18 +49,18 @@ def _settings(**changes: str | bool) -> StorageSettings:
             "models.minio",
             "/a/b",
         ),
-        # A name with dots is covered by no certificate of AWS's.
+        # AWS certificates cover no bucket names with dots.
         ("my.models", {}, "s3.amazonaws.com", "/my.models/a/b"),
     ],
 )
 def test_addressing(keys: None, bucket: str, changes: dict[str, str], host: str, path: str) -> None:
-    """The bucket is named in the host or in the path, as the settings, the endpoint and its name have it."""
+    """The bucket is part of the host or of the path, depending on settings, endpoint and bucket name."""
     url = urlsplit(S3Bucket(bucket, _settings(**changes)).url("a/b"))
     assert (host, path) == (url.netloc, url.path)
 
 
-def test_urls_are_signed_by_the_current_version(keys: None) -> None:
-    """A URL has a signature of version 4, for the region, by the environment's key, of the host alone."""
+def test_urls_have_a_version_4_signature(keys: None) -> None:
+    """A URL is signed with version 4, for the region, by the environment's key, over the host only."""
     query = parse_qs(urlsplit(S3Bucket("models", _settings(s3_region="eu-west-1")).url("a")).query)
     access_key, _, region, service, _ = query["X-Amz-Credential"][0].split("/")
     assert ("AKIAENVIRONMENT", "eu-west-1", "s3", ["host"], ["900"]) == (
@@ -80,7 +80,7 @@ def test_anonymous_urls_have_no_signature(keys: None) -> None:
 
 
 def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile's credentials, region and endpoint come from AWS's own files."""
+    """Credentials, region and endpoint of a profile come from AWS's files."""
     use_identity(None)
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIALAB\naws_secret_access_key = x\n")
     (tmp_path / "config").write_text("[profile lab]\nregion = ap-south-1\nendpoint_url = http://lab.example.com\n")
@@ -97,31 +97,31 @@ def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_a_missing_profile(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is one line that names it, with the variable as a hint."""
+def test_a_missing_profile_is_named(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is one line that names the profile, with the variable as a hint."""
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(SettingsError, match="profile \\(nobody\\) could not be found") as caught:
         S3Store(Location.parse("s3://models/"), _settings()).open("a")
     assert "check AWS_PROFILE" == caught.value.hint
 
 
-def test_no_credentials(use_identity: UseIdentity) -> None:
-    """Without any, nothing is asked of the service, and the error says what to set."""
+def test_missing_credentials_are_an_error(use_identity: UseIdentity) -> None:
+    """No request is sent, and the error names the variables to set."""
     use_identity(None)
     with pytest.raises(StorageAccessDenied, match=r"s3://models/a: no credentials found") as caught:
         S3Store(Location.parse("s3://models/"), _settings()).open("a")
     assert "AWS_SKIP_SIGNATURE=true" in caught.value.hint
 
 
-def test_a_name_that_no_bucket_has(keys: None) -> None:
-    """What botocore refuses before it asks is one line."""
+def test_an_invalid_bucket_name_is_an_error(keys: None) -> None:
+    """A name that botocore refuses is an error of one line."""
     with pytest.raises(SettingsError, match="Invalid bucket name") as caught:
         S3Store(Location.parse("s3://Mod_els*/"), _settings()).remove("a")
     assert "\n" not in str(caught.value)
 
 
-def test_a_signature_is_used_for_a_while(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is signed anew once its signature is old, long before it ends; it never shows."""
+def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is signed again once its signature is old, long before it expires; it is never shown."""
     now, signed = [1000.0], itertools.count(1)
     bucket = S3Bucket("models", _settings())
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -136,8 +136,8 @@ def test_a_signature_is_used_for_a_while(keys: None, monkeypatch: pytest.MonkeyP
     assert module.SIGNATURE_REUSE_S < s3_bucket.URL_TTL_S / 2
 
 
-def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that come at once wait for one client, which is made when it is needed first."""
+def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concurrent threads wait for one client, which is created on first use."""
     made: list[StorageSettings] = []
     start, connect = threading.Barrier(4), s3_bucket._connect
 
@@ -161,9 +161,7 @@ def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch)
     assert 1 == len(made)
 
 
-def test_authorities_of_aws_settings_are_the_readers_too(
-    keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_readers_use_the_ca_bundle_of_aws(keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AWS_CA_BUNDLE has precedence over SSL_CERT_FILE; reads use the same file."""
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "all.pem"))
     assert tmp_path / "all.pem" == S3Bucket("models", _settings()).authorities

@@ -36,7 +36,7 @@ SETTINGS = StorageSettings(concurrency=2, staging_bytes=32 * MIB, max_attempts=3
 
 
 class FakeMultipartBucket:
-    """Keeps objects, parts and what was called; `fail` maps a call's name to errors, one for each call."""
+    """Bucket with objects, parts and recorded calls; `fail` maps a call's name to errors, one for each call."""
 
     def __init__(self, *, gate: Callable[[int], None] = lambda number: None) -> None:
         self.objects: dict[str, bytes] = {}
@@ -70,7 +70,7 @@ class FakeMultipartBucket:
         stored_parts = self.uploads.pop(upload)
         self.objects[key] = b"".join(stored_parts[part.number] for part in parts)
         if self.lose_response:
-            raise StorageError("no answer")
+            raise StorageError("no response")
         return self._head(key).etag
 
     def abort(self, key: str, upload: str) -> None:
@@ -93,7 +93,7 @@ class FakeMultipartBucket:
         if errors and (error := errors.pop(0)) is not None:
             raise error
         if only_new and key in self.objects:
-            raise ConditionFailed("there is one")
+            raise ConditionFailed("the object exists")
 
 
 def _md5(data: bytes) -> str:
@@ -118,27 +118,27 @@ def _write(bucket: FakeMultipartBucket, *pieces: bytes, replace: bool = True) ->
     ],
 )
 def test_parts_grow_with_their_number(number: int, size: int) -> None:
-    """Parts are small at first and twice as large after each thousand."""
+    """The first parts are small, and their size doubles after each thousand."""
     assert size == part_size(number)
 
 
-def test_the_largest_object_fits() -> None:
-    """So many parts as an object may have hold more than the largest object, of 5 TiB."""
+def test_the_maximum_object_size_fits() -> None:
+    """The maximum number of parts is enough for an object of 5 TiB."""
     assert 5 << 40 < sum(part_size(number) for number in range(1, MAX_PARTS + 1))
 
 
 @pytest.mark.parametrize(
     ("streams", "memory", "size", "expected"),
     [
-        (8, 128 * MIB, 8 * MIB, 9),  # each stream sends one while another fills
+        (8, 128 * MIB, 8 * MIB, 9),  # each stream sends one part while another is filled
         (8, 32 * MIB, 8 * MIB, 4),
         (1, 128 * MIB, 8 * MIB, 2),
         (8, 16 * MIB, 8 * MIB, 2),
-        (8, 16 * MIB, 64 * MIB, 1),  # a part is sent from memory, however large
+        (8, 16 * MIB, 64 * MIB, 1),  # a part is sent from memory, whatever its size
     ],
 )
 def test_memory_bounds_the_parts_in_flight(streams: int, memory: int, size: int, expected: int) -> None:
-    """There are as many parts in memory as it has room for, one more than streams at most."""
+    """As many parts are in memory as fit, at most one more than there are streams."""
     assert expected == buffers(size, StorageSettings(concurrency=streams, staging_bytes=memory))
 
 
@@ -152,14 +152,16 @@ def test_memory_bounds_the_parts_in_flight(streams: int, memory: int, size: int,
     ],
 )
 def test_small_blobs_are_one_request(size: int, calls: list[str]) -> None:
-    """What fits into a part is put at once; what does not, in parts, and its size is looked at."""
+    """Blobs that fit into one part are one request; larger ones are uploaded in parts, and their size is
+    checked.
+    """
     bucket, data = FakeMultipartBucket(), b"abc" * (size // 3) + b"abc"[: size % 3]
     _write(bucket, data)
     assert (data, sorted(calls)) == (bucket.objects["key"], sorted(bucket.calls))
 
 
-def test_bytes_may_change_after_they_were_written() -> None:
-    """What a caller does with its memory after `write` changes nothing of the object."""
+def test_bytes_may_change_after_the_write() -> None:
+    """Changes of the memory after `write` do not change the object."""
     bucket, memory = FakeMultipartBucket(), bytearray(5 * MIB)
     with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=True) as writer:
         for value in range(5):
@@ -168,8 +170,8 @@ def test_bytes_may_change_after_they_were_written() -> None:
     assert b"".join(bytes([value]) * 5 * MIB for value in range(5)) == bucket.objects["key"]
 
 
-def test_parts_are_put_together_by_number() -> None:
-    """An object has its parts in order, though a later one was uploaded first."""
+def test_parts_are_in_order_of_their_numbers() -> None:
+    """The object has its parts in order, although a later one was uploaded first."""
     second_started = threading.Event()
 
     def gate(number: int) -> None:
@@ -181,7 +183,7 @@ def test_parts_are_put_together_by_number() -> None:
 
 
 def test_a_writer_waits_for_memory() -> None:
-    """No more parts are begun than memory has room for, until one is through."""
+    """No more parts are started than fit into memory until one is finished."""
     released, begun = threading.Semaphore(0), threading.Semaphore(0)
     running: set[int] = set()
     in_flight_counts: list[int] = []
@@ -210,17 +212,17 @@ def test_a_writer_waits_for_memory() -> None:
     assert (2, 6 * MIN_PART_BYTES) == (max(in_flight_counts), len(bucket.objects["key"]))
 
 
-def test_a_failed_part_ends_it_all() -> None:
-    """The error of a part is raised, and neither an object nor a part is left."""
+def test_a_failed_part_ends_the_upload() -> None:
+    """Its error is raised, and neither an object nor a part remains."""
     bucket = FakeMultipartBucket()
-    bucket.fail = {"part 2": [StorageFull("no room is left")]}
-    with pytest.raises(StorageFull, match="no room"):
+    bucket.fail = {"part 2": [StorageFull("no space left")]}
+    with pytest.raises(StorageFull, match="no space left"):
         _write(bucket, *[b"a" * MIN_PART_BYTES] * 6)
     assert ({}, {}, "abort") == (bucket.objects, bucket.uploads, bucket.calls[-1])
 
 
 def test_leaving_with_an_exception_leaves_nothing() -> None:
-    """An exception in the block ends the upload, whose parts under way are through by then."""
+    """An exception in the block ends the upload, after the running parts have ended."""
     begun, released = threading.Event(), threading.Event()
 
     def gate(number: int) -> None:
@@ -242,8 +244,8 @@ def test_leaving_with_an_exception_leaves_nothing() -> None:
     assert ["begin", "part 1", "abort"] == bucket.calls
 
 
-def test_an_abort_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Where parts cannot be removed a log line says so, and the error is the one that came first."""
+def test_a_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """If parts cannot be removed, it is logged, and the first error is raised."""
     bucket = FakeMultipartBucket()
     bucket.fail = {"part 1": [StorageAccessDenied("first")], "abort": [StorageError("second")]}
     with caplog.at_level(logging.WARNING), pytest.raises(StorageAccessDenied, match="first"):
@@ -253,8 +255,8 @@ def test_an_abort_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_a_body_that_was_given_up_is_not_sent_again() -> None:
-    """Going back to the start, as each further attempt does, fails once the upload is given up."""
+def test_an_aborted_body_is_not_sent_again() -> None:
+    """Rewinding the body for another attempt fails once the upload is aborted."""
     body = PartBody(memoryview(b"abc"))
     before = (body.seek(0), body.read())
     body.cancel()
@@ -275,8 +277,10 @@ def test_a_body_that_was_given_up_is_not_sent_again() -> None:
         ([Unsupported("If-None-Match")], True, b"old"),
     ],
 )
-def test_what_is_there_stays(size: int, errors: list[RforkError], there: bool, kept: bytes | None) -> None:
-    """Without `replace` an object that is there is left, whatever of conditions the service knows."""
+def test_an_existing_object_stays_without_replace(
+    size: int, errors: list[RforkError], there: bool, kept: bytes | None
+) -> None:
+    """Without `replace` an existing object stays, whichever conditions the service supports."""
     bucket = FakeMultipartBucket()
     if there:
         bucket.objects["key"] = b"old"
@@ -285,8 +289,8 @@ def test_what_is_there_stays(size: int, errors: list[RforkError], there: bool, k
     assert (kept, {}) == (bucket.objects.get("key", b"").strip() or None, bucket.uploads)
 
 
-def test_writers_in_each_others_way() -> None:
-    """One that never gets through gives up after so many attempts, and leaves nothing."""
+def test_conflicting_writers() -> None:
+    """A writer that always conflicts gives up after a number of attempts and leaves nothing."""
     bucket = FakeMultipartBucket()
     bucket.fail = {"put new": [ConcurrentWriteConflict("now")] * 9}
     with pytest.raises(StorageError, match="another writer is writing it"):
@@ -295,8 +299,8 @@ def test_writers_in_each_others_way() -> None:
 
 
 @pytest.mark.parametrize("size", [3, MIN_PART_BYTES + 3])
-def test_the_other_writer_gets_through(size: int) -> None:
-    """After each conflict there is a pause; once the other writer's object is there, all is done."""
+def test_the_other_writer_succeeds(size: int) -> None:
+    """After each conflict there is a pause; once the other writer's object exists, the upload is done."""
     bucket = FakeMultipartBucket()
 
     def pause(seconds: float) -> None:
@@ -314,10 +318,12 @@ def test_the_other_writer_gets_through(size: int) -> None:
     )
 
 
-def test_an_upload_that_a_conflict_ended() -> None:
-    """A service that knows the upload no more after a conflict has the other writer's object, or fails."""
+def test_a_conflict_that_ended_the_upload() -> None:
+    """If the service no longer knows the upload after a conflict, the other object exists or the upload
+    fails.
+    """
     bucket = FakeMultipartBucket()
-    missing_upload = StorageNotFound("there is no such upload")
+    missing_upload = StorageNotFound("no such upload")
     bucket.fail = {
         "complete new": [
             ConcurrentWriteConflict("now"),
@@ -336,26 +342,26 @@ def test_an_upload_that_a_conflict_ended() -> None:
     assert (theirs, {}) == (bucket.objects, bucket.uploads)
 
 
-def test_a_lost_answer_is_no_failure() -> None:
-    """An object that was made, though the answer did not come, counts as made."""
+def test_a_lost_response_after_completion() -> None:
+    """An object that was created counts as created, even if the response was lost."""
     bucket = FakeMultipartBucket()
     bucket.lose_response = True
     _write(bucket, b"a" * MIN_PART_BYTES, b"b")
     assert b"a" * MIN_PART_BYTES + b"b" == bucket.objects["key"]
 
 
-def test_an_answer_that_never_came() -> None:
-    """Where the object is not there, or is another, the failure to complete it is raised."""
+def test_a_missing_response_without_completion() -> None:
+    """If the object is missing or differs, the failure of the completion is raised."""
     bucket = FakeMultipartBucket()
     bucket.objects["key"] = b"a" * MIN_PART_BYTES + b"c"
-    bucket.fail = {"complete": [StorageError("the service did not answer")]}
-    with pytest.raises(StorageError, match="did not answer"):
+    bucket.fail = {"complete": [StorageError("the service did not respond")]}
+    with pytest.raises(StorageError, match="did not respond"):
         _write(bucket, b"a" * MIN_PART_BYTES, b"b")
     assert {} == bucket.uploads
 
 
 def test_an_object_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that has other than was written is found out; an object of a later writer is none of ours."""
+    """Another size than was written is detected, unless a later writer has replaced the object."""
     bucket = FakeMultipartBucket()
     monkeypatch.setattr(bucket, "complete", lambda *args, only_new: '"tag"')
     monkeypatch.setattr(bucket, "head", lambda key: ObjectHead(7, '"tag"'))
@@ -365,16 +371,16 @@ def test_an_object_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     _write(bucket, b"a" * MIN_PART_BYTES, b"b")
 
 
-def test_whoever_may_only_write() -> None:
-    """An object is written though its size cannot be looked at."""
+def test_write_permission_is_sufficient() -> None:
+    """An object is written even if its size cannot be checked."""
     bucket = FakeMultipartBucket()
-    bucket.fail = {"head": [StorageAccessDenied("not yours to read")]}
+    bucket.fail = {"head": [StorageAccessDenied("no permission to read")]}
     _write(bucket, b"a" * MIN_PART_BYTES, b"b")
     assert MIN_PART_BYTES + 1 == len(bucket.objects["key"])
 
 
-def test_tag_of_an_object_in_parts() -> None:
-    """It is the MD5 of its parts' MD5s and their number; none where parts have other tags."""
+def test_the_entity_tag_of_an_object_in_parts() -> None:
+    """It is the MD5 of the parts' MD5s and their number; None if the parts have other tags."""
     tag = '"043a916d6cfeecedf5e04f0312ba762d-2"'
     parts = [Part(1, '"900150983cd24fb0d6963f7d28e17f72"', {}), Part(2, _md5(b"abc"), {})]
     assert (tag, None) == (multipart_etag(parts), multipart_etag([*parts, Part(3, '"opaque"', {})]))

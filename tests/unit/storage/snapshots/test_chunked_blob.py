@@ -1,4 +1,4 @@
-"""One blob made of many: it reads as the plain file would."""
+"""A blob made of many objects reads like the plain file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Location.parse("s3://bucket/chunks/")
 
 
 def chunked_blob(bucket: InMemoryBucket, pieces: list[bytes]) -> ChunkedBlob:
-    """The pieces, one behind the other; equal ones are one object."""
+    """Concatenate pieces; equal ones are one object."""
     for piece in pieces:
         bucket.objects[f"chunks/{piece.hex()}"] = piece
     parts = [(piece.hex(), len(piece)) for piece in pieces]
@@ -28,8 +28,8 @@ def chunked_blob(bucket: InMemoryBucket, pieces: list[bytes]) -> ChunkedBlob:
 
 
 @given(st.lists(st.binary(max_size=5), max_size=8), st.data())
-def test_any_range_reads_as_of_the_plain_file(pieces: list[bytes], data: st.DataObject) -> None:
-    """Whatever the parts, the range, and the views that it is read into."""
+def test_each_range_equals_that_of_the_plain_file(pieces: list[bytes], data: st.DataObject) -> None:
+    """Parts, ranges and views of all sizes return the bytes of the plain file."""
     bucket = InMemoryBucket()
     blob, content = chunked_blob(bucket, pieces), b"".join(pieces)
     begin = data.draw(st.integers(0, len(content)))
@@ -41,8 +41,8 @@ def test_any_range_reads_as_of_the_plain_file(pieces: list[bytes], data: st.Data
     assert (content[begin:end], len(content), 0) == (bytes(got), blob.size, bucket.open_blobs)
 
 
-def test_only_so_many_stay_open() -> None:
-    """Those read longest ago are closed, and opened again when they are wanted."""
+def test_the_number_of_open_objects_is_limited() -> None:
+    """The least recently read ones are closed, and opened again when needed."""
     bucket = InMemoryBucket()
     pieces = [index.to_bytes(2, "big") for index in range(MAX_OPEN + 10)]
     blob = chunked_blob(bucket, pieces)
@@ -52,8 +52,8 @@ def test_only_so_many_stay_open() -> None:
     assert (0, MAX_OPEN + 11) == (bucket.open_blobs, len(bucket.paths_of("open")))
 
 
-def test_two_that_open_one_object_at_once() -> None:
-    """Both read it, one of the two is kept, and the other is closed at once."""
+def test_concurrent_opens_of_one_object() -> None:
+    """Both readers read it, one handle is kept, and the other is closed immediately."""
     bucket = InMemoryBucket()
     blob, together = chunked_blob(bucket, [b"aa"]), threading.Barrier(2)
 
@@ -75,10 +75,10 @@ def test_two_that_open_one_object_at_once() -> None:
         (lambda objects: objects.pop("chunks/6262"), ": missing object s3://bucket/chunks/6262"),
         (lambda objects: objects.update({"chunks/6262": b"b"}), "has 1 bytes instead of 2"),
     ],
-    ids=["missing", "cut short"],
+    ids=["missing", "truncated"],
 )
-def test_an_object_that_is_not_right(corrupt: object, message: str) -> None:
-    """It is damage, and the object is named; the others are read."""
+def test_a_damaged_object_is_named(corrupt: object, message: str) -> None:
+    """A missing or truncated object is damage and is named; the others can be read."""
     bucket = InMemoryBucket()
     blob = chunked_blob(bucket, [b"aa", b"bb"])
     assert callable(corrupt)
@@ -90,14 +90,14 @@ def test_an_object_that_is_not_right(corrupt: object, message: str) -> None:
     assert 0 == bucket.open_blobs
 
 
-def test_past_its_end() -> None:
-    """A read that goes past the end is refused."""
+def test_a_read_past_the_end_is_refused() -> None:
+    """The error names the end of the blob."""
     with pytest.raises(StorageCorrupt, match="ends at byte 4, before byte 5"):
         read_range(chunked_blob(InMemoryBucket(), [b"aa", b"bb"]), 1, 4)
 
 
-def test_closed_means_closed() -> None:
-    """Nothing is read any more, and to close it again is harmless."""
+def test_a_closed_blob_rejects_reads() -> None:
+    """Closing it again has no effect."""
     blob = chunked_blob(InMemoryBucket(), [b"aa"])
     blob.close()
     blob.close()
@@ -105,8 +105,8 @@ def test_closed_means_closed() -> None:
         read_range(blob, 0, 1)
 
 
-def test_what_is_opened_beforehand_is_not_opened_again() -> None:
-    """`prepare` opens side by side what is read later."""
+def test_prepared_objects_are_not_opened_again() -> None:
+    """`prepare` opens the objects of later reads concurrently."""
     bucket = InMemoryBucket()
     blob = chunked_blob(bucket, [b"aa", b"bb", b"cc"])
     blob.prepare([1, 2], 2)

@@ -1,4 +1,4 @@
-"""`rfork snapshot` on a disk: what it takes for a snapshot, how damage heals, and what wrong use is told."""
+"""`rfork snapshot` on a disk: detection of snapshots, repair of damage, and errors of usage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RunSnapshot = Callable[..., str]
 
 @pytest.fixture
 def run() -> RunSnapshot:
-    """Runs `rfork snapshot ARGUMENTS`; what it prints, once it has ended with the exit code `code`."""
+    """Run `rfork snapshot ARGUMENTS`, check the exit code `code`, and return its output."""
 
     def invoke(*arguments: str | Path, code: int = 0) -> str:
         done = CliRunner().invoke(app, ["snapshot", *map(str, arguments)])
@@ -47,8 +47,8 @@ FOREIGN_FILES = {
 }
 
 
-def test_files_of_others_are_no_snapshots(tmp_path: Path, run: RunSnapshot) -> None:
-    """Whatever they are called: not listed, not verified, and not removed with those beside them."""
+def test_other_files_are_no_snapshots(tmp_path: Path, run: RunSnapshot) -> None:
+    """Whatever their names are, they are not listed, verified or removed."""
     for name, content in FOREIGN_FILES.items():
         (tmp_path / name).write_bytes(content)
     run("rm", tmp_path, code=6)
@@ -62,8 +62,8 @@ def test_files_of_others_are_no_snapshots(tmp_path: Path, run: RunSnapshot) -> N
     assert FOREIGN_FILES.keys() == names(tmp_path)
 
 
-def test_a_damaged_manifest_is_still_a_snapshots(tmp_path: Path, run: RunSnapshot) -> None:
-    """By its rank's name, or as it says what it is; and it is removed by folder or by name."""
+def test_a_damaged_manifest_belongs_to_a_snapshot(tmp_path: Path, run: RunSnapshot) -> None:
+    """It is recognised by its rank's name or its content, and can be removed by folder or by name."""
     for name, cut in ((NAME, 1), ("own.safetensors", 60)):
         save(TENSORS, tmp_path / name)
         manifest = tmp_path / f"{name}.manifest.json"
@@ -77,8 +77,8 @@ def test_a_damaged_manifest_is_still_a_snapshots(tmp_path: Path, run: RunSnapsho
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
-def test_one_without_its_data_is_not_fine(tmp_path: Path, run: RunSnapshot, shared: bool) -> None:
-    """Named by its file it is told as in a list of its folder."""
+def test_a_snapshot_without_data_is_damaged(tmp_path: Path, run: RunSnapshot, shared: bool) -> None:
+    """Named by its file it is reported as in a listing of its folder."""
     folder = tmp_path / "rev-1"
     save(TENSORS, folder, shared=shared)
     assert "DAMAGED" not in run("ls", folder / NAME)
@@ -88,8 +88,8 @@ def test_one_without_its_data_is_not_fine(tmp_path: Path, run: RunSnapshot, shar
     assert "DAMAGED" in run("ls", folder)
 
 
-def test_a_damaged_shared_chunk_heals(tmp_path: Path, run: RunSnapshot) -> None:
-    """Written again as `verify` says: the chunk is right, for the other snapshot too."""
+def test_a_damaged_shared_chunk_is_repaired(tmp_path: Path, run: RunSnapshot) -> None:
+    """Writing the snapshot again, as `verify` recommends, repairs the chunk for the other snapshot too."""
     for revision in ("rev-1", "rev-2"):
         save(TENSORS, tmp_path / revision, shared=True)
     for chunk in (tmp_path / "chunks").glob("*/*"):
@@ -105,8 +105,8 @@ def test_a_damaged_shared_chunk_heals(tmp_path: Path, run: RunSnapshot) -> None:
 
 @pytest.mark.parametrize("command", ["ls", "verify", "rm"])
 @pytest.mark.parametrize("name", ["plain.safetensors", "none.safetensors", "plain.safetensors/x.safetensors"])
-def test_no_snapshot_is_told_as_that(tmp_path: Path, run: RunSnapshot, command: str, name: str) -> None:
-    """Of a plain file, of nothing, and below a file."""
+def test_a_missing_snapshot_is_reported(tmp_path: Path, run: RunSnapshot, command: str, name: str) -> None:
+    """A plain file, a missing folder and a path below a file are no snapshots."""
     save_file(TENSORS, tmp_path / "plain.safetensors")
     assert f"no snapshot at {(tmp_path / name).as_uri()}" in run(command, tmp_path / name, code=6)
     assert {"plain.safetensors"} == names(tmp_path)
@@ -123,10 +123,10 @@ def test_no_snapshot_is_told_as_that(tmp_path: Path, run: RunSnapshot, command: 
         ("--check requires --shared", ["write", "models", "--from", "nowhere", "--check"]),
     ],
 )
-def test_wrong_use_is_told_at_once(
+def test_invalid_usage_is_refused_immediately(
     tmp_path: Path, run: RunSnapshot, message: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any weights are loaded or fetched."""
+    """It is refused before any weights are loaded or fetched."""
     monkeypatch.chdir(tmp_path)
     assert message in run(*arguments, code=2)
     assert set() == names(tmp_path)
@@ -134,7 +134,7 @@ def test_wrong_use_is_told_at_once(
 
 @pytest.fixture
 def tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of weight files, which loads as one linear layer."""
+    """Write a folder of weight files that loads as one linear layer."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     save_file(TENSORS, folder / "model.safetensors")
@@ -142,8 +142,10 @@ def tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_snapshot_of_a_folder_has_the_folders_version(tmp_path: Path, tiny_folder: Path, run: RunSnapshot) -> None:
-    """What is written is listed with the fingerprint of the files that it was written from."""
+def test_a_snapshot_of_a_folder_has_the_version_of_the_folder(
+    tmp_path: Path, tiny_folder: Path, run: RunSnapshot
+) -> None:
+    """It is listed with the fingerprint of the files that it was written from."""
     version = fingerprint_of(tiny_folder)
     assert version is not None
     target = tmp_path / "snapshot"
@@ -156,7 +158,7 @@ def test_a_snapshot_of_a_folder_has_the_folders_version(tmp_path: Path, tiny_fol
 def test_a_stated_version_is_recorded(
     tmp_path: Path, tiny_folder: Path, run: RunSnapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The option comes before the variable, and the variable before the folder's own version."""
+    """The option has precedence over the variable, and the variable over the folder's version."""
     monkeypatch.setenv("RFORK_VERSION", "v1")
     run("write", tmp_path / "a", "--from", tiny_folder)
     run("write", tmp_path / "b", "--from", tiny_folder, "--version", "v2")
@@ -167,15 +169,15 @@ def test_a_stated_version_is_recorded(
 def test_an_unusable_version_is_refused_before_weights_are_loaded(
     tmp_path: Path, tiny_folder: Path, run: RunSnapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version of several lines is wrong use."""
+    """A version of several lines is an error of usage."""
     monkeypatch.delattr(transformers, "loaded_model")
     assert "RFORK_VERSION" in run("write", tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
 
 
-def test_a_folder_that_changes_as_it_is_loaded_is_refused(
+def test_a_folder_that_changes_during_the_load_is_refused(
     tmp_path: Path, tiny_folder: Path, run: RunSnapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recorded version is that of the weights that were loaded, or there is no snapshot."""
+    """The recorded version is that of the loaded weights, or there is no snapshot."""
 
     def loaded_model(folder: Path) -> torch.nn.Module:
         save_file({"a": torch.zeros(7)}, folder / "model.safetensors")

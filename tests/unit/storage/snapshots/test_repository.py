@@ -1,4 +1,4 @@
-"""Snapshots in a repository: listed, verified, removed, and what dead writers left swept up."""
+"""Snapshots in a repository: listed, verified and removed, and leftovers of dead writers deleted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PENDING = f"tiny/rev-9/model-rank-000.safetensors.manifest.json.{'0' * 32}.pendi
 
 
 def make_image(seed: int) -> Image:
-    """Three chunks of 1 MiB: two of the seed's numbers, and one of zeros."""
+    """Return an image of three chunks of 1 MiB: two of the seed's numbers, and one of zeros."""
     generator = torch.Generator().manual_seed(seed)
     return image_from_tensors({"a": torch.randn(MIB // 2, generator=generator), "b": torch.zeros(MIB // 4)})
 
@@ -60,8 +60,8 @@ def chunk_names(bucket: InMemoryBucket) -> list[str]:
     return [name for name in bucket.objects if name.startswith("tiny/chunks/")]
 
 
-def test_what_a_repository_holds(bucket: InMemoryBucket) -> None:
-    """Each snapshot with its rank, its form, and how much of it others have too."""
+def test_a_repository_is_listed(bucket: InMemoryBucket) -> None:
+    """Each snapshot is listed with its rank, its form and the share of chunks in common."""
     write("rev-1", 1)
     write("rev-2", 2, tp=1)
     write("rev-3", 3, shared=False)
@@ -87,16 +87,16 @@ def test_what_a_repository_holds(bucket: InMemoryBucket) -> None:
     assert ((), 0) == (found.leftovers, bucket.open_blobs)
 
 
-def test_chunks_above_the_folder_are_seen(bucket: InMemoryBucket) -> None:
-    """Of one revision alone it is seen whether its chunks are there."""
+def test_chunks_above_the_folder_are_checked(bucket: InMemoryBucket) -> None:
+    """A listing of a single revision checks that its chunks exist."""
     write("rev-1", 1)
     assert [None] == [found.problem for found in in_revision("rev-1")]
     del bucket.objects[chunk_names(bucket)[0]]
     assert ["1 of 4 chunks"] == [(found.problem or "")[:13] for found in in_revision("rev-1")]
 
 
-def test_trouble_that_shows_at_first_sight(bucket: InMemoryBucket) -> None:
-    """Missing data, data of another size, and a manifest that is none."""
+def test_a_listing_shows_obvious_damage(bucket: InMemoryBucket) -> None:
+    """Missing data, data of another size and an invalid manifest are shown."""
     for revision in ("rev-1", "rev-2", "rev-3"):
         write(revision, 1, shared=False)
     del bucket.objects["tiny/rev-1/model-rank-000.safetensors"]
@@ -111,8 +111,8 @@ def test_trouble_that_shows_at_first_sight(bucket: InMemoryBucket) -> None:
     assert [True] * 3 == [message in (each.problem or "") for message, each in zip(expected, found, strict=True)]
 
 
-def test_a_right_snapshot_is_verified(bucket: InMemoryBucket) -> None:
-    """Every byte is read in pieces; chunks that two share are read once."""
+def test_an_intact_snapshot_is_verified(bucket: InMemoryBucket) -> None:
+    """Every byte is read in pieces; shared chunks are read once."""
     write("rev-1", 1)
     write("rev-2", 1, tp=1)
     write("rev-3", 1, shared=False)
@@ -128,7 +128,7 @@ def test_a_right_snapshot_is_verified(bucket: InMemoryBucket) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 def test_damage_is_named(bucket: InMemoryBucket, shared: bool) -> None:
-    """One changed byte names its chunk, and a missing object itself."""
+    """A changed byte is reported with its chunk, and a missing object by its name."""
     write("rev-1", 1, shared=shared)
     digest = make_image(1).manifest().digests[1].hex()
     name = f"tiny/chunks/{digest[:2]}/{digest}-{MIB}" if shared else "tiny/rev-1/model-rank-000.safetensors"
@@ -143,8 +143,8 @@ def test_damage_is_named(bucket: InMemoryBucket, shared: bool) -> None:
         assert [True] == ["cannot be read: " in each.mismatches[0] for each in verified()]
 
 
-def test_damage_that_two_share_is_told_of_both(bucket: InMemoryBucket) -> None:
-    """Though the chunk is read once."""
+def test_damage_of_a_shared_chunk_is_reported_for_both(bucket: InMemoryBucket) -> None:
+    """The chunk is read once."""
     write("rev-1", 1)
     write("rev-2", 2, tp=1)
     digest = make_image(1).manifest().digests[2].hex()
@@ -152,8 +152,8 @@ def test_damage_that_two_share_is_told_of_both(bucket: InMemoryBucket) -> None:
     assert [1, 1] == [len(result.mismatches) for result in verified()]
 
 
-def test_damage_outside_the_chunks(bucket: InMemoryBucket) -> None:
-    """Of a header, of a manifest's own hash; a manifest that is none, or names nowhere; no data."""
+def test_damage_outside_of_the_chunks_is_reported(bucket: InMemoryBucket) -> None:
+    """Damaged headers, manifest hashes, manifests, chunk folders and missing data are reported."""
     for revision in ("rev-1", "rev-2", "rev-3"):
         write(revision, 1, shared=False)
     head = bytearray(bucket.objects["tiny/rev-1/model-rank-000.safetensors"])
@@ -172,8 +172,8 @@ def test_damage_outside_the_chunks(bucket: InMemoryBucket) -> None:
     assert [True] * 5 == [message in result.mismatches[0] for message, result in zip(expected, verified(), strict=True)]
 
 
-def test_removing_keeps_what_others_need(bucket: InMemoryBucket) -> None:
-    """The manifest goes first; of the chunks those that no other rank or revision names."""
+def test_removal_keeps_shared_chunks(bucket: InMemoryBucket) -> None:
+    """The manifest is removed first, then the chunks that no other rank or revision references."""
     write("rev-1", 1)
     write("rev-2", 2)
     bucket.log.clear()
@@ -185,8 +185,8 @@ def test_removing_keeps_what_others_need(bucket: InMemoryBucket) -> None:
     assert {} == bucket.objects
 
 
-def test_all_ranks_of_a_revision_go_at_once(bucket: InMemoryBucket) -> None:
-    """What two of them share goes with them; a file beside them too."""
+def test_all_ranks_of_a_revision_are_removed_together(bucket: InMemoryBucket) -> None:
+    """Chunks that two of them share are removed too, and so is a plain file of a rank."""
     write("rev-1", 1)
     write("rev-1", 2, tp=1)
     write("rev-2", 1, shared=False)
@@ -195,15 +195,15 @@ def test_all_ranks_of_a_revision_go_at_once(bucket: InMemoryBucket) -> None:
     assert {} == bucket.objects
 
 
-def test_chunks_that_a_writer_counts_on_stay(bucket: InMemoryBucket) -> None:
-    """A snapshot that is written meanwhile has noted what it needs."""
+def test_chunks_reserved_by_a_writer_stay(bucket: InMemoryBucket) -> None:
+    """A running writer has recorded the chunks that it needs."""
     write("rev-1", 1)
     bucket.objects[PENDING] = bucket.objects["tiny/rev-1/model-rank-000.safetensors.manifest.json"]
     assert DeleteResult(1, 0, SNAPSHOT_BYTES) == remove_snapshots(in_revision("rev-1"))
 
 
-def test_a_writer_that_ends_meanwhile_is_not_overlooked(bucket: InMemoryBucket) -> None:
-    """Its note may be gone before it is read: its manifest is there by then."""
+def test_a_writer_that_finishes_during_a_removal(bucket: InMemoryBucket) -> None:
+    """If its marker was removed before it is read, its manifest exists already."""
     write("rev-1", 1)
     manifest = "tiny/rev-1/model-rank-000.safetensors.manifest.json"
     bucket.objects[PENDING] = bucket.objects[manifest]
@@ -217,8 +217,8 @@ def test_a_writer_that_ends_meanwhile_is_not_overlooked(bucket: InMemoryBucket) 
     assert DeleteResult(1, 0, SNAPSHOT_BYTES) == remove_snapshots(found)
 
 
-def test_nothing_goes_beside_a_manifest_that_cannot_be_read(bucket: InMemoryBucket) -> None:
-    """It may name the same chunks."""
+def test_an_unreadable_manifest_prevents_removal(bucket: InMemoryBucket) -> None:
+    """It may reference the same chunks."""
     write("rev-1", 1)
     write("rev-2", 2)
     bucket.objects["tiny/rev-2/model-rank-000.safetensors.manifest.json"] = b"{}"
@@ -228,8 +228,8 @@ def test_nothing_goes_beside_a_manifest_that_cannot_be_read(bucket: InMemoryBuck
     assert before == bucket.objects
 
 
-def test_leftovers_are_shown_and_swept_up(bucket: InMemoryBucket) -> None:
-    """Of a dead writer: its note, its chunks, data without a manifest; snapshots and strangers stay."""
+def test_leftovers_are_listed_and_removed(bucket: InMemoryBucket) -> None:
+    """Marker, chunks and data of a dead writer are removed; snapshots and unrelated files stay."""
     write("rev-1", 1)
     write("rev-9", 9)
     kept = {name for name in bucket.objects if "rev-9" not in name}
@@ -247,8 +247,8 @@ def test_leftovers_are_shown_and_swept_up(bucket: InMemoryBucket) -> None:
     assert ([()], ()) == ([result.mismatches for result in verified()], contents().leftovers)
 
 
-def test_files_that_are_half_written(tmp_path: Path) -> None:
-    """On a disk, the temporary file of a writer that was killed."""
+def test_temporary_files_are_leftovers(tmp_path: Path) -> None:
+    """On a disk, a killed writer leaves its temporary file."""
     image = make_image(1)
     write_snapshot(image, image.manifest(), tmp_path / "rev-1")
     half = tmp_path / "rev-1" / f".model-rank-001.safetensors.{'0' * 32}.tmp"
@@ -259,14 +259,14 @@ def test_files_that_are_half_written(tmp_path: Path) -> None:
     assert 1 == len(repository.contents().snapshots)
 
 
-def test_one_snapshot_is_found_without_a_list(bucket: InMemoryBucket) -> None:
-    """By its name, also where storage lists nothing."""
+def test_one_snapshot_is_found_without_a_listing(bucket: InMemoryBucket) -> None:
+    """It is found by its name, also in storage that cannot be listed."""
     write("rev-1", 1)
     folder = ROOT.child("rev-1/")
     assert contents().snapshots[0].manifest_file == read_entry(folder, "model-rank-000.safetensors").manifest_file
 
 
-def test_a_web_server_has_no_list() -> None:
-    """It is said what to name instead."""
+def test_a_web_server_cannot_be_listed() -> None:
+    """The error names the alternative."""
     with pytest.raises(SettingsError, match="cannot be listed"):
         Repository(Location.parse("http://127.0.0.1:1/models/")).contents()

@@ -1,4 +1,4 @@
-"""Snapshots: opened, read back chunk by chunk or all at once, and refused when they are not right."""
+"""Snapshots: opened, read chunk by chunk or at once, and refused if they are damaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADER = 4096
 
 
 def make_image(seed: int) -> Image:
-    """Two chunks and a bit, in three tensors."""
+    """Return an image of two and a fraction chunks in three tensors."""
     generator = torch.Generator().manual_seed(seed)
     return image_from_tensors(
         {
@@ -46,7 +46,7 @@ FORMS = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A snapshot of HELD, in a file."""
+    """Write a snapshot of HELD to a file."""
     written = tmp_path / "model.safetensors"
     write_snapshot(IMAGE, MANIFEST, written)
     return written
@@ -61,8 +61,8 @@ def open_(path: Path, image: Image = IMAGE) -> Snapshot:
 
 
 @FORMS
-def test_every_chunk_comes_back(bucket: InMemoryBucket, shared: bool) -> None:
-    """An image filled chunk by chunk has the manifest of the one that was written; nothing stays open."""
+def test_every_chunk_is_read_back(bucket: InMemoryBucket, shared: bool) -> None:
+    """An image filled chunk by chunk has the written manifest; nothing stays open."""
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared)
     target, snapshot = make_image(2), Snapshot.open(REVISION, IMAGE.layout)
     for begin, end in target.layout.chunks:
@@ -78,7 +78,7 @@ def test_every_chunk_comes_back(bucket: InMemoryBucket, shared: bool) -> None:
 
 @FORMS
 def test_an_image_is_filled_at_once(bucket: InMemoryBucket, shared: bool) -> None:
-    """Every byte is told of, and every chunk as soon as it is verified."""
+    """Every byte is reported, and every chunk as soon as it is verified."""
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared)
     target, progress_bytes, chunks = make_image(2), list[int](), list[int]()
     snapshot = Snapshot.open(REVISION, IMAGE.layout)
@@ -92,8 +92,8 @@ def test_an_image_is_filled_at_once(bucket: InMemoryBucket, shared: bool) -> Non
     )
 
 
-def test_more_chunks_than_may_be_open(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared snapshot with too many chunks is filled some at a time."""
+def test_more_chunks_than_open_objects(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared snapshot with too many chunks is filled in batches."""
     monkeypatch.setattr("rfork.storage.snapshots.snapshot.MAX_OPEN", 1)
     monkeypatch.setattr("rfork.storage.snapshots.chunked_blob.MAX_OPEN", 1)
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
@@ -105,8 +105,8 @@ def test_more_chunks_than_may_be_open(bucket: InMemoryBucket, monkeypatch: pytes
 
 
 @FORMS
-def test_a_rotten_chunk_is_named(bucket: InMemoryBucket, shared: bool) -> None:
-    """A chunk that does not match twice is StorageCorrupt, and the others were offered."""
+def test_a_corrupt_chunk_is_named(bucket: InMemoryBucket, shared: bool) -> None:
+    """A chunk that does not match twice raises StorageCorrupt after the other chunks were offered."""
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared)
     name = f"tiny/chunks/{MANIFEST.digests[1].hex()[:2]}/{MANIFEST.digests[1].hex()}-{MIB}" if shared else NAME
     data = bytearray(bucket.objects[name])
@@ -120,7 +120,7 @@ def test_a_rotten_chunk_is_named(bucket: InMemoryBucket, shared: bool) -> None:
 
 
 def test_a_chunk_that_was_wrong_once_is_read_again(bucket: InMemoryBucket) -> None:
-    """What was spoilt on its way is right the second time."""
+    """A chunk that was corrupted in transit is correct the second time."""
     write_snapshot(IMAGE, MANIFEST, REVISION)
     target, snapshot = make_image(2), Snapshot.open(REVISION, IMAGE.layout)
     right = bucket.objects[NAME]
@@ -145,7 +145,7 @@ def test_a_chunk_that_was_wrong_once_is_read_again(bucket: InMemoryBucket) -> No
 
 
 def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
-    """A shared snapshot without one of its objects is damaged."""
+    """A shared snapshot that lacks an object is damaged."""
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     lost = f"{MANIFEST.digests[2].hex()}-{IMAGE.layout.image_bytes - 2 * MIB}"
     del bucket.objects[f"tiny/chunks/{lost[:2]}/{lost}"]
@@ -167,12 +167,12 @@ def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
     ],
 )
 def test_the_names_of_ranks(rank: Rank, name: str) -> None:
-    """A name says which rank it is; data-parallel replicas share one."""
+    """A name identifies the rank; data-parallel replicas share one."""
     assert name == snapshot_name(rank)
 
 
 def test_a_uri_is_a_file_or_a_folder() -> None:
-    """What ends in .safetensors is one file; anything else a folder with one for each rank."""
+    """A URI that ends with .safetensors is one file; any other is a folder with one file per rank."""
     expected = [
         ("s3://b/llama/", "model-rank-000.safetensors"),
         ("s3://b/llama/", "model-rank-000.safetensors"),
@@ -189,7 +189,7 @@ def test_a_uri_is_a_file_or_a_folder() -> None:
 
 
 def test_an_offer_names_the_weights(path: Path) -> None:
-    """The planner hears what the snapshot holds before anything is read."""
+    """The planner is notified of the snapshot's weights before anything is read."""
     snapshot = open_(path)
     snapshot.close()
     weights_id = MANIFEST.weights_id
@@ -198,7 +198,7 @@ def test_an_offer_names_the_weights(path: Path) -> None:
 
 
 def test_a_snapshot_is_a_safetensors_file(path: Path) -> None:
-    """Any safetensors tool reads the tensors."""
+    """The tools of safetensors read the tensors."""
     read = load_file(path)
     expected = {name: list(tensor.shape) for name, tensor in read.items()}
     assert {"a": [MIB // 4 + 3], "b": [2, MIB // 8], "c": [77]} == expected
@@ -266,32 +266,32 @@ def all_missing(path: Path) -> None:
         (all_missing, StorageNotFound, "no snapshot at"),
     ],
 )
-def test_a_snapshot_that_is_not_right(
+def test_a_damaged_snapshot_is_refused(
     path: Path, corrupt: Callable[[Path], None], error: type[RforkError], message: str
 ) -> None:
-    """Each is refused when it is opened, and the error says what is wrong."""
+    """Each is refused when it is opened, and the error states the defect."""
     corrupt(path)
     with pytest.raises(error, match=message) as raised:
         open_(path)
     assert error is raised.type
 
 
-def test_a_snapshot_of_another_layout(path: Path) -> None:
+def test_a_snapshot_with_another_layout(path: Path) -> None:
     """The first difference is named."""
     other = image_from_tensors({"a": torch.zeros(3), "b": torch.zeros(2, MIB // 8), "c": torch.zeros(77)})
     with pytest.raises(CheckpointError, match="first difference: a: here"):
         open_(path, other)
 
 
-def test_an_image_of_another_layout_is_not_filled(path: Path) -> None:
-    """Whoever opened it for one layout cannot fill another."""
+def test_an_image_with_another_layout_is_not_filled(path: Path) -> None:
+    """A snapshot opened for one layout cannot fill another."""
     snapshot = open_(path)
     with pytest.raises(ValueError, match="another layout"):
         snapshot.fill(image_from_tensors({"a": torch.zeros(3)}))
     snapshot.close()
 
 
-def test_a_uri_that_is_of_no_storage() -> None:
-    """It is the user's mistake."""
+def test_an_unknown_scheme_is_a_user_error() -> None:
+    """A URI with an unknown scheme is a settings error."""
     with pytest.raises(SettingsError, match="unknown scheme"):
         Snapshot.open("ftp://host/model", IMAGE.layout)

@@ -1,4 +1,4 @@
-"""Writing snapshots: whatever happens on the way, nobody takes what lies there for what it is not."""
+"""Writing snapshots: after any failure, no reader gets wrong weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 
 
 def make_image(seed: int, *, last: float = 0.0) -> Image:
-    """Three chunks of 1 MiB: two of the seed's numbers, and one of `last` alone."""
+    """Return an image of three chunks of 1 MiB: two of the seed's numbers, and one filled with `last`."""
     generator = torch.Generator().manual_seed(seed)
     return image_from_tensors({"a": torch.randn(MIB // 2, generator=generator), "b": torch.full((MIB // 4,), last)})
 
@@ -40,7 +40,7 @@ MANIFEST, OTHER_MANIFEST = IMAGE.manifest(), OTHER_IMAGE.manifest()
 
 
 def weights_at(uri: str) -> str | None:
-    """What a reader gets there: the weights_id of an image that was filled, or None where it is refused."""
+    """Return the weights_id of an image filled from a URI, or None if the snapshot is refused."""
     buffer, _ = allocate_buffer(IMAGE.layout)
     target = Image(IMAGE.layout, [buffer])
     try:
@@ -54,8 +54,8 @@ def weights_at(uri: str) -> str | None:
     return target.manifest().weights_id
 
 
-def test_what_was_written(bucket: InMemoryBucket) -> None:
-    """The file is header and image; its manifest comes last."""
+def test_the_written_files(bucket: InMemoryBucket) -> None:
+    """The file is header and image; its manifest is written last."""
     progress_bytes = list[int]()
     written = write_snapshot(IMAGE, MANIFEST, REVISION, progress=progress_bytes.append)
     uri = "s3://bucket/tiny/rev-1/model-rank-000.safetensors"
@@ -67,7 +67,7 @@ def test_what_was_written(bucket: InMemoryBucket) -> None:
 
 
 def test_equal_chunks_are_stored_once(bucket: InMemoryBucket) -> None:
-    """Another rank and another revision write only what differs, and each comes back whole."""
+    """Another rank and another revision write only differing chunks, and each is read back completely."""
     first = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     rank = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, rank=Rank(tp=1, tp_size=2))
     revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT, shared=True)
@@ -81,14 +81,14 @@ def test_equal_chunks_are_stored_once(bucket: InMemoryBucket) -> None:
 
 
 def test_equal_chunks_of_one_image_are_stored_once(bucket: InMemoryBucket) -> None:
-    """Three chunks of zeros are one object; all bytes are told of."""
+    """Three chunks of zeros are one object; all bytes are reported."""
     image, progress_bytes = image_from_tensors({"a": torch.zeros(3 * MIB // 4)}), list[int]()
     written = write_snapshot(image, image.manifest(), REVISION, shared=True, progress=progress_bytes.append)
     assert (HEADER + MIB, 2 * MIB, 3 * MIB) == (written.written, written.reused_bytes, sum(progress_bytes))
 
 
-def test_shared_chunks_lie_where_the_caller_says(bucket: InMemoryBucket) -> None:
-    """Beside the revision, further up, or at the top of a bucket that is the revision."""
+def test_shared_chunks_are_in_the_folder_of_the_caller(bucket: InMemoryBucket) -> None:
+    """Next to the revision, further up, or at the top of a bucket that is the revision."""
     for uri, chunks in ((REVISION, "../chunks/"), (REVISION, "../../all/"), ("s3://bucket/", "../chunks/")):
         write_snapshot(IMAGE, MANIFEST, uri, shared=True, chunks=chunks)
     folders = {name.rsplit("/", 2)[0] for name in bucket.objects if "manifest" not in name}
@@ -97,15 +97,15 @@ def test_shared_chunks_lie_where_the_caller_says(bucket: InMemoryBucket) -> None
 
 
 @pytest.mark.parametrize("chunks", ["chunks", "../../../c/", "/c/", "../a/b/", "../.hidden/"])
-def test_a_folder_of_chunks_that_cannot_be(bucket: InMemoryBucket, chunks: str) -> None:
+def test_an_invalid_folder_of_chunks_is_refused(bucket: InMemoryBucket, chunks: str) -> None:
     """It is refused before anything is written."""
     with pytest.raises(SettingsError):
         write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, chunks=chunks)
     assert [] == bucket.log
 
 
-def test_a_chunk_that_was_cut_short_is_written_anew(bucket: InMemoryBucket) -> None:
-    """An object of the wrong size does not count as there."""
+def test_a_truncated_chunk_is_written_again(bucket: InMemoryBucket) -> None:
+    """An object with the wrong size counts as missing."""
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     name = next(name for name in bucket.objects if name.endswith(f"-{MIB}"))
     bucket.objects[name] = b""
@@ -114,7 +114,7 @@ def test_a_chunk_that_was_cut_short_is_written_anew(bucket: InMemoryBucket) -> N
 
 
 class _WriterKilled(Exception):
-    """The process was killed here."""
+    """Raised where the process is killed."""
 
 
 OLD, NEW = OTHER_MANIFEST.weights_id, MANIFEST.weights_id
@@ -124,17 +124,17 @@ OLD, NEW = OTHER_MANIFEST.weights_id, MANIFEST.weights_id
     ("before", "shared", "allowed"),
     [
         (None, False, [None]),
-        ("file", False, [OLD, None]),  # the data is replaced, and then its manifest
+        ("file", False, [OLD, None]),  # the data is replaced before its manifest
         ("shared", False, [OLD]),
         (None, True, [None, NEW]),
         ("file", True, [OLD, None, NEW]),
-        ("shared", True, [OLD, NEW]),  # the manifest is all that is replaced
+        ("shared", True, [OLD, NEW]),  # only the manifest is replaced
     ],
 )
 def test_a_writer_may_die_at_any_step(
     bucket: InMemoryBucket, before: str | None, shared: bool, allowed: list[str | None]
 ) -> None:
-    """A reader gets the weights before, or those that were written, or is refused: never a mixture."""
+    """A reader gets the old or the new weights or an error, never a mixture."""
     if before is not None:
         write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, REVISION, shared=before == "shared", settings=SERIAL)
     start, steps, seen = dict(bucket.objects), 0, list[str | None]()
@@ -144,7 +144,7 @@ def test_a_writer_may_die_at_any_step(
         def kill_writer(operation: str, path: str) -> None:
             nonlocal left
             left -= 1
-            if left < 0:  # from here on nothing is done, and nothing cleaned up: the process is gone
+            if left < 0:  # from here on nothing is written or removed: the process is dead
                 raise _WriterKilled(operation)
 
         bucket.fault = kill_writer
@@ -163,7 +163,7 @@ def test_a_writer_may_die_at_any_step(
 @FORMS
 @pytest.mark.parametrize("last", [False, True], ids=["data", "manifest"])
 def test_a_full_disk_leaves_no_snapshot(bucket: InMemoryBucket, shared: bool, last: bool) -> None:
-    """The store's error is raised, and what a writer notes for itself is gone again."""
+    """The store's error is raised, and the writer's marker is removed."""
 
     def full(operation: str, path: str) -> None:
         if operation == "write" and (path.endswith("manifest.json") if last else len(bucket.paths_of("write")) > 3):
@@ -177,8 +177,8 @@ def test_a_full_disk_leaves_no_snapshot(bucket: InMemoryBucket, shared: bool, la
 
 
 @FORMS
-def test_weights_that_change_meanwhile(bucket: InMemoryBucket, shared: bool) -> None:
-    """What is written is digested again: other bytes than the manifest's are an error."""
+def test_weights_that_change_during_the_write(bucket: InMemoryBucket, shared: bool) -> None:
+    """Written bytes are digested again: bytes that differ from the manifest are an error."""
     changing = make_image(1)
     manifest = changing.manifest()
 
@@ -190,16 +190,16 @@ def test_weights_that_change_meanwhile(bucket: InMemoryBucket, shared: bool) -> 
     assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
 
 
-def test_no_shared_form_while_chunks_are_removed(bucket: InMemoryBucket) -> None:
-    """A writer that would count on chunks which go now gives up."""
+def test_no_shared_snapshot_during_a_deletion(bucket: InMemoryBucket) -> None:
+    """A writer that would reuse chunks during their deletion gives up."""
     bucket.objects["tiny/chunks/removing-" + "0" * 32] = b""
     with pytest.raises(StorageError, match="another process is deleting chunks here"):
         write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     assert ["tiny/chunks/removing-" + "0" * 32] == list(bucket.objects)
 
 
-def test_a_writer_whose_note_is_gone_gives_up(bucket: InMemoryBucket) -> None:
-    """Somebody took it for dead, and its chunks for nobody's."""
+def test_a_writer_whose_marker_was_removed_gives_up(bucket: InMemoryBucket) -> None:
+    """A cleanup has taken it for dead and may have deleted its chunks."""
 
     def forget(count: int) -> None:
         for name in [name for name in bucket.objects if name.endswith(".pending")]:
@@ -210,21 +210,21 @@ def test_a_writer_whose_note_is_gone_gives_up(bucket: InMemoryBucket) -> None:
     assert None is weights_at(REVISION)
 
 
-def test_a_place_that_can_only_be_read() -> None:
-    """A web server takes no snapshot."""
+def test_a_read_only_store_is_refused() -> None:
+    """No snapshot can be written to a web server."""
     with pytest.raises(SettingsError, match="read-only"):
         write_snapshot(IMAGE, MANIFEST, "https://127.0.0.1:1/models/")
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
-    """It is one clear error of storage."""
+def test_a_file_instead_of_the_folder(tmp_path: Path) -> None:
+    """It is a storage error of one line."""
     (tmp_path / "models").write_text("")
     with pytest.raises(StorageError, match="model-rank-000"):
         write_snapshot(IMAGE, MANIFEST, tmp_path / "models")
 
 
-def test_two_that_write_one_snapshot_do_not_mix(tmp_path: Path) -> None:
-    """Whoever is last has written a whole one, and nothing is left lying about."""
+def test_concurrent_writers_of_one_snapshot_do_not_mix(tmp_path: Path) -> None:
+    """The last one has written a complete snapshot, and no other file is left."""
     path, begun = tmp_path / "model.safetensors", False
 
     def write_too(nbytes: int) -> None:
@@ -239,7 +239,7 @@ def test_two_that_write_one_snapshot_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_writer_cleans_up(tmp_path: Path) -> None:
-    """Ctrl-C in the middle leaves the folder as it was."""
+    """Ctrl-C during a write leaves the folder unchanged."""
 
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Reading ``.tensors`` files: what tensorizer writes, and what is left of a file that was damaged."""
+"""Reading ``.tensors`` files that tensorizer has written, and damaged ones."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def write_file(
     key: bytes | None = None,
     password: str | None = None,
 ) -> bytes:
-    """Write tensors to URI; the bytes of the file."""
+    """Write tensors to URI and return the bytes of the file."""
     write_tensors(tensors, URI, key=key, password=password)
     return bucket.objects["model.tensors"]
 
 
 def read_all(uri: str = URI) -> dict[str, torch.Tensor]:
-    """Every tensor of a file."""
+    """Return every tensor of a file."""
     with TensorizerSource.open(uri) as source:
         return dict(source.stream())
 
 
 @pytest.mark.parametrize("encryption_type", ["plain", "key", "password"])
-def test_reads_what_tensorizer_writes(tmp_path: Path, encryption_type: str) -> None:
+def test_reads_files_of_tensorizer(tmp_path: Path, encryption_type: str) -> None:
     """Names, types, shapes and bytes of a file that tensorizer wrote, encrypted or not."""
     # tensorizer itself cannot encrypt a tensor without bytes.
     tensors = {name: tensor for name, tensor in samples().items() if tensor.numel()}
@@ -75,7 +75,7 @@ def test_reads_what_tensorizer_writes(tmp_path: Path, encryption_type: str) -> N
 
 
 def test_reads_modules_nested_names_and_hollow_tensors(tmp_path: Path) -> None:
-    """A module's own parameters have no dot in front, nested names are joined, meta tensors are zeros."""
+    """A module's own parameters have no leading dot, nested names are joined, and meta tensors are zeros."""
     module = nn.Linear(2, 3)
     for name, write in {
         "module": lambda serializer: serializer.write_module(module),
@@ -92,8 +92,8 @@ def test_reads_modules_nested_names_and_hollow_tensors(tmp_path: Path) -> None:
     )
 
 
-def test_every_cut_is_refused(bucket: InMemoryBucket) -> None:
-    """A file that lacks any number of bytes at its end is never read: one line says that it is cut short."""
+def test_every_truncation_is_refused(bucket: InMemoryBucket) -> None:
+    """A file that lacks bytes at its end is refused as truncated."""
     content = write_file(bucket)
     for length in range(len(content)):
         bucket.objects["model.tensors"] = content[:length]
@@ -102,8 +102,8 @@ def test_every_cut_is_refused(bucket: InMemoryBucket) -> None:
     assert 0 == bucket.open_blobs
 
 
-def test_every_cut_of_tensorizers_own_file_is_refused(bucket: InMemoryBucket, tmp_path: Path) -> None:
-    """So is one that tensorizer wrote, whose loader takes one that lacks up to 3,999 bytes for whole."""
+def test_every_truncation_of_tensorizers_own_file_is_refused(bucket: InMemoryBucket, tmp_path: Path) -> None:
+    """tensorizer's own loader accepts files that lack up to 3,999 bytes."""
     serializer = TensorSerializer(tmp_path / "model.tensors")
     serializer.write_state_dict({"a": torch.arange(1500.0)})
     serializer.close()
@@ -121,7 +121,7 @@ def test_every_cut_of_tensorizers_own_file_is_refused(bucket: InMemoryBucket, tm
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_flipped_bit_is_refused_and_its_tensor_named(bucket: InMemoryBucket, key: bytes | None) -> None:
-    """A changed byte of a tensor is never read; one of its header neither, or it changes nothing."""
+    """A changed byte of a tensor is never read; one of its header is refused or has no effect."""
     write_tensors(SMALL, URI, key=key)
     content, right = bucket.objects["model.tensors"], raw_tensors(SMALL)
     with TensorizerSource.open(URI, key=key) as source:
@@ -137,7 +137,7 @@ def test_a_flipped_bit_is_refused_and_its_tensor_named(bucket: InMemoryBucket, k
 
 
 def read_or_error(source: TensorizerSource) -> tuple[str, Raw]:
-    """Why a source is refused, or what it holds."""
+    """Return the error that a source raises, or its content."""
     try:
         return "", raw_tensors(source.stream())
     except (StorageCorrupt, StorageAccessDenied) as error:
@@ -145,7 +145,7 @@ def read_or_error(source: TensorizerSource) -> tuple[str, Raw]:
 
 
 def test_a_flipped_bit_of_the_index_is_refused_or_harmless(bucket: InMemoryBucket) -> None:
-    """What the index says of a tensor is compared with the tensor's own header, which is hashed."""
+    """The index is compared with each tensor's own header, which is hashed."""
     content = write_file(bucket)
     right = raw_tensors(SMALL)
     for at in range(len(content) - sum(tensor.nbytes for tensor in SMALL.values()) - 8):
@@ -174,7 +174,7 @@ def test_a_flipped_bit_of_the_index_is_refused_or_harmless(bucket: InMemoryBucke
         ("plain", None, "", SettingsError, "password is empty"),
     ],
 )
-def test_a_wrong_secret_is_one_line(
+def test_a_wrong_secret_is_a_one_line_error(
     bucket: InMemoryBucket,
     written: str,
     key: bytes | None,
@@ -182,7 +182,7 @@ def test_a_wrong_secret_is_one_line(
     error_type: type[RforkError],
     message: str,
 ) -> None:
-    """What is wrong with a key or password is said on one line, without either."""
+    """The error states the problem without key or password."""
     write_file(bucket, SMALL, KEY if written == "key" else None, PASSWORD if written == "password" else None)
     with pytest.raises(error_type, match=message) as raised:
         dict(TensorizerSource.open(URI, key=key, password=password).stream())
@@ -191,8 +191,8 @@ def test_a_wrong_secret_is_one_line(
     assert "wrong" not in repr(Secret(password="wrong"))
 
 
-def test_one_tensor_is_read_alone(bucket: InMemoryBucket) -> None:
-    """Specs need the index, and a tensor its own bytes: the others are left where they are."""
+def test_one_tensor_is_read_separately(bucket: InMemoryBucket) -> None:
+    """Specs need the index, and a tensor its own bytes: no others are read."""
     write_file(bucket, {f"t{number}": torch.full((100_000,), number) for number in range(20)})
     bucket.log.clear()
     with TensorizerSource.open(URI) as source:
@@ -206,7 +206,7 @@ def test_one_tensor_is_read_alone(bucket: InMemoryBucket) -> None:
 
 
 def counted(source: TensorizerSource) -> list[int]:
-    """A list of the bytes of each read from now on."""
+    """Record the bytes of each read from now on."""
     read: list[int] = []
     blob = source._blobs[0]
     real = blob.read
@@ -220,8 +220,8 @@ def counted(source: TensorizerSource) -> list[int]:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_fills_tensors_of_every_kind(bucket: InMemoryBucket, key: bytes | None) -> None:
-    """Of another type, with gaps, tied to one another, parameters: each has the stored values."""
+def test_fills_tensors_of_all_types(bucket: InMemoryBucket, key: bytes | None) -> None:
+    """Another dtype, gaps, ties and parameters: each tensor has the stored values."""
     stored = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": torch.arange(6.0), "d": torch.ones(2, 3)}
     write_tensors(stored, URI, key=key)
     tied = torch.zeros(6)
@@ -247,10 +247,10 @@ def test_fills_tensors_of_every_kind(bucket: InMemoryBucket, key: bytes | None) 
         ({"a": torch.zeros(5, dtype=torch.int32)}, "float32"),
     ],
 )
-def test_what_does_not_fit_is_told_before_a_byte_is_read(
+def test_a_mismatch_is_refused_before_a_byte_is_read(
     bucket: InMemoryBucket, into: dict[str, torch.Tensor], message: str
 ) -> None:
-    """A name, shape or type that does not fit is a CheckpointError, and nothing is read."""
+    """A name, shape or dtype that does not match is a CheckpointError, and nothing is read."""
     write_file(bucket)
     with TensorizerSource.open(URI) as source:
         read = counted(source)
@@ -259,8 +259,8 @@ def test_what_does_not_fit_is_told_before_a_byte_is_read(
         assert [] == read
 
 
-def test_a_stream_gives_what_was_asked_for_and_can_be_given_up(bucket: InMemoryBucket) -> None:
-    """Names that are not stored are an error; a stream that is dropped, or closed over, ends."""
+def test_a_stream_returns_requested_names_and_can_be_closed(bucket: InMemoryBucket) -> None:
+    """Missing names are an error; a stream that is dropped, or whose source is closed, ends."""
     tensors = {f"t{number}": torch.full((1 << 20,), float(number)) for number in range(20)}
     write_file(bucket, tensors)
     small = StorageSettings(staging_bytes=16 << 20, concurrency=2)
@@ -292,8 +292,8 @@ def test_sets_folders_and_ranks_read_as_one_source(bucket: InMemoryBucket) -> No
         assert raw_tensors(SMALL) == raw_tensors(source.stream())
 
 
-def test_a_set_that_lacks_a_file_and_a_folder_of_two_models_are_refused(bucket: InMemoryBucket) -> None:
-    """Half a model is none, and which of two is meant cannot be guessed."""
+def test_an_incomplete_set_and_a_folder_of_two_models_are_refused(bucket: InMemoryBucket) -> None:
+    """An incomplete model and an ambiguous folder are errors."""
     write_tensors(SMALL, URI, max_file_bytes=1)
     del bucket.objects["model-00002-of-00002.tensors"]
     with pytest.raises(StorageNotFound, match="00002-of-00002"):
@@ -306,7 +306,7 @@ def test_a_set_that_lacks_a_file_and_a_folder_of_two_models_are_refused(bucket: 
     assert 0 == bucket.open_blobs
 
 
-def test_without_libsodium_the_extra_is_named(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_libsodium_names_the_extra(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encrypted files need the tensorizer extra; plain ones are read without it."""
     write_file(bucket)
     real = builtins.__import__

@@ -1,4 +1,4 @@
-"""Writing ``.tensors`` files: tensorizer loads them, and none is ever seen half-written."""
+"""Writing ``.tensors`` files that tensorizer loads; a partial file is never visible."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ URI = "s3://bucket/model.tensors"
 
 
 def tensorizer_file(path: Path, encryption: DecryptionParams | None = None) -> TensorDeserializer:
-    """The file as tensorizer loads it, every hash checked."""
-    # With several readers each makes the key of the password anew.
+    """Return the file as tensorizer loads it, with every hash checked."""
+    # With several readers, each one derives the key from the password again.
     return TensorDeserializer(str(path), device="cpu", verify_hash=True, encryption=encryption, num_readers=1)
 
 
 @pytest.mark.parametrize("encryption_type", ["plain", "key", "password"])
-def test_tensorizer_reads_what_is_written(tmp_path: Path, encryption_type: str) -> None:
-    """Names, types, shapes and bytes come out of tensorizer's own loader, encrypted or not."""
+def test_tensorizer_reads_written_files(tmp_path: Path, encryption_type: str) -> None:
+    """tensorizer's own loader returns names, types, shapes and bytes, encrypted or not."""
     path = tmp_path / "model.tensors"
     credentials: dict[str, tuple[bytes | None, str | None, DecryptionParams | None]] = {
         "plain": (None, None, None),
@@ -46,19 +46,19 @@ def test_tensorizer_reads_what_is_written(tmp_path: Path, encryption_type: str) 
 
 
 def test_large_tensors_are_encrypted_block_by_block(tmp_path: Path) -> None:
-    """Several blocks, the last one shorter: tensorizer and ourselves decrypt them."""
+    """Several blocks with a shorter last one: tensorizer and rfork decrypt them."""
     tensors = {"a": torch.arange(700_001, dtype=torch.int64), "b": torch.ones(3)}
     before = raw_tensors(tensors)
     write_tensors(tensors, str(tmp_path / "model.tensors"), key=KEY)
-    assert before == raw_tensors(tensors)  # the model's own memory is left as it is
+    assert before == raw_tensors(tensors)  # the model's own memory is unchanged
     with tensorizer_file(tmp_path / "model.tensors", DecryptionParams.from_key(KEY)) as loaded:
         assert before == raw_tensors(loaded.items())
     with TensorizerSource.open(str(tmp_path / "model.tensors"), key=KEY) as source:
         assert before == raw_tensors(source.stream())
 
 
-def test_tensorizer_fills_a_module_from_what_is_written(tmp_path: Path) -> None:
-    """A module's file is one for `load_into_module`: with its own parameters and buffers, and tied ones."""
+def test_tensorizer_fills_a_module_from_a_written_file(tmp_path: Path) -> None:
+    """`load_into_module` fills parameters, buffers and tied tensors from a module's file."""
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     module.register_parameter("own", nn.Parameter(torch.randn(2)))
@@ -77,15 +77,15 @@ def test_tensorizer_fills_a_module_from_what_is_written(tmp_path: Path) -> None:
 
 
 def test_many_tensors_are_one_file(tmp_path: Path) -> None:
-    """3,000 tensors, more than tensorizer's own writer takes, are one file that its loader reads."""
+    """3,000 tensors, more than tensorizer's own writer supports, are one file that its loader reads."""
     tensors = {f"layers.{number}.experts.weight": torch.tensor([number]) for number in range(3000)}
     write_tensors(tensors, str(tmp_path / "model.tensors"))
     with tensorizer_file(tmp_path / "model.tensors") as loaded:
         assert raw_tensors(tensors) == raw_tensors(loaded.items())
 
 
-def test_a_set_has_files_of_the_size_asked_for(bucket: InMemoryBucket) -> None:
-    """Each file is a whole one, at most that large; what stood for the name before is gone."""
+def test_a_set_has_files_of_the_requested_size(bucket: InMemoryBucket) -> None:
+    """Each file is valid and has at most that size; previous files of the name are removed."""
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(10)}
     write_tensors(tensors, URI)
     write_tensors(tensors, URI, max_file_bytes=1200)
@@ -100,17 +100,17 @@ def test_a_set_has_files_of_the_size_asked_for(bucket: InMemoryBucket) -> None:
 
 @pytest.mark.parametrize("max_file_bytes", [None, 1200])
 @pytest.mark.parametrize("failing", [1, 4, 9])
-def test_a_write_that_fails_leaves_nothing(
+def test_a_failed_write_leaves_nothing(
     bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch, max_file_bytes: int | None, failing: int
 ) -> None:
-    """No file, and none of a set, is left where the storage fails; what was there stays."""
-    monkeypatch.setattr("rfork.storage.tensorizer.writer.GROUP_BYTES", 400)  # one write a tensor
+    """If storage fails, no file of the set is left, and existing files stay."""
+    monkeypatch.setattr("rfork.storage.tensorizer.writer.GROUP_BYTES", 400)  # one write per tensor
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(10)}
     bucket.objects["model.tensors"] = b"before"
 
     def full(operation: str, path: str) -> None:
         if operation == "write" and len(bucket.paths_of("write")) == failing:
-            raise StorageFull(f"{path}: no room")
+            raise StorageFull(f"{path}: no space left")
 
     bucket.fault = full
     with pytest.raises(StorageFull):
@@ -128,17 +128,17 @@ def test_a_write_that_fails_leaves_nothing(
         ({}, CheckpointError, "no tensor"),
     ],
 )
-def test_what_cannot_be_written_is_told_first(
+def test_invalid_tensors_are_refused_before_a_write(
     bucket: InMemoryBucket, tensors: dict[str, torch.Tensor], error: type[Exception], message: str
 ) -> None:
-    """A tensor without bytes, or with a name that the format cannot have, is refused before a write."""
+    """A tensor without memory, or with a name that the format does not support, is refused before a write."""
     with pytest.raises(error, match=message):
         write_tensors(tensors, URI)
     assert [] == bucket.paths_of("write")
 
 
 def test_extra_state_is_refused(bucket: InMemoryBucket) -> None:
-    """What a module keeps beside tensors would be lost without a word: it is named instead."""
+    """Extra state would be lost silently, so it is named in an error."""
 
     class Counting(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
@@ -148,8 +148,8 @@ def test_extra_state_is_refused(bucket: InMemoryBucket) -> None:
         write_tensors(Counting(2, 2), URI)
 
 
-def test_tensors_are_taken_as_memory_allows(bucket: InMemoryBucket) -> None:
-    """No more tensors are asked for than fit into the setting's memory, beside the one that is written."""
+def test_tensors_are_requested_within_the_memory_limit(bucket: InMemoryBucket) -> None:
+    """Tensors are requested only as the memory setting allows, in addition to the one being written."""
     spec = StoredTensor(torch.uint8, (4 << 20,), 4 << 20)
     outlines = [TensorOutline(f"t{number}", spec) for number in range(30)]
     made = 0

@@ -1,4 +1,4 @@
-"""Fingerprints of weight files: equal for equal files, and different for others but in unsampled blocks."""
+"""Fingerprints of weight files: equal for equal files, and different for others except in unsampled blocks."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ SHARED = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"]
 
 
 def safetensors(size: int, fill: int = 7) -> bytes:
-    """A safetensors file with one tensor of `size` bytes."""
+    """Return a safetensors file with one tensor of `size` bytes."""
     header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes([fill]) * size
 
 
 def index_of(*names: str) -> bytes:
-    """An index that names one tensor in each file."""
+    """Return an index that names one tensor in each file."""
     return json.dumps({"weight_map": {f"t{turn}": name for turn, name in enumerate(names)}}).encode()
 
 
 def checkpoint(folder: Path, *, reverse: bool = False) -> Path:
-    """A folder of two shards, a small and a large one, with an index and a configuration."""
+    """Write a folder of two shards, a small and a large one, with an index and a configuration."""
     folder.mkdir(parents=True)
     files = {
         "config.json": b"{}",
@@ -71,7 +71,7 @@ def checkpoint(folder: Path, *, reverse: bool = False) -> Path:
 
 
 def next_tick(path: Path) -> None:
-    """Return once the clock of the file system shows a later time than the file's last change."""
+    """Return once the clock of the file system is later than the file's last change."""
     probe = path.parent.parent / "probe"
     probe.touch()
     while probe.stat().st_ctime_ns <= path.stat().st_ctime_ns:
@@ -89,7 +89,7 @@ def change_byte(path: Path, offset: int) -> None:
 
 
 def unsampled_offset(path: Path) -> int:
-    """An offset of a file that no sampled block covers."""
+    """Return an offset of a file that no sampled block covers."""
     size, header = path.stat().st_size, 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
     covered = sampled_ranges(size, header)
     return next(
@@ -100,25 +100,25 @@ def unsampled_offset(path: Path) -> int:
 
 
 def sampled_offset(path: Path) -> int:
-    """An offset in the middle of a file that a sampled block covers."""
+    """Return an offset in the middle of a file that a sampled block covers."""
     return sampled_ranges(path.stat().st_size, 100)[32][0]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint of two shards."""
+    """Write a checkpoint of two shards."""
     return checkpoint(tmp_path / "model")
 
 
 @pytest.fixture
 def fingerprint_before(model: Path) -> str:
-    """The fingerprint of `model` before a test changes it."""
+    """Return the fingerprint of `model` before a test changes it."""
     found = fingerprint_of(model)
     assert found is not None
     return found
 
 
-def test_form(fingerprint_before: str) -> None:
+def test_the_form_of_a_fingerprint(fingerprint_before: str) -> None:
     """A fingerprint is `files:` and 32 hex digits."""
     prefix, _, digits = fingerprint_before.partition(":")
     assert "files" == prefix
@@ -137,7 +137,7 @@ def test_works_without_torch(model: Path, fingerprint_before: str) -> None:
 
 
 def test_equal_files_under_two_paths_are_equal(tmp_path: Path, fingerprint_before: str) -> None:
-    """Neither the path, nor inodes, times or the order of creation are covered."""
+    """Neither paths, inodes and times nor the order of creation are covered."""
     assert fingerprint_before == fingerprint_of(checkpoint(tmp_path / "elsewhere" / "copy", reverse=True))
 
 
@@ -151,13 +151,13 @@ def test_links_are_followed(model: Path, tmp_path: Path, fingerprint_before: str
 
 
 def test_uri_and_path_are_equal(model: Path, fingerprint_before: str) -> None:
-    """A file URI means the same as its path, with and without a slash at the end."""
+    """A file URI equals its path, with and without a slash at the end."""
     assert fingerprint_before == fingerprint_of(model.as_uri())
     assert fingerprint_before == fingerprint_of(f"{model}/")
 
 
 def test_other_files_are_not_covered(model: Path, fingerprint_before: str) -> None:
-    """Configuration, training state, hidden files and folders below do not count."""
+    """Configuration, training state, hidden files and subfolders do not count."""
     (model / "config.json").write_text('{"a": 1}')
     (model / "training_args.bin").write_bytes(b"x")
     (model / "._copy.safetensors").write_bytes(b"x")
@@ -166,73 +166,73 @@ def test_other_files_are_not_covered(model: Path, fingerprint_before: str) -> No
     assert fingerprint_before == fingerprint_of(model)
 
 
-def test_renamed_shard_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_renamed_shard_differs(model: Path, fingerprint_before: str) -> None:
     """The name of a shard counts."""
     (model / SHARDS[0]).rename(model / "model-1.safetensors")
     (model / INDEX).write_bytes(index_of("model-1.safetensors", SHARDS[1]))
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_index_differs(model: Path, fingerprint_before: str) -> None:
-    """An index counts as a whole, also where it names the same files."""
+def test_a_changed_index_differs(model: Path, fingerprint_before: str) -> None:
+    """All bytes of an index count, even if it names the same files."""
     (model / INDEX).write_bytes(index_of(*reversed(SHARDS)))
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_header_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_changed_header_differs(model: Path, fingerprint_before: str) -> None:
     """Each byte of a safetensors header counts."""
     path = model / SHARDS[1]
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_byte_in_a_small_file_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_changed_byte_in_a_small_file_differs(model: Path, fingerprint_before: str) -> None:
     """Small files are covered completely."""
     change_byte(model / SHARDS[0], 500)
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_byte_in_a_sampled_block_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_changed_byte_in_a_sampled_block_differs(model: Path, fingerprint_before: str) -> None:
     """Sampled blocks of large files are covered."""
     change_byte(model / SHARDS[1], sampled_offset(model / SHARDS[1]))
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_last_byte_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_changed_last_byte_differs(model: Path, fingerprint_before: str) -> None:
     """The last block of a large file is covered."""
     change_byte(model / SHARDS[1], (model / SHARDS[1]).stat().st_size - 1)
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_changed_byte_in_an_unsampled_block_is_not_noticed(model: Path, fingerprint_before: str) -> None:
-    """A change of a large file that touches no sampled block leaves the fingerprint as it is."""
+def test_a_changed_byte_in_an_unsampled_block_is_not_noticed(model: Path, fingerprint_before: str) -> None:
+    """A change of a large file outside of sampled blocks does not change the fingerprint."""
     change_byte(model / SHARDS[1], unsampled_offset(model / SHARDS[1]))
     assert fingerprint_before == fingerprint_of(model)
 
 
-def test_truncated_file_differs(model: Path, fingerprint_before: str) -> None:
+def test_a_truncated_file_differs(model: Path, fingerprint_before: str) -> None:
     """The size counts."""
     path = model / SHARDS[1]
     os.truncate(path, path.stat().st_size - 1)
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_added_weight_file_differs(model: Path, fingerprint_before: str) -> None:
-    """A weight file counts also where the index does not name it: some engines load it."""
+def test_an_added_weight_file_differs(model: Path, fingerprint_before: str) -> None:
+    """A weight file counts even if the index does not name it, because some engines load it."""
     (model / "consolidated.safetensors").write_bytes(safetensors(10))
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_replaced_file_of_the_same_size_is_noticed(model: Path, fingerprint_before: str) -> None:
-    """A file that takes the place of another has its own digest."""
+def test_a_replaced_file_of_the_same_size_is_noticed(model: Path, fingerprint_before: str) -> None:
+    """A file that replaces another has its own digest."""
     new = model / "new"
     new.write_bytes(safetensors(LARGE, fill=8))
     new.rename(model / SHARDS[1])
     assert fingerprint_before != fingerprint_of(model)
 
 
-def test_rewrite_in_place_with_restored_times_is_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache notices a change by the time of the inode's change, which no program can set back."""
+def test_an_in_place_rewrite_with_restored_times_is_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache compares the inode's change time, which programs cannot set."""
     monkeypatch.setattr(samples, "MIN_CACHE_AGE_NS", 0)
     path = model / SHARDS[1]
     before, times = fingerprint_of(model), path.stat()
@@ -244,7 +244,7 @@ def test_rewrite_in_place_with_restored_times_is_noticed(model: Path, monkeypatc
 
 
 class DigestedFiles:
-    """Counts the files that are digested."""
+    """Counter of digested files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths: list[str] = []
@@ -259,14 +259,12 @@ class DigestedFiles:
 
 @pytest.fixture
 def digested(monkeypatch: pytest.MonkeyPatch) -> DigestedFiles:
-    """Counts the files that are digested from now on."""
+    """Count the files that are digested from now on."""
     return DigestedFiles(monkeypatch)
 
 
-def test_digests_of_settled_files_are_cached(
-    model: Path, digested: DigestedFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that did not change is read once; one that changed is read again."""
+def test_digests_of_old_files_are_cached(model: Path, digested: DigestedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unchanged file is read once; a changed one is read again."""
     monkeypatch.setattr(samples, "MIN_CACHE_AGE_NS", 0)
     first = fingerprint_of(model)
     assert sorted(SHARDS) == sorted(digested.paths)
@@ -277,7 +275,7 @@ def test_digests_of_settled_files_are_cached(
     assert [SHARDS[0]] == digested.paths[2:]
 
 
-def test_digests_of_fresh_files_are_not_cached(
+def test_digests_of_new_files_are_not_cached(
     model: Path, digested: DigestedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second change within one tick of the file system's clock would not be noticed."""
@@ -288,13 +286,13 @@ def test_digests_of_fresh_files_are_not_cached(
 
 
 def test_concurrent_calls_agree(model: Path, fingerprint_before: str) -> None:
-    """Many threads at once get one answer."""
+    """Concurrent threads get the same result."""
     with ThreadPoolExecutor(8) as pool:
         assert {fingerprint_before} == set(pool.map(lambda _: fingerprint_of(model), range(32)))
 
 
 def on_digest(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]) -> None:
-    """Act before each digest of a file, as another program would."""
+    """Call `act` before each digest of a file, to simulate another program."""
     real = samples.digest_of_file
 
     def digest_of_file(path: Path, state: samples.FileState) -> bytes:
@@ -304,10 +302,10 @@ def on_digest(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]) -> N
     monkeypatch.setattr(local_files, "digest_of_file", digest_of_file)
 
 
-def test_files_that_change_meanwhile_are_read_again(
+def test_files_changed_during_the_digest_are_read_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One change while the files are read yields the fingerprint of the files after it."""
+    """One change during the read yields the fingerprint of the changed files."""
     left = [1]
 
     def change_once(path: Path) -> None:
@@ -330,7 +328,7 @@ def test_files_that_keep_changing_are_an_error(model: Path, monkeypatch: pytest.
         fingerprint_of(model)
 
 
-def test_a_file_that_is_added_meanwhile_is_covered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_added_during_the_digest_is_covered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is listed again after its files were read."""
     late = model / "late.safetensors"
 
@@ -345,8 +343,8 @@ def test_a_file_that_is_added_meanwhile_is_covered(model: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("names", [(), ("config.json", "tokenizer.json"), ("config.json", INDEX)])
-def test_a_folder_without_weight_files_has_none(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """An index alone does not make a checkpoint: downloads without weights bring it along."""
+def test_a_folder_without_weight_files_has_no_version(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """An index alone is no checkpoint: downloads without weights contain it."""
     for name in names:
         (tmp_path / name).write_bytes(index_of(*SHARDS))
     assert fingerprint_of(tmp_path) is None
@@ -354,7 +352,7 @@ def test_a_folder_without_weight_files_has_none(tmp_path: Path, names: tuple[str
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.tensors", "pytorch_model.bin", "model.pt", "m.pth"])
 def test_other_formats_count(tmp_path: Path, name: str) -> None:
-    """Weights in other formats are covered, as a folder and by the name of the file."""
+    """Weights in other formats are covered, by folder and by file name."""
     found = set()
     for fill in (b"a", b"b"):
         (tmp_path / name).write_bytes(fill * 100_000)
@@ -365,19 +363,19 @@ def test_other_formats_count(tmp_path: Path, name: str) -> None:
 
 
 def test_pickles_next_to_safetensors_do_not_count(model: Path, fingerprint_before: str) -> None:
-    """Engines ignore pickled weights where there are others."""
+    """Engines ignore pickled weights if there are others."""
     (model / "pytorch_model.bin").write_bytes(b"x")
     assert fingerprint_before == fingerprint_of(model)
 
 
 def test_one_file_is_independent_of_its_neighbours(model: Path) -> None:
-    """The name of a file means this file alone."""
+    """The name of a file means this file only."""
     before = fingerprint_of(model / SHARDS[1])
     change_byte(model / SHARDS[0], 500)
     assert before == fingerprint_of(model / SHARDS[1])
 
 
-def test_a_named_index_means_its_shards(model: Path) -> None:
+def test_the_name_of_an_index_means_its_shards(model: Path) -> None:
     """The name of an index means all files that it names."""
     (model / "other.safetensors").write_bytes(safetensors(10))
     before = fingerprint_of(model / INDEX)
@@ -395,7 +393,7 @@ def test_a_named_index_means_its_shards(model: Path) -> None:
         ("m-rank-%03d.tensors", "m-rank-001.tensors"),
     ],
 )
-def test_a_name_of_several_files_means_all(tmp_path: Path, named: str, part: str) -> None:
+def test_the_name_of_a_set_means_all_files(tmp_path: Path, named: str, part: str) -> None:
     """The first part of a split file, and a template of ranks, mean every part."""
     first = part.replace("2-of", "1-of").replace("rank-001", "rank-000")
     (tmp_path / first).write_bytes(b"a")
@@ -407,27 +405,27 @@ def test_a_name_of_several_files_means_all(tmp_path: Path, named: str, part: str
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing/model.safetensors", "nothing.safetensors"])
-def test_what_does_not_exist_is_named(tmp_path: Path, name: str) -> None:
-    """A wrong path is an error, and no folder without weights."""
+def test_a_missing_path_is_named(tmp_path: Path, name: str) -> None:
+    """A wrong path is an error, unlike a folder without weights."""
     with pytest.raises(StorageNotFound, match=f"{tmp_path / name}: no such file or folder"):
         fingerprint_of(tmp_path / name)
 
 
 def test_a_path_with_a_null_byte_does_not_exist(tmp_path: Path) -> None:
-    """No file has such a name."""
+    """No file can have such a name."""
     with pytest.raises(StorageNotFound, match="no such file or folder"):
         fingerprint_of(f"{tmp_path}/a\0b/c")
 
 
 def test_a_missing_shard_is_named(model: Path) -> None:
-    """A checkpoint that lacks a shard of its index is not complete."""
+    """A checkpoint that lacks a shard of its index is incomplete."""
     (model / SHARDS[0]).unlink()
     with pytest.raises(StorageNotFound, match=f"lacks the shard {SHARDS[0]}"):
         fingerprint_of(model)
 
 
 def test_a_broken_link_is_named(model: Path) -> None:
-    """A link into a cache that was cleared is an error that names the link."""
+    """A link into a cache that was deleted is an error that names the link."""
     (model / SHARDS[0]).unlink()
     (model / SHARDS[0]).symlink_to("../blobs/gone")
     with pytest.raises(StorageNotFound, match=rf"{SHARDS[0]} is a broken link: \.\./blobs/gone"):
@@ -435,7 +433,7 @@ def test_a_broken_link_is_named(model: Path) -> None:
 
 
 def test_an_unreadable_file_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file without permission to read is an error that names the file."""
+    """A file without read permission is an error that names the file."""
     real = os.open
 
     def denied(path: str | Path, flags: int, *rest: int) -> int:
@@ -449,15 +447,15 @@ def test_an_unreadable_file_is_named(model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100, safetensors(5)[:20]])
-def test_what_is_no_safetensors_file_is_named(model: Path, content: bytes) -> None:
-    """A file with the name of a safetensors file and another content is an error."""
+def test_an_invalid_safetensors_file_is_named(model: Path, content: bytes) -> None:
+    """A file with the extension of safetensors and other content is an error."""
     (model / SHARDS[0]).write_bytes(content)
     with pytest.raises(StorageCorrupt, match=SHARDS[0]):
         fingerprint_of(model)
 
 
 def test_a_git_lfs_pointer_is_named(model: Path) -> None:
-    """A clone without its large files is an error whose hint says what to do."""
+    """A clone without its large files is an error with a hint."""
     (model / SHARDS[0]).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
     with pytest.raises(StorageCorrupt) as caught:
         fingerprint_of(model)
@@ -465,8 +463,8 @@ def test_a_git_lfs_pointer_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": []}', index_of("../out.safetensors")])
-def test_what_is_no_index_is_named(model: Path, content: bytes) -> None:
-    """An index that cannot be read, or names a file outside of its folder, is an error."""
+def test_an_invalid_index_is_named(model: Path, content: bytes) -> None:
+    """An index that is unreadable, or names a file outside of its folder, is an error."""
     (model / INDEX).write_bytes(content)
     with pytest.raises(StorageCorrupt, match=INDEX):
         fingerprint_of(model)
@@ -483,7 +481,7 @@ def test_a_folder_with_the_name_of_a_weight_file_is_named(model: Path) -> None:
     "size", [MAX_FULLY_READ_BYTES + 1, MAX_FULLY_READ_BYTES + BLOCK_BYTES, LARGE + 13, 5_000_000_000]
 )
 def test_each_part_of_a_file_has_a_sampled_block(size: int) -> None:
-    """Blocks lie within the file, one in each 64th part, after the header and before the last block."""
+    """Blocks are within the file, one in each 64th part, after the header and before the last block."""
     head, *blocks, last = sampled_ranges(size, 1000)
     assert (0, 1000) == head
     assert (size - BLOCK_BYTES, BLOCK_BYTES) == last
@@ -497,7 +495,7 @@ def test_each_part_of_a_file_has_a_sampled_block(size: int) -> None:
 
 @pytest.fixture
 def remote(bucket: InMemoryBucket) -> InMemoryBucket:
-    """A bucket with a checkpoint of two shards in `FOLDER`."""
+    """Return a bucket with a checkpoint of two shards in `FOLDER`."""
     bucket.objects |= {
         "llama/config.json": b"{}",
         f"llama/{INDEX}": index_of(*SHARDS),
@@ -515,7 +513,7 @@ def test_objects_are_covered_by_their_entity_tags(remote: InMemoryBucket) -> Non
     assert before != fingerprint_of(FOLDER)
 
 
-def test_objects_elsewhere_are_equal(remote: InMemoryBucket) -> None:
+def test_equal_objects_in_another_folder_are_equal(remote: InMemoryBucket) -> None:
     """The path in the bucket is not covered."""
     copied = {path.replace("llama", "copy/of"): data for path, data in remote.objects.items()}
     before = fingerprint_of(FOLDER)
@@ -530,7 +528,7 @@ def test_a_missing_object_is_named(remote: InMemoryBucket) -> None:
         fingerprint_of(FOLDER)
 
 
-def test_objects_without_weights_have_none(bucket: InMemoryBucket) -> None:
+def test_objects_without_weights_have_no_version(bucket: InMemoryBucket) -> None:
     """A folder of objects without weight files has no fingerprint; one without objects does not exist."""
     bucket.objects["llama/config.json"] = b"{}"
     assert fingerprint_of(FOLDER) is None
@@ -538,8 +536,8 @@ def test_objects_without_weights_have_none(bucket: InMemoryBucket) -> None:
         fingerprint_of("s3://bucket/lama/")
 
 
-def test_an_object_by_name(remote: InMemoryBucket) -> None:
-    """The name of an object means this object alone."""
+def test_the_name_of_an_object_means_this_object(remote: InMemoryBucket) -> None:
+    """The name of an object means this object only."""
     before = fingerprint_of(FOLDER + SHARDS[0])
     remote.objects[f"llama/{SHARDS[1]}"] += b"x"
     assert before == fingerprint_of(FOLDER + SHARDS[0])
@@ -547,8 +545,8 @@ def test_an_object_by_name(remote: InMemoryBucket) -> None:
     assert before != fingerprint_of(FOLDER + SHARDS[0])
 
 
-def test_a_bucket_that_may_not_be_listed(remote: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without permission to list, the index and its shards are found by their names."""
+def test_a_bucket_without_permission_to_list(remote: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index and its shards are found by their names."""
     listed = fingerprint_of(FOLDER)
 
     def denied(_: InMemoryBlobStore, prefix: str = "") -> Iterator[BlobEntry]:
@@ -559,7 +557,7 @@ def test_a_bucket_that_may_not_be_listed(remote: InMemoryBucket, monkeypatch: py
 
 
 def test_a_web_server_without_entity_tags_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a server sends nothing to identify a version, headers and a few blocks are read."""
+    """If a server sends no validator, headers and a few blocks are read."""
     found = set()
     for fill in (1, 2):
         files = {INDEX: index_of(*SHARDS), SHARDS[0]: safetensors(10), SHARDS[1]: safetensors(LARGE, fill)}
@@ -574,8 +572,8 @@ def test_a_web_server_without_entity_tags_is_sampled(monkeypatch: pytest.MonkeyP
     assert 2 == len(found)
 
 
-def test_a_folder_that_cannot_be_listed_is_never_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights may have any name: the user has to say which."""
+def test_a_folder_that_cannot_be_listed_is_ambiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights may have any name, so the user must specify one."""
     store = WebStore("http://models/m/", {"config.json": b"{}"}, SettingsError("a web server"))
     monkeypatch.setattr(registry, "open_store", lambda *_: store)
     with pytest.raises(StorageNotFound, match="no weight file with a well-known name"):
@@ -591,7 +589,7 @@ RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
 
 @SHARED
 def test_a_snapshot_has_its_recorded_version(tmp_path: Path, shared: bool) -> None:
-    """By the folder and by the name of the file."""
+    """The recorded version is found by folder and by file name."""
     folder = tmp_path / "rev-1"
     written = write_snapshot(IMAGE, IMAGE.manifest(), folder, version="v7", shared=shared)
     assert "v7" == fingerprint_of(folder)
@@ -609,7 +607,7 @@ def test_a_snapshot_without_a_version_has_its_weights_id(tmp_path: Path, shared:
 
 
 def test_snapshots_of_several_ranks_have_one_version(tmp_path: Path) -> None:
-    """Without a recorded version, it follows from all ranks' weights."""
+    """Without a recorded version, it is derived from the weights of all ranks."""
     found = set()
     for number, image in enumerate((IMAGE, OTHER_IMAGE)):
         folder = tmp_path / str(number)
@@ -622,15 +620,15 @@ def test_snapshots_of_several_ranks_have_one_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", ["v2", None])
 def test_snapshots_of_several_versions_are_refused(tmp_path: Path, second: str | None) -> None:
-    """Ranks of two versions in one folder make no server."""
+    """Ranks of two versions in one folder are an error."""
     write_snapshot(IMAGE, IMAGE.manifest(), tmp_path, rank=RANKS[0], version="v1")
     write_snapshot(IMAGE, IMAGE.manifest(), tmp_path, rank=RANKS[1], version=second)
     with pytest.raises(StorageCorrupt, match=f"several versions: .*{second or 'none'}"):
         fingerprint_of(tmp_path)
 
 
-def test_a_snapshot_whose_data_was_replaced_is_refused(tmp_path: Path) -> None:
-    """A manifest does not speak for another file's data."""
+def test_a_snapshot_with_replaced_data_is_refused(tmp_path: Path) -> None:
+    """A manifest does not apply to another file's data."""
     write_snapshot(IMAGE, IMAGE.manifest(), tmp_path / "a.safetensors", version="v1")
     write_snapshot(OTHER_IMAGE, OTHER_IMAGE.manifest(), tmp_path / "b.safetensors", version="v2")
     (tmp_path / "b.safetensors").replace(tmp_path / "a.safetensors")
@@ -646,7 +644,7 @@ def test_a_snapshot_in_an_object_store(bucket: InMemoryBucket) -> None:
 
 
 def test_a_snapshot_next_to_a_checkpoint_does_not_change_its_version(model: Path, fingerprint_before: str) -> None:
-    """Engines load the checkpoint; the snapshot is meant only by its own name."""
+    """Engines load the checkpoint; the snapshot is selected by its own name only."""
     write_snapshot(IMAGE, IMAGE.manifest(), model, version="v7")
     assert fingerprint_before == fingerprint_of(model)
     assert "v7" == fingerprint_of(model / "model-rank-000.safetensors")

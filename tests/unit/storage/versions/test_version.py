@@ -1,4 +1,4 @@
-"""Versions of sources: the commit of a hub model, else the fingerprint of the files."""
+"""Versions of sources: the commit of a Hugging Face model, otherwise the fingerprint of the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ID = "acme/tiny"
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a commit in a Hugging Face cache, whose files are links to blobs."""
+    """Create the folder of a commit in a Hugging Face cache, whose files are links to blobs."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     model = tmp_path / "hub" / "models--acme--tiny"
     folder = model / "snapshots" / COMMIT
@@ -33,7 +33,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("below", [".", "model.gguf", "sub", "sub/missing.safetensors"])
 def test_a_path_in_the_cache_has_its_commit(snapshot: Path, below: str) -> None:
-    """The folder of a commit, and all below it, linked files included."""
+    """The folder of a commit and everything below it, linked files included, have the commit."""
     assert COMMIT == hub_commit(snapshot / below)
     assert COMMIT == hub_commit((snapshot / below).as_uri())
 
@@ -43,12 +43,12 @@ def test_a_path_in_the_cache_has_its_commit(snapshot: Path, below: str) -> None:
     [(None, COMMIT), ("main", COMMIT), ("refs", None), ("pr/1", OTHER), (OTHER, OTHER), ("../main", None)],
 )
 def test_an_id_in_the_cache_has_its_commit(snapshot: Path, revision: str | None, expected: str | None) -> None:
-    """A reference is looked up in the cache; a complete commit is its own."""
+    """A reference is resolved in the cache; a complete commit is its own version."""
     assert expected == hub_commit(ID, revision)
 
 
-def test_a_cache_may_be_named(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines may download into a folder of their own."""
+def test_a_cache_may_be_specified(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines may download to another folder."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
     assert hub_commit(ID) is None
     assert COMMIT == hub_commit(ID, cache=tmp_path / "hub")
@@ -56,16 +56,18 @@ def test_a_cache_may_be_named(snapshot: Path, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("source", ["acme/unknown", "../hub", "s3://b/models--a--b/snapshots/" + COMMIT, "a b"])
 def test_other_sources_have_no_commit(snapshot: Path, source: str) -> None:
-    """Ids that are not in the cache, other paths and URIs of object stores."""
+    """Ids outside of the cache, other paths and URIs of object stores have no commit."""
     assert hub_commit(source) is None
 
 
 def test_a_path_that_leaves_the_cache_has_no_commit(snapshot: Path) -> None:
-    """With `..` and links on the way, a path may lead anywhere."""
+    """With `..` and links, a path may lead anywhere."""
     assert hub_commit(f"{snapshot}/sub/../model.gguf") is None
 
 
-def test_a_local_folder_wins_over_an_id(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_has_precedence_over_an_id(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines load a folder with the name of an id."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ID).mkdir(parents=True)
@@ -83,8 +85,8 @@ def test_a_local_folder_wins_over_an_id(snapshot: Path, tmp_path: Path, monkeypa
         ({"HOME": "/d"}, "/d/.cache/huggingface/hub"),
     ],
 )
-def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of huggingface_hub say where."""
+def test_the_location_of_the_cache(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of huggingface_hub define the location."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -93,7 +95,7 @@ def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatc
 
 
 def test_the_version_of_a_hub_model_is_its_commit(snapshot: Path) -> None:
-    """By path and by id alike, so that both meet."""
+    """Path and id have the same version."""
     assert f"commit:{COMMIT}" == version_of(snapshot)
     assert f"commit:{COMMIT}" == version_of(f"{snapshot}/")
     assert f"commit:{COMMIT}" == version_of(ID)
@@ -101,17 +103,17 @@ def test_the_version_of_a_hub_model_is_its_commit(snapshot: Path) -> None:
 
 
 def test_an_id_that_is_not_in_the_cache_has_no_version(snapshot: Path) -> None:
-    """Its version is known once it was downloaded."""
+    """Its version is known after the download."""
     assert version_of("acme/unknown") is None
 
 
 def test_one_file_of_a_hub_model_has_its_fingerprint(snapshot: Path) -> None:
-    """A repository may hold several sets of weights under one commit."""
+    """A commit of a repository may contain several sets of weights."""
     assert fingerprint_of(snapshot / "model.gguf") == version_of(snapshot / "model.gguf")
 
 
 def test_the_version_of_other_folders_is_their_fingerprint(tmp_path: Path) -> None:
-    """A folder of weight files has the fingerprint, one without has none."""
+    """A folder of weight files has a fingerprint; one without has no version."""
     assert version_of(tmp_path) is None
     (tmp_path / "model.gguf").write_bytes(b"weights")
     assert fingerprint_of(tmp_path) == version_of(tmp_path)

@@ -1,8 +1,8 @@
-"""A stand-in for SGLang's package of CUDA kernels, so that SGLang can be imported where there is no CUDA.
+"""Stand-in for SGLang's package of CUDA kernels, so that SGLang can be imported without CUDA.
 
-Every name can be imported from it and from any submodule; whatever is called raises. SGLang on a CPU, asked
-for torch's own attention and sampling, calls none of them. The set-up puts beside this file the one module
-that is used, the pure Python `scalar_type` of the package whose place this takes.
+Every name can be imported from it and from any submodule; every call raises. SGLang on a CPU, with torch's
+own attention and sampling, calls none of them. The set-up adds the one module that is used, the pure Python
+`scalar_type` of the real package.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class MissingKernel:
 
 
 class SubmoduleFinder(MetaPathFinder, Loader):
-    """Finds every submodule that has no file, and makes it of kernels that raise."""
+    """Finds every submodule that has no file, and fills it with kernels that raise."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A module of that name, if it is one of this package."""
+        """Return a module of that name, if it belongs to this package."""
         return ModuleSpec(name, self, is_package=True) if name.startswith(f"{__name__}.") else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary module will do."""
+        """Use an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let every name in it be a kernel."""
+        """Make every name in it a kernel."""
 
         def kernel(name: str) -> MissingKernel:
             return kernel_named(module.__name__, name)
@@ -47,7 +47,7 @@ class SubmoduleFinder(MetaPathFinder, Loader):
 
 
 def kernel_named(module: str, name: str) -> MissingKernel:
-    """The kernel of that name; AttributeError for names that Python itself asks for."""
+    """Return the kernel of that name; AttributeError for names that Python itself looks up."""
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return MissingKernel(f"{module}.{name}")
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> MissingKernel:
     return kernel_named(__name__, name)
 
 
-# Last: the modules that have files come first.
+# Last, so that modules with files come first.
 sys.meta_path.append(SubmoduleFinder())

@@ -51,7 +51,7 @@ class ProcessResources:
 
 @dataclass(frozen=True)
 class ForkEnding:
-    """How one target's fork ended. `is_correct` is None without an image; sizes are in bytes."""
+    """Ending of one target's fork. `is_correct` is None without an image; sizes are in bytes."""
 
     host: str
     ending_type: EndingType

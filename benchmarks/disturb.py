@@ -39,7 +39,7 @@ SOCKET = "limit: bare socket, the seed idles"
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested output."""
     options = harness.options("disturb", __doc__)
     logs.configure(json=False, level="error")
     cases = cases_of(options)

@@ -42,12 +42,12 @@ class FanoutCase:
 
     @property
     def baseline(self) -> bool:
-        """Whether it is a baseline."""
+        """True for a baseline."""
         return self.mode in ("star", "doubling")
 
     @property
     def undisturbed(self) -> bool:
-        """Whether all links are alike and all targets start together."""
+        """True if all links are alike and all targets start together."""
         return not self.late and not self.slow and self.seed_rate == 1
 
     @property

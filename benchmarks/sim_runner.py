@@ -31,7 +31,7 @@ def _option(default: DefaultT, meaning: str) -> DefaultT:
 
 @dataclass(frozen=True)
 class SimScenario:
-    """What is simulated; shares are parts of the targets, rates parts of B, times in S/B."""
+    """Parameters of a simulation; shares are parts of the targets, rates parts of B, times in S/B."""
 
     targets: int = _option(7, "N")
     seeds: int = _option(1, "M")

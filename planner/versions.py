@@ -25,7 +25,7 @@ class ReplicaConflict(Exception):
 
 @dataclass(frozen=True)
 class VersionResolution:
-    """The resolved version of a fork; `note` gives the reason if it is not the target's own."""
+    """The resolved version of a fork; `note` states the reason if it is not the target's own."""
 
     version: str
     choice: Literal["own", "served", "several", "none"]

@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 StartRfork = Callable[..., RforkProcess]
 JOIN_S = 30.0
-"""Timeout for each thread that was asked to end."""
+"""Timeout for each thread that was stopped."""
 
 
 @pytest.fixture(autouse=True)

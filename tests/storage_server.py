@@ -340,7 +340,7 @@ def _build_response(
         common_headers["ETag"] = ("W/" if storage.tags == "weak" else "") + stored.etag
     if storage.dates:
         common_headers["Last-Modified"] = formatdate(stored.modified, usegmt=True)
-    if storage.honours_preconditions and not _precondition_holds(stored, request_headers):
+    if storage.honours_preconditions and not _is_precondition_met(stored, request_headers):
         return ErrorStatus(412, common_headers)
     try:
         wanted = (
@@ -355,7 +355,7 @@ def _build_response(
     return _BodyResponse(206, {**common_headers, **range_headers}, stored.data[begin:end])
 
 
-def _precondition_holds(stored: StoredObject, request_headers: Mapping[str, str]) -> bool:
+def _is_precondition_met(stored: StoredObject, request_headers: Mapping[str, str]) -> bool:
     if "if-match" in request_headers:
         return etag_matches(request_headers["if-match"], stored.etag)
     if "if-unmodified-since" in request_headers:

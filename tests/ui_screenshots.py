@@ -79,13 +79,13 @@ def main(folder: Path) -> int:
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         stack.callback(browser.close)
-        sizes = {screenshot.name: _take_screenshot(browser, screenshot, folder) for screenshot in SCREENSHOTS}
+        sizes = {screenshot.name: _capture_screenshot(browser, screenshot, folder) for screenshot in SCREENSHOTS}
     for name, nbytes in sizes.items():
         print(f"{folder / name}.png  {nbytes / 1000:.0f} kB")
     return int(max(sizes.values()) > MAX_BYTES)
 
 
-def _take_screenshot(browser: Browser, screenshot: Screenshot, folder: Path) -> int:
+def _capture_screenshot(browser: Browser, screenshot: Screenshot, folder: Path) -> int:
     settings = PlannerSettings(
         port=0, batch_window_s=0, scaleup_wait_s=0, heartbeat_interval_s=600, instance_ttl_s=6000
     )

@@ -22,9 +22,9 @@ class EngineCase:
     name: str
     source: WeightSource = "disk"
     cold: bool = False
-    """Whether the files it reads are dropped from the page cache before it starts."""
+    """True if the files it reads are dropped from the page cache before it starts."""
     is_bare: bool = False
-    """Whether its model folder has no weights."""
+    """True if its model folder has no weights."""
     checkpoint: str = "model"
     """Name of its model folder, below the benchmark's folder."""
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class EngineCase:
 
     @property
     def is_rfork(self) -> bool:
-        """Whether rfork loads the weights."""
+        """True if rfork loads the weights."""
         return self.source in ("seed", "snapshot")
 
 

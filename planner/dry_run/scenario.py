@@ -186,7 +186,7 @@ def _storage_candidates(
     """Return the storage that instances of the group could read, or have read: replicas are assumed to have
     it too.
 
-    `rate_is_set`: the request gives a storage rate, so a snapshot is assumed if nothing is known.
+    `rate_is_set`: the request contains a storage rate, so a snapshot is assumed if nothing is known.
     """
     for source in sources.values():
         if source.storage:

@@ -141,7 +141,7 @@ def _build_graph(
 
 
 def _set_rates(sources: Mapping[str, Source], flows: Mapping[LinkEnd, _Flow], rates: LinkRates) -> None:
-    """Give each flow the lower of its rates at both ends."""
+    """Assign each flow the lower of its rates at both ends."""
     limits: dict[LinkEnd, list[tuple[str, float]]] = {}
     for (name, target), flow in flows.items():
         source, reader = sources.get(name), sources[target]

@@ -39,7 +39,7 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
     """Return a decision for each demand, by fork_id. Demands planned in one call share one plan.
 
     Every missing chunk is assigned to at most one source: an eligible peer that will have it, or the target's
-    own storage. A decision without either gives the reason. Targets that already have chunks come first:
+    own storage. A decision without either has a reason. Targets that already have chunks come first:
     others may wait for them.
     """
     demands = sorted(demands, key=_planning_order)

@@ -20,7 +20,7 @@ class CommitConflict(Exception):
 
 
 class StoreUnavailable(Exception):
-    """The store does not answer: most likely nothing was changed. The message says what to check."""
+    """The store does not answer: most likely nothing was changed. The message names what to check."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Serialization of records as parts of JSON text, and of changes as the parts that differ.
 
 Replicas exchange patches: if two replicas change different parts of one record concurrently (a heartbeat
-here, a drain there), both changes take effect, and a heartbeat without news is one number. A report has three
+here, a drain there), both changes take effect, and a heartbeat without changes is one number. A report has three
 parts, because its chunks and readers change far more often than the rest.
 """
 

@@ -99,7 +99,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
                 slots[key] = value
             elif isinstance(value, cached_property):
                 computed_attributes.add(key)
-            elif _may_hold_tensors(value):
+            elif _may_contain_tensors(value):
                 class_attributes[key] = value
     compared = not cls.__name__.endswith("Config")
     return ObjectType(
@@ -126,16 +126,16 @@ def is_ignored(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in IGNORED_PACKAGES)
 
 
-def _may_hold_tensors(value: object, depth: int = 0) -> bool:
+def _may_contain_tensors(value: object, depth: int = 0) -> bool:
     """Return whether a class attribute may contain tensors: containers of plain values, code and descriptors do not."""
     if depth > MAX_CLASS_DEPTH:
         return True
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
         return True
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return any(_may_hold_tensors(item, depth + 1) for item in value)
+        return any(_may_contain_tensors(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return any(_may_hold_tensors(item, depth + 1) for item in value.values())
+        return any(_may_contain_tensors(item, depth + 1) for item in value.values())
     return (
         bool(own_attributes(value))
         and not isinstance(value, type | FunctionType)

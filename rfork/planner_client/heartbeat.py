@@ -77,7 +77,7 @@ class Heartbeat:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the last report succeeded."""
+        """True if the last report succeeded."""
         return self._connected.is_set()
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ from rfork.transport.base import CONNECT_TIMEOUT_S
 log = logger(__name__)
 
 MAX_FAILURES = 3
-"""A fork does not retry a source after this many failures, whoever was at fault."""
+"""A fork does not retry a source after this many failures, regardless of the fault."""
 MOVE_AFTER_S = 0.5
 """If a source has served nothing for this long, its chunks may be read from idle sources."""
 
@@ -216,7 +216,7 @@ class ActiveSources:
 
     @property
     def any_active(self) -> bool:
-        """Whether any source is left, even one that can only send its manifest."""
+        """True if any source is left, even one that can only send its manifest."""
         return bool(self._active)
 
     def others_have_work(self, source: ChunkSource) -> bool:
@@ -230,13 +230,13 @@ class ActiveSources:
 
     @property
     def weights_changing(self) -> bool:
-        """Whether the last failure was a change of the source's weights: it may soon serve the new ones."""
+        """True if the last failure was a change of the source's weights: it may soon serve the new ones."""
         failures = (each for each in reversed(self.reasons) if not isinstance(each, TransportUnavailable))
         return isinstance(next(failures, None), SourceWeightsChanged)
 
     @property
     def has_work(self) -> bool:
-        """Whether an active source has assigned chunks."""
+        """True if an active source has assigned chunks."""
         return any(self._scheduler.has_assigned(source_id) for source_id in self._active)
 
     @property
@@ -250,7 +250,7 @@ class ActiveSources:
 
     @property
     def any_retired(self) -> bool:
-        """Whether `pop_retired` would return any source."""
+        """True if `pop_retired` would return any source."""
         return bool(self._closing)
 
     def pop_retired(self) -> list[ChunkSource]:

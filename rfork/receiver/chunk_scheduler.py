@@ -215,13 +215,13 @@ class ChunkScheduler:
 
     @property
     def unassigned(self) -> bool:
-        """Whether a missing chunk has no source, so that a new plan is needed."""
+        """True if a missing chunk has no source, so that a new plan is needed."""
         covered = self._verified | self._assigned.keys() | self._in_flight.keys()
         return len(covered) < self.chunk_count
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is verified."""
+        """True if every chunk is verified."""
         return len(self._verified) == self.chunk_count
 
     def inflight_with(self, read: ChunkRead) -> int:

@@ -34,9 +34,9 @@ class ModuleReplacement:
     ) -> None:
         """`version_of_loaded` names the weights that were loaded; None: their version is known."""
         self.replaced = False
-        """Whether another model was loaded."""
+        """True if another model was loaded."""
         self.can_serve = False
-        """Whether the seed serves that model: it has the layout of the first one."""
+        """True if the seed serves that model: it has the layout of the first one."""
         self._image = image
         self._seed = seed
         self._persister = persister

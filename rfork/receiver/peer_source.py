@@ -89,7 +89,7 @@ class PeerSource:
 
     @property
     def has_no_bytes(self) -> bool:
-        """Whether no byte of the image has arrived from this source yet, as far as its transport knows."""
+        """True if no byte of the image has arrived from this source yet, as far as its transport knows."""
         return self._reader is None or not getattr(self._reader, "answered", True)
 
     def renew(self, lease: Lease) -> None:

@@ -84,10 +84,10 @@ class PlanRequester:
         """Reasons why this instance was assigned its own storage; the last one is the most specific."""
         self._compared: set[str] = set()
         self._plan_named_weights = False
-        """Whether the last plan with routes named the weights."""
+        """True if the last plan with routes named the weights."""
         self._open_candidates_at = 0.0
         self._had_sources = False
-        """Whether any plan had sources."""
+        """True if any plan had sources."""
 
     def __call__(self, faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
         """Return the planner's plan. Raises as `PlannerClient.request_plan`, and NoSource if all sources have

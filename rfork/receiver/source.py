@@ -27,7 +27,7 @@ class ChunkSource(Protocol):
     transport: str
     source_span: SourceSpan
     is_relay: bool
-    """Whether `last_storage_activity_at` is of another instance that it waits for."""
+    """True if `last_storage_activity_at` is of another instance that it waits for."""
     last_progress_at: float
     """Time of its last new chunk, as a `time.monotonic()` value."""
 

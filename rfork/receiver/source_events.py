@@ -44,7 +44,7 @@ class SourceEventHandler:
         """`changed` is the transfer's condition variable; `deadline` the fork's."""
         self.sources = ActiveSources(scheduler, verifier, source_factory, self)
         self.stopping = False
-        """Whether the fork has ended: later failures are not the sources' fault."""
+        """True if the fork has ended: later failures are not the sources' fault."""
         self.expected: str | None = None
         """The weights_id of the plan."""
         self._abandoned_weights_id: str | None = None
@@ -76,7 +76,7 @@ class SourceEventHandler:
 
     @property
     def weights_changing(self) -> bool:
-        """Whether the weights are changing at their source, which will soon serve others."""
+        """True if the weights are changing at their source, which will soon serve others."""
         known = (
             self._verifier.manifest is not None or self.expected is not None or self._abandoned_weights_id is not None
         )

@@ -1,7 +1,7 @@
 """Resumes a fork from the spool of a process that died. Runs on the target.
 
 Once the first source's manifest is known, and before anything can be read from that source, the chunks whose
-spool record matches the manifest are reserved: no source is asked for them. Each is digested in place, and
+spool record matches the manifest are reserved: they are not requested from sources. Each is digested in place, and
 counts only if it matches the manifest. In a cold start without a manifest there is nothing to compare with,
 and the spool is not used.
 

@@ -75,7 +75,7 @@ class _RangeRead:
 
     @property
     def fully_requested(self) -> bool:
-        """Whether all of it was requested."""
+        """True if all of it was requested."""
         return self.finished or self.next >= self.end
 
 

@@ -23,9 +23,9 @@ from rfork.schema.types import (
     SanitizedText,
     Seconds,
     SourceBytes,
-    SourceType,
     SourceRates,
     SourceTransports,
+    SourceType,
     StorageType,
     WeightsVersion,
 )

@@ -126,7 +126,7 @@ class InstancePage(WireModel):
 
 
 class ExitCheck(WireModel):
-    """Whether an instance may exit now, for preStop hooks."""
+    """True if an instance may exit now, for preStop hooks."""
 
     can_exit: bool = Field(description="whether the instance may exit")
     readers: int = Field(description="number of forks that currently read from it")

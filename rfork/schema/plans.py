@@ -85,7 +85,7 @@ class StorageAssignment(WireModel):
 
 
 class Plan(WireModel):
-    """A plan: the sources of a target. If it is empty, no instance has the image and `reason` says why."""
+    """A plan: the sources of a target. If it is empty, no instance has the image and `reason` states why."""
 
     fork_id: Identifier = Field(description="fork of the request")
     version: WeightsVersion | None = Field(None, description="version of the planned weights; adopted by a target without a version")

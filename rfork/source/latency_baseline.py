@@ -8,7 +8,7 @@ from collections import deque
 from typing import Final
 
 MAX_RATIO: Final = 4.0
-"""Maximum weight of one step, as a multiple of the usual duration: a pause of seconds says little about
+"""Maximum weight of one step, as a multiple of the usual duration: a pause of seconds proves little about
 readers.
 """
 MAX_GAIN, MIN_GAIN = 0.5, 0.05

@@ -49,7 +49,7 @@ class Tracer(Protocol):
 
     @property
     def enabled(self) -> bool:
-        """Whether spans are sent anywhere, so that callers can avoid computing expensive attributes."""
+        """True if spans are sent anywhere, so that callers can avoid computing expensive attributes."""
         ...
 
     def start_span(

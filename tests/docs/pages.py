@@ -1,6 +1,6 @@
 """The fenced blocks of a page, and the comments that control them.
 
-A comment before a block says how it is run. Without one, it is run as it is, in the page's order:
+A comment before a block controls how it is run. Without one, it is run as it is, in the page's order:
 
     <!-- terminal: TEXT -->     in a terminal of its own for the rest of the page; continues once TEXT is written
     <!-- everywhere -->         in each terminal that is opened later, too

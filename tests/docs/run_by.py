@@ -28,7 +28,7 @@ PROGRAMS_WITH_VERB: Final = frozenset({"docker", "git", "helm", "kubectl", "pip"
 OPTIONS_WITH_VALUE: Final = frozenset({"-n"})
 """Options with a value that precede such a word."""
 MAX_DEPTH: Final = 4
-"""How deep names are resolved to assignments and calls to callees."""
+"""Maximum depth to which names are resolved to assignments and calls to callees."""
 
 Names = dict[str, list[ast.expr]]
 
@@ -43,7 +43,7 @@ def commands_not_run(block: PageBlock) -> list[str]:
     """The commands of a `run by` block that none of the files it names has."""
     files = [file for path in block.directives["run by"].split() if _runs_something(file := ROOT / path)]
     available = [words for file in files for words in word_lists(file)]
-    if any(file.suffix == ".py" and "told_to(__file__)" in file.read_text() for file in files):
+    if any(file.suffix == ".py" and "blocks_run_by(__file__)" in file.read_text() for file in files):
         return []
     return [" ".join(sorted(each)) for each in required_words(block) if not any(each <= words for words in available)]
 
@@ -146,7 +146,7 @@ def _is_table(node: ast.expr) -> bool:
 
 
 def _local_definitions(file: Path) -> dict[str, ast.stmt]:
-    """What the functions and classes of a test, and those that it imports from tests, are made of."""
+    """Return the statements of a test's functions and classes, and of those that it imports from tests."""
     tree = ast.parse(file.read_text())
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
@@ -166,7 +166,7 @@ def _local_definitions(file: Path) -> dict[str, ast.stmt]:
 
 
 def _assignments(scope: ast.AST, body: Sequence[ast.stmt]) -> Names:
-    """What each name of a function, or of a module's top, is assigned."""
+    """Return the values assigned to each name of a function, or of a module's top level."""
     found: Names = {}
     inner = ast.walk(scope) if not isinstance(scope, ast.Module) else iter(body)
     for node in inner:

@@ -17,7 +17,7 @@ from typing import Final, Self
 from tests.docs.pages import PageBlock, Step, first_missing_line, steps
 
 MAX_COMMAND_S: Final = 150.0
-"""What any one command may take on a busy machine."""
+"""Timeout of one command on a busy machine."""
 POLL_INTERVAL_S: Final = 0.05
 PORT: Final = "8700"
 """The planner's port in the pages: tests use a free one in its place."""
@@ -26,7 +26,7 @@ MACHINE_FOLDERS: Final = re.compile(r"(?<![\w/:.])(?=/(?:models|checkpoints)/)")
 
 
 class CommandFailed(Exception):
-    """A command of a page did not do what the page says."""
+    """A command of a page did not behave as the page states."""
 
 
 class Terminals:

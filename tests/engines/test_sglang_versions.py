@@ -92,7 +92,7 @@ def test_a_rollout_loads_new_weights_and_forks_old_ones(
 
 
 @pytest.mark.timeout(1500)
-def test_an_update_in_place_changes_the_forked_version(
+def test_a_weight_update_changes_the_forked_version(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start
 ) -> None:
     """After an update from the new folder, a server on that folder forks, and one on the old one does not.

@@ -44,7 +44,7 @@ def test_free_port_can_be_listened_on(free_port: int) -> None:
 
 def test_no_other_test_process_gets_the_same_port(free_port: int) -> None:
     """Nor does this process: the server may bind it only later."""
-    code = f"from tests import ports; ports._reserved({free_port})"
+    code = f"from tests import ports; ports._reserve({free_port})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "BlockingIOError" in done.stderr
     assert not ports._reserve(free_port)

@@ -165,7 +165,7 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         finish = forks(planner)[0].finish
         assert finish is not None
         assert ("forked", 2080, {}) == (finish.outcome, finish.bytes_read, finish.sources)
-        assert "unverified" in finish.reasons[0]
+        assert "not verified" in finish.reasons[0]
         with PlannerClient(planner) as client:
             until(lambda: len(client.instances()) == 1, "the client's instance removed")
             left = client.instances()[0].report.instance_id

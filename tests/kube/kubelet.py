@@ -6,7 +6,7 @@
         admin.create(deployment)      # its Pods are bound, started, probed, and become Ready
         print(kubelet.log("pod-name"))
 
-It creates its own Nodes (`nodes`: their names and labels), binds each new Pod to the next one, gives it an
+It creates its own Nodes (`nodes`: their names and labels), binds each new Pod to the next one, assigns an
 address in 127.1.0.0/16, runs its init containers and then its containers as processes, and posts its status.
 On deletion it runs preStop, sends SIGTERM, waits for the grace period, sends SIGKILL, and deletes the object.
 Init containers named ``rfork-files`` are skipped, because rfork is installed here. There are no images,

@@ -306,7 +306,7 @@ def test_a_second_release_does_not_adopt_existing_objects(release: HelmRelease) 
 
 
 def test_rendered_manifests_work_with_kubectl(release: HelmRelease, kubectl: Path, tmp_path: Path) -> None:
-    """Rendering with helm and applying with kubectl gives the same result."""
+    """Rendering with helm and applying with kubectl has the same result."""
     text = helm_run(
         release.helm, "template", release.namespace, str(CHART), "--namespace", release.namespace,
         "--kube-version", "{}.{}".format(*release.plane.version), values={},

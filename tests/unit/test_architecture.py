@@ -95,7 +95,7 @@ ENVIRONMENT_WRITERS = {
     "rfork/transport/collective/nccl.py": "sets variables that NCCL reads",
     "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",
 }
-"""Modules outside `rfork.settings` that access the environment, and the reason: each passes values on, none is configured by it."""
+"""Modules outside `rfork.settings` that access the environment, with the reason: none of them is configured by it."""
 
 
 def modules_of(package: str) -> Iterator[tuple[str, ast.Module]]:

@@ -15,7 +15,7 @@ from docs.site.reference import metrics_page, settings_page
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operating.md"
 RULES = ROOT / "deploy" / "helm" / "rfork" / "rules"
-ELSEWHERE = {"outcome=interrupted", "No space left on device"}
+COMPOSED_PHRASES = {"outcome=interrupted", "No space left on device"}
 """Phrases that other programs or the logger compose."""
 
 
@@ -51,7 +51,7 @@ def metrics() -> frozenset[str]:
     return frozenset(metric.name for registry in found for metric in metrics_page.metrics(registry))
 
 
-@pytest.mark.parametrize("quoted", sorted({quoted for quoted, _ in failures()} - ELSEWHERE))
+@pytest.mark.parametrize("quoted", sorted({quoted for quoted, _ in failures()} - COMPOSED_PHRASES))
 def test_quoted_symptoms_exist_in_the_code(quoted: str) -> None:
     """Every log line, error, problem and setting that a failure table quotes exists in the code."""
     name = quoted.partition("{")[0]

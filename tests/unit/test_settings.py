@@ -42,7 +42,7 @@ def test_a_variable_sets_its_option(
     assert expected == getattr(load(InstanceSettings), option)
 
 
-def test_an_argument_has_precedence_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_overrides_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument of None leaves the variable in effect."""
     monkeypatch.setenv("RFORK_PLANNER_PORT", "1")
     assert [1, 2] == [load(PlannerSettings, port=port).port for port in (None, 2)]
@@ -78,7 +78,7 @@ def test_a_variable_of_another_project_sets_its_option(monkeypatch: pytest.Monke
     assert "eu-central-1" == load(StorageSettings).s3_region
 
 
-def test_an_argument_has_precedence_over_a_variable_of_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_overrides_a_variable_of_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both `load` and the constructor accept the field's name."""
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
     assert "us-east-2" == load(StorageSettings, s3_region="us-east-2").s3_region

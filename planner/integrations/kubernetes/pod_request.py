@@ -29,7 +29,7 @@ MAX_DRAIN_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class InjectionRequest:
-    """What to inject into a Pod. For fields that are None, the webhook's setting applies."""
+    """Request to inject rfork into a Pod. For fields that are None, the webhook's setting applies."""
 
     model: str
     container: str

@@ -63,7 +63,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process is still running."""
+        """True if the process is still running."""
         return self._process.poll() is None
 
     def wait_for(self, match: Callable[[Event], bool], timeout: float) -> Event:

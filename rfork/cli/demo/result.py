@@ -60,7 +60,7 @@ class DemoResult:
 
     @property
     def equal(self) -> bool:
-        """Whether every fork equals the seed."""
+        """True if every fork equals the seed."""
         return not self.differences
 
     def table(self) -> Table:

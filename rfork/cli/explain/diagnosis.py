@@ -36,7 +36,7 @@ UNSTATED_VERSION_ADVICE: Final = (
 )
 
 Finding = tuple[str, str]
-"""What happened, and advice."""
+"""Cause of a fork's result, with advice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A stock client sends one request per rank, waits for the response, reads without further messages, and exits
 if there is no response. So the sidecar keeps the lease for it and renews it, and returns it once the engine
-next to the sidecar is healthy or after `lease_hold_s`. Nothing is verified, and the planner is informed of
+next to the sidecar is healthy or after `max_lease_s`. Nothing is verified, and the planner is informed of
 that.
 """
 
@@ -26,7 +26,7 @@ from rfork.settings import InstanceSettings
 
 SEED_WAIT_TIMEOUT_S: Final = 60.0
 """Time that a client waits for a seed with a free reader slot."""
-LEASE_HOLD_S: Final = 600.0
+MAX_LEASE_S: Final = 600.0
 """Time for which a client's lease is renewed while its engine is not healthy."""
 RENEWALS: Final = 3
 """Renewals of a lease within its time to live."""
@@ -77,10 +77,10 @@ class LeaseManager:
 
     def __init__(
         self, planner: PlannerClient, fetch: FetchInfo, settings: InstanceSettings, *, model: str,
-        wait_s: float, lease_hold_s: float, engine_up: Callable[[], bool] | None,
+        wait_s: float, max_lease_s: float, engine_up: Callable[[], bool] | None,
     ) -> None:  # fmt: skip
         self._planner = planner
-        self._lease_hold_s = lease_hold_s
+        self._max_lease_s = max_lease_s
         self._engine_up = engine_up or (lambda: False)
         self._client_leases: dict[int, ClientLease] = {}
         self._rank_locks: dict[int, threading.Lock] = {}
@@ -135,8 +135,8 @@ class LeaseManager:
         for rank, each in client_leases:
             if is_healthy and not each.was_healthy:
                 self._release(rank, each, "forked", UNVERIFIED_REASON)
-            elif now - each.began >= self._lease_hold_s:
-                reason = f"the client's engine was not healthy within {self._lease_hold_s:g} s"
+            elif now - each.began >= self._max_lease_s:
+                reason = f"the client's engine was not healthy within {self._max_lease_s:g} s"
                 self._release(rank, each, "interrupted", reason)
             elif now >= each.renew_at:
                 self._renew(rank, each)

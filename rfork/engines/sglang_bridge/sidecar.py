@@ -29,7 +29,7 @@ from typing import Self
 
 from rfork.engines.sglang_bridge.engine import StockEngine
 from rfork.engines.sglang_bridge.http_servers import HttpServerThread, InfoClient, client_app, seed_app
-from rfork.engines.sglang_bridge.lease_manager import LEASE_HOLD_S, SEED_WAIT_TIMEOUT_S, LeaseManager
+from rfork.engines.sglang_bridge.lease_manager import MAX_LEASE_S, SEED_WAIT_TIMEOUT_S, LeaseManager
 from rfork.engines.sglang_bridge.publisher import ENGINE_POLL_INTERVAL_S, Publisher
 from rfork.errors import SettingsError
 from rfork.logs import logger
@@ -133,7 +133,7 @@ class Sidecar:
             publisher = self.publisher
             self.lease_manager = LeaseManager(
                 self._planner, self._info_client, settings, model=own.source_model, wait_s=self._seed_wait_timeout_s,
-                lease_hold_s=LEASE_HOLD_S, engine_up=(lambda: publisher.engine_up) if publisher is not None else None,
+                max_lease_s=MAX_LEASE_S, engine_up=(lambda: publisher.engine_up) if publisher is not None else None,
             )  # fmt: skip
             self._for_clients = HttpServerThread(
                 client_app(self.lease_manager), own.bind, own.port, setting="RFORK_SIDECAR_PORT"

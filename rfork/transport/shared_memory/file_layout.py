@@ -106,8 +106,8 @@ def alignment_request(begin: int, mappable: Sequence[FileRun]) -> list[int]:
 
     If there are too many runs, includes only the longest.
     """
-    longest_runs = sorted(mappable, key=lambda run: -run.length)[:MAX_PIECES]
-    return [number for run in sorted(longest_runs) for number in (run.begin - begin, run.file_offset % PAGE)]
+    selected_runs = sorted(mappable, key=lambda run: -run.length)[:MAX_PIECES]
+    return [number for run in sorted(selected_runs) for number in (run.begin - begin, run.file_offset % PAGE)]
 
 
 class MappedRun(NamedTuple):

@@ -31,7 +31,7 @@ def test_another_process_at_the_sources_socket_is_rejected(echo: EchoServer) -> 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_a_socket_without_permission_falls_back(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another user's socket, or one with another security label, the next transport is used and the hint
-    gives the reason.
+    states the reason.
     """
     echo = EchoServer()
 

@@ -121,7 +121,7 @@ def test_the_empty_model_equals_that_of_from_pretrained(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16], ids=str)
 def test_a_requested_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
-    """The model has the dtype that `from_pretrained` would give it."""
+    """The model has the dtype that `from_pretrained` would choose."""
     folder = tmp_path / "model"
     save_model(folder, "kept in float32")
     config_only = without_weights(folder)

@@ -74,7 +74,7 @@ class SidecarHarness:
         """Return a selector for model m."""
         return SeedSelector(self.planner, self.fetch, SETTINGS, model="m", wait_s=wait_s, stopping=threading.Event())
 
-    def manager(self, *, engine_up: Callable[[], bool] | None = None, lease_hold_s: float = 60.0) -> LeaseManager:
+    def manager(self, *, engine_up: Callable[[], bool] | None = None, max_lease_s: float = 60.0) -> LeaseManager:
         """Return a lease manager for clients of model m, without its thread."""
         return LeaseManager(
             self.planner,
@@ -82,7 +82,7 @@ class SidecarHarness:
             SETTINGS,
             model="m",
             wait_s=0.0,
-            lease_hold_s=lease_hold_s,
+            max_lease_s=max_lease_s,
             engine_up=engine_up,
         )
 
@@ -161,11 +161,11 @@ def test_an_engine_that_was_healthy_before_proves_no_read() -> None:
     assert ["failed"] == harness.states()
 
 
-@pytest.mark.parametrize(("lease_hold_s", "expected"), [(60.0, "running"), (0.0, "failed")])
-def test_a_lease_expires_after_the_hold_time(lease_hold_s: float, expected: str) -> None:
+@pytest.mark.parametrize(("max_lease_s", "expected"), [(60.0, "running"), (0.0, "failed")])
+def test_a_lease_expires_after_the_hold_time(max_lease_s: float, expected: str) -> None:
     """A client that never starts, or whose state is unknown, eventually releases its slot."""
     harness = SidecarHarness(a=_seed("a"))
-    manager = harness.manager(lease_hold_s=lease_hold_s)
+    manager = harness.manager(max_lease_s=max_lease_s)
     manager.weight_info_for(0)
     manager.poll()
     assert [expected] == harness.states()

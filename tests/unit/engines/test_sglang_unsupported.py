@@ -72,7 +72,7 @@ def test_scratch_is_excluded_from_images() -> None:
 
 
 def test_weights_are_not_scratch() -> None:
-    """Names that models give to weights match no pattern."""
+    """Names of weights in models match no pattern."""
     for name in ("model.layers.0.mlp.experts.w13_weight_scale_inv", "lm_head.weight", "a.g_idx", "a.w_kc"):
         assert not any(fnmatchcase(name, pattern) for pattern in unsupported.SCRATCH)
 

@@ -99,7 +99,7 @@ def test_regions(runs: list[ContiguousRun], segments: list[AllocatorSegment], ex
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("host, ", "empty", "no "))])
 def test_regions_of_host_memory_only(name: str) -> None:
-    """The shortcut for host memory gives the same result."""
+    """The shortcut for host memory has the same result."""
     runs, _, expected = CASES[name]
     assert expected == merge_host_regions([run.address for run in runs], [run.length for run in runs])
 

@@ -269,7 +269,7 @@ async def test_a_disconnected_reader_frees_its_slot() -> None:
     assert 200 == message["status"]
 
 
-def test_one_reader_too_many_is_asked_to_retry() -> None:
+def test_one_reader_too_many_must_retry() -> None:
     """The response is a problem with `Retry-After`."""
     planner = EventStreamServer(max_subscribers=0)
     response = httpx.Client(base_url="http://planner", transport=AppTransport(planner.app)).get("/v1/events")

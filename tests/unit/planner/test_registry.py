@@ -30,7 +30,7 @@ def half(count: int = 6) -> ForkProgress:
     return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1.0)
 
 
-def test_three_targets_chain_behind_a_seed_that_takes_one_reader(planner: PlannerClient) -> None:
+def test_three_targets_form_a_chain_from_a_seed_with_one_slot(planner: PlannerClient) -> None:
     """A request also registers the target, so the next one finds it."""
     planner.report(seed_report("s"))
     assert [["s"], ["a"], ["b"]] == [sources(planner.request_plan(fork_request(name))) for name in "abc"]

@@ -315,7 +315,7 @@ class Target:
     ) -> None:
         self.image = target_image or image()
         self.chunk_state = ChunkState(self.image.layout.chunks) if chunk_state is None else chunk_state
-        self.relay = RecordingServingState(self.chunk_state)
+        self.serving_state = RecordingServingState(self.chunk_state)
         chosen = chosen or settings()
         deadline = Deadline(time.monotonic() + deadline_s)
         self.transfer = Transfer(
@@ -326,7 +326,7 @@ class Target:
             source_factory=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
             replan=replan,
             run_loader=run_loader,
-            serving_state=serving_state or self.relay,
+            serving_state=serving_state or self.serving_state,
             deadline=deadline,
         )
 

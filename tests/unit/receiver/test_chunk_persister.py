@@ -286,10 +286,10 @@ def test_without_a_folder_the_persister_does_nothing() -> None:
     target_image = capture(Model(1))
     before = set(threading.enumerate())  # a spool's thread outlives the fork to close the file
     persister = ChunkPersister(None, IDENTITY, target_image, ChunkState(target_image.layout.chunks)).start()
-    spool, begun = persister.spool, set(threading.enumerate()) - before
+    spool, new_threads = persister.spool, set(threading.enumerate()) - before
     persister.pause()
     persister.close(remove=True)
-    assert (None, set()) == (spool, begun)
+    assert (None, set()) == (spool, new_threads)
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,10 @@ def test_a_different_manifest_drops_only_chunks_that_differ(fleet: Fleet) -> Non
     target.run()
     assert (content_hash(right), [(0,)], {"checkpoint:file:///files": 3, "seed": 4}) == (
         content_hash(target.image),
-        target.relay.dropped,
+        target.serving_state.dropped,
         verified_by_source(target),
     )
-    assert ([seed.manifest], None) == (target.relay.manifests, target.chunk_state.provisional_id)
+    assert ([seed.manifest], None) == (target.serving_state.manifests, target.chunk_state.provisional_id)
 
 
 def test_a_second_provisional_image_is_refused_while_the_first_is_served(fleet: Fleet) -> None:
@@ -124,13 +124,13 @@ def test_a_new_provisional_image_replaces_one_without_sources(fleet: Fleet) -> N
         return plan(route(second, ALL))
 
     def remaining_plan() -> Plan:
-        wait_for_chunks(target.chunk_state, 3)  # so that nothing of the first image is wanted any more
+        wait_for_chunks(target.chunk_state, 3)  # so that no chunk of the first image is assigned any more
         return plan(route(second, (3, 6)))
 
     script = planner_script(plan(route(first, (0, 3))), remaining_plan, complete_plan)
     target = Target(fleet, script)
     target.run()
-    assert (content_hash(other), [(0, 1, 2)]) == (content_hash(target.image), target.relay.dropped)
+    assert (content_hash(other), [(0, 1, 2)]) == (content_hash(target.image), target.serving_state.dropped)
 
 
 def test_chunks_without_digests_are_refused(fleet: Fleet) -> None:

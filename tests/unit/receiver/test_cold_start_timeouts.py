@@ -40,10 +40,10 @@ from tests.unit.receiver.fleet import (
     [
         (None, NoSource, 0.1),
         (lambda: 0.0, NoSource, 0.1),
-        # High enough that a busy test machine does not make the leader look silent.
+        # High enough that a busy test machine does not make the leader appear silent.
         (time.monotonic, DeadlineExceeded, 0.5),
     ],
-    ids=["reads nothing", "stuck", "slow"],
+    ids=["no reads", "stalled", "slow"],
 )
 def test_a_leader_without_chunks_is_replaced_once_its_storage_stalls(
     fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception], stall_s: float

@@ -52,7 +52,7 @@ def test_the_elected_target_reads_its_files(fleet: Fleet) -> None:
     stats = target.run()
     assert (content_hash(source_image), [source_image.manifest()]) == (
         content_hash(target.image),
-        target.relay.manifests,
+        target.serving_state.manifests,
     )
     assert [("checkpoint:file:///files", "node", "checkpoint", CHUNKS, CHUNKS * MIB)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
@@ -76,17 +76,17 @@ def test_a_target_reports_storage_activity_until_it_has_all_chunks(fleet: Fleet)
         files=[files],
     )
     activity_reported = threading.Event()
-    report_activity = target.relay.report_storage_activity
+    report_activity = target.serving_state.report_storage_activity
 
     def report_and_signal(read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         report_activity(read_at, relayed=relayed)
         if read_at is not None:
             activity_reported.set()
 
-    target.relay.report_storage_activity = report_and_signal  # type: ignore[method-assign]
+    target.serving_state.report_storage_activity = report_and_signal  # type: ignore[method-assign]
     files.before_read = lambda chunk: activity_reported.wait(NEVER_S)
     target.run()
-    assert [True, False] == target.relay.storage_activity
+    assert [True, False] == target.serving_state.storage_activity
 
 
 def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
@@ -159,11 +159,11 @@ def test_a_failure_of_local_files_is_reported_as_a_storage_fault(fleet: Fleet) -
     )
     assert ({"checkpoint:file:///files": 3, "seed": 3}, []) == (
         verified_by_source(target),
-        target.relay.dropped,
+        target.serving_state.dropped,
     )
 
 
-@pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["of another type", "a bug"])
+@pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["user error", "bug"])
 def test_any_exception_of_a_file_reader_is_a_storage_fault(fleet: Fleet, error: Exception) -> None:
     """The fork does not hang."""
     files = Files(image(1), error=error, fails_at=0)

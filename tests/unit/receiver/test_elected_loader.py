@@ -67,9 +67,9 @@ def test_the_elected_target_runs_its_loader(fleet: Fleet) -> None:
         return target.image.manifest()
 
     stats = target.run()
-    assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.storage_activity)
+    assert ([threading.current_thread().name], [True, False]) == (threads, target.serving_state.storage_activity)
     assert ([source_image.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, 0, ALL) == (
-        target.relay.manifests,
+        target.serving_state.manifests,
         verified_by_source(target),
         stats.bytes_read,
         target.transfer.measurable_bytes,  # all bytes arrive in one step, so no rate is reported
@@ -107,7 +107,7 @@ def test_verified_chunks_are_dropped_before_a_loader_runs(fleet: Fleet) -> None:
     target.run()
     assert ([0], [(0, 1)], content_hash(source_image), ()) == (
         verified,
-        target.relay.dropped,
+        target.serving_state.dropped,
         content_hash(target.image),
         first.report().readers,
     )

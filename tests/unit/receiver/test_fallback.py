@@ -261,9 +261,9 @@ def test_an_interrupt_ends_the_fallbacks() -> None:
 def test_an_engine_loader_does_not_fill_this_model() -> None:
     """The engine builds its own, so the content of this model stays unchanged."""
     model, ran = Model(), []
-    out_of_place_fallback = engine_fallback(Model, lambda: None)
-    found = run_fallbacks(model, None, [out_of_place_fallback], [], lambda each: ran.append(each.name))
-    assert (out_of_place_fallback, ["the engine's loader"]) == (found, ran)
+    replacing_fallback = engine_fallback(Model, lambda: None)
+    found = run_fallbacks(model, None, [replacing_fallback], [], lambda each: ran.append(each.name))
+    assert (replacing_fallback, ["the engine's loader"]) == (found, ran)
 
 
 def test_an_engine_loader_without_weights_is_not_offered() -> None:

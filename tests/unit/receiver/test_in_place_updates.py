@@ -52,11 +52,9 @@ def with_weights_id(plan: Plan, weights_id: str | None) -> Plan:
 
 
 def can_serve(seed: Seed, target: Target) -> bool:
-    """Return whether the seed can serve what the target misses: it has weights, and the target has begun no
-    others.
-    """
-    begun = target.relay.manifests[-1] if len(target.chunk_state) else None
-    return seed.manifest is not None and begun in (None, seed.manifest)
+    """Return whether the seed has weights and the target has no chunks of others."""
+    current_manifest = target.serving_state.manifests[-1] if len(target.chunk_state) else None
+    return seed.manifest is not None and current_manifest in (None, seed.manifest)
 
 
 def corrupt_chunk(source_image: Image, chunk: int) -> None:
@@ -210,8 +208,8 @@ def test_an_update_upstream_of_a_relay_restarts_its_readers(fleet: Fleet) -> Non
     lower_started = threading.Event()
 
     def seed_plan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        begun = relay.manifest if len(chunk_state) else None
-        is_consistent = seed.manifest is not None and begun in (None, seed.manifest)
+        current_manifest = relay.manifest if len(chunk_state) else None
+        is_consistent = seed.manifest is not None and current_manifest in (None, seed.manifest)
         return plan(route(seed, ALL)) if is_consistent else plan()
 
     def relay_plan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:

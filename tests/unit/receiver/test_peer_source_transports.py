@@ -208,8 +208,8 @@ def test_a_slow_transport_leaves_time_for_the_next(fleet: Fleet) -> None:
         )
 
 
-@pytest.mark.parametrize("others", [True, False])
-def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, others: bool) -> None:
+@pytest.mark.parametrize("has_second_transport", [True, False])
+def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, has_second_transport: bool) -> None:
     """The next transport is used; if there is none, the source ends with the error of the last transport."""
 
     class CloseTimeoutPeer(InMemoryPeer):
@@ -221,12 +221,12 @@ def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, others: bool
 
     listener = RecordingListener()
     transports: list[InMemoryTransport] = [CrossHostTransport(fleet.network, "shared_memory")]
-    if others:
+    if has_second_transport:
         transports.append(InMemoryTransport(fleet.network))
     with running_peer_source(fleet, listener, transports, dial=dial):
-        (listener.offered if others else listener.failed).wait(NEVER_S)
+        (listener.offered if has_second_transport else listener.failed).wait(NEVER_S)
         outcome = listener.transport_errors, [error.kind for error in listener.failures]
-    assert ((["NotSameHost"], []) if others else ([], ["NotSameHost"])) == outcome
+    assert ((["NotSameHost"], []) if has_second_transport else ([], ["NotSameHost"])) == outcome
 
 
 def test_silence_counts_only_after_the_connection(fleet: Fleet) -> None:

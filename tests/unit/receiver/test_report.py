@@ -62,7 +62,7 @@ def test_the_summary_of_a_fallback() -> None:
         ({"version": f"files:{'3' * 32}", "first": True}, "(http), first of version files:33333333; 4/4"),
         ({"version": "v1"}, "from 01234567@node-1 (http); 4/4"),
     ],
-    ids=["taken over", "first", "own"],
+    ids=["adopted", "first", "own"],
 )
 def test_the_summary_names_an_unexpected_version(changes: dict[str, Any], words: str) -> None:
     """This is an adopted version, or the first one of its model."""

@@ -106,7 +106,7 @@ def tear_record(path: Path) -> None:
 
 @pytest.mark.parametrize("damage_file", [flip_byte, truncate_file, tear_record])
 def test_damaged_chunks_are_fetched(fleet: Fleet, tmp_path: Path, damage_file: Callable[[Path], None]) -> None:
-    """Chunks are verified by their bytes, because the record of a damaged one still looks valid."""
+    """Chunks are verified by their bytes, because the record of a damaged one is still valid."""
     source, module = Model(1), Model()
     damage_file(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)

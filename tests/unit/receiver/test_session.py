@@ -248,25 +248,25 @@ def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> N
     report.seed.close()
 
 
-def test_progress_is_shown_while_the_planner_is_silent(fleet: Fleet) -> None:
+def test_progress_is_reported_while_the_planner_is_silent(fleet: Fleet) -> None:
     """The progress callback does not wait for the planner's response."""
     source, module = Model(0.0), Model(1.0)
     image = capture(source)
     chunk_state = ChunkState(image.layout.chunks, [0, 1])
     seed = fleet.source("a", image, chunk_state=chunk_state, manifest=image.manifest())
-    planner_blocked, progress_shown = threading.Event(), threading.Event()
+    planner_blocked, progress_reported = threading.Event(), threading.Event()
     waited: list[bool] = []
 
     def delayed_response() -> httpx.Response:
         planner_blocked.set()
-        waited.append(progress_shown.wait(30))
+        waited.append(progress_reported.wait(30))
         for index in range(CHUNKS):
             chunk_state.mark_verified(index)
         return httpx.Response(200, content=ACK)
 
     def show(progress: ForkProgress, image_bytes: int) -> None:
         if planner_blocked.is_set():
-            progress_shown.set()
+            progress_reported.set()
 
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
     planner.on_progress = delayed_response

@@ -166,7 +166,7 @@ def test_a_fork_with_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> 
 
     seed = fleet.source("seed", capture(Model(0.0)))
     planner = scripted_planner(plan(route(seed, ALL)))
-    report = run_fork(fleet, Model(1.0), planner, [Fallback("hung", load_twos, open=hang)])
+    report = run_fork(fleet, Model(1.0), planner, [Fallback("blocked", load_twos, open=hang)])
     assert ("forked", [], 1, ()) == (
         report.outcome,
         opened,
@@ -179,8 +179,8 @@ def test_files_are_offered_when_no_source_exists(fleet: Fleet, checkpoint: Path)
     """A cold start sends one more request, and reports its faults only once."""
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
-    offered_kinds = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
-    assert ("forked", [[], ["checkpoint"]]) == (report.outcome, offered_kinds)
+    offered_types = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
+    assert ("forked", [[], ["checkpoint"]]) == (report.outcome, offered_types)
 
 
 def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, checkpoint: Path) -> None:
@@ -191,7 +191,7 @@ def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, check
         proceed.wait(NEVER_S)
 
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
-    fallbacks = [Fallback("hung", load_twos, open=hang), checkpoint_fallback(checkpoint)]
+    fallbacks = [Fallback("blocked", load_twos, open=hang), checkpoint_fallback(checkpoint)]
     report = run_fork(fleet, Model(1.0), planner, fallbacks, storage_idle_timeout_s=0.5)
     proceed.set()
     assert ("forked", [("checkpoint", checkpoint.as_uri())]) == (report.outcome, storage_candidates(planner))

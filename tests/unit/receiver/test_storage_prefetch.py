@@ -68,7 +68,7 @@ def test_the_blocks_make_up_the_requested_range(monkeypatch: pytest.MonkeyPatch,
 def test_a_storage_error_is_raised_to_the_reader() -> None:
     """The blocks before it are returned."""
     files = Files(STORED_IMAGE, fails_at=0)
-    with pytest.raises(StorageError, match="broken"):
+    with pytest.raises(StorageError, match="disk error"):
         list(reader().read(files, 0, SIZE))
 
 

@@ -19,7 +19,7 @@ RateSamples = list[tuple[float, int]]
         ([(0.0, 0), (0.5, 100), (1.0, 500), (1.5, 900), (2.0, 1000)], 800.0),
         ([(0.0, 0), (0.5, 0), (1.1, 0), (4.0, 800)], 275.86),
     ],
-    ids=["nothing", "too short", "one window", "a burst", "between windows", "late"],
+    ids=["no data", "too short", "one window", "a burst", "between windows", "late"],
 )
 def test_the_peak_rate(samples: RateSamples, expected: float | None) -> None:
     """It is the fastest of all windows of at least one second."""
@@ -40,7 +40,7 @@ def test_the_peak_rate(samples: RateSamples, expected: float | None) -> None:
         ([(0.0, 0), (1.0, 2000), (2.0, 2000), (10.0, 2000)], 0.0),
         ([(0.0, 0), (1.0, 2000), (9.0, 2000), (9.5, 2100), (10.0, 2300)], 300.0),
     ],
-    ids=["nothing", "begun", "too short", "steady", "one window", "silent", "again"],
+    ids=["no data", "just started", "too short", "steady", "one window", "silent", "again"],
 )
 def test_the_current_rate(samples: RateSamples, expected: float) -> None:
     """It covers the last second, so a silent source has rate 0; before that, it is the mean so far."""
@@ -59,7 +59,7 @@ def test_the_current_rate(samples: RateSamples, expected: float) -> None:
     ],
     ids=["measured", "too short", "zero duration"],
 )
-def test_efficiency_is_the_mean_rate_over_the_peak_rate(
+def test_efficiency_compares_mean_and_peak_rate(
     samples: RateSamples, nbytes: int, seconds: float, expected: float | None
 ) -> None:
     """It is None unless both are known."""
@@ -85,7 +85,7 @@ SourceSamples = list[tuple[float, dict[str, int]]]
         ([(0.0, {}), (1.0, {"a": 900}), (2.0, {"a": 900, "b": 300})], {"b": 300.0}, {"a": 900.0, "b": 300.0}),
         ([(0.0, {"a": 7}), (1.0, {"a": 7})], {}, {}),
     ],
-    ids=["nothing", "too short", "two", "sequential", "silent"],
+    ids=["no data", "too short", "two", "sequential", "silent"],
 )
 def test_rates_by_source(samples: SourceSamples, now: dict[str, float], best: dict[str, float]) -> None:
     """They use the same windows as the total rate; a source without current traffic keeps only its peak rate."""

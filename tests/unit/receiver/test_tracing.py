@@ -44,7 +44,8 @@ def test_the_spans_of_a_fork(fleet: Fleet) -> None:
     )  # fmt: skip
     serve_attributes = recorder.attributes("serve")
     assert ("a", FORK_ID, "memory", report.image_bytes) == (
-        serve_attributes["rfork.instance"], serve_attributes["rfork.fork"], serve_attributes["rfork.transport"], serve_attributes["rfork.bytes"],
+        serve_attributes["rfork.instance"], serve_attributes["rfork.fork"],
+        serve_attributes["rfork.transport"], serve_attributes["rfork.bytes"],
     )  # fmt: skip
     assert {report.trace_id} == {f"{span.context.trace_id:032x}" for span in recorder.spans.values()}
     assert report.seed is not None

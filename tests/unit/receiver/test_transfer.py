@@ -37,7 +37,7 @@ def test_one_source_serves_all_chunks(fleet: Fleet) -> None:
     stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert (IMAGE_BYTES, 0, 0) == (stats.bytes_read, stats.bytes_repeated, stats.replans)
-    assert [seed.manifest] == target.relay.manifests
+    assert [seed.manifest] == target.serving_state.manifests
     assert [("a", "node", "memory", CHUNKS, IMAGE_BYTES)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
         for share in stats.sources
@@ -146,18 +146,18 @@ def test_a_relay_without_new_chunks_is_replaced(fleet: Fleet) -> None:
 def test_a_relay_serves_each_chunk_once_verified(fleet: Fleet) -> None:
     """Its reader has each chunk before the relay receives the next."""
     source_image = image(1)
-    relay_board = ChunkState(source_image.layout.chunks)
-    relay = fleet.source("a", source_image, chunk_state=relay_board, manifest=source_image.manifest())
+    relay_chunks = ChunkState(source_image.layout.chunks)
+    relay = fleet.source("a", source_image, chunk_state=relay_chunks, manifest=source_image.manifest())
     target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
     steps: list[int] = []
 
     def advance() -> None:
         steps.append(len(target.chunk_state))
         if not target.chunk_state.complete:
-            relay_board.mark_verified(len(target.chunk_state))
+            relay_chunks.mark_verified(len(target.chunk_state))
 
     target.chunk_state.subscribe(advance)
-    relay_board.mark_verified(0)
+    relay_chunks.mark_verified(0)
     target.run()
     assert (content_hash(source_image), list(range(1, CHUNKS + 1))) == (content_hash(target.image), steps)
 

@@ -225,7 +225,7 @@ THESE_WEIGHTS, OTHER_WEIGHTS = "1" * 32, "2" * 32
 @pytest.mark.parametrize("weights_id", [OTHER_WEIGHTS, None])
 def test_a_lease_for_other_weights_is_refused(weights_id: str | None) -> None:
     """They are rejected also while the source does not know yet which weights it receives."""
-    with pytest.raises(SourceWeightsChanged, match=f"for the weights {THESE_WEIGHTS}"):
+    with pytest.raises(SourceWeightsChanged, match=f"for weights {THESE_WEIGHTS}"):
         build_verifier().check(sign(replace(CLAIMS, weights_id=THESE_WEIGHTS), KEYS["a"]), 0, weights_id)
 
 

@@ -29,11 +29,11 @@ def test_a_result_or_an_error_is_returned() -> None:
 def test_every_exception_of_a_call_ends_the_wait() -> None:
     """An exit or an interrupt in the call is raised in the waiting thread."""
 
-    def leave() -> int:
+    def exit_process() -> int:
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        AbandonableCall("left", leave, lambda result: None).result(time.monotonic() + NEVER_S)
+        AbandonableCall("left", exit_process, lambda result: None).result(time.monotonic() + NEVER_S)
 
 
 def test_a_late_result_is_undone() -> None:

@@ -265,7 +265,7 @@ def _ended_at(observed: ObservedState, fork: ForkInfo) -> float:
 
 
 def _key(fork: ForkInfo) -> str:
-    # Includes the outcome: a fork that the planner gave up may continue and finish later.
+    # Includes the outcome: an abandoned fork may continue and finish later.
     return f"{fork.fork_id}/{fork.finish.outcome if fork.finish is not None else ''}"
 
 

@@ -263,7 +263,7 @@ def test_verified_chunks_pin_the_weights() -> None:
     assert {"s": ((3, 12),)} == routes(decide(fleet, loading("t", (0, 3))))
 
 
-def test_pinned_weights_without_holders_give_no_routes() -> None:
+def test_pinned_weights_without_holders_have_no_routes() -> None:
     """The reason names the other weights."""
     decision = decide(group(seed("n", weights_id=OTHER_WEIGHTS)), loading("t", (0, 3)))
     expected = f"no readable source among 1: n has other weights ({OTHER_WEIGHTS})"

@@ -30,8 +30,8 @@ def source_of(
     *shards: bytes, uri: str = "file:///f/", options: StorageSettings = SMALL, broken_from: int | None = None
 ) -> tuple[SafetensorsSource, list[RecordingBlob]]:
     """Return a source for shards, and their blobs with the reads of headers removed."""
-    blobs = [RecordingBlob(f"{uri}{turn}", data, broken_from) for turn, data in enumerate(shards)]
-    source = SafetensorsSource(uri, [read_shard(str(turn), blob) for turn, blob in enumerate(blobs)], options)
+    blobs = [RecordingBlob(f"{uri}{number}", data, broken_from) for number, data in enumerate(shards)]
+    source = SafetensorsSource(uri, [read_shard(str(number), blob) for number, blob in enumerate(blobs)], options)
     for blob in blobs:
         blob.read_ranges.clear()
     return source, blobs
@@ -72,8 +72,8 @@ def test_all_access_paths_return_the_stored_tensors(
     """
     shards = [
         save({
-            f"{file}.{turn}": torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
-            for turn, (dtype, shape) in enumerate(specs)
+            f"{file}.{number}": torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
+            for number, (dtype, shape) in enumerate(specs)
         })
         for file, specs in enumerate(files)
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_all_access_paths_return_the_stored_tensors(
 
 def test_twenty_thousand_experts_in_eight_shards() -> None:
     """Many small tensors are read completely in few reads, none of which covers only one tensor."""
-    shards = [experts(2500, first=2500 * turn) for turn in range(8)]
+    shards = [experts(2500, first=2500 * number) for number in range(8)]
     source, blobs = source_of(*(save(shard) for shard in shards))
     expected = {name: tensor for shard in shards for name, tensor in shard.items()}
     with closing(source):
@@ -218,8 +218,8 @@ def test_an_unaligned_file_is_read() -> None:
     stored = {"a": torch.arange(5, dtype=torch.int64), "b": torch.arange(3.0)}
     data = save(stored)
     length = int.from_bytes(data[:8], "little")
-    crooked = (length + 3).to_bytes(8, "little") + data[8 : 8 + length] + b"   " + data[8 + length :]
-    source, _ = source_of(crooked)
+    unaligned = (length + 3).to_bytes(8, "little") + data[8 : 8 + length] + b"   " + data[8 + length :]
+    source, _ = source_of(unaligned)
     cast = {"a": torch.empty(5, dtype=torch.int32), "b": torch.empty(3, dtype=torch.float64)}
     with closing(source):
         source.read_into(cast)
@@ -264,12 +264,12 @@ def test_one_name_in_two_files_is_an_error() -> None:
 
 
 @pytest.fixture
-def grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow reads the time that a busy machine needs to end them."""
     monkeypatch.setattr(streaming, "GRACE_S", 60.0)
 
 
-@pytest.mark.usefixtures("grace")
+@pytest.mark.usefixtures("long_timeouts")
 def test_a_failed_read_is_raised_on_every_access_path() -> None:
     """A read past the end of storage raises its error on each access path and leaves no thread running."""
     stored = experts(2000, (40, 40))
@@ -286,7 +286,7 @@ def test_a_failed_read_is_raised_on_every_access_path() -> None:
     assert [] == [thread.name for thread in threading.enumerate() if thread.name.startswith("rfork-stream")]
 
 
-@pytest.mark.usefixtures("grace")
+@pytest.mark.usefixtures("long_timeouts")
 def test_a_stream_that_is_closed_early_reads_little() -> None:
     """Closing the stream ends the reads, which are only a few blocks ahead."""
     stored = experts(40, (1 << 10, 1 << 9))

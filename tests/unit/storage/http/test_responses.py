@@ -98,7 +98,7 @@ def test_header_injection_is_refused(request_: HttpRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "url", "keeps"),
+    ("location", "url", "keeps_headers"),
     [
         ("/b", "https://host/b", True),
         ("b?x=1#part", "https://host/a/b?x=1", True),
@@ -108,11 +108,11 @@ def test_header_injection_is_refused(request_: HttpRequest) -> None:
         ("https://host.evil/b", "https://host.evil/b", False),
     ],
 )
-def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps: bool) -> None:
+def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps_headers: bool) -> None:
     """A Location is resolved relative to the URL, and headers are sent to the same origin only."""
     headers = {"Authorization": "Bearer secret"}
     redirected = HttpRequest("https://host/a/", headers).follow(location)
-    assert (url, headers if keeps else {}) == (redirected.url, redirected.headers)
+    assert (url, headers if keeps_headers else {}) == (redirected.url, redirected.headers)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_the_strongest_validator_is_used(
     assert (version, conditions) == (identity.version, identity.conditions)
 
 
-KNOWN = ObjectVersion(77, '"a"', "then")
+KNOWN_VERSION = ObjectVersion(77, '"a"', "then")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_response_for_another_object_is_a_change(fields: dict[str, str]) -> No
     """Another entity tag or size is a change, even if the server ignores the conditions."""
     response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
     with pytest.raises(StorageChanged, match="was replaced during the read"):
-        check_content_range(URI, response, KNOWN, 5, 10)
+        check_content_range(URI, response, KNOWN_VERSION, 5, 10)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_response_for_another_object_is_a_change(fields: dict[str, str]) -> No
 def test_a_response_with_fewer_validators_is_accepted(fields: dict[str, str]) -> None:
     """Missing validators are ignored, and so is a date if there is an entity tag."""
     response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
-    check_content_range(URI, response, KNOWN, 5, 10)
+    check_content_range(URI, response, KNOWN_VERSION, 5, 10)
 
 
 @given(
@@ -237,7 +237,7 @@ def test_a_response_with_fewer_validators_is_accepted(fields: dict[str, str]) ->
 def test_a_response_is_exactly_the_requested_range_or_an_error(status: int, fields: dict[str, str]) -> None:
     """Whatever a server sends, the read returns the exact range of this object or raises an rfork error."""
     try:
-        check_content_range(URI, ResponseHead(status, "1.1", fields), KNOWN, 5, 10)
+        check_content_range(URI, ResponseHead(status, "1.1", fields), KNOWN_VERSION, 5, 10)
     except StorageError:
         return
     assert (206, "5", True) == (status, fields["content-length"], fields.get("etag", '"a"') in ("", '"a"'))

@@ -176,12 +176,12 @@ def test_small_responses_have_little_weight() -> None:
     assert 0.8 == hedges.delay_s(MIB)
 
 
-@pytest.mark.parametrize("answered", [MIN_SAMPLES, 100, 1000])
-def test_hedges_are_limited(answered: int) -> None:
+@pytest.mark.parametrize("response_count", [MIN_SAMPLES, 100, 1000])
+def test_hedges_are_limited(response_count: int) -> None:
     """However many requests are slow, hedges stay a small share of all requests."""
-    hedges = hedges_after(HedgePolicy(4, 1 << 40), answered)
-    started_requests = sum(hedges.reserve(1) for _ in range(answered))
-    assert (max(1, round(MAX_HEDGED_FRACTION * answered)), started_requests) == (started_requests, hedges.started)
+    hedges = hedges_after(HedgePolicy(4, 1 << 40), response_count)
+    started_requests = sum(hedges.reserve(1) for _ in range(response_count))
+    assert (max(1, round(MAX_HEDGED_FRACTION * response_count)), started_requests) == (started_requests, hedges.started)
 
 
 def test_hedges_share_their_memory() -> None:
@@ -201,9 +201,11 @@ def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("rfork.storage.http.hedged_request.threading.Thread.start", start)
     hedges = hedges_after(HedgePolicy(4, MIB), 1000)
     cursor = ScatterCursor([memoryview(bytearray(100))])
-    race = HedgedRequest(hedges, cursor, 0, 100, CancelScope(), CancelScope(), lambda cursor, begin, end: None)
-    assert (MIN_DELAY_S, 0) == (race.on_slow(), hedges.inflight_bytes)
-    race.wait_result()
+    hedged_request = HedgedRequest(
+        hedges, cursor, 0, 100, CancelScope(), CancelScope(), lambda cursor, begin, end: None
+    )
+    assert (MIN_DELAY_S, 0) == (hedged_request.on_slow(), hedges.inflight_bytes)
+    hedged_request.wait_result()
     assert 0 == cursor.done
 
 
@@ -271,7 +273,7 @@ def acquire_stream(pool: HttpConnectionPool, origin: HttpOrigin) -> object:
         return pool.acquire(origin, cancel_scope, fresh=False, extra=True).stream
 
 
-HERE, THERE = HttpOrigin(False, "here", 80), HttpOrigin(False, "there", 80)
+FIRST_ORIGIN, SECOND_ORIGIN = HttpOrigin(False, "first", 80), HttpOrigin(False, "second", 80)
 
 
 @pytest.mark.parametrize(("idle_s", "reused"), [(MAX_IDLE_S - 1, True), (MAX_IDLE_S, False)])
@@ -279,28 +281,28 @@ def test_long_idle_connections_are_not_used(idle_s: float, reused: bool) -> None
     """Middleboxes may have dropped them, so they are closed."""
     clock = FakeClock()
     pool = HttpConnectionPool(StorageSettings(), clock)
-    old = pooled_stream(pool, HERE)
+    old = pooled_stream(pool, FIRST_ORIGIN)
     clock.now += idle_s
-    assert (reused, not reused) == (acquire_stream(pool, HERE) is old, old.closed)
+    assert (reused, not reused) == (acquire_stream(pool, FIRST_ORIGIN) is old, old.closed)
 
 
 def test_idle_connections_of_one_origin_are_dropped() -> None:
     """Connections to other servers stay."""
     pool = HttpConnectionPool(StorageSettings())
-    here, there = pooled_stream(pool, HERE), pooled_stream(pool, THERE)
-    pool.drop_idle(HERE)
+    first, second = pooled_stream(pool, FIRST_ORIGIN), pooled_stream(pool, SECOND_ORIGIN)
+    pool.drop_idle(FIRST_ORIGIN)
     assert (None, True, True) == (
-        acquire_stream(pool, HERE),
-        here.closed,
-        acquire_stream(pool, THERE) is there,
+        acquire_stream(pool, FIRST_ORIGIN),
+        first.closed,
+        acquire_stream(pool, SECOND_ORIGIN) is second,
     )
 
 
 def test_connections_of_another_process_are_not_kept() -> None:
     """A connection that was acquired before a fork of the process is closed afterwards and frees no slot."""
     pool = HttpConnectionPool(StorageSettings())
-    other = pooled_stream(pool, HERE, process=os.getpid() + 1)
-    assert (None, True) == (acquire_stream(pool, HERE), other.closed)
+    other = pooled_stream(pool, FIRST_ORIGIN, process=os.getpid() + 1)
+    assert (None, True) == (acquire_stream(pool, FIRST_ORIGIN), other.closed)
 
 
 @pytest.mark.parametrize(("memory", "max_bytes"), [(16 * MIB, 16 * MIB), (1 << 30, 256 * MIB)])

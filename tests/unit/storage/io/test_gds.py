@@ -86,12 +86,12 @@ def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
     assert [CONTENT[at : at + 90] for at in (7, 100, 300)] == [bytes(e.into.tolist()) for e in extents]
 
 
-@pytest.mark.parametrize("why", ["cached", "remote"])
-def test_blocks_that_use_host_memory(file: LocalFile, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("storage_type", ["cached", "remote"])
+def test_blocks_that_use_host_memory(file: LocalFile, storage_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached files are faster through host memory, and objects have no other path."""
-    if why == "cached":
+    if storage_type == "cached":
         monkeypatch.setattr("rfork.storage.local.linux.resident", lambda _, __, length: length)
-    blob = file if why == "cached" else PatternBlob(1000)
+    blob = file if storage_type == "cached" else PatternBlob(1000)
     library = FakeGdsLibrary()
     done = DirectStorage(library).read(*pieces_of([Extent(blob, 0, torch.empty(9, dtype=torch.uint8))]))
     assert (False, 0) == (done, library.reads)

@@ -69,13 +69,13 @@ RANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 500), st.integers(
 @given(RANGES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 5))
 def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: int, gap: int, streams: int) -> None:
     """Extents that overlap, touch or repeat all get their bytes, and no other bytes change."""
-    extents, line = [], torch.full((10_000,), 255, dtype=torch.uint8)
+    extents, buffer = [], torch.full((10_000,), 255, dtype=torch.uint8)
     at = 0
-    for which, offset, length, touching in ranges:
+    for which, offset, length, adjacent in ranges:
         offset = min(offset, BLOBS[which].size)
         length = min(length, BLOBS[which].size - offset)
-        at += 0 if touching else 3
-        extents.append(Extent(BLOBS[which], offset, line[at : at + length]))
+        at += 0 if adjacent else 3
+        extents.append(Extent(BLOBS[which], offset, buffer[at : at + length]))
         at += length
     filled: list[int] = []
     progress_bytes: list[int] = []
@@ -90,9 +90,9 @@ def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: 
         )
     expected = bytearray(b"\xff" * 10_000)
     for extent in extents:
-        begin = extent.into.data_ptr() - line.data_ptr()
+        begin = extent.into.data_ptr() - buffer.data_ptr()
         expected[begin : begin + extent.into.numel()] = expected_bytes(extent)
-    assert bytes(expected) == bytes(line.tolist())
+    assert bytes(expected) == bytes(buffer.tolist())
     assert list(range(len(extents))) == sorted(filled)
     assert sum(extent.into.numel() for extent in extents) == sum(progress_bytes)
 
@@ -114,13 +114,13 @@ def test_gaps_are_no_longer_than_their_memory(steps: list[tuple[int, int]], size
     """For all sequences of extents, including empty ones, the views of a block equal its bytes, and no view
     is longer than its memory.
     """
-    line = torch.empty(sum(length for length, _ in steps), dtype=torch.uint8)
+    buffer = torch.empty(sum(length for length, _ in steps), dtype=torch.uint8)
     extents, offset, at = [], 0, 0
     for length, step in steps:
-        extents.append(Extent(FAR, offset, line[at : at + length]))
+        extents.append(Extent(FAR, offset, buffer[at : at + length]))
         offset, at = offset + length + step, at + length
     plan = ReadPlan(extents, size)
-    regions = [(line.data_ptr(), line.numel()), (plan._unwanted.data_ptr(), MAX_GAP_BYTES)]
+    regions = [(buffer.data_ptr(), buffer.numel()), (plan._unwanted.data_ptr(), MAX_GAP_BYTES)]
     for block in plan.blocks():
         views = plan.host_views(block)
         assert block.end - block.begin == sum(view.nbytes for view in views)
@@ -192,14 +192,14 @@ def test_block_size(total: int, streams: int, memory: int, expected: int) -> Non
 
 def test_an_error_stops_the_other_reads() -> None:
     """The first error is raised after running reads have ended, and no read is started any more."""
-    others, failed = threading.Barrier(4), threading.Event()
+    other_reads, failed = threading.Barrier(4), threading.Event()
     failing: list[threading.Thread] = []
     ended: list[int] = []
 
     def before(offset: int) -> None:
         if offset == 0:
             failing.append(threading.current_thread())
-        others.wait(NEVER_S)
+        other_reads.wait(NEVER_S)
         if offset == 0:
             failed.set()
             raise StorageChanged("was replaced")
@@ -253,17 +253,17 @@ def test_an_interrupt_ends_the_reads() -> None:
 
 def test_progress_calls_do_not_overlap() -> None:
     """`progress` is called by one thread at a time."""
-    inside = threading.Lock()
-    alone: list[bool] = []
+    lock = threading.Lock()
+    acquired: list[bool] = []
 
     def progress(_: int) -> None:
-        alone.append(inside.acquire(blocking=False))
-        inside.release()
+        acquired.append(lock.acquire(blocking=False))
+        lock.release()
 
     blob = PatternBlob(32 * 2 * MAX_GAP_BYTES)
     extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(32)]
     fill(extents, SETTINGS, progress=progress)
-    assert [True] * 32 == alone
+    assert [True] * 32 == acquired
 
 
 def test_no_bytes_to_read() -> None:

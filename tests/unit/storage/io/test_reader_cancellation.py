@@ -118,14 +118,14 @@ def test_an_interrupt_ends_abortable_reads() -> None:
     assert blob.closed.is_set()
 
 
-def failing_first(others: threading.Event, error: Exception) -> Callable[[int], None]:
+def failing_first(other_read: threading.Event, error: Exception) -> Callable[[int], None]:
     """Return a blob whose first read fails once another one is running."""
 
     def before(offset: int) -> None:
         if offset == 0:
-            assert others.wait(NEVER_S)
+            assert other_read.wait(NEVER_S)
             raise error
-        others.set()
+        other_read.set()
 
     return before
 

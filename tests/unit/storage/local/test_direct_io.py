@@ -81,12 +81,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     preadv = os.preadv
 
-    def noted(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    def record_read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         made.append("direct" if flags & os.O_DIRECT else "cached")
         return preadv(descriptor, views, offset)
 
-    monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(os, "preadv", record_read)
     return made
 
 
@@ -128,11 +128,11 @@ def test_memory_aligned_like_the_file_needs_no_copy(path: Path, monkeypatch: pyt
     """Only both ends, which share a disk block with other bytes, pass through staging."""
     copied: list[int] = []
 
-    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+    def record_copy(block: memoryview, views: Sequence[memoryview]) -> None:
         copied.append(block.nbytes)
         copy_block(block, views)
 
-    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", noted)
+    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", record_copy)
     monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
     monkeypatch.setattr(linux, "page_stats", lambda _, length: linux.PageStats(length, length))
     memory = allocate_host(2 * MIB + 10_000, 100)
@@ -156,7 +156,7 @@ def test_new_memory_is_populated_before_the_read(
     copied: list[int] = []
     populated: list[tuple[int, int]] = []
 
-    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+    def record_copy(block: memoryview, views: Sequence[memoryview]) -> None:
         copied.append(block.nbytes)
         copy_block(block, views)
 
@@ -167,7 +167,7 @@ def test_new_memory_is_populated_before_the_read(
     def mapped(_: int, length: int) -> linux.PageStats:
         return linux.PageStats(length, length) if populated else linux.PageStats(present, huge)
 
-    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", noted)
+    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", record_copy)
     monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
     monkeypatch.setattr(linux, "page_stats", mapped)
     monkeypatch.setattr(linux, "populate", populate)

@@ -23,7 +23,7 @@ from rfork.errors import CheckpointError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 FORMS = ("plain", "transposed", "strided", "offset", "conjugate", "scalar") * 4 + ("expanded",)
 LINKS = ("none", "tied", "rows", "transpose", "conjugate")
-HOOKS = ("none",) * 8 + ("rename", "drop", "double", "forgive", "copies", "extra", "raise")
+HOOKS = ("none",) * 8 + ("rename", "drop", "double", "permit_missing", "copies", "extra", "raise")
 CHANGES = ("gone", "gone", "gone", "dtype", "dtype", "shape", "one", "under another name")
 
 
@@ -85,7 +85,7 @@ def add_hook(module: nn.Module, hook: str) -> None:
     def broken(*_: object) -> None:
         raise KeyError("packed")
 
-    def forgive(_: nn.Module, keys: Any) -> None:
+    def permit_missing(_: nn.Module, keys: Any) -> None:
         keys.missing_keys.clear()
 
     def copies(_: nn.Module, state: dict[str, Any], *rest: object) -> None:
@@ -94,8 +94,8 @@ def add_hook(module: nn.Module, hook: str) -> None:
     if hook in ("rename", "drop", "raise"):
         chosen = {"rename": rename, "drop": drop, "raise": broken}[hook]
         module._register_load_state_dict_pre_hook(chosen)
-    elif hook == "forgive":
-        module.register_load_state_dict_post_hook(forgive)
+    elif hook == "permit_missing":
+        module.register_load_state_dict_post_hook(permit_missing)
     elif hook == "copies":
         module._register_state_dict_hook(copies)
 
@@ -114,8 +114,8 @@ def build_module(description: Any) -> nn.Module:
     for number, (content, hook, nested) in enumerate(description):
         module = {"double": Doubled, "extra": Extra}.get(hook, nn.Module)()
         for position, (form, dtype, link, role) in enumerate(content):
-            own = link == "none" or last is None
-            tensor = make_tensor(form, dtype) if own or last is None else make_alias(link, last)
+            is_new = link == "none" or last is None
+            tensor = make_tensor(form, dtype) if is_new or last is None else make_alias(link, last)
             if role == "p" and (tensor.is_floating_point() or tensor.is_complex()):
                 module.register_parameter(f"t{position}", nn.Parameter(tensor, requires_grad=False))
                 tensor = module.get_parameter(f"t{position}").data
@@ -129,7 +129,7 @@ def build_module(description: Any) -> nn.Module:
             module.add_module("norm", nn.BatchNorm1d(3))
         # Below the root such a hook also permits missing names of other modules, because torch shares one
         # list: rfork does not.
-        add_hook(module, "none" if hook == "forgive" and root is not None else hook)
+        add_hook(module, "none" if hook == "permit_missing" and root is not None else hook)
         if root is None or parent is None:
             root = parent = module
         else:
@@ -170,7 +170,7 @@ def content_of(module: nn.Module, chosen: dict[int, str], unexpected: bool) -> d
             name = name.rpartition("t")[0] + "old"
         found[name] = value
     if unexpected:
-        found["nobody.has.this"] = torch.ones(2)
+        found["unknown.name"] = torch.ones(2)
     return found
 
 
@@ -188,7 +188,7 @@ def values(module: nn.Module) -> dict[str, list[Any]]:
     return {name: tensor.detach().reshape(-1).tolist() for name, tensor in both}
 
 
-def strictly(description: Any, state: Mapping[str, torch.Tensor]) -> dict[str, list[Any]] | None:
+def strict_values(description: Any, state: Mapping[str, torch.Tensor]) -> dict[str, list[Any]] | None:
     """Return the values after torch's strict loading, or None if torch refuses.
 
     A name may be missing if all its bytes are loaded under other names, because safetensors stores tied
@@ -204,8 +204,8 @@ def strictly(description: Any, state: Mapping[str, torch.Tensor]) -> dict[str, l
             return None
         if keys.unexpected_keys:
             return None
-        missing, ours = keys.missing_keys, registered(module)
-        if any(name not in ours for name in missing):
+        missing, registered_tensors = keys.missing_keys, registered(module)
+        if any(name not in registered_tensors for name in missing):
             return None
         found.append(values(module))
     one, other = found
@@ -232,11 +232,14 @@ def test_load_equals_strict_loading(
     path = tmp_path_factory.getbasetemp() / "model.safetensors"
     state = content_of(build_module(description), chosen, unexpected == 0)
     save_file(state, path)
-    expected = strictly(description, state)
+    expected = strict_values(description, state)
     found = loaded(description, path)
-    ours = registered(build_module(description))
-    narrowed = any(name in ours and not torch.can_cast(value.dtype, ours[name].dtype) for name, value in state.items())
-    if narrowed and found is None:
+    registered_tensors = registered(build_module(description))
+    loses_precision = any(
+        name in registered_tensors and not torch.can_cast(value.dtype, registered_tensors[name].dtype)
+        for name, value in state.items()
+    )
+    if loses_precision and found is None:
         event("refused because numbers would lose their fractions")
     else:
         event("refused by both" if expected is None else "loaded by both")

@@ -67,7 +67,7 @@ def _document(code: str, message: str) -> bytes:
             StorageAccessDenied,
             "access denied: The difference is too large (RequestTimeTooSkewed)",
         ),
-        (403, "NobodyKnowsThis", "No", StorageAccessDenied, "access denied: No (UnknownCode)"),
+        (403, "UnknownCode", "No", StorageAccessDenied, "access denied: No (UnknownCode)"),
         (
             400,
             "AuthorizationQueryParametersError",
@@ -149,7 +149,7 @@ def _refused(
             f"{URI}: AWS issues no credentials: message of the service (InvalidIdentityToken)",
         ),
         (
-            _refused("AccessDenied", 403, "AssumeRole", "said\n  so."),
+            _refused("AccessDenied", 403, "AssumeRole", "message\n  of the service."),
             StorageAccessDenied,
             f"{URI}: AWS issues no credentials: message of the service (AccessDenied)",
         ),

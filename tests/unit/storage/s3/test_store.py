@@ -99,8 +99,8 @@ def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_profile_is_named(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is one line that names the profile, with the variable as a hint."""
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(SettingsError, match="profile \\(nobody\\) could not be found") as caught:
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    with pytest.raises(SettingsError, match="profile \\(missing\\) could not be found") as caught:
         S3Store(Location.parse("s3://models/"), _settings()).open("a")
     assert "check AWS_PROFILE" == caught.value.hint
 

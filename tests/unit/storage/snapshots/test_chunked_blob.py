@@ -55,13 +55,13 @@ def test_the_number_of_open_objects_is_limited() -> None:
 def test_concurrent_opens_of_one_object() -> None:
     """Both readers read it, one handle is kept, and the other is closed immediately."""
     bucket = InMemoryBucket()
-    blob, together = chunked_blob(bucket, [b"aa"]), threading.Barrier(2)
+    blob, barrier = chunked_blob(bucket, [b"aa"]), threading.Barrier(2)
 
-    def meet(what: str, path: str) -> None:
+    def wait_for_the_other(what: str, path: str) -> None:
         if what == "open":
-            together.wait(10)
+            barrier.wait(10)
 
-    bucket.fault = meet
+    bucket.fault = wait_for_the_other
     with ThreadPoolExecutor(2) as pool:
         got = list(pool.map(lambda offset: read_range(blob, offset, 1), (0, 1)))
     assert ([b"a", b"a"], 2, 1) == (got, len(bucket.paths_of("open")), bucket.open_blobs)

@@ -42,7 +42,7 @@ FOREIGN_FILES = {
     "app": b"binary",
     "app.manifest.json": b'{"name": "pwa"}',
     "notes.manifest.json": b'{"about": "rfork-manifest-v1"}',
-    "other.safetensors": b"somebody's",
+    "other.safetensors": b"unrelated",
     "other.safetensors.manifest.json": b'{"format": "theirs"}',
 }
 

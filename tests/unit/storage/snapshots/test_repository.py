@@ -208,12 +208,12 @@ def test_a_writer_that_finishes_during_a_removal(bucket: InMemoryBucket) -> None
     manifest = "tiny/rev-1/model-rank-000.safetensors.manifest.json"
     bucket.objects[PENDING] = bucket.objects[manifest]
 
-    def finish(operation: str, path: str) -> None:
+    def finish_write(operation: str, path: str) -> None:
         if operation == "open" and path == PENDING:
             bucket.objects[PENDING.rsplit(".", 2)[0]] = bucket.objects.pop(PENDING)
 
     found = in_revision("rev-1")
-    bucket.fault = finish
+    bucket.fault = finish_write
     assert DeleteResult(1, 0, SNAPSHOT_BYTES) == remove_snapshots(found)
 
 
@@ -234,15 +234,15 @@ def test_leftovers_are_listed_and_removed(bucket: InMemoryBucket) -> None:
     write("rev-9", 9)
     kept = {name for name in bucket.objects if "rev-9" not in name}
     bucket.objects[PENDING] = bucket.objects.pop("tiny/rev-9/model-rank-000.safetensors.manifest.json")
-    bucket.objects["tiny/rev-8/speculative-rank-000.safetensors"] = b"half"
-    bucket.objects["tiny/rev-8/model-00001-of-00002.safetensors"] = b"somebody's checkpoint"
+    bucket.objects["tiny/rev-8/speculative-rank-000.safetensors"] = b"data"
+    bucket.objects["tiny/rev-8/model-00001-of-00002.safetensors"] = b"another checkpoint"
     bucket.objects[f"tiny/chunks/removing-{'1' * 32}"] = b""
     kept = kept - set(chunk_names(bucket)) | {"tiny/rev-8/model-00001-of-00002.safetensors"}
     assert [f"chunks/removing-{'1' * 32}", "rev-8/speculative-rank-000.safetensors", PENDING[5:]] == [
         left.name for left in contents().leftovers
     ]
-    note = len(bucket.objects[PENDING])
-    assert DeleteResult(3 + 3, 4 + note + HEADER + 2 * MIB) == remove_leftovers(Repository(ROOT))
+    marker_bytes = len(bucket.objects[PENDING])
+    assert DeleteResult(3 + 3, 4 + marker_bytes + HEADER + 2 * MIB) == remove_leftovers(Repository(ROOT))
     assert (kept, 4) == (set(bucket.objects) - set(chunk_names(bucket)), len(chunk_names(bucket)))
     assert ([()], ()) == ([result.mismatches for result in verified()], contents().leftovers)
 
@@ -251,11 +251,11 @@ def test_temporary_files_are_leftovers(tmp_path: Path) -> None:
     """On a disk, a killed writer leaves its temporary file."""
     image = make_image(1)
     write_snapshot(image, image.manifest(), tmp_path / "rev-1")
-    half = tmp_path / "rev-1" / f".model-rank-001.safetensors.{'0' * 32}.tmp"
-    half.write_bytes(b"half")
+    temporary = tmp_path / "rev-1" / f".model-rank-001.safetensors.{'0' * 32}.tmp"
+    temporary.write_bytes(b"data")
     repository = Repository(Location.parse(tmp_path))
-    assert [f"rev-1/{half.name}"] == [left.name for left in repository.contents().leftovers]
-    assert (DeleteResult(1, 4), False) == (remove_leftovers(repository), half.exists())
+    assert [f"rev-1/{temporary.name}"] == [left.name for left in repository.contents().leftovers]
+    assert (DeleteResult(1, 4), False) == (remove_leftovers(repository), temporary.exists())
     assert 1 == len(repository.contents().snapshots)
 
 

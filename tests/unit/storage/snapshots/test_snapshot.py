@@ -221,15 +221,15 @@ def forged_manifest(path: Path) -> None:
     manifest_path(path).write_text(text.replace(MANIFEST.digests[0].hex(), "0" * 32))
 
 
-def short_manifest(path: Path) -> None:
+def incomplete_manifest(path: Path) -> None:
     text = manifest_path(path).read_text()
     manifest_path(path).write_text(text.replace(f'"{MANIFEST.digests[0].hex()}",', ""))
 
 
 def manifest_of_another(path: Path) -> None:
-    aside = path.with_name("other.safetensors")
-    write_snapshot(make_image(2), make_image(2).manifest(), aside)
-    manifest_path(aside).replace(manifest_path(path))
+    other_path = path.with_name("other.safetensors")
+    write_snapshot(make_image(2), make_image(2).manifest(), other_path)
+    manifest_path(other_path).replace(manifest_path(path))
 
 
 def damaged_header(path: Path) -> None:
@@ -238,7 +238,7 @@ def damaged_header(path: Path) -> None:
     path.write_bytes(data)
 
 
-def no_safetensors(path: Path) -> None:
+def plain_file(path: Path) -> None:
     path.write_bytes(b"hello")
 
 
@@ -258,10 +258,10 @@ def all_missing(path: Path) -> None:
         (without_manifest, CheckpointError, "has no manifest"),
         (broken_manifest, StorageCorrupt, "not a manifest"),
         (forged_manifest, StorageCorrupt, "do not match"),
-        (short_manifest, StorageCorrupt, "2 digests"),
+        (incomplete_manifest, StorageCorrupt, "2 digests"),
         (manifest_of_another, StorageCorrupt, "different weights"),
         (damaged_header, StorageCorrupt, "header does not match"),
-        (no_safetensors, StorageCorrupt, "has 5 bytes"),
+        (plain_file, StorageCorrupt, "has 5 bytes"),
         (data_missing, StorageNotFound, "model.safetensors"),
         (all_missing, StorageNotFound, "no snapshot at"),
     ],

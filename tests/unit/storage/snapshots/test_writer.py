@@ -22,10 +22,10 @@ from tests.memory_bucket import InMemoryBucket, bucket
 __all__ = ["bucket"]
 
 REVISION = "s3://bucket/tiny/rev-1/"
-NEXT = "s3://bucket/tiny/rev-2/"
+NEXT_REVISION = "s3://bucket/tiny/rev-2/"
 NAME = "tiny/rev-1/model-rank-000.safetensors"
 HEADER = 4096
-SERIAL = StorageSettings(concurrency=1)
+SERIAL_SETTINGS = StorageSettings(concurrency=1)
 FORMS = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 
 
@@ -44,7 +44,7 @@ def weights_at(uri: str) -> str | None:
     buffer, _ = allocate_buffer(IMAGE.layout)
     target = Image(IMAGE.layout, [buffer])
     try:
-        snapshot = Snapshot.open(uri, IMAGE.layout, settings=SERIAL)
+        snapshot = Snapshot.open(uri, IMAGE.layout, settings=SERIAL_SETTINGS)
     except RforkError:
         return None
     try:
@@ -70,13 +70,13 @@ def test_equal_chunks_are_stored_once(bucket: InMemoryBucket) -> None:
     """Another rank and another revision write only differing chunks, and each is read back completely."""
     first = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     rank = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, rank=Rank(tp=1, tp_size=2))
-    revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT, shared=True)
-    again = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT, shared=True)
+    revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT_REVISION, shared=True)
+    again = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT_REVISION, shared=True)
     snapshot_bytes = HEADER + 3 * MIB
     assert [(snapshot_bytes, 0), (0, snapshot_bytes), (HEADER + 2 * MIB, MIB), (0, snapshot_bytes)] == [
         (written.written, written.reused_bytes) for written in (first, rank, revision, again)
     ]
-    assert [MANIFEST.weights_id, OTHER_MANIFEST.weights_id] == [weights_at(REVISION), weights_at(NEXT)]
+    assert [MANIFEST.weights_id, OTHER_MANIFEST.weights_id] == [weights_at(REVISION), weights_at(NEXT_REVISION)]
     assert 5 + 2 == sum(name.startswith("tiny/chunks/") for name in bucket.objects)
 
 
@@ -136,7 +136,7 @@ def test_a_writer_may_die_at_any_step(
 ) -> None:
     """A reader gets the old or the new weights or an error, never a mixture."""
     if before is not None:
-        write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, REVISION, shared=before == "shared", settings=SERIAL)
+        write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, REVISION, shared=before == "shared", settings=SERIAL_SETTINGS)
     start, steps, seen = dict(bucket.objects), 0, list[str | None]()
     while True:
         bucket.objects, left = dict(start), steps
@@ -149,7 +149,7 @@ def test_a_writer_may_die_at_any_step(
 
         bucket.fault = kill_writer
         try:
-            write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared, settings=SERIAL)
+            write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared, settings=SERIAL_SETTINGS)
         except _WriterKilled:
             bucket.fault = None
             seen.append(weights_at(REVISION))
@@ -186,7 +186,7 @@ def test_weights_that_change_during_the_write(bucket: InMemoryBucket, shared: bo
         changing.regions[0][-1] += 1
 
     with pytest.raises(SourceWeightsChanged, match="chunk 1 differs"):
-        write_snapshot(changing, manifest, REVISION, shared=shared, progress=change, settings=SERIAL)
+        write_snapshot(changing, manifest, REVISION, shared=shared, progress=change, settings=SERIAL_SETTINGS)
     assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
 
 
@@ -198,15 +198,15 @@ def test_no_shared_snapshot_during_a_deletion(bucket: InMemoryBucket) -> None:
     assert ["tiny/chunks/removing-" + "0" * 32] == list(bucket.objects)
 
 
-def test_a_writer_whose_marker_was_removed_gives_up(bucket: InMemoryBucket) -> None:
-    """A cleanup has taken it for dead and may have deleted its chunks."""
+def test_a_writer_whose_marker_was_removed_stops(bucket: InMemoryBucket) -> None:
+    """A cleanup considered it dead and may have deleted its chunks."""
 
-    def forget(count: int) -> None:
+    def remove_marker(count: int) -> None:
         for name in [name for name in bucket.objects if name.endswith(".pending")]:
             del bucket.objects[name]
 
     with pytest.raises(StorageError, match="removed leftovers"):
-        write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, progress=forget)
+        write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, progress=remove_marker)
     assert None is weights_at(REVISION)
 
 
@@ -227,13 +227,13 @@ def test_concurrent_writers_of_one_snapshot_do_not_mix(tmp_path: Path) -> None:
     """The last one has written a complete snapshot, and no other file is left."""
     path, begun = tmp_path / "model.safetensors", False
 
-    def write_too(nbytes: int) -> None:
+    def write_concurrently(nbytes: int) -> None:
         nonlocal begun
         if not begun:
             begun = True
             write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, path)
 
-    write_snapshot(IMAGE, MANIFEST, path, progress=write_too)
+    write_snapshot(IMAGE, MANIFEST, path, progress=write_concurrently)
     manifest = path.with_name(f"{path.name}.manifest.json")
     assert (MANIFEST.weights_id, {path, manifest}) == (weights_at(str(path)), set(tmp_path.iterdir()))
 

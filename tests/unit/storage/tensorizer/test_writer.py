@@ -153,7 +153,7 @@ def test_tensors_are_requested_within_the_memory_limit(bucket: InMemoryBucket) -
     spec = StoredTensor(torch.uint8, (4 << 20,), 4 << 20)
     outlines = [TensorOutline(f"t{number}", spec) for number in range(30)]
     made = 0
-    ahead: list[int] = []
+    tensors_ahead: list[int] = []
 
     def tensors():  # type: ignore[no-untyped-def]
         nonlocal made
@@ -166,8 +166,8 @@ def test_tensors_are_requested_within_the_memory_limit(bucket: InMemoryBucket) -
     def on_progress(count: int) -> None:
         nonlocal done
         done += count
-        ahead.append(made - done // (4 << 20))
+        tensors_ahead.append(made - done // (4 << 20))
 
     write_stream(outlines, tensors(), URI, StorageSettings(staging_bytes=16 << 20), progress=on_progress)
     assert 30 * (4 << 20) == done
-    assert max(ahead) <= 5
+    assert max(tensors_ahead) <= 5

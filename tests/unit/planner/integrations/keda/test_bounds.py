@@ -68,7 +68,7 @@ async def test_the_oldest_silent_endpoints_are_forgotten(
 
 
 async def test_removed_engines_are_not_logged_as_responding(lines: pytest.LogCaptureFixture) -> None:
-    """If a silent engine is removed and no other exists, no line says that all engines respond."""
+    """If a silent engine is removed and no other exists, no line states that all engines respond."""
     planner_api, clock, engines = ScriptedPlannerApi(), FakeClock(), FakeEngines({"b": engine(1)})
     source = MetricSource(planner_api, engines, clock, CollectorRegistry())
     logged = []

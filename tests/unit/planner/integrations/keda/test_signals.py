@@ -66,7 +66,7 @@ def test_malformed_lines_raise_value_error(line: str) -> None:
 
 
 @given(st.sampled_from(sorted(name for names in METRIC_NAMES.values() for name in names)), st.binary(max_size=60))
-def test_any_page_gives_values_or_value_error(name: str, rest: bytes) -> None:
+def test_any_page_results_in_values_or_value_error(name: str, rest: bytes) -> None:
     """Whatever follows a known name, the result is a value or a ValueError."""
     for between in (b" ", b"{", b'{a="'):
         try:

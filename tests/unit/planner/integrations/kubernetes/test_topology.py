@@ -38,7 +38,7 @@ ANNOTATIONS_B = {names.ZONE: "z2"}
 def test_the_latest_state_of_a_node_counts(
     updates: list[WatchEvent[ObservedNode]], expected: tuple[dict[str, str], dict[str, str]]
 ) -> None:
-    """Missing labels and unknown nodes give no annotation."""
+    """Missing labels and unknown nodes result in no annotation."""
     topology = NodeTopology(webhook_settings())
     for each in updates:
         topology.apply(each)

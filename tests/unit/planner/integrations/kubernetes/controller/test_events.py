@@ -170,7 +170,7 @@ def test_pods_created_before_the_lead_are_not_reported() -> None:
 
 
 def test_a_fork_that_continued_is_reported_again() -> None:
-    """The planner gave it up, but its instance was alive: the success is reported."""
+    """The planner abandoned it, but its instance was alive: the success is reported."""
     failed, went_on = fork(uid(5), "failed"), fork(uid(5), "forked")
     (first,) = decide(observed([failed]), frozenset())
     assert ["Normal Forked: forked in 3.1 s"] == emitted(observed([went_on]), first.keys)

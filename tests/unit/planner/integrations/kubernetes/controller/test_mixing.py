@@ -76,7 +76,7 @@ def test_a_mix_starts_when_it_is_first_observed() -> None:
 
 
 async def _mixed(harness: ControllerHarness) -> None:
-    """Give one of two Pods another version."""
+    """Set another version for one of two Pods."""
     _, pods = await deploy_seeds(harness, 2)
     for number, one in enumerate(pods):
         harness.planner_api.put_instance(instance(one.uid, version=f"v{number}"))

@@ -308,7 +308,7 @@ def test_only_differences_are_announced(
     announced_s: float | None,
     expected: bool,
 ) -> None:
-    """What the planner expects is not announced again; increases are rate-limited, decreases need two polls."""
+    """Expected replicas are not announced again; increases are rate-limited, decreases need two polls."""
     found = to_announce(
         {"a": pending(3)},
         reported,

@@ -65,7 +65,7 @@ def main() -> None:
         options,
         settings={"dense_bytes": size, "small_tensors": SMALL_TENSORS, "small_bytes": SMALL_BYTES},
         rows=[
-            {"contender": name, "GB/s": speed[name], "least": min(spread[name]), "most": max(spread[name]),
+            {"contender": name, "GB/s": speed[name], "min": min(spread[name]), "max": max(spread[name]),
              "input MB": cases[name][0] / 1e6}
             for name in cases
         ],

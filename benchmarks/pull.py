@@ -121,8 +121,8 @@ def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkRe
     values: dict[str, harness.Value] = {
         "contender": name,
         "GB/s": size / GB / median(seconds),
-        "least": min(speeds),
-        "most": max(speeds),
+        "min": min(speeds),
+        "max": max(speeds),
         "seconds": median(seconds),
         "full call": None,
         "capture": None,

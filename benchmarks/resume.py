@@ -241,8 +241,8 @@ def row(name: str, seconds: Sequence[float], size: int, all_cases: Sequence[Resu
     values: dict[str, harness.Value] = {
         "contender": name,
         "seconds": median(seconds),
-        "least": min(seconds),
-        "most": max(seconds),
+        "min": min(seconds),
+        "max": max(seconds),
         "GB/s": size / harness.GB / median(seconds),
         "fetched / missing": None,
         "kept": None,

@@ -261,8 +261,8 @@ class Metrics:
                 self._seconds.labels(outcome, origin)
         for phase in PHASES:
             self._phases.labels(phase)
-        for source_type in get_args(SourceType):
-            self._bytes.labels(source_type)
+        for type_name in get_args(SourceType):
+            self._bytes.labels(type_name)
         for name in sorted(ERROR_TYPES):
             self._faults.labels(FAULT_OF[name], name)
         for reason in REFUSALS:
@@ -271,8 +271,8 @@ class Metrics:
             self._routes.labels(transport)
         for is_complete in ("true", "false"):
             self._scaleup_batches.labels(is_complete)
-        for source_type in get_args(StorageType):
-            self._fallbacks.labels(source_type, FIRST_OF_VERSION)
+        for type_name in get_args(StorageType):
+            self._fallbacks.labels(type_name, FIRST_OF_VERSION)
         for choice in get_args(VersionChoice):
             self._versions.labels(choice)
 

@@ -209,8 +209,8 @@ def rows_of(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int], fi
         {
             "contender": name,
             "GB/s": sizes[name] / GB / median(values),
-            "least": sizes[name] / GB / max(values),
-            "most": sizes[name] / GB / min(values),
+            "min": sizes[name] / GB / max(values),
+            "max": sizes[name] / GB / min(values),
             "seconds": median(values),
             "rounds": len(values),
             "note": "",

@@ -197,9 +197,9 @@ def _storage_candidates(
         last = fork.finish or fork.progress
         bytes_by_source: Mapping[str, int] = last.sources if last is not None else {}
         for name in bytes_by_source:
-            source_type = source_type(name)
-            if source_type != "peer":
-                return (_storage_entry(source_type, name.partition(":")[2], fork.weights_id),)
+            type_name = source_type(name)
+            if type_name != "peer":
+                return (_storage_entry(type_name, name.partition(":")[2], fork.weights_id),)
     return (_storage_entry("snapshot", "", None),) if rate_is_set else ()
 
 

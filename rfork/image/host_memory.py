@@ -38,7 +38,7 @@ def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def advise_huge_pages(address: int, length: int) -> int:
-    """Request that Linux uses huge pages for the complete 2 MiB pages in this memory. Returns the number of bytes advised.
+    """Request huge pages for the complete 2 MiB pages in this memory. Return the number of bytes advised.
 
     Best effort: returns 0 on other systems, and if the kernel has no transparent huge pages.
     """

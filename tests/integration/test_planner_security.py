@@ -172,12 +172,12 @@ def test_only_a_servers_own_processes_drain_it(
     _, url = start(PLANNER_TOKENS_FILE=tokens)
     server = InstanceSettings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
     with PlannerClient.of(server) as planner:
-        for name in ("pod-x-target-0", "other"):
+        for name in ("pod-x-main-0", "other"):
             planner.report(seed_report(name))
         shared = {"TMPDIR": str(tmp_path), "RFORK_REPLICA": "pod-x", "RFORK_TOKEN": "work-1"}
         command = ("drain", "--own", "--wait", "5", "--planner", url)
         rfork_process(*command, environment=shared | environment).wait()
-        assert expected == planner.instance("pod-x-target-0").report.state
+        assert expected == planner.instance("pod-x-main-0").report.state
 
 
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expect
                 with seed.updating():
                     next(module.parameters()).data.add_(1)
 
-        with pytest.raises(SourceWeightsChanged, match="given up"):
+        with pytest.raises(SourceWeightsChanged, match="what was read is discarded"):
             snapshot_seed(seed, str(tmp_path / "rev-2"), progress=update)
         assert ([NAME, f"{NAME}.manifest.json"], 1) == (
             sorted(path.name for path in tmp_path.rglob("*") if path.is_file()),

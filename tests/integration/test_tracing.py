@@ -51,10 +51,10 @@ def test_one_trace_across_three_processes(rfork_process: StartRfork, tiny_model:
         f"{instance}transfer": f"{instance}fork",
         f"{instance}plan": f"{instance}transfer",
         f"{coordinator}POST /v1/forks": f"{instance}plan",
-        f"{coordinator}wait for the plan": f"{coordinator}POST /v1/forks",
-        f"{coordinator}make plan": f"{coordinator}wait for the plan",
+        f"{coordinator}wait for plan": f"{coordinator}POST /v1/forks",
+        f"{coordinator}make plan": f"{coordinator}wait for plan",
         f"{instance}read from peer": f"{instance}transfer",
-        f"{instance}give": f"{instance}read from peer",
+        f"{instance}serve": f"{instance}read from peer",
         f"{coordinator}POST /v1/forks/{{fork_id}}/finish": f"{instance}fork",
     } == {name: parent for name, parent in parents_of(spans).items() if "progress" not in name}
     (fork,), (serve_span,) = collector.spans_named("fork"), collector.spans_named("serve")

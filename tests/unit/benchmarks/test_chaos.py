@@ -106,14 +106,15 @@ def test_every_round_is_valid() -> None:
     for drawn in map(generate_round, range(500)):
         roles = {fault.role for fault in drawn.faults}
         faults = {(fault.fault_type, fault.role) for fault in drawn.faults}
-        assert (True, True, True, True, True, True) == (
-            "seed" not in roles or drawn.seeds > 0,
-            "redis" not in roles or drawn.store == "redis",
-            ("full", "target") not in faults or drawn.resumes,
-            ("torn", "target") not in faults or drawn.start != "seeds",
-            all(fault.trigger_target < drawn.targets and 0 <= fault.trigger_fraction < 1 for fault in drawn.faults),
-            drawn.size_mib in SIZES_MIB and 3 <= drawn.targets <= 5,
-        )
+        assert "seed" not in roles or drawn.seeds > 0
+        assert "redis" not in roles or drawn.store == "redis"
+        assert ("full", "target") not in faults or drawn.resumes
+        assert ("torn", "target") not in faults or drawn.start != "seeds"
+        for fault in drawn.faults:
+            assert fault.trigger_target < drawn.targets
+            assert 0 <= fault.trigger_fraction < 1
+        assert drawn.size_mib in SIZES_MIB
+        assert 3 <= drawn.targets <= 5
 
 
 def test_every_stopped_process_continues() -> None:
@@ -146,7 +147,8 @@ GRAPH = (
     ],
 )
 def test_fault_candidates(
-    fault_type: FaultType, role: Role, graph: tuple[PlannerForkInfo, ...], ended: tuple[str, ...], hit_hosts: tuple[str, ...],
+    fault_type: FaultType, role: Role, graph: tuple[PlannerForkInfo, ...],
+    ended: tuple[str, ...], hit_hosts: tuple[str, ...],
     expected: tuple[str, list[str]],
 ) -> None:  # fmt: skip
     """The candidates are the hosts that have the role now, and no host twice."""
@@ -321,7 +323,8 @@ def test_reads_are_unlimited_after_a_fork(tmp_path: Path) -> None:
     before = LocalFile.read
     with chaos_disk.rate_limited_reads(1 << 30):
         during = LocalFile.read
-    assert (True, before) == (during is not before, LocalFile.read)
+    assert during is not before
+    assert before is LocalFile.read
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,9 @@ def test_figures_are_ratios_of_medians() -> None:
 
 def test_the_worst_governed_transport_is_the_figure() -> None:
     """Ungoverned transports and the stand-in for NCCL have separate figures."""
-    cases = [GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2), GpuDisturbCase("http", 2), GpuDisturbCase("cuda_ipc", 2),
+    cases = [
+        GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2),
+        GpuDisturbCase("http", 2), GpuDisturbCase("cuda_ipc", 2),
              GpuDisturbCase("http", 2, governed=False), GpuDisturbCase("kernel copies", 2)]  # fmt: skip
     tokens = [100, 100, 90, 80, 50, 10]
     results = {

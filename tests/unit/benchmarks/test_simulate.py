@@ -236,7 +236,7 @@ def test_an_impossible_scenario_is_an_error(wrong: dict[str, float]) -> None:
     """A scenario without targets, sources or survivors is an error that names the option."""
     name = next(iter(wrong))
     with pytest.raises(SettingsError, match=f"--{name}"):
-        replace(SimScenario(), **wrong)  # type: ignore[arg-type]  # one table for whole and broken numbers
+        replace(SimScenario(), **wrong)  # type: ignore[arg-type]  # one table of integers and floats
 
 
 def test_the_command_line_selects_one_scenario() -> None:

@@ -12,7 +12,7 @@ class AppTransport(httpx.BaseTransport):
     """Runs each request on its own event loop."""
 
     def __init__(self, app: FastAPI) -> None:
-        # A bug in the application should look as it does to callers: as a problem document.
+        # A bug in the application must appear as callers see it: as a problem document.
         self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -38,7 +38,8 @@ def client_with_handler(handler: ResponseHandler, **changes: object) -> PlannerR
 @pytest.fixture
 async def planner_api(time: FakeTime) -> AsyncIterator[PlannerRestClient]:
     """A client of a planner that requires a token and knows a seed and a fork."""
-    app = create_app(PlannerSettings.model_validate({"token": "rule", "batch_window_s": 0, "scaleup_wait_s": 0}), time.clock)
+    planner_settings = PlannerSettings.model_validate({"token": "rule", "batch_window_s": 0, "scaleup_wait_s": 0})
+    app = create_app(planner_settings, time.clock)
     planner_api = PlannerRestClient(settings(), httpx.ASGITransport(app))
     own = {"Authorization": "Bearer rule", "Content-Type": "application/json", OWNER_HEADER: "o" * 32}
     async with httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(app), headers=own, trust_env=False) as web:

@@ -65,9 +65,7 @@ def test_a_path_that_leaves_the_cache_has_no_commit(snapshot: Path) -> None:
     assert hub_commit(f"{snapshot}/sub/../model.gguf") is None
 
 
-def test_a_local_folder_precedes_an_id(
-    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_folder_precedes_an_id(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines load a folder with the name of an id."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ID).mkdir(parents=True)

@@ -160,7 +160,7 @@ def test_a_second_sigterm_is_forwarded_immediately(launch: Launch, planner: Plan
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["vllm", "bench"], "is no server"),
+        (["vllm", "bench"], "is not a server"),
         (["/no/such/vllm", "serve"], "cannot start /no/such/vllm"),
         (["bash", "-c", "vllm serve m"], "starts a shell"),
     ],

@@ -20,7 +20,7 @@ from rfork import settings
 from rfork.schema import ForkRequest, Plan
 from rfork.settings import PlannerSettings
 
-REQUEST_PLAN, POLICY = "Registry.ask", "policy.plan"
+REQUEST_PLAN, POLICY = "Registry.request_plan", "policy.plan"
 FOR_EVER_S = 86_400.0
 
 

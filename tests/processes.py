@@ -38,9 +38,9 @@ class SignalThread:
     """A thread of a Python process that receives its signals, so that the main thread is not interrupted."""
 
     def __init__(self, folder: Path) -> None:
-        self.environment = startup_patch(folder, SIGNAL_THREAD_PATCH.format(told=str(folder / "told")))
+        self.environment = startup_patch(folder, SIGNAL_THREAD_PATCH.format(fifo=str(folder / "signal")))
         """Environment for the process; its children do not inherit it."""
-        self._fifo = folder / "told"
+        self._fifo = folder / "signal"
         os.mkfifo(self._fifo)
 
     def deliver(self, number: signal.Signals) -> None:
@@ -51,11 +51,11 @@ class SignalThread:
 SIGNAL_THREAD_PATCH = """
 import os, signal, threading
 del os.environ["PYTHONPATH"]
-def take():
-    with open({told!r}) as told:
-        number = int(told.read())
+def receive_signal():
+    with open({fifo!r}) as fifo:
+        number = int(fifo.read())
     signal.pthread_kill(threading.get_ident(), number)
-threading.Thread(target=take, daemon=True).start()
+threading.Thread(target=receive_signal, daemon=True).start()
 """
 
 

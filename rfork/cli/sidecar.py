@@ -31,7 +31,7 @@ def sidecar(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Tell a client of this model which seed the planner chose [env: RFORK_SIDECAR_SOURCE_MODEL]",
+            help="Print the source that the planner chose for this model [env: RFORK_SIDECAR_SOURCE_MODEL]",
         ),
     ] = None,
     port: Annotated[

@@ -33,7 +33,7 @@ def check_reachability(settings: InstanceSettings) -> CheckResult:
         return CheckResult("reachability", "ok", f"peers connect to {address}")
     if settings.planner is None or _host(settings.planner) in LOOPBACK:
         return CheckResult("reachability", "skip", f"{address}: this machine only, like the planner")
-    detail = f"peers are told to connect to {address}, which only this machine can reach"
+    detail = f"the advertised address {address} is reachable from this machine only"
     return CheckResult("reachability", "warn", detail, "set RFORK_BIND=0.0.0.0, and tokens and TLS: docs/security.md")
 
 

@@ -28,7 +28,7 @@ class SourceFault(WireModel):
     """A source that failed, as seen by the target."""
 
     instance_id: Identifier = Field(description="the source; the target's own id means its storage")
-    fault: Literal["user", "target", "source", "network", "storage"] = Field(description="responsible party, as far as the target can tell")
+    fault: Literal["user", "target", "source", "network", "storage"] = Field(description="responsible party, as far as the target can determine")
     error: Text = Field(max_length=64, description="name of the error class", examples=["SourceTimeout"])
     detail: SanitizedText = Field("", description="error message")
 

@@ -273,7 +273,7 @@ def main(role: str, path: str) -> None:
             try:
                 facts = getattr(made, command)(**arguments)
             except (RforkError, StopIteration) as error:
-                facts = {"error": type(error).__name__, "said": str(error)}
+                facts = {"error": type(error).__name__, "message": str(error)}
             respond(facts)
     os._exit(0)
 

@@ -292,7 +292,7 @@ class EngineNode:
     def start_request(self, command: str, value: str = "") -> None:
         """Send a command and return immediately."""
         if self._process.stdin is None:
-            raise RuntimeError("the process has no input")
+            raise RuntimeError("the process has no standard input")
         self._process.stdin.write(json.dumps([command, value]) + "\n")
         self._process.stdin.flush()
 

@@ -40,7 +40,7 @@ from torch._inductor import cpp_builder
 
 runs, run = [], cpp_builder.run_compile_cmd
 def counted(command, *arguments, **named):
-    if ".cpp" in command:  # and not the header that torch looks at each time, whatever its caches hold
+    if ".cpp" in command:  # not the header that torch checks on each start
         runs.append(command)
     return run(command, *arguments, **named)
 cpp_builder.run_compile_cmd = counted

@@ -12,7 +12,7 @@ from benchmarks.fanout_runner import FanoutRunner
 
 pytestmark = [
     pytest.mark.slow,  # four processes that import torch
-    pytest.mark.skipif(bool(netlab.unavailable_reason()), reason=netlab.unavailable_reason() or "labs can be made"),
+    pytest.mark.skipif(bool(netlab.unavailable_reason()), reason=netlab.unavailable_reason() or "available"),
 ]
 
 SIZE = 8 << 20

@@ -30,7 +30,7 @@ class FailingKeyStore:
         raise self._error
 
 
-@pytest.mark.parametrize("fails", ["put", "ask"])
+@pytest.mark.parametrize("fails", ["put", "get_values"])
 @pytest.mark.parametrize("error", [SourceUnavailable("over"), SourceTimeout("late"), SourceBusy("full")])
 def test_a_gloo_group_that_does_not_form_leaves_no_port(
     fails: str, error: RforkError, monkeypatch: pytest.MonkeyPatch

@@ -200,7 +200,7 @@ def test_retries_are_bounded(server: StorageServer, fault: Fault, cause: str) ->
     # One more if the first used a kept connection that ended before the response.
     extra = 1 if isinstance(fault, ResetFault | TruncateFault) and fault.after is None else 0
     made = len(ranges(server)) - extra
-    message = f"{server.url(NAME)}: gave up on bytes [0, 3000000) after {made} attempts: {cause}"
+    message = f"{server.url(NAME)}: no success for bytes [0, 3000000) after {made} attempts: {cause}"
     assert (StorageError, message, True) == (type(raised.value), str(raised.value), 3 <= made <= 8)
 
 
@@ -305,7 +305,7 @@ def test_a_server_without_http_is_retried_and_given_up(server: StorageServer) ->
     with StorageServer({NAME: DATA}, tls=context) as secure:
         plain = secure.url(NAME).replace("https:", "http:")
         with (
-            pytest.raises(StorageError, match=r"gave up on the first byte after \d+ attempts: "),
+            pytest.raises(StorageError, match=r"no success for the first byte after \d+ attempts: "),
             open_blob(Location.parse(plain), StorageSettings(max_attempts=2, timeout_s=0.5)),
         ):
             pass
@@ -316,7 +316,7 @@ def test_an_unreachable_server_is_given_up(free_port: int) -> None:
     location = Location.parse(f"http://127.0.0.1:{free_port}/{NAME}?signature=secret")
     settings = StorageSettings(max_attempts=2, timeout_s=0.5)
     cause = r"cannot connect to 127\.0\.0\.1: Connection refused"
-    expected = rf"^{location.uri}: gave up on the first byte after \d+ attempts: {cause}$"
+    expected = rf"^{location.uri}: no success for the first byte after \d+ attempts: {cause}$"
     with pytest.raises(StorageError, match=expected), open_blob(location, settings):
         pass
 

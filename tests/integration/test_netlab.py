@@ -78,7 +78,7 @@ def lab() -> Iterator[NetworkLab]:
 
 def run_client(lab: NetworkLab, folder: Path, *, timeout_s: float = TIMEOUT_S) -> str:
     """Return the result of a client on `b` that connects to `a`."""
-    output_file = folder / "said"
+    output_file = folder / "output"
     with output_file.open("w") as output:
         client = lab.start("b", [sys.executable, "-c", CLIENT, lab.address("a"), str(timeout_s)], output=output)
         client.wait(TIMEOUT_S)
@@ -123,7 +123,7 @@ def test_a_link_loses_the_configured_share_of_packets(
     """Of 200 datagrams about the expected number arrives."""
     run_client(lab, tmp_path)  # the hosts know each other's hardware address from here on
     lab.shape("b", rate=RATE, loss=loss)
-    output_file, bound, sent = (tmp_path / name for name in ("said", "bound", "sent"))
+    output_file, bound, sent = (tmp_path / name for name in ("output", "bound", "sent"))
     os.mkfifo(bound)
     os.mkfifo(sent)
     with output_file.open("w") as output:

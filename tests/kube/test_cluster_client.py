@@ -216,7 +216,7 @@ async def test_a_deleted_pod(cluster: Cluster, admin: Client, namespace: str) ->
     mine = await observe_pod(cluster, namespace, "mine")
     for other in (
         dataclasses.replace(mine, uid="00000000-0000-0000-0000-000000000000"),
-        dataclasses.replace(mine, name="nobody"),
+        dataclasses.replace(mine, name="unknown"),
     ):
         with pytest.raises(NotFound):
             await cluster.annotate(other, {"a": "1"})

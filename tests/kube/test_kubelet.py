@@ -25,7 +25,7 @@ def ended(*_):
     print("SIGTERM", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, ended)
-print(*(os.environ[name] for name in ("WHO", "WHERE", "TOKEN", "COLOUR")), *sys.argv[1:], flush=True)
+print(*(os.environ[name] for name in ("POD", "WHERE", "TOKEN", "COLOUR")), *sys.argv[1:], flush=True)
 http.server.HTTPServer((os.environ["ADDRESS"], 18080), Answers).serve_forever()
 """
 
@@ -39,11 +39,11 @@ def deployment(replicas: int) -> dict[str, object]:
         "name": "server",
         "image": "none",
         "command": ["python", "-c", SERVER],
-        "args": ["--who=$(WHO)", "$$(WHO)", "$(NOBODY)"],
+        "args": ["--pod=$(POD)", "$$(POD)", "$(UNDEFINED)"],
         "env": [
             field("NAME", "metadata.name"),
             field("SPACE", "metadata.namespace"),
-            {"name": "WHO", "value": "$(SPACE)/$(NAME)"},
+            {"name": "POD", "value": "$(SPACE)/$(NAME)"},
             field("WHERE", "spec.nodeName"),
             field("ADDRESS", "status.podIP"),
             field("COLOUR", "metadata.annotations['example.com/colour']"),
@@ -52,7 +52,7 @@ def deployment(replicas: int) -> dict[str, object]:
         ],
         "ports": [{"name": "http", "containerPort": 18080}],
         "readinessProbe": {"httpGet": {"path": "/", "port": "http"}},
-        "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", 'echo "preStop of $WHO" >&2']}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", 'echo "preStop of $POD" >&2']}}},
     }
     template = {
         "metadata": {"labels": {"app": "it"}, "annotations": {"example.com/colour": "red"}},
@@ -115,7 +115,7 @@ def test_a_deployment_runs_scales_and_stops(plane: ControlPlane, admin: Client, 
         for pod in both:
             name = pod.metadata.name if pod.metadata else ""
             node = pod.spec.nodeName if pod.spec else ""
-            expected_output = f"{namespace}/{name} {node} s3cret red --who={namespace}/{name} $(WHO) $(NOBODY)"
+            expected_output = f"{namespace}/{name} {node} s3cret red --pod={namespace}/{name} $(POD) $(UNDEFINED)"
             assert ["first", expected_output] == kubelet.log(name or "").splitlines()[:2]
             gate = {"status": {"conditions": [{"type": "example.com/open", "status": "True"}]}}
             admin.patch(Pod.Status, name or "", gate, namespace=namespace)

@@ -1,13 +1,14 @@
-"""The vocabulary of the project: names, docstrings, comments, log events and pages use the field's standard terms."""
+"""The vocabulary of the project: names, docstrings, comments, messages and pages use the field's standard terms."""
 
 from __future__ import annotations
 
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +54,7 @@ PROSE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Words that no docstring, comment, log event or page contains.
+"""Words that no docstring, comment, message or page contains.
 
 `take`, `place`, `way`, `most`, `over` and the like are ordinary English in a sentence: they are forbidden in names
 only.
@@ -103,7 +104,12 @@ def words_of(name: str) -> list[str]:
 
 def names_of(path: str) -> Iterator[Name]:
     """Yield each class, function, parameter, variable and attribute that a file defines."""
-    for node in ast.walk(trees()[path]):
+    return names_in(trees()[path], path)
+
+
+def names_in(tree: ast.Module, path: str) -> Iterator[Name]:
+    """Yield each class, function, parameter, variable and attribute that a syntax tree defines."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield Name(node.name, path, node.lineno)
         elif isinstance(node, ast.arg):
@@ -141,18 +147,15 @@ def comments_of(path: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def log_events_of(path: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of the event of each call to a logger."""
+def messages_of(path: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string that is not a docstring, and of each part of an f-string.
+
+    These are the errors, hints, log events, option helps and test values.
+    """
+    expressions = {id(node.value) for node in ast.walk(trees()[path]) if isinstance(node, ast.Expr)}
     for node in ast.walk(trees()[path]):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in {"debug", "info", "warning", "error", "exception"}
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-            and isinstance(node.args[0].value, str)
-        ):
-            yield node.lineno, node.args[0].value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in expressions:
+            yield node.lineno, node.value
 
 
 def forbidden_words(text: str) -> list[str]:
@@ -161,22 +164,19 @@ def forbidden_words(text: str) -> list[str]:
     return [found["word"] for found in PROSE.finditer(plain)]
 
 
+def nonstandard(names: Iterable[Name]) -> list[str]:
+    """Return the names that contain a forbidden word, with the terms to use instead."""
+    forbidden = {word: use for words, use in FORBIDDEN_IN_NAMES.items() for word in words.split()}
+    return sorted(
+        {f"{name} (use {forbidden[word]})" for name in names for word in words_of(name.text) if word in forbidden}
+    )
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_names_use_standard_terms(tree: str) -> None:
     """No name contains a word for which the field has a standard term."""
-    forbidden = {word: use for words, use in FORBIDDEN_IN_NAMES.items() for word in words.split()}
-    found = sorted(
-        {
-            f"{name} (use {forbidden[word]})"
-            for path in sources()
-            if path.startswith(f"{tree}/")
-            for name in names_of(path)
-            if not name.text.startswith("test_")
-            for word in words_of(name.text)
-            if word in forbidden
-        }
-    )
-    assert [] == found
+    names = (name for path in sources() if path.startswith(f"{tree}/") for name in names_of(path))
+    assert [] == nonstandard(name for name in names if not name.text.startswith("test_"))
 
 
 def test_modules_are_nouns() -> None:
@@ -192,12 +192,12 @@ def test_modules_are_nouns() -> None:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_prose_uses_standard_terms(tree: str) -> None:
-    """Docstrings, comments and log events contain no word for which the field has a standard term."""
+    """Docstrings, comments and messages contain no word for which the field has a standard term."""
     found = [
         f"{path}:{line}: {word}"
         for path in sources()
         if path.startswith(f"{tree}/") and path != "tests/unit/test_language.py"
-        for texts in (docstrings_of(path), comments_of(path), log_events_of(path))
+        for texts in (docstrings_of(path), comments_of(path), messages_of(path))
         for line, text in texts
         for word in forbidden_words(text)
     ]
@@ -246,3 +246,11 @@ def test_pages_use_standard_terms(page: Path) -> None:
     """Pages contain no word for which the field has a standard term; code blocks and comments are not checked."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     assert [] == forbidden_words(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_use_standard_names(page: Path) -> None:
+    """Names in the Python examples of a page contain no word for which the field has a standard term."""
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    trees_of_examples = [ast.parse(textwrap.dedent(example), mode="exec") for example in examples]
+    assert [] == nonstandard(name for tree in trees_of_examples for name in names_in(tree, page.name))

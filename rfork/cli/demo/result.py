@@ -99,7 +99,7 @@ class DemoResult:
             )
         yield f"answer of the seed: {self.seed_reply}"
         for fork in self.forks:
-            yield f"{fork.host} says: {fork.generated}"
+            yield f"answer of {fork.host}: {fork.generated}"
         if self.equal:
             yield f"equal: all tensors of seed and forks have the SHA-256 {self.seed_sha256[:16]}…"
         for difference in self.differences:
@@ -114,7 +114,7 @@ def compare_results(monitor: DemoMonitor, results: Mapping[str, Event]) -> DemoR
     """Combine the reports of the seed and the forks; `results` are the forks' reports by host."""
     replies = {reply.text for reply in monitor.replies}
     if len(replies) != 1:
-        raise ChildFailed(f"the seed gave different answers to the same prompt: {sorted(replies)}")
+        raise ChildFailed(f"the seed returned different answers to the same prompt: {sorted(replies)}")
     ready = monitor.seed_ready
     return DemoResult(
         model=str(ready["model"]),

@@ -81,7 +81,7 @@ def verify(
     if result.mismatches:
         raise StorageCorrupt(
             f"{result.mismatches[0]} ({len(result.mismatches)} in total)",
-            hint="run `rfork snapshot verify` to list all damage; a converted file would look intact",
+            hint="run `rfork snapshot verify` to list all damage; a converted file would appear intact",
         )
 
 

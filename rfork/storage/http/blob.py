@@ -206,7 +206,7 @@ class RangedBlob:
         delay_s = attempts.failed(transferred_bytes, cause.after_s)
         if delay_s is None:
             count = f"{attempts.made} attempt{'s' if attempts.made > 1 else ''}"
-            raise StorageError(f"{self._uri}: gave up on {what} after {count}: {cause}")
+            raise StorageError(f"{self._uri}: no success for {what} after {count}: {cause}")
         log.debug("retrying storage request", source=self._uri, what=what, reason=str(cause), wait_s=round(delay_s, 2))
         scope.wait(delay_s)
         self._check_open()

@@ -86,8 +86,8 @@ def never_sent_request(stack: contextlib.ExitStack) -> Iterator[bytes]:
 
 
 HALF_OPEN = {
-    "a stranger, GetManifest": ("/rfork.v1.Peer/GetManifest", False),
-    "a stranger, Check": ("/grpc.health.v1.Health/Check", False),
+    "no token, GetManifest": ("/rfork.v1.Peer/GetManifest", False),
+    "no token, Check": ("/grpc.health.v1.Health/Check", False),
     "a fork, WatchProgress": ("/rfork.v1.Peer/WatchProgress", True),
 }
 

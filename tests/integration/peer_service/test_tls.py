@@ -20,7 +20,7 @@ def pem(tmp_path: Path) -> dict[str, Path]:
     issued = authority.issue_cert("127.0.0.1", "localhost")
     blobs = {
         "ca": authority.cert_pem,
-        "strangers": other_authority.cert_pem,
+        "other_ca": other_authority.cert_pem,
         "certificate": issued.cert_chain_pems[0],
         "key": issued.private_key_pem,
     }
@@ -43,7 +43,7 @@ def tls_of(**files: Path) -> TlsSettings:
     ("server", "presents_certificate", "trusts", "expected"),
     [
         (("certificate", "key"), False, "ca", True),
-        (("certificate", "key"), False, "strangers", False),
+        (("certificate", "key"), False, "other_ca", False),
         (("certificate", "key"), False, None, False),
         (("certificate", "key", "ca"), True, "ca", True),
         (("certificate", "key", "ca"), False, "ca", False),

@@ -136,9 +136,9 @@ def test_installed_files_are_reported_after_a_failure(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "utime", full)
     targets = [cache_dir(tmp_path / "b"), cache_dir(tmp_path / "j", "inductor")]
-    initial_report = ArtifactReport("m", KEY.id, source="somebody")
+    initial_report = ArtifactReport("m", KEY.id, source="other")
     report = install_image(made.image, targets, KEY, SETTINGS, FOREVER, initial_report)
-    assert ({"AB/k": b"kernel"}, 1, 6, "somebody", True) == (
+    assert ({"AB/k": b"kernel"}, 1, 6, "other", True) == (
         read_tree(tmp_path / "b"), report.files, report.bytes, report.source,
         (report.reason or "").startswith("StorageFull: "),
     )  # fmt: skip

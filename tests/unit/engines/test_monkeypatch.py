@@ -43,10 +43,10 @@ def test_a_wrapper_replaces_the_method(engine_class: type[Engine]) -> None:
 def test_a_method_is_wrapped_once(engine_class: type[Engine]) -> None:
     """A second wrapper is not applied, and the method keeps its name."""
     for _ in range(2):
-        patch_method(engine_class, "step", call_before(lambda engine, size: engine.calls.append("told")))
+        patch_method(engine_class, "step", call_before(lambda engine, size: engine.calls.append("hook")))
     engine = engine_class()
     engine.step(1)
-    assert (["told", "step 1"], "step") == (engine.calls, engine_class.step.__name__)
+    assert (["hook", "step 1"], "step") == (engine.calls, engine_class.step.__name__)
 
 
 def test_a_callback_before_the_method_receives_the_arguments(engine_class: type[Engine]) -> None:
@@ -93,7 +93,7 @@ def test_a_method_wrapped_by_another_plug_in_is_wrapped_too(engine_class: type[E
 def test_methods_are_wrapped_by_their_paths(engine_class: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The class is found by its dotted path, as in the plug-in's hook targets."""
     monkeypatch.setattr(f"{__name__}.Engine", engine_class)
-    hook_targets.hook(f"{__name__}.Engine.step", call_before(lambda engine, size: engine.calls.append("told")))
+    hook_targets.hook(f"{__name__}.Engine.step", call_before(lambda engine, size: engine.calls.append("hook")))
     engine = engine_class()
     engine.step(2)
-    assert ["told", "step 2"] == engine.calls
+    assert ["hook", "step 2"] == engine.calls

@@ -16,14 +16,14 @@ from tests.unit.planner.builders import FakeTime
 
 FILE = """
 # the fleet
-reader   look-1   # dashboards
+reader   read-1   # dashboards
 instance work-1
 
 operator rule-1
 """
 ROTATED = FILE.replace("work-1", "work-2")
 TOKENS: dict[Role, bytes] = {
-    "reader": b"Bearer look-1",
+    "reader": b"Bearer read-1",
     "instance": b"Bearer work-1",
     "operator": b"Bearer rule-1",
 }
@@ -177,18 +177,18 @@ def test_without_tokens_a_forced_drain_is_allowed() -> None:
 
 
 HEADERS = [
-    (b"Bearer look-1", 200),
-    (b"bearer  look-1 ", 200),
+    (b"Bearer read-1", 200),
+    (b"bearer  read-1 ", 200),
     (b"Bearer all-1", 200),
-    (b"Bearer look-2", 401),
-    (b"Bearer look-", 401),
+    (b"Bearer read-2", 401),
+    (b"Bearer read-", 401),
     (b"Bearer LOOK-1", 401),
     (b"Bearer", 401),
     (b"Bearer ", 401),
-    (b"Basic look-1", 401),
-    (b"look-1", 401),
-    (b"Bearer look-1, Bearer look-1", 401),
-    (b"Bearer look-\xff1", 401),
+    (b"Basic read-1", 401),
+    (b"read-1", 401),
+    (b"Bearer read-1, Bearer read-1", 401),
+    (b"Bearer read-\xff1", 401),
     (b"", 401),
     (None, 401),
 ]
@@ -211,8 +211,8 @@ def test_without_tokens_everything_is_open() -> None:
 
 def test_the_token_from_the_settings_has_full_access(tokens: Path) -> None:
     """This holds even if the file lists it with a lesser role."""
-    auth = Auth(settings(token="look-1", tokens_file=tokens))
-    assert 200 == status(auth, "POST", "/v1/instances/s/drain", b"Bearer look-1")
+    auth = Auth(settings(token="read-1", tokens_file=tokens))
+    assert 200 == status(auth, "POST", "/v1/instances/s/drain", b"Bearer read-1")
 
 
 @pytest.mark.parametrize("token", ["", "two words", "schlüssel"])
@@ -223,14 +223,14 @@ def test_a_token_that_no_header_can_carry_is_rejected_at_startup(token: str) -> 
 
 
 MALFORMED = [
-    (b"reader look-1\nadmin secret-2\n", ":2: expected `ROLE TOKEN`"),
+    (b"reader read-1\nadmin secret-2\n", ":2: expected `ROLE TOKEN`"),
     (b"secret-1 reader\n", ":1: expected `ROLE TOKEN`"),
     (b"\n\nsecret-1\n", ":3: expected `ROLE TOKEN`"),
     (b"reader secret-1 secret-2\n", ":1: expected `ROLE TOKEN`"),
     (b"reader # secret-1\n", ":1: expected `ROLE TOKEN`"),
     ("reader sécret-1\n".encode(), ":1: the token has characters"),
     (b"reader secret-1\noperator secret-1\n", ":2: duplicate token"),
-    (b"# nobody\n\n", ": no tokens"),
+    (b"# no entries\n\n", ": no tokens"),
     (b"", ": no tokens"),
     (b"reader secret-\xff\n", ": not UTF-8 text"),
     (None, ": No such file or directory"),
@@ -255,7 +255,7 @@ def test_a_changed_tokens_file_is_reloaded(auth: Auth, tokens: Path, time: FakeT
     tokens.write_text(f"{ROTATED}\n")  # longer: file systems may store times in steps of milliseconds
     for seconds in (0.9, 0.2):
         time.now += seconds
-        presented = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")
+        presented = (b"Bearer work-1", b"Bearer work-2", b"Bearer read-1")
         seen.append([status(auth, "POST", "/v1/forks", token) for token in presented])
     assert [[200, 401, 403], [401, 200, 403]] == seen
 

@@ -81,6 +81,6 @@ def test_origin_of_a_fork(sources: dict[str, int], expected: str) -> None:
 def test_rate_limits_of_a_forks_sources() -> None:
     """They come from the latest reports, or from the fork's record for removed sources."""
     known = {"s": instance("s", egress_rate=7), "free": instance("free")}
-    reads = tuple(RouteRecord(name, ((0, 1),), ("http",), 0) for name in ("s", "free", "gone", "stranger"))
+    reads = tuple(RouteRecord(name, ((0, 1),), ("http",), 0) for name in ("s", "free", "gone", "unknown"))
     before = {"s": 5, "free": 5, "gone": 3, "left": 1}
     assert {"s": 7, "gone": 3} == source_rate_limits(replace(FORK, reads=reads, source_rate_limits=before), known.get)

@@ -118,10 +118,10 @@ async def test_guessed_tokens_share_one_rate_limit(time: FakeTime) -> None:
 async def test_the_role_is_checked_before_the_route_runs(tmp_path: Path) -> None:
     """The body is not read either."""
     path = tmp_path / "tokens"
-    path.write_text("reader look-1\n")
+    path.write_text("reader read-1\n")
     auth = Auth(PlannerSettings(tokens_file=path))
     async with http_client(AuthMiddleware(echo, auth, None, _ignore_rejection)) as web:
-        auth_headers = {"Authorization": "Bearer look-1"}
+        auth_headers = {"Authorization": "Bearer read-1"}
         responses = [
             await web.get("/v1/forks", headers=auth_headers),
             await web.post("/v1/forks", headers=auth_headers),

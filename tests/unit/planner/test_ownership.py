@@ -47,7 +47,7 @@ class PlannerHarness:
 @pytest.fixture
 def harness(tmp_path: Path, time: FakeTime) -> PlannerHarness:
     """A planner with the victim's records: a seed, and a target that forks from it."""
-    (tmp_path / "tokens").write_text("instance work\noperator rule\nreader look\n")
+    (tmp_path / "tokens").write_text("instance work\noperator rule\nreader read\n")
     made = PlannerHarness(tmp_path / "tokens", time)
     victim = made.caller()
     victim.report(seed_report("s"))
@@ -180,5 +180,5 @@ def test_the_rejection_has_a_hint(harness: PlannerHarness) -> None:
 
 def test_lists_do_not_show_owners(harness: PlannerHarness) -> None:
     """A reader sees reports, not owners."""
-    reader = harness.caller(token="look")
+    reader = harness.caller(token="read")
     assert "owner" not in reader.instance("s").model_dump_json() + reader.fork("fork-t").model_dump_json()

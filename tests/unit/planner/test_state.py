@@ -35,7 +35,7 @@ def test_instances_are_ordered_by_id() -> None:
     """They follow the cursor, whatever was added, removed or updated in between."""
     known = state()
     known.apply([instance(name) for name in "dbac"])
-    known.apply([instance("b", seen_at=5.0)], removed=["c", "nobody"])
+    known.apply([instance("b", seen_at=5.0)], removed=["c", "unknown"])
     pages = [known.instances_after(cursor) for cursor in (None, "a", "c", "d")]
     found = [[each.source.instance_id for each in one] for one in pages]
     assert [["a", "b", "d"], ["b", "d"], ["d"], []] == found

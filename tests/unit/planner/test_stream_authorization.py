@@ -18,7 +18,7 @@ from planner.ui.broadcaster import Broadcaster
 from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime, make_registry
 
-TOKENS = "reader look\noperator rule\n"
+TOKENS = "reader read\noperator rule\n"
 STREAMS = ("/v1/events", "/ui/feed")
 SOON_S = 0.001
 """Interval between comments of an idle stream."""
@@ -68,12 +68,12 @@ class GuardedStreams:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-@pytest.mark.parametrize("left", ["operator rule\n", "reader look-2\noperator rule\n"])
+@pytest.mark.parametrize("left", ["operator rule\n", "reader read-2\noperator rule\n"])
 async def test_a_stream_ends_when_its_token_is_revoked(tmp_path: Path, path: str, left: str) -> None:
     """It ends at the next send, and its last part marks the body as complete."""
     planner = GuardedStreams(tmp_path / "tokens")
     async with asyncio.timeout(10):
-        serving = asyncio.create_task(planner.serve(path, "look"))
+        serving = asyncio.create_task(planner.serve(path, "read"))
         status = await planner.until(b": still here")
         planner.rewrite(left)
         await serving
@@ -86,9 +86,9 @@ async def test_a_stream_survives_changes_of_other_tokens(tmp_path: Path, path: s
     """It also survives a greater role of its own token."""
     planner = GuardedStreams(tmp_path / "tokens")
     async with asyncio.timeout(10):
-        serving = asyncio.create_task(planner.serve(path, "look"))
+        serving = asyncio.create_task(planner.serve(path, "read"))
         await planner.until(b": still here")
-        planner.rewrite("operator look\n")
+        planner.rewrite("operator read\n")
         for _ in range(3):
             await planner.until(b": still here")
         planner.events.close()

@@ -119,6 +119,6 @@ def test_an_instance_may_exit_once_its_readers_are_done(planner: PlannerClient) 
     planner.drain("s")
     exit_checks = [planner.can_exit("s")]
     planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=1))
-    exit_checks += [planner.can_exit("s"), planner.can_exit("nobody")]
+    exit_checks += [planner.can_exit("s"), planner.can_exit("unknown")]
     assert [(False, 1), (True, 0), (False, 0)] == [(each.can_exit, each.readers) for each in exit_checks]
     assert all(each.reason for each in exit_checks)

@@ -83,7 +83,7 @@ def test_the_ranks_of_one_replica_are_listed(planner: PlannerClient) -> None:
         ids_of(second),
         ids_of(planner.instance_page(replica="pod-b", model="m")),
         ids_of(planner.instance_page(replica="pod", model="other")),
-        ids_of(planner.instance_page(replica="nobody")),
+        ids_of(planner.instance_page(replica="unknown")),
     ]
     assert ("pod-main-tp1", None) == (first.next, second.next)
 

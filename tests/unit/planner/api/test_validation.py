@@ -39,7 +39,7 @@ FINISH: Final[Json] = {
 }  # fmt: skip
 CALLS: Final[dict[str, tuple[str, str, Json]]] = {
     "report": ("PUT", "/v1/instances/t", REPORT),
-    "ask": ("POST", "/v1/forks", FORK_REQUEST),
+    "request_plan": ("POST", "/v1/forks", FORK_REQUEST),
     "progress": ("POST", "/v1/forks/fork-t/progress", PROGRESS),
     "finish": ("POST", "/v1/forks/fork-t/finish", FINISH),
 }
@@ -79,7 +79,7 @@ def leaf_paths(name: str, *types: type) -> list[Path]:
 def fleet(web: httpx.Client) -> httpx.Client:
     """A planner with a seed, a target and its fork."""
     web.put("/v1/instances/s", content=seed_report("s").model_dump_json())
-    for name in ("report", "ask"):
+    for name in ("report", "request_plan"):
         assert 200 == send(web, name, CALLS[name][2])
     return web
 
@@ -113,7 +113,7 @@ def test_numbers_out_of_bounds_are_rejected(fleet: httpx.Client, name: str, valu
     accepted = [
         path for path in leaf_paths(name, int, float) if send(fleet, name, changed(CALLS[name][2], path, value)) != 422
     ]
-    assert ([], 200, [200] * len(LISTS)) == (accepted, send(fleet, "ask", FORK_REQUEST), lists(fleet))
+    assert ([], 200, [200] * len(LISTS)) == (accepted, send(fleet, "request_plan", FORK_REQUEST), lists(fleet))
 
 
 NAMES: Final[list[Json]] = [{"\ud800": 1}, {"a\nb": 1}, {"": 1}, {"x" * 3000: 1}]
@@ -128,9 +128,9 @@ LONG: Final[list[tuple[str, Path, Json]]] = [
     ("report", ("readers",), ["f"] * 4097),
     ("report", ("transports",), ["http"] * 17),
     ("report", ("storage",), [{"kind": "loader"}] * 17),
-    ("ask", ("faults",), [{"instance_id": "s", "fault": "source", "error": "E"}] * 257),
-    ("ask", ("current_assignments",), [{"source_id": "s", "chunks": []}] * 65),
-    ("ask", ("current_assignments",), [{"source_id": "s", "chunks": [[0, 1]] * 2049}] * 2),
+    ("request_plan", ("faults",), [{"instance_id": "s", "fault": "source", "error": "E"}] * 257),
+    ("request_plan", ("current_assignments",), [{"source_id": "s", "chunks": []}] * 65),
+    ("request_plan", ("current_assignments",), [{"source_id": "s", "chunks": [[0, 1]] * 2049}] * 2),
     ("progress", ("verified",), [[0, 1]] * 4097),
     *((name, ("sources",), value) for name in ("progress", "finish") for value in SOURCES),
     *((name, ("source_bytes_per_s",), value) for name in ("progress", "finish") for value in RATES),

@@ -62,7 +62,7 @@ def test_an_instance_has_one_running_fork(state: PlannerState) -> None:
     state.apply(forks=[fork("a")])
     before = state.live_fork_of("of-a")
     state.apply(forks=[fork("a", ended=True)])
-    assert (fork("a"), None, None) == (before, state.live_fork_of("of-a"), state.live_fork_of("nobody"))
+    assert (fork("a"), None, None) == (before, state.live_fork_of("of-a"), state.live_fork_of("unknown"))
 
 
 def test_a_group_exists_while_it_has_members(state: PlannerState) -> None:

@@ -109,7 +109,7 @@ def test_tensors_are_converted() -> None:
         "turned": torch.arange(6.0).reshape(2, 3),
         "gaps": torch.arange(6.0).reshape(2, 3),
         "scalar": torch.tensor(2.5),
-        "whole": torch.arange(4),
+        "integers": torch.arange(4),
         "none": torch.empty(0, 7),
     }
     into = {
@@ -117,7 +117,7 @@ def test_tensors_are_converted() -> None:
         "turned": torch.empty(3, 2).t(),
         "gaps": torch.full((2, 5), -1.0)[:, 1:4],
         "scalar": torch.empty((), dtype=torch.float64),
-        "whole": torch.empty(4, dtype=torch.int64),
+        "integers": torch.empty(4, dtype=torch.int64),
         "none": torch.empty(0, 7, dtype=torch.float16),
     }
     progress_bytes: list[int] = []

@@ -24,7 +24,7 @@ def chunked_blob(bucket: InMemoryBucket, pieces: list[bytes]) -> ChunkedBlob:
     for piece in pieces:
         bucket.objects[f"chunks/{piece.hex()}"] = piece
     parts = [(piece.hex(), len(piece)) for piece in pieces]
-    return ChunkedBlob("s3://bucket/whole", InMemoryBlobStore(bucket, FOLDER), parts)
+    return ChunkedBlob("s3://bucket/blob", InMemoryBlobStore(bucket, FOLDER), parts)
 
 
 @given(st.lists(st.binary(max_size=5), max_size=8), st.data())

@@ -64,7 +64,7 @@ def test_seed_keys_are_versions(web: httpx.Client, planner: PlannerClient) -> No
 
 def test_statuses_of_all_calls(web: httpx.Client) -> None:
     """Each call of the protocol, in an order that produces each of its statuses."""
-    never = {**SEED, "USER_ID": "nobody"}
+    never = {**SEED, "USER_ID": "unknown"}
     statuses = [
         get_seed(web).status_code,
         remove_seed(web),

@@ -31,7 +31,7 @@ RANKS = [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)]
         pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.0)], 0, id="disappeared, sends heartbeats"),
         pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.1)], 1, id="disappeared, silent"),
         pytest.param([RUNNING_POD], [RUNNING_POD], [instance(uid(5))], 0, id="disappeared and came back"),
-        pytest.param([RUNNING_POD], [], [instance(uid(5)), instance(uid(6), age_s=19.0)], 0, id="a stranger"),
+        pytest.param([RUNNING_POD], [], [instance(uid(5)), instance(uid(6), age_s=19.0)], 0, id="unknown Pod"),
     ],
 )  # fmt: skip
 def test_instances_of_finished_pods_are_removed(

@@ -146,8 +146,8 @@ def written_condition(status: bool, message: str, age_s: float) -> WrittenCondit
         (written_condition(False, "receiving: 42 % of 15.2 GB", 4.9), [LOADING], False),
         (written_condition(False, "receiving: 42 % of 15.2 GB", 5.0), [LOADING], True),
         (written_condition(False, "receiving: 99 % of 15.2 GB", 0.1), [instance(UID)], True),
-        (written_condition(True, "whole", 9), [instance(UID)], False),
-        (written_condition(True, "whole", 10), [instance(UID)], True),
+        (written_condition(True, "complete", 9), [instance(UID)], False),
+        (written_condition(True, "complete", 10), [instance(UID)], True),
     ],
 )
 def test_write_intervals(before: WrittenCondition | None, instances: Sequence[InstanceInfo], expected: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from rfork.artifacts.cache_types import CACHE_TYPE_NAME, CacheType
 from rfork.artifacts.file_names import META, name_problem
@@ -21,6 +21,7 @@ from rfork.errors import SourceCorrupt
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.tensor_specs import TensorSpec
+from rfork.schema.base import StrictCopyModel
 
 MAX_FILES: Final = 200_000
 """Maximum number of files in an image of artifacts."""
@@ -29,7 +30,7 @@ META_BYTES, META_BYTES_PER_FILE = 64 << 10, 1280
 _Mtime = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class ArtifactMetadata(BaseModel):
+class ArtifactMetadata(StrictCopyModel):
     """The JSON document. `files` maps names to (executable, modification time in nanoseconds since the epoch)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from rfork.settings.env import ADVANCED
+from rfork.settings.env import ADVANCED, Settings
 
 
-class ArtifactSettings(BaseSettings):
+class ArtifactSettings(Settings):
     """Settings of the JIT caches that instances share. The caches contain programs, so sharing is off by default.
 
     Caches are found through the variables of the engines and libraries that own them.

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from rfork.settings.env import Settings
 
 
 def _home() -> Path:
@@ -29,7 +31,7 @@ def _inductor_dir() -> Path:
     return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
-class CacheDirs(BaseSettings):
+class CacheDirs(Settings):
     """Directories of JIT caches, as the variables of engines and libraries set them."""
 
     model_config = SettingsConfigDict(env_ignore_empty=True, extra="forbid", frozen=True)

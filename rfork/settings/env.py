@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 from rfork.errors import SettingsError
+from rfork.schema.base import StrictCopyModel
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -18,7 +19,11 @@ ADVANCED: Final[JsonDict] = {"advanced": True}
 """`json_schema_extra` of a field that few users need: documented in a separate table, and not a launcher flag."""
 
 
-class ExternalSettings(BaseSettings):
+class Settings(StrictCopyModel, BaseSettings):
+    """Base of all settings."""
+
+
+class ExternalSettings(Settings):
     """Base of settings that also read variables of other projects: an argument has precedence over such a variable."""
 
     @classmethod

@@ -7,12 +7,12 @@ from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
 from rfork.schema.types import Label, ModelName, WeightsVersion
 from rfork.settings.addresses import WILDCARDS, is_loopback, own_address
-from rfork.settings.env import ADVANCED, load
+from rfork.settings.env import ADVANCED, Settings, load
 from rfork.settings.node import node_name
 from rfork.settings.tls import TlsSettings
 
@@ -21,7 +21,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 ANY_PORT: Final = range(1)
 
 
-class InstanceSettings(BaseSettings):
+class InstanceSettings(Settings):
     """Settings of one inference instance: a seed, relay or target."""
 
     model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="forbid", frozen=True)

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from rfork.settings.env import ADVANCED, load
+from rfork.settings.env import ADVANCED, Settings, load
 from rfork.settings.tls import TlsSettings
 
 IntegrationName = Literal["webhook", "controller", "scaler"]
 
 
-class PlannerSettings(BaseSettings):
+class PlannerSettings(Settings):
     """Settings of the planner. Its logs are configured by ``RFORK_LOG_JSON`` and ``RFORK_LOG_LEVEL``."""
 
     model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="forbid", frozen=True)

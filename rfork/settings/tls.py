@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from rfork.settings.env import Settings
 
 
-class TlsSettings(BaseSettings):
+class TlsSettings(Settings):
     """Certificate files of this process. With `ca`, a server requires client certificates (mTLS)."""
 
     model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="forbid", frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from rfork.settings.env import ADVANCED
+from rfork.settings.env import ADVANCED, Settings
 
 
-class TracingSettings(BaseSettings):
+class TracingSettings(Settings):
     """Settings of the export of spans (OpenTelemetry, OTLP over HTTP), for every process of rfork.
 
     OpenTelemetry's own variables (``OTEL_*``) configure the engine, so rfork does not read them.

@@ -98,6 +98,12 @@ def test_cache_directories_are_those_of_their_projects(monkeypatch: pytest.Monke
     assert Path("/cache/triton") == load(CacheDirs).triton_cache_dir
 
 
+def test_a_copy_with_an_unknown_option_is_rejected() -> None:
+    """A misspelled option in `model_copy` raises, where pydantic would ignore it."""
+    with pytest.raises(TypeError, match="InstanceSettings has no field bindd"):
+        InstanceSettings().model_copy(update={"bindd": "0.0.0.0"})
+
+
 def test_the_number_of_documented_settings_is_bounded() -> None:
     """A new setting must be advanced, a constant or a variable that already exists elsewhere."""
     documented = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.cold_group_cases import STORE, ColdGroupCase, ColdGroupOutcome
@@ -29,7 +28,7 @@ class ColdGroupRunner:
         """Run a case once; raises FanoutError if it does not finish, or finishes with the wrong bytes."""
         self._runs += 1
         cluster = self._cluster
-        self._all(case.hosts, FanoutCommand("prepare"))
+        self._cluster.request_all(case.hosts, FanoutCommand("prepare"))
         port = cluster[STORE].request(FanoutCommand("listen")).port if case.is_limit else 0
         watched = (STORE, *case.hosts)
         before = {host: cluster.lab.traffic(host) for host in watched}
@@ -39,7 +38,7 @@ class ColdGroupRunner:
         traffic = {host: _since(cluster.lab.traffic(host), before[host]) for host in watched}
         if not case.is_limit:
             self._check(responses)
-        self._all(tuple(responses), FanoutCommand("release"))
+        self._cluster.request_all(tuple(responses), FanoutCommand("release"))
         if case.killed_host is not None:
             cluster.restart(case.killed_host)
         return ColdGroupOutcome(started, responses, traffic, busy)
@@ -53,7 +52,7 @@ class ColdGroupRunner:
         for host in case.hosts:
             self._cluster[host].send(command)
         if case.killed_host is not None:
-            time.sleep(max(0.0, begun + KILLED_AT * self._line_s - time.monotonic()))
+            time.sleep(max(0.0, begun + KILLED_AT * self._cluster.min_transfer_s - time.monotonic()))
             self._cluster.kill(case.killed_host)
         left = [host for host in case.hosts if host != case.killed_host]
         return {host: self._cluster[host].receive(self._timeout_s(case)) for host in left}
@@ -68,22 +67,12 @@ class ColdGroupRunner:
 
     def _check(self, responses: dict[str, FanoutResponse]) -> None:
         """Check the bytes with a hash that the transfer does not use."""
-        for host, checked in self._all(tuple(responses), FanoutCommand("check")).items():
+        for host, checked in self._cluster.request_all(tuple(responses), FanoutCommand("check")).items():
             if checked.sha256 != self._cluster.sha256:
                 raise FanoutError(f"{host} has other bytes than were stored")
 
-    def _all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
-        for host in hosts:
-            self._cluster[host].send(command)
-        return {host: self._cluster[host].receive() for host in hosts}
-
-    @property
-    def _line_s(self) -> float:
-        """Return the seconds that a link needs for the image without headers."""
-        return self._cluster.size * 8 / self._cluster.rate
-
     def _timeout_s(self, case: ColdGroupCase) -> float:
-        return STEP_S + TIMEOUT_FACTOR * self._line_s * case.min_time
+        return STEP_S + TIMEOUT_FACTOR * self._cluster.min_transfer_s * case.min_time
 
 
 def _since(now: Traffic, before: Traffic) -> Traffic:

@@ -142,6 +142,17 @@ class FanoutCluster:
     def __getitem__(self, name: str) -> NodeConnection:
         return self._nodes[name]
 
+    @property
+    def min_transfer_s(self) -> float:
+        """Return the seconds that a link needs for the image without headers."""
+        return self.size * 8 / self.rate
+
+    def request_all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
+        """Send a command to nodes that execute it concurrently, and return their responses by host."""
+        for host in hosts:
+            self[host].send(command)
+        return {host: self[host].receive() for host in hosts}
+
     def processors(self) -> CpuTimes:
         """Return the CPU time used so far."""
         return CpuTimes.now([process.pid for process in self._processes.values()])

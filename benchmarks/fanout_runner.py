@@ -48,7 +48,7 @@ class FanoutRunner:
             traffic = {host: _since(cluster.lab.traffic(host), before[host]) for host in hosts}
         if case.mode != "limit":
             self._check(case, responses)
-        self._all(hosts, FanoutCommand("release"))
+        self._cluster.request_all(hosts, FanoutCommand("release"))
         return FanoutOutcome(started, responses, traffic, cpu_busy, cpu_busy_processes)
 
     # -- preparation --------------------------------------------------------------------------------
@@ -71,16 +71,18 @@ class FanoutRunner:
     def _prepare_case(self, case: FanoutCase, model: str) -> Callable[[], dict[str, FanoutResponse]]:
         """Prepare everything before the start; the returned function starts the forks."""
         fresh = [host for host in case.seed_hosts if host not in self._filled]
-        self._all(fresh, FanoutCommand("prepare", filled=True))
-        self._filled |= {host: response.sha256 for host, response in self._all(fresh, FanoutCommand("check")).items()}
-        self._all(case.target_hosts, FanoutCommand("prepare"))
+        self._cluster.request_all(fresh, FanoutCommand("prepare", filled=True))
+        self._filled |= {
+            host: response.sha256 for host, response in self._cluster.request_all(fresh, FanoutCommand("check")).items()
+        }
+        self._cluster.request_all(case.target_hosts, FanoutCommand("prepare"))
         seed = self._cluster[case.seed_hosts[0]]
         match case.mode:
             case "limit":
                 port = seed.request(FanoutCommand("listen")).port
                 return lambda: self._bare_transfer(case, port)
             case "rfork":
-                seed_responses = self._all(case.seed_hosts, FanoutCommand("seed", model))
+                seed_responses = self._cluster.request_all(case.seed_hosts, FanoutCommand("seed", model))
                 self._weights_id = seed_responses[seed.name].weights_id
                 return lambda: self._start_together(case, dict.fromkeys(case.target_hosts, model))
             case "star":
@@ -106,7 +108,7 @@ class FanoutRunner:
 
     def _start_together(self, case: FanoutCase, models: Mapping[str, str]) -> dict[str, FanoutResponse]:
         """Start all targets together except the late ones."""
-        late_at = time.monotonic() + LATE_AT * self._line_s
+        late_at = time.monotonic() + LATE_AT * self._cluster.min_transfer_s
         for host in case.target_hosts:
             if host in case.late_hosts:
                 time.sleep(max(0.0, late_at - time.monotonic()))
@@ -142,23 +144,13 @@ class FanoutRunner:
     def _check(self, case: FanoutCase, responses: Mapping[str, FanoutResponse]) -> None:
         """Check the weights_id that the transfer verified, and a hash that it does not use."""
         right = self._filled[case.seed_hosts[0]]
-        for host, checked in self._all(case.target_hosts, FanoutCommand("check")).items():
+        for host, checked in self._cluster.request_all(case.target_hosts, FanoutCommand("check")).items():
             if (responses[host].weights_id, checked.sha256) != (self._weights_id, right):
                 raise FanoutError(f"{case.name}: {host} has other bytes than the seed")
 
-    def _all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
-        for host in hosts:
-            self._cluster[host].send(command)
-        return {host: self._cluster[host].receive() for host in hosts}
-
-    @property
-    def _line_s(self) -> float:
-        """Return the seconds that a link needs for the image without headers."""
-        return self._cluster.size * 8 / self._cluster.rate
-
     def _timeout_s(self, case: FanoutCase) -> float:
         """Return the seconds after which a fork counts as hung."""
-        return STEP_S + TIMEOUT_FACTOR * self._line_s * max(case.targets, case.min_time)
+        return STEP_S + TIMEOUT_FACTOR * self._cluster.min_transfer_s * max(case.targets, case.min_time)
 
 
 def _edge_model(model: str, reader: int) -> str:

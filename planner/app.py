@@ -28,12 +28,12 @@ from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, Reques
 from planner.origins import KnownHosts, OriginGuard
 from planner.registry import SWEEP_INTERVAL_S, Registry
 from planner.request_rate_limit import RateLimit
-from planner.sse import sse_router
 from planner.state import MAX_FINISHED_FORKS
 from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
 from planner.tracing import TracingMiddleware
 from planner.ui.broadcaster import Broadcaster
+from planner.ui.feed import feed_router
 from planner.ui.files import page_routes
 from rfork.logs import logger
 from rfork.schema import Problem
@@ -162,7 +162,7 @@ def create_app(
         events_router(registry, app.events),
         health_router(registry, metrics),
         ascend_router(registry),
-        sse_router(app.broadcaster),
+        feed_router(app.broadcaster),
     ):
         app.include_router(router)
     app.router.routes.extend(page_routes())

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, REQUEST_ID, ProblemDoc, problems
 from planner.auth import still_authorized
 from planner.event_bus import EventBus, ForkEventRecord, Subscription
 from planner.registry import Registry
-from rfork.logs import logger
+from planner.sse import KEEP_ALIVE_S, SseResponse
 from rfork.schema import ForkEvent
 from rfork.schema.types import Identifier
 
 RETRY_MS: Final = 2000
 """Time after which a browser reconnects when the stream has ended."""
-KEEP_ALIVE_S: Final = 5.0
-"""Idle seconds after which a comment is sent, so that proxies and readers see that the stream is alive."""
 FLUSH_INTERVAL_S: Final = 0.05
 MAX_PER_FLUSH: Final = 64
 """Events per flush, one flush every `FLUSH_INTERVAL_S`: at most 1,280 per second and reader, so that other
 requests are served.
 """
-SEND_TIMEOUT_S: Final = 30.0
-"""Seconds after which a reader that reads nothing is disconnected."""
 SAMPLE: Final = f"id: 1\nevent: progress\ndata: {examples.EVENT.model_dump_json()}\n\n"
 
 
-class ForkEventResponse(StreamingResponse):
-    """Response that streams the events of a subscription (HTML standard, section 9.2).
-
-    Ends when the subscription is closed, when the reader disconnects or is no longer authorized, and when it
-    reads nothing for `SEND_TIMEOUT_S`.
-    """
-
-    media_type = "text/event-stream"
+class ForkEventResponse(SseResponse):
+    """Response that streams the events of a subscription."""
 
     def __init__(
         self,
@@ -51,43 +38,31 @@ class ForkEventResponse(StreamingResponse):
         still_authorized: Callable[[], bool],
         keep_alive_s: float,
     ) -> None:
-        super().__init__((), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        # Changes between two flushes are merged, which bounds the cost of each reader in a busy fleet.
+        super().__init__(
+            still_authorized,
+            keep_alive_s,
+            first_bytes=b"retry: %d\n\n" % RETRY_MS,
+            flush_interval_s=FLUSH_INTERVAL_S,
+        )
         self._events = events
         self._subscription = subscription
         self._now = now
-        self._still_authorized = still_authorized
-        self._keep_alive_s = keep_alive_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one reader."""
-        try:
-            await super().__call__(scope, receive, send)
-        except TimeoutError:
-            logger("planner.event_bus").warning("event stream reader stalled", stalled_s=SEND_TIMEOUT_S)
-        finally:
-            self._events.unsubscribe(self._subscription)
+    @property
+    def closed(self) -> bool:
+        """True when the event bus has ended the subscription."""
+        return self._subscription.closed
 
-    async def stream_response(self, send: Send) -> None:
-        """Send headers, events and end."""
+    async def next_bytes(self, within_s: float) -> bytes:
+        """Return the next changes."""
+        changes = await self._subscription.next_events(MAX_PER_FLUSH, within_s)
+        now = self._now()
+        return b"".join(encode_event(change, now) for change in changes)
 
-        async def write(body: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await write(b"retry: %d\n\n" % RETRY_MS)
-        while not self._subscription.closed:
-            changes = await self._subscription.next_events(MAX_PER_FLUSH, self._keep_alive_s)
-            if not self._still_authorized():
-                break
-            if changes:
-                now = self._now()
-                await write(b"".join(encode_event(change, now) for change in changes))
-                # Changes meanwhile are merged: a busy fleet costs each reader no more than this.
-                await asyncio.sleep(FLUSH_INTERVAL_S)
-            elif not self._subscription.closed:
-                await write(b": still here\n\n")
-        await write(b"", more=False)
+    def unsubscribe(self) -> None:
+        """Remove the subscription from the event bus."""
+        self._events.unsubscribe(self._subscription)
 
 
 def encode_event(change: ForkEventRecord, now: float) -> bytes:

@@ -13,8 +13,8 @@ from planner.api.events import events_router
 from planner.auth import CHECK_S, Auth, still_authorized
 from planner.event_bus import EventBus
 from planner.middleware import AuthMiddleware
-from planner.sse import sse_router
 from planner.ui.broadcaster import Broadcaster
+from planner.ui.feed import feed_router
 from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime, make_registry
 
@@ -38,7 +38,7 @@ class GuardedStreams:
         )
         app = FastAPI()
         app.include_router(events_router(registry, self.events, keep_alive_s=SOON_S))
-        app.include_router(sse_router(self.broadcaster, keep_alive_s=SOON_S))
+        app.include_router(feed_router(self.broadcaster, keep_alive_s=SOON_S))
         auth = Auth(PlannerSettings(tokens_file=path), self.time.clock.monotonic)
         self.app = AuthMiddleware(app, auth, None, lambda slug: None)
         self.sent: asyncio.Queue[Message] = asyncio.Queue()

@@ -36,6 +36,8 @@ Contender = Callable[[], float]
 """One measured run; returns its seconds."""
 
 ROUNDS, QUICK_ROUNDS = 5, 3
+PIPED_WIDTH = 250
+"""Characters per line of a table in a file or pipe."""
 GB = 1e9
 
 
@@ -157,11 +159,10 @@ def publish(
 
     `plot` names the columns of a bar chart: labels, and values.
     """
-    repository = machine()
-    console = Console()
-    table = Table(
-        title=f"{options.benchmark}: {repository['cpu']}, {repository['cores']} cores, {repository['kernel']}"
-    )
+    hardware = machine()
+    # Output into a file or pipe has no terminal width: the columns must not be wrapped at rich's default of 80.
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    table = Table(title=f"{options.benchmark}: {hardware['cpu']}, {hardware['cores']} cores, {hardware['kernel']}")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         numeric = all(not isinstance(row.get(column), str) for row in rows)
@@ -174,7 +175,7 @@ def publish(
     if options.json:
         document = {
             "benchmark": options.benchmark,
-            "machine": repository,
+            "machine": hardware,
             "commit": commit(),
             "settings": {"quick": options.quick, "rounds": options.rounds, **settings},
             "rows": [dict(row) for row in rows],

@@ -65,14 +65,14 @@ def against_peers(results: Iterable[StorageResult], *, verified: bool = False) -
             fastest[result.case.comparison_key] = result
     role = "ours otherwise" if verified else "ours"
     pairs = [
-        (rfork_case, fastest[rfork_case.case.comparison_key])
-        for rfork_case in completed
-        if rfork_case.case.role == role
-        and rfork_case.case.verified == verified
-        and rfork_case.case.comparison_key in fastest
+        (rfork_result, fastest[rfork_result.case.comparison_key])
+        for rfork_result in completed
+        if rfork_result.case.role == role
+        and rfork_result.case.verified == verified
+        and rfork_result.case.comparison_key in fastest
     ]
     comparison = [
-        Comparison(rfork_case.case, other.case, other.seconds / rfork_case.seconds) for rfork_case, other in pairs
+        Comparison(rfork_result.case, other.case, other.seconds / rfork_result.seconds) for rfork_result, other in pairs
     ]
     return sorted(comparison, key=lambda each: each.ratio)
 
@@ -80,7 +80,7 @@ def against_peers(results: Iterable[StorageResult], *, verified: bool = False) -
 def figures(results: Sequence[StorageResult]) -> dict[str, float]:
     """Return the figures of DESIGN section 11, and those for the other media."""
     completed = [result for result in results if result.runs]
-    rfork_case = {result.case.comparison_key: result.speed for result in completed if result.case.role == "ours"}
+    rfork_speeds = {result.case.comparison_key: result.speed for result in completed if result.case.role == "ours"}
     named: dict[str, float] = {}
     for name, verified in ((VERSUS, False), (VERIFIED_VERSUS, True)):
         if comparison := against_peers(completed, verified=verified):
@@ -88,17 +88,17 @@ def figures(results: Sequence[StorageResult]) -> dict[str, float]:
     for medium in MEDIA:
         limits = limits_of(completed, medium)
         shares = [
-            rfork_case[DENSE, medium, destination] / limit
+            rfork_speeds[DENSE, medium, destination] / limit
             for destination, limit in limits.items()
-            if (DENSE, medium, destination) in rfork_case
+            if (DENSE, medium, destination) in rfork_speeds
         ]
         if shares:
             named[f"storage_{medium}_vs_medium"] = min(shares)
     for medium in MEDIA:
         shares = [
-            rfork_case[SMALL, medium, destination] / rfork_case[DENSE, medium, destination]
+            rfork_speeds[SMALL, medium, destination] / rfork_speeds[DENSE, medium, destination]
             for destination in DESTINATIONS
-            if (SMALL, medium, destination) in rfork_case and (DENSE, medium, destination) in rfork_case
+            if (SMALL, medium, destination) in rfork_speeds and (DENSE, medium, destination) in rfork_speeds
         ]
         if shares:
             named["storage_small_vs_dense" + ("" if medium == "cold" else f"_{medium}")] = min(shares)
@@ -128,8 +128,8 @@ def notes(results: Sequence[StorageResult]) -> dict[str, Value]:
         if comparison:
             note_rows[f"{name}_worst_row"] = comparison[0].line
             note_rows[f"{name}_slower_rows"] = "; ".join(each.line for each in comparison if each.ratio < 1)
-    rfork_case = [result for result in results if result.runs and result.case.role.startswith("ours")]
-    if rfork_case:
-        note_rows["storage_peak_rss_over_row"] = max(rfork_case, key=lambda result: result.extra_bytes).case.label
+    rfork_results = [result for result in results if result.runs and result.case.role.startswith("ours")]
+    if rfork_results:
+        note_rows["storage_peak_rss_over_row"] = max(rfork_results, key=lambda result: result.extra_bytes).case.label
     note_rows |= {f"not run: {result.case.label}": result.note for result in results if result.note}
     return note_rows

@@ -63,16 +63,16 @@ def fetch_with_report(
 
     Takes at most `InstanceSettings.deadline_s`, including the request for the layout.
     """
-    until = time.monotonic() + settings.deadline_s
+    deadline = time.monotonic() + settings.deadline_s
     # A transient instance maps nothing: its source would keep files of the chunks, laid out for a reader that
     # has left instead of for the next instances.
     settings = settings.model_copy(update={"shm_mode": "copy"})
     with connect() as planner:
-        layout = _layout(planner, source_instance, settings, until)
+        layout = _layout(planner, source_instance, settings, deadline)
     if check is not None:
         check(layout)
-    left = until - time.monotonic()
-    if left <= 0:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
         raise DeadlineExceeded(
             f"the deadline of {settings.deadline_s:g} s passed before the first byte of {source_instance.model}"
         )
@@ -89,7 +89,7 @@ def fetch_with_report(
             replica=f"fetch-{uuid4().hex[:12]}",
             egress_share=TRANSIENT_EGRESS_SHARE,
         ),
-        settings.model_copy(update={"snapshot": None, "deadline_s": left}),
+        settings.model_copy(update={"snapshot": None, "deadline_s": remaining_s}),
         select_transports(settings),
         planner=connect(),
         dial=_dial(settings),
@@ -105,9 +105,9 @@ def fetch_with_report(
 
 
 def _layout(
-    planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, until: float
+    planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, deadline: float
 ) -> Layout:
-    """Return the layout of the image, with all its tensors, from an instance that has it, by `until`."""
+    """Return the layout of the image, with all its tensors, from an instance that has it, by `deadline`."""
     fork_request = ForkRequest(
         fork_id=uuid4().hex,
         instance=source_instance.model_copy(
@@ -124,12 +124,12 @@ def _layout(
             }
         ),
     )
-    retry_until = min(time.monotonic() + settings.source_idle_timeout_s, until)
+    retry_until = min(time.monotonic() + settings.source_idle_timeout_s, deadline)
     try:
-        plan = planner.request_plan(fork_request, deadline=until)
+        plan = planner.request_plan(fork_request, deadline=deadline)
         while not plan.routes and plan.retry_after_s is not None and time.monotonic() < retry_until:
             time.sleep(min(plan.retry_after_s, max(0.0, retry_until - time.monotonic())))
-            plan = planner.request_plan(fork_request, deadline=until)
+            plan = planner.request_plan(fork_request, deadline=deadline)
         # These routes are not used for reads; their leases authorize the requests.
         if not plan.routes:
             raise NoSource(f"no instance returned the layout of {source_instance.model}: {plan.reason}")
@@ -140,7 +140,7 @@ def _layout(
         finally:
             peer.close()
     finally:
-        end = final_report_deadline(until)
+        end = final_report_deadline(deadline)
         planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
         planner.remove(fork_request.instance.instance_id, deadline=end)
     if layout.layout_id != source_instance.layout_id:

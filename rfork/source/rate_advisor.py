@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from rfork.source.egress_limiter import POLL_INTERVAL_S, EgressLimiter
 
-LOWER, HIGHER = 0.9, 1.25
+MIN_DECREASE, MIN_INCREASE = 0.9, 1.25
 """Smaller relative changes of the rate are not sent."""
 INCREASE_INTERVAL_S = 0.2
 """Minimum interval between increases of the rate; decreases are sent immediately."""
@@ -27,13 +27,13 @@ class ReaderRateAdvisor:
 
     def __init__(
         self,
-        governor: EgressLimiter,
+        limiter: EgressLimiter,
         readers: Callable[[], int],
         notify: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._governor = governor
+        self._limiter = limiter
         self._readers = readers
         self._notify = notify
         self._clock = clock
@@ -61,7 +61,7 @@ class ReaderRateAdvisor:
     def refresh(self) -> bool:
         """Recompute the rate; return True if readers must be notified."""
         readers = self._readers()
-        rate = self._governor.rate(active=readers > 0)
+        rate = self._limiter.rate(active=readers > 0)
         per_reader_rate = None if rate is None else max(1, rate // max(1, readers))
         with self._lock:
             if not self._has_changed(per_reader_rate):
@@ -83,9 +83,9 @@ class ReaderRateAdvisor:
         advised = self._advised
         if per_reader_rate is None or advised is None:
             return per_reader_rate is not advised
-        if per_reader_rate < advised * LOWER:
+        if per_reader_rate < advised * MIN_DECREASE:
             return True
-        return per_reader_rate > advised * HIGHER and self._clock() - self._advised_at >= INCREASE_INTERVAL_S
+        return per_reader_rate > advised * MIN_INCREASE and self._clock() - self._advised_at >= INCREASE_INTERVAL_S
 
     def _run(self) -> None:
         while True:

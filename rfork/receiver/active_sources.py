@@ -47,7 +47,7 @@ class SourceFactoryProtocol(Protocol):
 
 
 class ActiveSources:
-    """Keeps the open sources in step with the plan and the scheduler."""
+    """Opens, renews, fails and closes the sources of one fork, as the plan and their state require."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ActiveSources:
         self._active: dict[str, ChunkSource] = {}
         self._retired: list[ChunkSource] = []
         self._closing: list[ChunkSource] = []
-        self._failures: dict[str, int] = {}
+        self._failure_counts: dict[str, int] = {}
         self._faults: list[SourceFault] = []
         self._shares: dict[str, SourceShare] = {}
 
@@ -85,13 +85,6 @@ class ActiveSources:
         self._scheduler.assign(assigned)
         for source_id in [name for name in self._active if not self._scheduler.has_assigned(name)]:
             self._retire(source_id)
-
-    def _add(self, source_id: str, source: ChunkSource) -> None:
-        # Chunks that an earlier connection to this source offered are void: nothing can be read until this
-        # one is open.
-        self._scheduler.fail(source_id)
-        self._active[source_id] = source
-        source.start()
 
     def close_all(self) -> None:
         """Stop reading from all sources."""
@@ -120,30 +113,23 @@ class ActiveSources:
         if isinstance(source, StorageSource):
             self.fail_storage(source.source_id, source.instance_id, error)
             return
-        failures = self._failures[source.source_id] = self._failures.get(source.source_id, 0) + 1
+        failures = self._failure_counts.get(source.source_id, 0) + 1
+        self._failure_counts[source.source_id] = failures
         fault = error.fault if error.fault == "source" or failures < MAX_FAILURES else "network"
         self._record_fault(source.source_id, source.instance_id, fault, error)
 
     def fail_storage(self, name: str, instance_id: str, error: RforkError) -> None:
-        """Record that this instance cannot read the storage of that name: another instance must, or it reads
-        other storage.
+        """Record that this instance cannot read the storage of that name.
+
+        Another instance must read it, or this one reads other storage.
         """
         self._source_factory.exclude(name)
         self._record_fault(name, instance_id, "storage", error)
 
     def record_unavailable_transport(self, error: TransportUnavailable) -> None:
-        """Record once that a transport cannot be used with a source that other targets reach; no party is
-        blamed.
-        """
-        if all(str(error) != str(each) for each in self.reasons):
+        """Record once that a transport cannot be used with a source. No party is blamed: other targets reach it."""
+        if all(str(error) != str(reason) for reason in self.reasons):
             self.reasons.append(error)
-
-    def _record_fault(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:
-        log.warning("source failed", source=short_id(name), error=error.kind, detail=str(error))
-        self.reasons.append(error)
-        self._faults.append(
-            SourceFault(instance_id=instance_id, fault=fault, error=error.kind, detail=str(error)[:1000])
-        )
 
     def fail_stalled(self, now: float) -> None:
         """Give up on sources that have assigned chunks and are silent or make no progress."""
@@ -153,7 +139,7 @@ class ActiveSources:
                 self.fail(source, stall)
 
     def find_stragglers(self, now: float) -> bool:
-        """Find the sources that serve nothing while others do; returns whether there are new ones.
+        """Find the sources that serve nothing while others do. Returns whether there are new ones.
 
         After `MOVE_AFTER_S`, other sources may serve their chunks. After `CONNECT_TIMEOUT_S`, a source is
         given up if its remaining chunks cannot be moved because they are being read from it: the other
@@ -164,15 +150,15 @@ class ActiveSources:
             for name, source in self._active.items()
             if isinstance(source, PeerSource) and source.has_no_bytes and now - source.began_at >= MOVE_AFTER_S
         }
-        others = [name for name in self._active if name not in silent and name in self._shares]
-        before, self._scheduler.late = self._scheduler.late, frozenset(silent if others else ())
-        if others and not any(self._scheduler.has_assigned(name) for name in others):
+        serving = [name for name in self._active if name not in silent and name in self._shares]
+        previously_late, self._scheduler.late = self._scheduler.late, frozenset(silent if serving else ())
+        if serving and not any(self._scheduler.has_assigned(name) for name in serving):
             for name, source in silent.items():
                 if self._scheduler.has_assigned(name) and now - source.began_at >= CONNECT_TIMEOUT_S:
                     self.fail(
                         source, SourceUnreachable(f"{source.address}: no byte received within {CONNECT_TIMEOUT_S:g} s")
                     )
-        return bool(self._scheduler.late - before)
+        return bool(self._scheduler.late - previously_late)
 
     def record_verified(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:
         """Count chunks from this source that were verified."""
@@ -188,34 +174,36 @@ class ActiveSources:
     def current_assignments(self) -> tuple[ChunkAssignment, ...]:
         """Chunks by source under the current plan; this instance's own id stands for its storage."""
         chunks: dict[str, tuple[ranges.Range, ...]] = {}
-        for source_id, part in self._scheduler.shares.items():
+        for source_id, share in self._scheduler.shares.items():
             if (source := self._active.get(source_id)) is not None:
-                before = chunks.get(source.instance_id, ())
-                chunks[source.instance_id] = ranges.normalise((*before, *part))
-        return tuple(ChunkAssignment(source_id=name, chunks=part) for name, part in chunks.items())
+                chunks[source.instance_id] = ranges.normalise((*chunks.get(source.instance_id, ()), *share))
+        return tuple(ChunkAssignment(source_id=name, chunks=assigned) for name, assigned in chunks.items())
 
     @property
     def storage_activity(self) -> tuple[float, bool] | None:
-        """Time of the last activity of any storage with assigned chunks, local or upstream, and whether it
-        was upstream.
+        """Time of the last storage activity, and whether it was upstream; None without such storage.
+
+        Storage with assigned chunks counts, of this instance or of a source upstream.
         """
-        assigned = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
-        found = [
+        activities = [
             (source.last_storage_activity_at, isinstance(source, PeerSource))
-            for source in assigned
+            for source in self._with_assigned_chunks()
             if source.last_storage_activity_at is not None
         ]
-        return max(found, default=None)
+        return max(activities, default=None)
 
     @property
     def last_storage_block_at(self) -> float | None:
         """Time of the last block from local storage with assigned chunks; None before the first block."""
-        assigned = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
-        found = [source.last_block_at for source in assigned if isinstance(source, StorageSource)]
-        return max((at for at in found if at is not None), default=None)
+        block_times = [
+            source.last_block_at
+            for source in self._with_assigned_chunks()
+            if isinstance(source, StorageSource) and source.last_block_at is not None
+        ]
+        return max(block_times, default=None)
 
     @property
-    def any_active(self) -> bool:
+    def has_active(self) -> bool:
         """True if any source is left, even one that can only send its manifest."""
         return bool(self._active)
 
@@ -231,7 +219,7 @@ class ActiveSources:
     @property
     def weights_changing(self) -> bool:
         """True if the last failure was a change of the source's weights: it may soon serve the new ones."""
-        failures = (each for each in reversed(self.reasons) if not isinstance(each, TransportUnavailable))
+        failures = (reason for reason in reversed(self.reasons) if not isinstance(reason, TransportUnavailable))
         return isinstance(next(failures, None), SourceWeightsChanged)
 
     @property
@@ -249,7 +237,7 @@ class ActiveSources:
         del self._faults[: len(faults)]
 
     @property
-    def any_retired(self) -> bool:
+    def has_retired(self) -> bool:
         """True if `pop_retired` would return any source."""
         return bool(self._closing)
 
@@ -263,8 +251,25 @@ class ActiveSources:
         """All sources opened so far, to close and join at the end."""
         return (*self._active.values(), *self._retired)
 
+    def _with_assigned_chunks(self) -> list[ChunkSource]:
+        return [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
+
+    def _add(self, source_id: str, source: ChunkSource) -> None:
+        # Chunks that an earlier connection to this source offered are void: nothing can be read until this
+        # one is open.
+        self._scheduler.fail(source_id)
+        self._active[source_id] = source
+        source.start()
+
     def _retire(self, source_id: str) -> None:
         source = self._active.pop(source_id)
         self._verifier.remove_source(source_id)
         self._retired.append(source)
         self._closing.append(source)
+
+    def _record_fault(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:
+        log.warning("source failed", source=short_id(name), error=error.kind, detail=str(error))
+        self.reasons.append(error)
+        self._faults.append(
+            SourceFault(instance_id=instance_id, fault=fault, error=error.kind, detail=str(error)[:1000])
+        )

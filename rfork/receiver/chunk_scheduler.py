@@ -1,9 +1,9 @@
-"""Decides which chunk is read next and from which source: pure state of one fork, without threads, clocks or
-sockets.
+"""Decides which chunk is read next, and from which source.
 
-The transfer holds its lock around every call here. A chunk is in one of these states: verified; in flight
-(exactly one reader fills it); assigned to a source by the newest plan, or reserved, which plans do not
-change; unassigned (its source failed, and a new plan is needed).
+Pure state of one fork, without threads, clocks or sockets. The transfer holds its lock around every call
+here. A chunk is in one of these states: verified; in flight (exactly one reader fills it); assigned to a
+source by the newest plan, or reserved, which plans do not change; unassigned (its source failed, and a new
+plan is needed).
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class ChunkScheduler:
         return False
 
     def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
-        """Return the chunks in flight from this source, and the next `count` that `next_read` will return for
-        it.
-        """
+        """Return the chunks in flight from this source, and the next `count` that `next_read` will return."""
         waiting = (
             chunk
             for chunk in self._ready.get(source_id, ())
@@ -116,17 +114,13 @@ class ChunkScheduler:
         return in_flight_chunks, heapq.nsmallest(count, set(waiting))
 
     def reserve(self, source_id: str, chunks: Iterable[int]) -> None:
-        """Reserve chunks for a source that no plan names; later plans do not change this. Skips chunks in
-        flight.
-        """
+        """Reserve chunks for a source that no plan names, except chunks in flight. Later plans do not change this."""
         for chunk in chunks:
             if chunk not in self._verified and chunk not in self._in_flight:
                 self._assigned[chunk] = self._reserved[chunk] = source_id
 
     def next_reserved(self) -> ChunkRead | None:
-        """Return the next read of a reserved chunk, now in flight, or None if all are in flight or none is
-        reserved.
-        """
+        """Return the next read of a reserved chunk, now in flight; None if there is none."""
         chunk = next((chunk for chunk in self._reserved if chunk not in self._in_flight), None)
         if chunk is None:
             return None
@@ -179,8 +173,9 @@ class ChunkScheduler:
         self._verified.difference_update(chunks)
 
     def mark_found(self, chunks: Iterable[int]) -> list[int]:
-        """Mark chunks that already contain the right bytes; returns them without those already verified or in
-        flight.
+        """Mark chunks that already contain the right bytes.
+
+        Returns them without those already verified or in flight.
         """
         fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
         for chunk in fresh:

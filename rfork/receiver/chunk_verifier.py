@@ -1,5 +1,4 @@
-"""Expected digest of each chunk of one fork, from the manifest or, until it is known, from the provisional
-image.
+"""Expected digests of the chunks of one fork: from the manifest or, until it is known, the provisional image.
 
 Runs on the target. The transfer holds its lock around every call here. An instance that reads files without a
 manifest builds a provisional image: it digests each chunk and sends the digest with it. All verified chunks
@@ -45,9 +44,7 @@ class ServingState(Protocol):
         ...
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
-        """Set the time of the last storage activity, local or (`relayed`) of a source that this instance
-        waits for.
-        """
+        """Set the time of the last storage activity, local or (`relayed`) of a source that this instance awaits."""
         ...
 
 
@@ -96,7 +93,9 @@ class ChunkVerifier:
         """
         if self.manifest is not None:
             if any(self.manifest.digests[chunk] != digest for chunk, digest in digests.items()):
-                raise SourceWeightsChanged(f"it reads other weights than {self.manifest.weights_id}")
+                raise SourceWeightsChanged(
+                    f"the storage it reads contains other weights than {self.manifest.weights_id}"
+                )
             return
         verified_digests = self._chunk_state.digests
         if provisional_id != self._chunk_state.provisional_id or any(
@@ -104,7 +103,7 @@ class ChunkVerifier:
         ):
             if self._chunk_state.provisional_id is not None and not alone:
                 raise SourceWeightsChanged(
-                    f"its chunks belong to provisional image {provisional_id}, those of this fork to "
+                    f"the source's chunks come from files {provisional_id}, those of this fork from "
                     f"{self._chunk_state.provisional_id}"
                 )
             self._start_provisional(provisional_id)
@@ -120,7 +119,7 @@ class ChunkVerifier:
         """
         if self.manifest is not None:
             if not agrees:
-                raise StorageError(f"contains other weights than {self.manifest.weights_id}")
+                raise StorageError(f"these files contain other weights than {self.manifest.weights_id}")
             return {}
         provisional_id = self._chunk_state.provisional_id
         if provisional_id is None or provisional_id.partition("-")[0] != origin:
@@ -147,12 +146,11 @@ class ChunkVerifier:
         self._reset()
 
     def restart(self) -> int:
-        """Drop the weights that this fork began, as no source serves them any more; returns how many chunks
-        were verified.
+        """Drop the weights that this fork began, because no source serves them any more.
 
-        Their bytes stay in the image: chunks that the next weights share are not read again. Readers of this
-        instance get a new generation and start over too. No read may be in flight: it would count for the
-        next weights.
+        Returns how many chunks were verified. Their bytes stay in the image: chunks that the next weights share are
+        not read again. Readers of this instance get a new generation and start over too. No read may be in flight: it
+        would count for the next weights.
         """
         verified_chunks = list(ranges.indices(self._chunk_state.verified))
         self._previous_digests |= self._chunk_state.digests
@@ -162,9 +160,7 @@ class ChunkVerifier:
         return len(verified_chunks)
 
     def _reuse_unchanged_chunks(self, manifest: Manifest) -> None:
-        """Mark chunks of the previous weights that are right; they are digested again, as they may have been
-        overwritten.
-        """
+        """Mark chunks of the previous weights that are right. Digests them again: they may be overwritten."""
         left, self._previous_digests = self._previous_digests, {}
         same = [
             chunk
@@ -195,7 +191,7 @@ class ChunkVerifier:
             return None
         digest = self._provisional_by_source.get(source_id, {}).get(chunk)
         if digest is None:
-            raise SourceWeightsChanged(f"chunk {chunk} belongs to another provisional image than this fork has now")
+            raise SourceWeightsChanged(f"the source read chunk {chunk} from other files than this fork uses now")
         return digest
 
     def mark_from_local_files(self, chunk: int) -> None:
@@ -219,7 +215,7 @@ class ChunkVerifier:
     def invalidate(self, chunks: Sequence[int], reason: str) -> None:
         """Drop verified chunks: they are read again."""
         if chunks:
-            log.warning("chunks dropped", chunks=len(chunks), reason=reason)
+            log.warning("verified chunks discarded, reading them again", chunks=len(chunks), reason=reason)
             self._from_local_files.difference_update(chunks)
             self._scheduler.invalidate(chunks)
             self._serving_state.invalidate(chunks)

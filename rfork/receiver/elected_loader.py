@@ -1,5 +1,6 @@
-"""Runs a loader that fills the complete image in place of a transfer. Runs on the target, on the caller's
-thread.
+"""Runs a loader that fills the complete image in place of a transfer.
+
+Runs on the target, on the caller's thread.
 """
 
 from __future__ import annotations

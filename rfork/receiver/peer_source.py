@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from rfork.errors import (
+    NetworkError,
     RforkError,
     SourceCorrupt,
+    SourceError,
     SourceTimeout,
     SourceUnavailable,
     TargetError,
@@ -100,7 +102,11 @@ class PeerSource:
         """Fill image range `[begin, end)`; see `rfork.transport.base.Reader.read`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self.address}: the channel is closed")
-        self._reader.read(begin, end, deadline)
+        try:
+            self._reader.read(begin, end, deadline)
+        except (SourceError, NetworkError) as error:
+            error.add_party(self.address)
+            raise
         self.source_span.add_bytes(end - begin)
 
     def close(self) -> None:
@@ -121,6 +127,8 @@ class PeerSource:
             with use_context(self.source_span.span.context):
                 self._consume_progress()
         except RforkError as error:
+            if isinstance(error, SourceError | NetworkError):
+                error.add_party(self.address)
             if not self._closed.is_set():
                 self._listener.on_failure(self, error)
         except Exception as error:  # a bug on this side must end the source, not hang the fork
@@ -166,8 +174,9 @@ class PeerSource:
         return min(time.monotonic() + self._settings.source_idle_timeout_s, self._deadline.monotonic_time)
 
     def _close_channel(self, peer: Peer, channel_id: str) -> None:
-        """Release the reader slot explicitly: without a progress stream, the source would keep it until the
-        lease ends.
+        """Release the reader slot explicitly.
+
+        Without a progress stream, the source would keep it until the lease ends.
         """
         step = self._connecting_until = self._step_deadline()
         try:
@@ -222,8 +231,9 @@ class PeerSource:
         return update.provisional_id, dict(zip(ranges.indices(update.chunks), update.digests, strict=True))
 
     def _present_lease(self, peer: Peer) -> None:
-        """Present the current lease: the source releases the slot when the last presented lease expires, even
-        if the reader waits.
+        """Present the current lease to the source.
+
+        It releases the slot when the last presented lease expires, even if the reader waits.
         """
         if self._token != self._presented_token and self.last_message_at >= self._next_presentation_at:
             self._presented_token = self._token

@@ -78,10 +78,10 @@ class SourceListener(Protocol):
     def on_local_files(
         self, source: ChunkSource, origin: str, compared: Mapping[int, bytes], *, agrees: bool
     ) -> Mapping[int, bytes]:
-        """Handle the result of comparing this instance's files, whose manifest is unknown: whether they
-        contain all of `compared`.
+        """Handle the comparison of this instance's files, whose manifest is unknown, with `compared` digests.
 
-        Returns digests to compare in addition; if there are none, the source continues.
+        `agrees`: they contain all of them. Returns digests to compare in addition; if there are none, the source
+        continues.
         """
         ...
 
@@ -94,9 +94,7 @@ class SourceListener(Protocol):
         ...
 
     def on_transport_unavailable(self, source: ChunkSource, error: TransportUnavailable) -> None:
-        """Handle a transport that cannot be used with this source; the next one is tried, and no party is
-        blamed.
-        """
+        """Handle a transport that cannot be used with this source. The next is tried, and no party is blamed."""
         ...
 
     def on_failure(self, source: ChunkSource, error: RforkError) -> None:

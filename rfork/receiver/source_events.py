@@ -66,7 +66,7 @@ class SourceEventHandler:
         self.expected, self._abandoned_weights_id, self._version = plan.weights_id, None, plan.version
         self.sources.apply_plan(plan.routes, plan.storage)
         log.info(
-            "planned",
+            "plan received",
             fork=plan.fork_id,
             routes={route.source_id[:8]: format_ranges(route.chunks) for route in plan.routes},
             storage={storage_name(read.kind, read.uri): format_ranges(read.chunks) for read in plan.storage},
@@ -89,11 +89,11 @@ class SourceEventHandler:
             return False
         self._abandoned_weights_id = manifest.weights_id
         if chunks := self._verifier.restart():
-            why = f"the weights changed at the source: started over, {chunks} chunks are compared again"
+            reason = f"the weights changed at the source: started over, {chunks} chunks are compared again"
             log.warning(
                 "weights changed at the source, starting over", chunks=chunks, weights_id=self._abandoned_weights_id
             )
-            self.sources.reasons.append(SourceWeightsChanged(why))
+            self.sources.reasons.append(SourceWeightsChanged(reason))
         return True
 
     def is_other_version(self, plan: Plan) -> bool:
@@ -118,8 +118,9 @@ class SourceEventHandler:
     # -- callbacks from sources, on their threads ------------------------------------------------------------
 
     def on_manifest(self, source: ChunkSource, manifest: Manifest) -> None:
-        """See `rfork.receiver.source.SourceListener`. All sources must have the weights that the first one
-        named.
+        """See `rfork.receiver.source.SourceListener`.
+
+        All sources must have the weights that the first one named.
         """
         with self._cond:
             self._require_active(source)
@@ -128,7 +129,7 @@ class SourceEventHandler:
             expected = known.weights_id if known and begun else self.expected
             if expected not in (None, manifest.weights_id):
                 raise SourceWeightsChanged(
-                    f"{source.address}: has weights {manifest.weights_id}, but this fork reads {expected}"
+                    f"{source.address}: the source has weights {manifest.weights_id}, but this fork reads {expected}"
                 )
             self._verifier.set_manifest(manifest)
             if known is None or known.weights_id != manifest.weights_id:

@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from typing import Final
 
+from rfork.errors import reason_of
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.host_memory import copy_block
@@ -85,8 +86,9 @@ class SpoolSource:
             self._thread.start()
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """Reserve chunks of this manifest; the caller holds the lock, and no chunk was offered under the
-        manifest yet.
+        """Reserve chunks of this manifest.
+
+        The caller holds the lock, and no chunk was offered under the manifest yet.
         """
         if self._spool is None or self._finished:
             return
@@ -96,7 +98,12 @@ class SpoolSource:
             if digest == manifest.digests[chunk] and chunk not in self._chunk_state
         }
         if candidates:
-            log.info("resuming", chunks=len(candidates), of=len(self._chunks), spool=str(self._spool.path))
+            log.info(
+                "loading chunks kept by a previous process",
+                chunks=len(candidates),
+                of=len(self._chunks),
+                file=str(self._spool.path),
+            )
             self._expected_digests = candidates
             self._known_at = time.monotonic()
             self._loaded, self._rate, self._fetched_before = 0, 0.0, self._fetched
@@ -110,7 +117,9 @@ class SpoolSource:
         """
         self._fetched = fetched
         if self._loading is not None and now - self._advanced_at > self._settings.source_idle_timeout_s:
-            log.warning("spool stalled, reading from the sources", seconds=round(now - self._advanced_at, 1))
+            log.warning(
+                "disk of the kept chunks stalled, reading from the sources", seconds=round(now - self._advanced_at, 1)
+            )
             self._abandon()
         elif now - self._known_at >= WARMUP_S:
             self._is_worth_reading(now - self._known_at, fetched - self._fetched_before)
@@ -126,7 +135,9 @@ class SpoolSource:
             max_chunks = int(max(0.0, left_s) * self._loaded / seconds) // self._chunks.chunk_size
             late = self._scheduler.reserved[max_chunks:]
             if late:
-                log.info("spool slower than the sources, reading its last chunks from them", chunks=len(late))
+                log.info(
+                    "disk of the kept chunks is slower than the sources, reading the rest from them", chunks=len(late)
+                )
                 self._scheduler.unreserve(late)
                 self._changed.notify_all()
 
@@ -154,9 +165,9 @@ class SpoolSource:
         except OSError as error:
             with self._changed:
                 if not self._finished:  # otherwise the fork has ended and closed the spool
-                    log.warning("spool not readable, reading from the sources", reason=str(error))
+                    log.warning("kept chunks not readable, reading from the sources", reason=reason_of(error))
         except Exception:  # out of memory, or a bug: the sources must serve the rest
-            log.exception("spool failed, reading from the sources")
+            log.exception("unexpected error with kept chunks, reading from the sources")
         finally:
             with self._changed:
                 if not self._finished:
@@ -213,7 +224,7 @@ class SpoolSource:
             if self._scheduler.complete:
                 self._changed.notify_all()
             return
-        log.info("spooled chunk invalid, reading it from the sources", chunk=read.chunk)
+        log.info("kept chunk invalid, reading it from the sources", chunk=read.chunk)
         self._loading = None
         self._scheduler.dropped(read)
         self._scheduler.unreserve([read.chunk])

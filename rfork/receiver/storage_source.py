@@ -24,11 +24,11 @@ from rfork.storage.base import ImageStorage, storage_name
 
 
 class StorageSource:
-    """One storage of this instance, read by the transfer's workers; implements
-    `rfork.receiver.source.ChunkSource`.
+    """One storage of this instance, read by the transfer's workers.
 
-    `find` returns the storage that the plan names; raises StorageError if there is none. Its reads have no
-    deadline: they end after `source_idle_timeout_s` seconds without progress, or when the source is closed.
+    Implements `rfork.receiver.source.ChunkSource`. `find` returns the storage that the plan names; raises
+    StorageError if there is none. Its reads have no deadline: they end after `source_idle_timeout_s` seconds
+    without progress, or when the source is closed.
     """
 
     is_relay = False

@@ -166,9 +166,7 @@ class Transfer:
 
     @property
     def measurable_bytes(self) -> int:
-        """Those of them that were counted as they arrived, unlike a loader's, which are known only at its
-        end.
-        """
+        """Bytes of the chunks that were counted as they arrived; those of a loader are known only at its end."""
         return self._workers.bytes_read
 
     def update_leases(self, leases: Mapping[str, Lease]) -> None:
@@ -180,7 +178,7 @@ class Transfer:
         """Request a new plan soon; the current one stays in use until then."""
         with self._changed:
             if self._replan_reason is None:
-                log.info("replanning", reason=reason)
+                log.info("requesting a new plan", reason=reason)
             self._replan_reason = reason
             self._changed.notify_all()
 
@@ -198,7 +196,7 @@ class Transfer:
                     return
                 now = time.monotonic()
                 self._check_timeouts(now)
-                if self._sources.any_retired:
+                if self._sources.has_retired:
                     continue
                 due = self._scheduler.unassigned or self._replan_reason is not None
                 if self._scheduler.complete or not due or now < retry_at:
@@ -254,7 +252,8 @@ class Transfer:
             self._deadline.extend(last_block_at + self._settings.storage_idle_timeout_s)
         if now >= self._deadline.monotonic_time:
             raise DeadlineExceeded(
-                f"the deadline passed with {len(self._chunk_state)} of {len(self._chunks)} chunks verified"
+                f"the deadline passed with {len(self._chunk_state)} of {len(self._chunks)} chunks verified",
+                hint="find what slowed the sources down (`rfork explain`), or raise RFORK_DEADLINE_S",
             )
         if self._timeouts_apply(now):
             self._spool_source.poll(now, self.bytes_read)
@@ -268,7 +267,7 @@ class Transfer:
             return
         # All chunks are verified, but not yet known to belong together: the storage reader will confirm it.
         self._complete_since = self._complete_since or now
-        if not self._sources.any_active or now - self._complete_since > 3 * self._settings.source_idle_timeout_s:
+        if not self._sources.has_active or now - self._complete_since > 3 * self._settings.source_idle_timeout_s:
             self._complete_since = None
             self._verifier.invalidate_unconfirmed()
 

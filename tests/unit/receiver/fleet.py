@@ -262,9 +262,7 @@ class RecordingServingState:
 
 @dataclass
 class FleetSourceFactory:
-    """Opens the sources of a plan on the fleet's network; see
-    `rfork.receiver.active_sources.SourceFactoryProtocol`.
-    """
+    """Opens the sources of a plan on the fleet's network; a `SourceFactoryProtocol`."""
 
     fleet: Fleet
     image: Image

@@ -83,7 +83,8 @@ def test_an_unusable_transport_is_logged_once_per_reason() -> None:
     sources = sources_reading_from("a", "b")
     for error in (NotSameHost("two hosts"), NotSameHost("two hosts"), TransportUnavailable("no device")):
         sources.record_unavailable_transport(error)
-    assert (["two hosts", "no device"], ()) == ([str(each) for each in sources.reasons], sources.faults)
+    assert ["two hosts", "no device"] == [str(each) for each in sources.reasons]
+    assert () == sources.faults
 
 
 CHANGED, UNAVAILABLE, NOT_SAME_HOST = (

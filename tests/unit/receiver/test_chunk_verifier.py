@@ -37,7 +37,8 @@ def test_the_manifest_replaces_digests_of_the_source() -> None:
     harness.verifier.add_provisional_digests("a", X, {2: WRONG}, alone=True)
     before = harness.verifier.expected("a", 2)
     harness.verifier.set_manifest(MANIFEST)
-    assert (WRONG, RIGHT[2]) == (before, harness.verifier.expected("a", 2))
+    assert WRONG == before
+    assert RIGHT[2] == harness.verifier.expected("a", 2)
 
 
 @pytest.mark.parametrize(("source", "chunk"), [("a", 3), ("b", 2)], ids=["another chunk", "another source"])
@@ -85,19 +86,15 @@ def test_provisional_digests_are_checked_against_the_manifest(digest: bytes) -> 
 def test_chunks_of_two_provisional_images_are_not_mixed(
     provisional_id: str, reported_digest: bytes, alone: bool, dropped: list[tuple[int, ...]] | None
 ) -> None:
-    """If the provisional id or a digest differs, the new source is refused, or the existing chunks are
-    dropped.
-    """
+    """If the provisional ids or digests differ, the new source is refused or the existing chunks are dropped."""
     harness = VerifierHarness(0, 1, provisional_id=X)
     if dropped is None:
         with pytest.raises(SourceWeightsChanged):
             harness.verifier.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
     else:
         harness.verifier.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
-    assert (dropped or [], X if dropped is None else provisional_id) == (
-        harness.serving_state.dropped,
-        harness.chunk_state.provisional_id,
-    )
+    assert (dropped or []) == harness.serving_state.dropped
+    assert (X if dropped is None else provisional_id) == harness.chunk_state.provisional_id
 
 
 @pytest.mark.parametrize(
@@ -112,11 +109,9 @@ def test_local_files_continue_only_a_matching_image(
     harness = VerifierHarness(0, 1, provisional_id=X)
     harness.verifier.verify_local_files("own", origin, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
     actual_provisional_id = harness.chunk_state.provisional_id or ""
-    assert (dropped, provisional_id, None) == (
-        harness.serving_state.dropped,
-        actual_provisional_id[: len(provisional_id)],
-        harness.verifier.expected("own", 5),
-    )
+    assert dropped == harness.serving_state.dropped
+    assert provisional_id == actual_provisional_id[: len(provisional_id)]
+    assert harness.verifier.expected("own", 5) is None
 
 
 @pytest.mark.parametrize("agrees", [True, False])
@@ -129,12 +124,14 @@ def test_local_files_are_checked_against_the_manifest(agrees: bool) -> None:
         harness.verifier.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
     except StorageError:
         failed = True
-    assert (not agrees, []) == (failed, harness.serving_state.dropped)
+    assert (not agrees) == failed
+    assert [] == harness.serving_state.dropped
 
 
-def test_digests_to_compare_with_local_files() -> None:
-    """All digests of a provisional image; with a manifest, or when chunks are only offered, the first and the
-    last.
+def test_digests_of_received_chunks_are_compared_with_local_files() -> None:
+    """All digests of a provisional image are compared.
+
+    With a manifest, or if chunks are only offered, the first and the last are enough.
     """
     partial, with_manifest, offered, fresh = (
         VerifierHarness(1, 3, 4, provisional_id=X),
@@ -145,42 +142,41 @@ def test_digests_to_compare_with_local_files() -> None:
     with_manifest.verifier.set_manifest(MANIFEST)
     offered.verifier.add_provisional_digests("a", X, {2: RIGHT[2], 5: RIGHT[5], 3: RIGHT[3]}, alone=True)
     all_digests = {1: RIGHT[1], 3: RIGHT[3], 4: RIGHT[4]}
-    assert (all_digests, {1: RIGHT[1], 4: RIGHT[4]}, {2: RIGHT[2], 5: RIGHT[5]}, {}) == (
-        partial.verifier.digests_to_compare(),
-        with_manifest.verifier.digests_to_compare(),
-        offered.verifier.digests_to_compare(),
-        fresh.verifier.digests_to_compare(),
-    )
+    assert all_digests == partial.verifier.digests_to_compare()
+    assert {1: RIGHT[1], 4: RIGHT[4]} == with_manifest.verifier.digests_to_compare()
+    assert {2: RIGHT[2], 5: RIGHT[5]} == offered.verifier.digests_to_compare()
+    assert {} == fresh.verifier.digests_to_compare()
 
 
 def test_chunks_that_arrive_during_the_comparison_are_compared_too() -> None:
     """Local files are accepted only once every verified chunk has been found in them."""
     harness = VerifierHarness(0, 1, provisional_id=X)
-    left = harness.verifier.verify_local_files("own", X, {0: RIGHT[0]}, agrees=True)
+    still_to_compare = harness.verifier.verify_local_files("own", X, {0: RIGHT[0]}, agrees=True)
+    assert {1: RIGHT[1]} == still_to_compare
     with pytest.raises(SourceWeightsChanged):
         harness.verifier.expected("own", 5)
-    then = harness.verifier.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=True)
-    assert ({1: RIGHT[1]}, {}, None) == (left, then, harness.verifier.expected("own", 5))
+    assert {} == harness.verifier.verify_local_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=True)
+    assert harness.verifier.expected("own", 5) is None
 
 
 def test_local_files_complete_the_manifest() -> None:
-    """A reader that has found every chunk in its files, or read it from them, knows the manifest and keeps
-    the provisional id.
+    """A reader that has found or read every chunk in its files knows the manifest.
+
+    It keeps the provisional id.
     """
     harness = VerifierHarness(*range(CHUNKS), provisional_id=X)
     chunk_digests = harness.chunk_state.digests
     del chunk_digests[3]
     harness.verifier.verify_local_files("own", X, chunk_digests | {3: RIGHT[3]}, agrees=True)
-    assert (True, [MANIFEST], X) == (
-        harness.verifier.finalize_manifest(),
-        harness.serving_state.manifests,
-        harness.chunk_state.provisional_id,
-    )
+    assert harness.verifier.finalize_manifest()
+    assert [MANIFEST] == harness.serving_state.manifests
+    assert X == harness.chunk_state.provisional_id
 
 
 def test_unconfirmed_chunks_complete_no_manifest() -> None:
-    """Only the reader of the files can confirm that chunks belong to one image; another reader of files reads
-    them itself.
+    """Only the reader of the files can confirm that chunks belong to one image.
+
+    Another reader of files reads them itself.
     """
     follower, reader = (
         VerifierHarness(*range(CHUNKS), provisional_id=X),
@@ -189,14 +185,12 @@ def test_unconfirmed_chunks_complete_no_manifest() -> None:
     reader.verifier.verify_local_files("own", X, reader.chunk_state.digests, agrees=True)
     for chunk in range(2, CHUNKS):
         reader.chunk_state.mark_verified(chunk, RIGHT[chunk])
-    with_manifest = (follower.verifier.finalize_manifest(), reader.verifier.finalize_manifest())
+    assert not follower.verifier.finalize_manifest()
+    assert not reader.verifier.finalize_manifest()
     follower.verifier.invalidate_unconfirmed()
     reader.verifier.invalidate_unconfirmed()
-    assert ((False, False), [(5,)], [(2, 3, 4, 5)]) == (
-        with_manifest,
-        follower.serving_state.dropped,
-        reader.serving_state.dropped,
-    )
+    assert [(5,)] == follower.serving_state.dropped
+    assert [(2, 3, 4, 5)] == reader.serving_state.dropped
 
 
 def test_a_different_manifest_ends_the_provisional_image() -> None:
@@ -204,9 +198,7 @@ def test_a_different_manifest_ends_the_provisional_image() -> None:
     harness = VerifierHarness(0, 1, provisional_id=X)
     other = Manifest(IMAGE.layout, (WRONG, *RIGHT[1:]))
     harness.verifier.set_manifest(other)
-    assert ([(0,)], ((1, 2),), None, True) == (
-        harness.serving_state.dropped,
-        harness.chunk_state.verified,
-        harness.chunk_state.provisional_id,
-        harness.scheduler.unassigned,
-    )
+    assert [(0,)] == harness.serving_state.dropped
+    assert ((1, 2),) == harness.chunk_state.verified
+    assert harness.chunk_state.provisional_id is None
+    assert harness.scheduler.unassigned

@@ -72,10 +72,8 @@ def test_an_unannounced_write_to_a_seed_is_detected(fleet: Fleet) -> None:
     target = Target(fleet, script)
     target.chunk_state.subscribe(lambda: corrupt_chunk(source_image, LAST) if len(target.chunk_state) == 1 else None)
     target.run()
-    assert (content_hash(image(1)), [("wrong", "source", "SourceCorrupt")]) == (
-        content_hash(target.image),
-        script.faults,
-    )
+    assert content_hash(image(1)) == content_hash(target.image)
+    assert [("wrong", "source", "SourceCorrupt")] == script.faults
 
 
 def test_an_unannounced_write_to_a_relay_is_detected(fleet: Fleet) -> None:
@@ -89,14 +87,12 @@ def test_an_unannounced_write_to_a_relay_is_detected(fleet: Fleet) -> None:
     script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
     target.run()
-    assert (content_hash(image(1)), [("relay", "source", "SourceCorrupt")]) == (
-        content_hash(target.image),
-        script.faults,
-    )
+    assert content_hash(image(1)) == content_hash(target.image)
+    assert [("relay", "source", "SourceCorrupt")] == script.faults
 
 
 @pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice"])
-def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> None:
+def test_an_update_of_the_only_seed_restarts_the_fork(fleet: Fleet, updates: Sequence[int]) -> None:
     """After each update the verified chunks are obsolete, and everything is read again from the same seed."""
     seed = fleet.source("seed", image(1))
     left = list(updates)
@@ -153,7 +149,8 @@ def test_unchanged_chunks_are_kept_after_an_update(fleet: Fleet) -> None:
         lambda: update(seed, updates.pop()) if updates and len(target.chunk_state) == 3 else None
     )
     stats = target.run()
-    assert (content_hash(image(1)), {"SourceWeightsChanged"}) == (content_hash(target.image), set(target.reasons))
+    assert content_hash(image(1)) == content_hash(target.image)
+    assert {"SourceWeightsChanged"} == set(target.reasons)
     assert stats.bytes_repeated <= MIB  # the chunk in flight
 
 
@@ -184,19 +181,21 @@ def test_a_fenced_seed_that_never_returns_ends_the_fork(fleet: Fleet) -> None:
     target.chunk_state.subscribe(lambda: seed.fence() if len(target.chunk_state) == 2 else None)
     with pytest.raises(NoSource):
         target.run()
-    assert ((), True) == (target.chunk_state.verified, len(script.faults_by_request) > 3)
+    assert () == target.chunk_state.verified
+    assert len(script.faults_by_request) > 3
 
 
 def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
     """Without new weights to expect, the fork ends immediately and keeps its verified chunks."""
-    seed = fleet.source("seed", image(1), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("seed", image(1), FaultInjection(dies_after_bytes=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), plan])
     target = Target(
         fleet, script, settings(max_inflight_chunks=1)
     )  # with a second read in flight, the number of verified chunks would vary
     with pytest.raises(NoSource):
         target.run()
-    assert (2, 2) == (len(script.faults_by_request), len(target.chunk_state))
+    assert 2 == len(script.faults_by_request)
+    assert 2 == len(target.chunk_state)
 
 
 def test_an_update_upstream_of_a_relay_restarts_its_readers(fleet: Fleet) -> None:
@@ -264,11 +263,9 @@ def test_a_partial_source_of_the_old_weights_is_not_used(fleet: Fleet) -> None:
     target = Target(fleet, replan)
     target.chunk_state.subscribe(lambda: seed.fence() if not seed.generation and len(target.chunk_state) == 2 else None)
     target.run()
-    assert (content_hash(image(2)), {"seed"}, []) == (
-        content_hash(target.image),
-        {share.source_id for share in target.transfer.shares},
-        plan_factories,
-    )
+    assert content_hash(image(2)) == content_hash(target.image)
+    assert {"seed"} == {share.source_id for share in target.transfer.shares}
+    assert [] == plan_factories
 
 
 def test_weights_that_are_changed_back_are_accepted(fleet: Fleet) -> None:
@@ -299,19 +296,15 @@ def test_a_restart_cancels_reservations_of_a_spool() -> None:
     verifier.set_manifest(source_image.manifest())
     scheduler.reserve("resume", [1, 2])
     dropped = verifier.restart()
-    assert (1, [], True, None, ()) == (
-        dropped,
-        scheduler.reserved,
-        scheduler.unassigned,
-        verifier.manifest,
-        chunk_state.verified,
-    )
+    assert 1 == dropped
+    assert [] == scheduler.reserved
+    assert scheduler.unassigned
+    assert verifier.manifest is None
+    assert () == chunk_state.verified
 
 
 def test_readers_are_notified_of_a_new_manifest() -> None:
-    """Readers know the first manifest, even if no chunk was readable yet, so the second one is a new
-    generation.
-    """
+    """Readers know the first manifest even before a chunk is readable, so the second is a new generation."""
     source_image = image(1)
     chunk_state = ChunkState(source_image.layout.chunks)
     relay = RecordingServingState(chunk_state)
@@ -319,4 +312,5 @@ def test_readers_are_notified_of_a_new_manifest() -> None:
     verifier.set_manifest(source_image.manifest())
     before = list(relay.dropped)
     verifier.set_manifest(image(2).manifest())
-    assert ([], [()]) == (before, relay.dropped)
+    assert [] == before
+    assert [()] == relay.dropped

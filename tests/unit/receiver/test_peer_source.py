@@ -57,11 +57,9 @@ def test_the_manifest_precedes_the_first_offer(fleet: Fleet) -> None:
     peer_source = build_peer_source(fleet, seed, listener)
     peer_source.start()
     assert listener.offered.wait(NEVER_S)
-    assert ([seed.manifest], [(ALL,)], "memory") == (
-        listener.manifests,
-        listener.offers,
-        peer_source.transport,
-    )
+    assert [seed.manifest] == listener.manifests
+    assert [(ALL,)] == listener.offers
+    assert "memory" == peer_source.transport
     peer_source.close()
     peer_source.join()
     assert [] == listener.failures
@@ -83,7 +81,9 @@ def test_a_source_closed_while_it_dials_ends(fleet: Fleet) -> None:
     peer_source.close()
     proceed.set()
     peer_source.join()
-    assert ([], [], ()) == (listener.offers, listener.failures, seed.report().readers)
+    assert [] == listener.offers
+    assert [] == listener.failures
+    assert () == seed.report().readers
 
 
 def test_a_source_without_a_channel_rejects_reads(fleet: Fleet) -> None:
@@ -169,9 +169,7 @@ def test_a_waiting_reader_presents_its_renewed_lease(fleet: Fleet) -> None:
 def test_a_silent_or_starved_source_is_stalled(
     fleet: Fleet, silent_s: float, idle_s: float, starved: bool, expected: str | None
 ) -> None:
-    """The limit is `source_idle_timeout_s` (10 s) without a sign of life, or three times that without a
-    readable chunk.
-    """
+    """It is stalled after `source_idle_timeout_s` (10 s) in silence, or after 30 s without a readable chunk."""
     peer_source = build_peer_source(fleet, fleet.source("a", image(1)), RecordingListener(), stall_s=10.0)
     peer_source.last_message_at, peer_source.last_progress_at = 100.0 - silent_s, 100.0 - idle_s
     stall = peer_source.check(100.0, starved=starved)
@@ -179,8 +177,9 @@ def test_a_silent_or_starved_source_is_stalled(
 
 
 def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source does not throttle by itself; at one byte per second, the reader gets one slice and then
-    waits.
+    """At one byte per second, the reader gets one slice and then waits.
+
+    The source does not throttle by itself.
     """
     fast = fleet.source("a", image(1))
     seed = Seed(

@@ -128,11 +128,9 @@ def test_an_unusable_transport_is_skipped(fleet: Fleet) -> None:
     ):
         assert listener.offered.wait(NEVER_S)
         peer_source.read(0, 1 << 20, time.monotonic() + NEVER_S)
-        assert (["NotSameHost"], [], "memory") == (
-            listener.transport_errors,
-            listener.failures,
-            peer_source.transport,
-        )
+        assert ["NotSameHost"] == listener.transport_errors
+        assert [] == listener.failures
+        assert "memory" == peer_source.transport
 
 
 def test_a_skipped_transport_releases_its_reader_slot(fleet: Fleet) -> None:
@@ -141,7 +139,8 @@ def test_a_skipped_transport_releases_its_reader_slot(fleet: Fleet) -> None:
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, [*unusable, memory], max_readers=1) as (seed, _):
         assert listener.offered.wait(NEVER_S)
-        assert (["NotSameHost"] * 2, 1) == (listener.transport_errors, len(seed._leases._channels))
+        assert ["NotSameHost"] * 2 == listener.transport_errors
+        assert 1 == len(seed._leases._channels)
 
 
 def test_a_source_that_no_transport_reaches_is_not_blamed(fleet: Fleet) -> None:
@@ -150,11 +149,9 @@ def test_a_source_that_no_transport_reaches_is_not_blamed(fleet: Fleet) -> None:
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, unusable) as (seed, peer_source):
         peer_source.join()
-        assert (["NotSameHost"], [("NotSameHost", "network")], 0) == (
-            listener.transport_errors,
-            [(error.kind, error.fault) for error in listener.failures],
-            len(seed._leases._channels),
-        )
+        assert ["NotSameHost"] == listener.transport_errors
+        assert [("NotSameHost", "network")] == [(error.kind, error.fault) for error in listener.failures]
+        assert 0 == len(seed._leases._channels)
 
 
 class SlowTransport(CrossHostTransport):
@@ -201,11 +198,9 @@ def test_a_slow_transport_leaves_time_for_the_next(fleet: Fleet) -> None:
         peer_source,
     ):
         assert listener.offered.wait(NEVER_S) or listener.failures
-        assert (["TransportUnavailable"] * 2, [], "memory") == (
-            listener.transport_errors,
-            listener.failures,
-            peer_source.transport,
-        )
+        assert ["TransportUnavailable"] * 2 == listener.transport_errors
+        assert [] == listener.failures
+        assert "memory" == peer_source.transport
 
 
 @pytest.mark.parametrize("has_second_transport", [True, False])
@@ -303,8 +298,6 @@ def test_an_unreachable_source_is_replaced_immediately(fleet: Fleet, monkeypatch
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
     target.run()
-    assert ([("a", "network", "NotSameHost")], ["NotSameHost"], {"b": CHUNKS}) == (
-        script.faults,
-        target.reasons,
-        {share.source_id: share.verified_chunks for share in target.transfer.shares},
-    )
+    assert [("a", "network", "NotSameHost")] == script.faults
+    assert ["NotSameHost"] == target.reasons
+    assert {"b": CHUNKS} == {share.source_id: share.verified_chunks for share in target.transfer.shares}

@@ -43,28 +43,24 @@ def test_only_missing_chunks_are_fetched(fleet: Fleet, tmp_path: Path, spooled_c
     write_spool(tmp_path, capture(source), spooled_chunks)
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    here, missing = len(spooled_chunks) * MIB, (CHUNKS - len(spooled_chunks)) * MIB
+    spooled, missing = len(spooled_chunks) * MIB, (CHUNKS - len(spooled_chunks)) * MIB
     assert source.bytes == module.bytes
-    assert ("forked", missing, here, 0, CHUNKS, []) == (
-        report.outcome,
-        report.bytes_read,
-        report.resumed_bytes,
-        report.bytes_repeated,
-        report.chunks_verified,
-        os.listdir(tmp_path),
-    )
-    expected = {("a", "node", "memory", missing), ("resume", "node", "file", here)}
+    assert "forked" == report.outcome
+    assert missing == report.bytes_read
+    assert spooled == report.resumed_bytes
+    assert 0 == report.bytes_repeated
+    assert CHUNKS == report.chunks_verified
+    assert [] == os.listdir(tmp_path)
+    expected = {("a", "node", "memory", missing), ("resume", "node", "file", spooled)}
     assert {share for share in expected if share[3]} == {
         (share.source_id, share.host, share.transport, share.verified_bytes) for share in report.sources
     }
-    assert (bool(spooled_chunks), bool(spooled_chunks)) == (
-        "resume" in report.phases,
-        "resumed" in report.line(),
-    )
+    assert bool(spooled_chunks) == ("resume" in report.phases)
+    assert bool(spooled_chunks) == ("resumed" in report.line())
 
 
 def test_resumed_chunks_are_not_reported_to_the_planner(fleet: Fleet, tmp_path: Path) -> None:
-    """They come neither from a peer nor from storage."""
+    """No source has served them, so they count neither for a peer nor for storage."""
     source = Model(1)
     write_spool(tmp_path, capture(source), [0, 1, 2])
     _, planner = seed_and_planner(fleet, source)
@@ -75,12 +71,14 @@ def test_resumed_chunks_are_not_reported_to_the_planner(fleet: Fleet, tmp_path: 
 
 def test_changed_weights_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
     """Chunks of other weights are not even read from the spool; unchanged chunks are still used."""
-    before, source, module = Model(1), Model(1), Model()
+    previous, source, module = Model(1), Model(1), Model()
     source.get_buffer("weights")[2 * MIB : 4 * MIB].add_(1)
-    write_spool(tmp_path, capture(before), [0, 1, 2, 3])
+    write_spool(tmp_path, capture(previous), [0, 1, 2, 3])
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert (source.bytes, 2 * MIB, 4 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+    assert source.bytes == module.bytes
+    assert 2 * MIB == report.resumed_bytes
+    assert 4 * MIB == report.bytes_read
 
 
 def flip_byte(path: Path) -> None:
@@ -111,16 +109,14 @@ def test_damaged_chunks_are_fetched(fleet: Fleet, tmp_path: Path, damage_file: C
     damage_file(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert (source.bytes, MIB, 5 * MIB, "forked") == (
-        module.bytes,
-        report.resumed_bytes,
-        report.bytes_read,
-        report.outcome,
-    )
+    assert source.bytes == module.bytes
+    assert MIB == report.resumed_bytes
+    assert 5 * MIB == report.bytes_read
+    assert "forked" == report.outcome
 
 
 def test_the_record_of_a_damaged_chunk_is_removed(fleet: Fleet, tmp_path: Path) -> None:
-    """Otherwise the correct chunk, whose record would be equal, would not be written again."""
+    """The record of the correct chunk is equal, so the chunk would not be written again."""
     source = image(1)
     flip_byte(write_spool(tmp_path, source, [0, 1]))
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
@@ -134,7 +130,8 @@ def test_the_record_of_a_damaged_chunk_is_removed(fleet: Fleet, tmp_path: Path) 
     spool_source.stop()
     records = spool.records
     spool.close()
-    assert ([0], ((0, 1),)) == (sorted(records), target.chunk_state.verified)
+    assert [0] == sorted(records)
+    assert ((0, 1),) == target.chunk_state.verified
 
 
 def test_resumed_chunks_are_always_verified(fleet: Fleet, tmp_path: Path) -> None:
@@ -152,21 +149,23 @@ def test_a_reserved_chunk_is_not_fetched(fleet: Fleet, tmp_path: Path, monkeypat
     write_spool(tmp_path, capture(source), [0, 2, 4])
     _, planner = seed_and_planner(fleet, source)
     missing_chunks_verified = threading.Event()
-    mark, read = ChunkState.mark_verified, Spool.read
+    mark_verified, read = ChunkState.mark_verified, Spool.read
 
     def mark_and_signal(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
-        mark(chunk_state, index, digest)
+        mark_verified(chunk_state, index, digest)
         if {1, 3, 5} <= chunk_state.digests.keys():
             missing_chunks_verified.set()
 
-    def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
+    def wait_and_read(spool: Spool, at: int, into: memoryview) -> bool:
         missing_chunks_verified.wait(NEVER_S)
         return read(spool, at, into)
 
     monkeypatch.setattr(ChunkState, "mark_verified", mark_and_signal)
-    monkeypatch.setattr(Spool, "read", blocked_read)
+    monkeypatch.setattr(Spool, "read", wait_and_read)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.bytes_read, report.resumed_bytes)
+    assert source.bytes == module.bytes
+    assert 3 * MIB == report.bytes_read
+    assert 3 * MIB == report.resumed_bytes
 
 
 def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
@@ -176,10 +175,10 @@ def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
     seed_chunks = ChunkState(source.layout.chunks)
     seed = fleet.source("a", source, chunk_state=seed_chunks, manifest=source.manifest())
     module = Model()
-    seen: list[int] = []
+    verified_counts: list[int] = []
 
     def on_chunk(chunk_state: ChunkState) -> None:
-        seen.append(len(chunk_state))
+        verified_counts.append(len(chunk_state))
         if len(chunk_state) == 3:
             for chunk in range(CHUNKS):
                 seed_chunks.mark_verified(chunk)
@@ -192,4 +191,5 @@ def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
     attach_spool(target, spool)
     target.run()
     spool.close()
-    assert (source.manifest().digests, [1, 2, 3, 4, 5, 6]) == (target_image.manifest().digests, seen)
+    assert source.manifest().digests == target_image.manifest().digests
+    assert [1, 2, 3, 4, 5, 6] == verified_counts

@@ -59,7 +59,9 @@ def test_a_blocked_spool_read_is_abandoned(fleet: Fleet, tmp_path: Path, monkeyp
     for thread in threading.enumerate():
         if thread.name == "rfork-spool-read":
             thread.join()
-    assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+    assert source.bytes == module.bytes
+    assert 0 == report.resumed_bytes
+    assert CHUNKS * MIB == report.bytes_read
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError()], ids=["disk", "memory"])
@@ -76,7 +78,8 @@ def test_an_unreadable_spool_is_abandoned(
     _, planner = seed_and_planner(fleet, source)
     monkeypatch.setattr(Spool, "read", failing_read)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert (source.bytes, 0) == (module.bytes, report.resumed_bytes)
+    assert source.bytes == module.bytes
+    assert 0 == report.resumed_bytes
 
 
 def open_spool_source(folder: Path, target: Target) -> tuple[Spool, SpoolSource]:
@@ -102,7 +105,9 @@ def test_a_second_source_with_the_same_weights_changes_no_reservation(fleet: Fle
     before = transfer._scheduler.reserved
     transfer._event_handler.on_manifest(peer_sources["b"], source.manifest())
     spool.close()
-    assert ([1, 2], [1, 2], 1) == (before, transfer._scheduler.reserved, spool_source._loaded // MIB)
+    assert [1, 2] == before
+    assert [1, 2] == transfer._scheduler.reserved
+    assert 1 == spool_source._loaded // MIB
 
 
 def test_a_manifest_that_changes_during_a_spool_read(
@@ -138,7 +143,9 @@ def test_a_manifest_that_changes_during_a_spool_read(
     spool_source.stop()
     records = spool.records
     spool.close()
-    assert (([], 0), ((1, 2),), [1]) == (remaining, target.chunk_state.verified, sorted(records))
+    assert ([], 0) == remaining
+    assert ((1, 2),) == target.chunk_state.verified
+    assert [1] == sorted(records)
 
 
 def test_a_failing_spool_thread_releases_its_chunks(
@@ -157,7 +164,9 @@ def test_a_failing_spool_thread_releases_its_chunks(
 
     monkeypatch.setattr(ChunkState, "mark_verified", failing_mark)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+    assert source.bytes == module.bytes
+    assert 0 == report.resumed_bytes
+    assert CHUNKS * MIB == report.bytes_read
 
 
 def test_a_spool_closed_after_the_fork_logs_no_warning(
@@ -209,7 +218,8 @@ def test_a_persister_that_fails_to_start_leaves_no_seed(
     planner = scripted_planner(plan)
     with pytest.raises(RuntimeError, match="new thread"):
         run_fork(fleet, Model(), planner, settings_with_resume_dir(tmp_path))
-    assert (["target"], ["failed"]) == (closed, [finish.outcome for _, finish in planner.finishes])
+    assert ["target"] == closed
+    assert ["failed"] == [finish.outcome for _, finish in planner.finishes]
 
 
 def test_without_a_manifest_no_spooled_chunk_is_used(fleet: Fleet, tmp_path: Path) -> None:
@@ -222,17 +232,15 @@ def test_without_a_manifest_no_spooled_chunk_is_used(fleet: Fleet, tmp_path: Pat
     attach_spool(target, spool)
     stats = target.run()
     spool.close()
-    assert (CHUNKS * MIB, [files.name]) == (
-        stats.bytes_read,
-        [share.source_id for share in stats.sources],
-    )
+    assert CHUNKS * MIB == stats.bytes_read
+    assert [files.name] == [share.source_id for share in stats.sources]
 
 
 def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader writes every byte, and no late spool read may overwrite it."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
-    seed = fleet.source("a", capture(source), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("a", capture(source), FaultInjection(dies_after_bytes=2 * MIB))
     loader_elected, loaded = threading.Event(), threading.Event()
     read = Spool.read
 
@@ -251,12 +259,10 @@ def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Spool, "read", delayed_read)
     planner = scripted_planner(lambda: plan(route(seed, ALL)), loader_plan)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path), Fallback("zeros", load))
-    assert (True, bytes(CHUNKS * MIB), "forked", []) == (
-        loader_elected.is_set(),
-        module.bytes,
-        report.outcome,
-        os.listdir(tmp_path),
-    )
+    assert loader_elected.is_set()
+    assert bytes(CHUNKS * MIB) == module.bytes
+    assert "forked" == report.outcome
+    assert [] == os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +281,9 @@ def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pyt
 def test_a_slow_disk_shares_chunks_with_the_sources(
     fleet: Fleet, tmp_path: Path, seconds: float, fetched: int, loaded: int, expected: list[int]
 ) -> None:
-    """Of five chunks, those stay reserved that the disk delivers before the sources would have served all
-    six.
+    """Of five chunks, some stay reserved for the disk.
+
+    They are those that it delivers before the sources would have served all six.
     """
     source = image(1)
     write_spool(tmp_path, source, [1, 2, 3, 4, 5])

@@ -52,7 +52,8 @@ def test_a_reader_slot_that_becomes_free_is_used(fleet: Fleet) -> None:
     script = Script([lambda: plan(retry_after_s=0.01), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
     target.run()
-    assert ({"a": CHUNKS}, 2) == (verified_by_source(target), len(script.faults_by_request))
+    assert {"a": CHUNKS} == verified_by_source(target)
+    assert 2 == len(script.faults_by_request)
 
 
 def test_the_no_source_timeout_ends_the_transfer(fleet: Fleet) -> None:
@@ -65,17 +66,18 @@ def test_the_no_source_timeout_ends_the_transfer(fleet: Fleet) -> None:
 
 def test_the_loss_of_the_last_source_ends_the_transfer(fleet: Fleet) -> None:
     """When the only source dies and no other is known, the error contains the reason."""
-    seed = fleet.source("a", image(1), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("a", image(1), FaultInjection(dies_after_bytes=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left")])
     target = Target(fleet, script)
     with pytest.raises(NoSource, match="no source left"):
         target.run()
-    assert (["SourceUnavailable"], 2) == (target.reasons, len(target.chunk_state))
+    assert ["SourceUnavailable"] == target.reasons
+    assert 2 == len(target.chunk_state)
 
 
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
     """After the deadline no thread can write to the image."""
-    seed = fleet.source("a", image(1), FaultInjection(stalls_after=2 * MIB))
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=2 * MIB))
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
     deadline = target.transfer._deadline
 
@@ -91,12 +93,13 @@ def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
 
 def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
     """An interrupt in the caller's thread leaves no thread running and releases the reader slot."""
-    seed = fleet.source("a", image(1), FaultInjection(stalls_after=MIB))
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=MIB))
     script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
     target = Target(fleet, script)
     with pytest.raises(KeyboardInterrupt):
         target.run()
-    assert ([], ()) == (live_transfer_threads(), seed.report().readers)
+    assert [] == live_transfer_threads()
+    assert () == seed.report().readers
 
 
 def interrupt() -> Plan:

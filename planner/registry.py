@@ -256,7 +256,7 @@ class Registry:
             await self.store.commit(StoreChange(instances=instances, forks=(fork,)))
         except StoreUnavailable as error:
             # An unavailable store must not end running forks: their leases are renewed anyway.
-            self._log.warning("progress not stored", fork_id=fork_id, reason=str(error))
+            self._log.warning("progress of a fork not stored", fork_id=fork_id, reason=str(error))
         return self._response_builder.renew_leases(fork)
 
     async def finish(self, fork_id: str, finish: ForkResult, claimant: Claimant = PLANNER) -> None:

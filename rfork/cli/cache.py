@@ -44,7 +44,7 @@ CacheTypesOption = Annotated[
     typer.Option(
         "--kinds",
         metavar="KINDS",
-        help="Caches, comma separated, or all [env: RFORK_ARTIFACTS_KINDS]",
+        help="Caches to use, comma separated (`rfork cache ls` lists them), or all [env: RFORK_ARTIFACTS_KINDS]",
         show_default=False,
     ),
 ]
@@ -114,7 +114,7 @@ def save(
     uri: UriArgument,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Name of the model, for the record.", show_default=False),
+        typer.Option("--model", metavar="NAME", help="Name of the model, recorded in the file.", show_default=False),
     ] = None,
     kinds: CacheTypesOption = None,
     engine: EngineOption = None,

@@ -178,7 +178,7 @@ def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
     """Return the plan as a tree, followed by a summary. `alone`: the model has no other rank."""
     title = " ".join(filter(None, (preview.model, formatters.version(preview.version))))
     title += "" if alone else f", rank {formatters.rank(preview.rank_key)}"
-    head = f"{formatters.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
+    head = f"{formatters.size(preview.image_bytes)} in {formatters.plural(preview.chunk_count, 'chunk')}, "
     head += f"to {formatters.plural(len(preview.targets), 'new replica')}"
     tree = Tree(Text.assemble((title, "bold"), ": ", head))
     parents = _parents(preview.targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rfork import settings as options
 from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, out, print_json
+from rfork.cli.formatters import plural
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -62,7 +63,7 @@ def seed(
             if as_json:
                 print_json({"event": "ready", **report.model_dump(mode="json")})
             else:
-                size = f"{report.image_bytes / 1e9:.3f} GB, {report.chunk_count} chunks"
+                size = f"{report.image_bytes / 1e9:.3f} GB, {plural(report.chunk_count, 'chunk')}"
                 transports = ", ".join(report.transports)
                 out.print(
                     f"seed ready: {report.model} ({size}) at {report.address} over {transports}; "

@@ -43,9 +43,9 @@ def sidecar(
     host: HostOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Coordinate the R-Fork of an unmodified SGLang server.
+    """Select seeds for unmodified SGLang servers, which copy weights with SGLang's own R-Fork.
 
-    Publishes the server as a seed, and connects its clients to the seed that the planner chose.
+    Publishes a server as a seed, and connects SGLang clients to the seed that the planner chose.
 
     Weights are not verified and leases are not enforced: see docs/sidecar.md.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rfork.cli.console import err, escaped, handle_errors, out, print_json
+from rfork.cli.formatters import plural
 from rfork.cli.options import JsonOption
 from rfork.cli.progress import Bar
 from rfork.errors import SettingsError, StorageCorrupt, StorageNotFound
@@ -94,7 +95,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
         else:
             for result in results:
                 word = "DAMAGED" if result.mismatches else "ok"
-                summary = f"{result.chunks} chunks, {result.nbytes / 1e9:.3f} GB, weights {result.weights_id}"
+                summary = f"{plural(result.chunks, 'chunk')}, {result.nbytes / 1e9:.3f} GB, weights {result.weights_id}"
                 out.print(f"{result.uri}: {word}: {summary}", markup=False)
         if damage:
             for line in damage[:MAX_CHUNKS_LISTED]:
@@ -103,7 +104,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
                 err.print(f"and {len(damage) - MAX_CHUNKS_LISTED} more")
             bad = sum(1 for result in results if result.mismatches)
             raise StorageCorrupt(
-                f"{bad} of {len(results)} snapshots are damaged",
+                f"{plural(len(results), 'snapshot')} checked, {bad} damaged",
                 hint="write them again, shared ones with --check; forks never use a chunk whose digest does not match",
             )
 
@@ -205,6 +206,6 @@ def _line(found: SnapshotEntry, uri: str) -> str:
     version = f"version {manifest_file.version}, " if manifest_file.version else ""
     return (
         f"{name}: {model}{manifest_file.rank.key}, {found.size / 1e9:.3f} GB "
-        f"in {len(manifest_file.digests)} chunks, {form}, {version}weights {manifest_file.weights_id}"
+        f"in {plural(len(manifest_file.digests), 'chunk')}, {form}, {version}weights {manifest_file.weights_id}"
         + (f"; DAMAGED: {found.problem}" if found.problem else "")
     )

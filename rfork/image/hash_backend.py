@@ -90,4 +90,4 @@ def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
         if expected != hash_leaves([device_data[begin:]], SELF_TEST_LEAF_BYTES):
-            raise RuntimeError("it computes wrong hashes")
+            raise RuntimeError("the kernel computes wrong hashes")

@@ -220,7 +220,7 @@ class Image:
     def rebind(self, other: Image) -> None:
         """Use the memory of another image with the same layout. Called after `release`."""
         if other.layout.layout_id != self.layout.layout_id:
-            raise ValueError(f"its layout is {other.layout.layout_id}, not {self.layout.layout_id}")
+            raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
         self._regions, self._runs, self._begins = other._regions, other._runs, other._begins
         self._streams, self._staging = other._streams, other._staging
         self._views, self._memories = other._views, other._memories

@@ -7,7 +7,9 @@ unauthenticated clients do not starve the engine.
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +18,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from rfork.errors import PortInUse
+from rfork.errors import PortInUse, SettingsError, reason_of
 from rfork.grpc_credentials import server_credentials
 from rfork.peer import call_guard
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES
@@ -110,6 +112,13 @@ class PeerServer:
         settings, credentials = self._settings, server_credentials(self._settings.tls)
         ports = settings.ports_from(settings.peer_port)
         for port in ports:
+            if (problem := _bind_problem(settings.bind, port)) is not None:
+                if problem.errno == errno.EADDRINUSE:
+                    continue
+                raise SettingsError(
+                    f"cannot listen on {host_port(settings.bind, port)}: {reason_of(problem)}",
+                    hint="set RFORK_BIND to an address of this machine",
+                )
             address = host_port(settings.bind, port)
             with suppress(RuntimeError):  # binding also listens, so the second process fails here
                 if credentials is None:
@@ -131,3 +140,19 @@ def max_connections() -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = descriptors == resource.RLIM_INFINITY
     return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, descriptors // 2)
+
+
+def _bind_problem(bind: str, port: int) -> OSError | None:
+    """Return why this process cannot listen on an address; None if it can.
+
+    gRPC hides the reason, and writes to stderr by itself. The socket does not listen: servers that start at the same
+    time do not see each other's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None

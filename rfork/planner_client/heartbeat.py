@@ -123,7 +123,7 @@ class Heartbeat:
             self._client.remove(self._instance_id, deadline=deadline)
         except NetworkError as error:
             # The planner removes a silent instance after a timeout.
-            self._log.warning("instance not removed", instance_id=self._instance_id, reason=str(error))
+            self._log.warning("instance not removed from the planner", instance_id=self._instance_id, reason=str(error))
 
     def _run(self) -> None:
         while not self._stopping.is_set():

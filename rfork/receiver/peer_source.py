@@ -133,7 +133,8 @@ class PeerSource:
                 self._listener.on_failure(self, error)
         except Exception as error:  # a bug on this side must end the source, not hang the fork
             if not self._closed.is_set():
-                self._listener.on_failure(self, TargetError(f"{self.address}: {type(error).__name__}: {error}"))
+                text = f"{self.address}: unexpected error on the target: {type(error).__name__}: {error}"
+                self._listener.on_failure(self, TargetError(text))
 
     def _consume_progress(self) -> None:
         peer = self._peer = self._dial(self.address, lambda: self._token)

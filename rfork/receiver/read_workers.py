@@ -93,8 +93,10 @@ class ReadWorkers:
             except RforkError as caught:
                 error = caught
             except Exception as caught:  # out of memory, or a bug: a failure of this side, which must not hang the fork
-                log.exception("reader failed", source=read.source_id[:8])
-                error = TargetError(f"{type(caught).__name__}: {caught}")
+                log.exception("unexpected error in a read", source=read.source_id[:8], chunk=read.chunk)
+                error = TargetError(
+                    f"unexpected error while chunk {read.chunk} was read: {type(caught).__name__}: {caught}"
+                )
             with self._changed:
                 self._complete(source, read, digest, error)
 

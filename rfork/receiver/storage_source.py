@@ -122,7 +122,7 @@ class StorageSource:
         except RforkError as error:
             self._fail(error)
         except Exception as error:  # a bug must end the source, not hang the fork
-            self._fail(StorageError(f"{self.address}: {type(error).__name__}: {error}"))
+            self._fail(StorageError(f"{self.address}: unexpected error: {type(error).__name__}: {error}"))
 
     def _compare(self, storage: ImageStorage, origin: str) -> None:
         """Compare all verified chunks with the files, before any of their chunks is served."""

@@ -37,7 +37,7 @@ def acquire_spool(folder: Path, name: str, layout: Layout) -> Spool:
                     return spool
     except OSError as error:
         raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from None
-    raise StorageError(f"{folder}: {MAX_SPOOLS} processes already have a spool for {name} here")
+    raise StorageError(f"{folder}: {MAX_SPOOLS} processes already keep chunks of {name} here")
 
 
 def _remove_expired(paths: Sequence[Path], layout: Layout) -> None:

@@ -87,7 +87,7 @@ class BoundedSpanProcessor(SpanProcessor):
             self._queue.clear()
             dropped = self._dropped
         if dropped:
-            log.warning("spans dropped in total", spans=dropped, collector=self._collector)
+            log.warning("tracing spans dropped in total", spans=dropped, collector=self._collector)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Wait until all finished spans were sent or dropped; return False after the timeout."""
@@ -148,7 +148,7 @@ class BoundedSpanProcessor(SpanProcessor):
 
     def _log_drops(self, first: bool, reason: str) -> None:
         if first:
-            log.warning("dropping spans", collector=self._collector, reason=reason)
+            log.warning("dropping tracing spans", collector=self._collector, reason=reason)
 
 
 _EXPORTER_LOGGERS: Final[Iterable[str]] = (

@@ -90,7 +90,7 @@ class PacketFilter:
                 if _listens_on(candidate, port, listens=True)
             ]
             if not listeners:
-                raise TransportUnavailable(f"the engine does not listen on its port {port}")
+                raise TransportUnavailable(f"the transport's library does not listen on its port {port}")
             self._listeners[port] = listeners
             self._attach()
             if accept_s is not None:

@@ -177,15 +177,18 @@ def test_a_silent_server_is_retried(server: StorageServer) -> None:
     assert [f"bytes={begin}-{last}" for begin in (0, 100_000, 100_000)] == ranges(server)
 
 
+LONG_AGO = "Thu, 01 Jan 1970 00:00:00 GMT"
+
+
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        (ErrorStatus(503), "responded 503 Service Unavailable"),
-        (TruncateFault(after=0), "ended its response 3000000 bytes early"),
-        (StallFault(after=0), "sent nothing for 0.5 s"),
+        (ErrorStatus(503), "the server responded 503 Service Unavailable"),
+        (TruncateFault(after=0), "the server ended its response 3000000 bytes early"),
+        (StallFault(after=0), "the server sent nothing for 0.5 s"),
         (ResetFault(after=None), "connection failed: Connection reset by peer"),
-        (TruncateFault(after=None), "connection failed: closed the connection before it responded"),
-        (ErrorStatus(408, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}), "responded 408 Request Timeout"),
+        (TruncateFault(after=None), "connection failed: the server closed the connection before it responded"),
+        (ErrorStatus(408, {"Retry-After": LONG_AGO}), "the server responded 408 Request Timeout"),
     ],
     ids=str,
 )

@@ -57,7 +57,7 @@ class FolderCertSource:
         try:
             self._load()
         except (InvalidCertificate, OSError) as error:
-            self._monitor.report_problem(f"unusable certificate in {self._folder}", reason=_error_text(error))
+            self._monitor.report_problem(f"unusable webhook certificate in {self._folder}", reason=_error_text(error))
         self._monitor.check()
 
     def _load(self) -> None:

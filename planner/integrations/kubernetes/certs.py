@@ -112,7 +112,7 @@ def load_pair(chain: bytes, key: bytes) -> CertPair:
 def load_bundle(data: Mapping[str, bytes]) -> CertBundle:
     """Parse the data of a Secret made by `generate_bundle`. Raises InvalidCertificate."""
     if missing := [name for name in (CERTIFICATE, KEY, CA) if not data.get(name)]:
-        raise InvalidCertificate(f"{', '.join(missing)} missing")
+        raise InvalidCertificate(f"the Secret lacks {', '.join(missing)}")
     pair = load_pair(data[CERTIFICATE], data[KEY])
     try:
         ca = x509.load_pem_x509_certificate(data[CA])

@@ -38,7 +38,7 @@ def find_engine_container(
     by_name = {container.name: container for container in containers}
     listed = ", ".join(by_name)
     if len(by_name) < len(containers):
-        raise SettingsError(f"two containers have the same name, of {listed}", hint="use unique container names")
+        raise SettingsError(f"two containers have the same name ({listed})", hint="use unique container names")
     if (name := annotations.get(names.CONTAINER)) is not None:
         if name in by_name:
             return by_name[name]

@@ -39,7 +39,7 @@ class StreamedResponse:
     def fill(self, cursor: ScatterCursor, count: int) -> None:
         """Receive a body of `count` bytes into the cursor. Raises RetryableError or OSError."""
         if len(self.buffered) > count:
-            raise RetryableError("sent more than requested")
+            raise RetryableError("the server sent more than requested")
         cursor.write_bytes(self.buffered)
         left = count - len(self.buffered)
         self.timeout.reset()
@@ -49,7 +49,7 @@ class StreamedResponse:
             except TimeoutError:
                 continue  # `remaining` raises after the timeout
             if not received:
-                raise RetryableError(f"ended its response {left} bytes early")
+                raise RetryableError(f"the server ended its response {left} bytes early")
             self.timeout.record_body(received)
             left -= received
         self.read = True
@@ -213,10 +213,10 @@ class HttpResource:
                 while (parsed := parse_response(received, MAX_HEAD_BYTES)) is None:
                     data = _receive(stream, 4096, timeout)
                     if not data:
-                        raise ConnectionResetError("closed the connection before it responded")
+                        raise ConnectionResetError("the server closed the connection before it responded")
                     received += data
             except MalformedHead as error:
-                raise RetryableError(f"does not respond in HTTP: {error}") from None
+                raise RetryableError(f"the server does not respond in HTTP: {error}") from None
         return StreamedResponse(parsed[0], parsed[1], stream, timeout)
 
 

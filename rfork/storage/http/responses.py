@@ -96,7 +96,7 @@ def error_from_response(uri: str, head: ResponseHead, text: bytes, explain: Expl
     status_text = status_line(head.status)
     if head.status in RETRYABLE_STATUSES:
         after_s = retry_after(head.fields.get("retry-after", ""), datetime.now(UTC))
-        return RetryableError(f"responded {status_text}", after_s)
+        return RetryableError(f"the server responded {status_text}", after_s)
     if explain is not None and (explained := explain(head.status, text)) is not None:
         return explained
     if head.status in (401, 403):

@@ -36,7 +36,7 @@ class ReadTimeout:
         now = time.monotonic()
         if now - self._since >= self._timeout_s:
             received = f"only {self._received_bytes} bytes in" if self._received_bytes else "nothing for"
-            raise RetryableError(f"sent {received} {self._timeout_s:g} s")
+            raise RetryableError(f"the server sent {received} {self._timeout_s:g} s")
         # A receive that times out with partial data does not report when it arrived, so poll often enough.
         step = min(self._timeout_s / 4, self._since + self._timeout_s - now)
         if self._due is not None and self._on_slow is not None:

@@ -16,6 +16,7 @@ from rfork.errors import (
     SourceTimeout,
     SourceUnavailable,
     SourceWeightsChanged,
+    TargetError,
 )
 from rfork.image.memory import Image
 from rfork.transport.base import ControlStream, TokenSource
@@ -162,7 +163,7 @@ class CollectiveReader(BlockRequests):
         except RforkError as error:
             self._fail(error)
         except Exception as error:  # an unexpected error must fail the reads; otherwise they would wait
-            self._fail(SourceUnavailable(f"{type(error).__name__}: {error}"))
+            self._fail(TargetError(f"unexpected error in {self._backend.name}: {type(error).__name__}: {error}"))
         finally:
             self._drop_group()
 

@@ -28,6 +28,7 @@ def start_seed() -> Iterator[StartSeed]:
         board: ChunkState | None = None,
         *,
         has_manifest: bool = True,
+        bind: str = "127.0.0.1",
         port: int = 0,
         readers: int = 1,
     ) -> Seed:
@@ -35,7 +36,7 @@ def start_seed() -> Iterator[StartSeed]:
         seed = Seed(
             served_image,
             InstanceIdentity("model", instance_id="seed-1"),
-            InstanceSettings(peer_port=port, max_readers=readers),
+            InstanceSettings(bind=bind, peer_port=port, max_readers=readers),
             [InMemoryTransport(InMemoryNetwork())],
             chunk_state=board,
             manifest=compute_manifest(served_image) if has_manifest else None,

@@ -14,6 +14,7 @@ from rfork.errors import (
     LayoutMismatch,
     LeaseRejected,
     PortInUse,
+    SettingsError,
     SourceTimeout,
     SourceUnavailable,
     SourceWeightsChanged,
@@ -139,6 +140,14 @@ def test_a_port_in_use_is_named(start_seed: StartSeed) -> None:
     with pytest.raises(PortInUse, match=str(port)) as caught:
         start_seed(port=port)
     assert "RFORK_PEER_PORT" in caught.value.hint
+
+
+@pytest.mark.parametrize("port", [0, 8701])
+def test_an_address_of_another_machine_is_not_a_port_in_use(start_seed: StartSeed, port: int) -> None:
+    """The error states the system's reason and names the setting of the address."""
+    with pytest.raises(SettingsError, match=f"cannot listen on 192.0.2.1:{port}: Cannot assign") as caught:
+        start_seed(bind="192.0.2.1", port=port)
+    assert "RFORK_BIND" in caught.value.hint
 
 
 def test_a_refused_connection_is_unavailable(free_port: int) -> None:

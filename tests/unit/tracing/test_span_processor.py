@@ -79,8 +79,8 @@ def test_an_unreachable_collector_is_logged_once(
     lines = processor_logs(caplog)
     assert 3 == processor.dropped
     assert 2 == len(lines)
-    assert lines[0].startswith("dropping spans")
-    assert "spans dropped in total spans=3 collector=collector:4318" == lines[-1]
+    assert lines[0].startswith("dropping tracing spans")
+    assert "tracing spans dropped in total spans=3 collector=collector:4318" == lines[-1]
 
 
 def test_a_hanging_collector_blocks_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,8 +328,8 @@ def test_a_block_may_be_hedged_with_little_memory(memory: int, max_bytes: int) -
 @pytest.mark.parametrize(
     ("received", "expected"),
     [
-        ([], "sent nothing for 10 s"),
-        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"sent only {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
+        ([], "the server sent nothing for 10 s"),
+        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"the server sent only {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
         ([1, MIN_BYTES_PER_TIMEOUT - 1], None),
         ([MIN_BYTES_PER_TIMEOUT, 0], None),
     ],

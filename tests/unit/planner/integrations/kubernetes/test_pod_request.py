@@ -157,7 +157,7 @@ REFUSALS = [
         pod(container("a", command=["x"]), container("b", command=["y"])),
         "no command of the containers a, b starts vLLM or SGLang: name the engine's",
     ),
-    ("two equal names", pod(container("a"), container("a", command=["x"])), "two containers have the same name, of a"),
+    ("two equal names", pod(container("a"), container("a", command=["x"])), "two containers have the same name (a)"),
     (
         "a shell and a sidecar",
         pod(container("app", command=["sh", "-c", "vllm serve m"]), dict(PROXY)),

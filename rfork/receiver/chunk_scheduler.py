@@ -1,16 +1,15 @@
 """Decides which chunk is read next and from which source: pure state of one fork, without threads, clocks or
 sockets.
 
-The transfer holds its lock around every call here. A chunk is in one of these states: verified; in flight
-(exactly one reader fills it); assigned to a source by the newest plan, or reserved, which plans do not
-change; unassigned (its source failed, and a new plan is needed).
+A chunk is in one of these states: verified; in flight (exactly one reader fills it); assigned to a source by the
+newest plan, or reserved, which plans do not change; unassigned (its source failed, and a new plan is needed).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from rfork.image import ranges
@@ -41,6 +40,7 @@ class ChunkScheduler:
         self._readable: dict[str, set[int]] = {}
         self._ready: dict[str, list[int]] = {}  # heaps; `next_read` discards outdated entries
         self._attempts: dict[int, int] = {}
+        self._reservers: set[str] = set()  # ids for which chunks were reserved: they read without a worker
         self.late: frozenset[str] = frozenset()
         """Sources that have served nothing yet while others have: the others may read their chunks."""
 
@@ -131,6 +131,7 @@ class ChunkScheduler:
         if chunk is None:
             return None
         source = self._in_flight[chunk] = self._reserved[chunk]
+        self._reservers.add(source)
         return ChunkRead(source, chunk)
 
     @property
@@ -178,16 +179,14 @@ class ChunkScheduler:
         """Mark verified chunks as wrong: they are read again once a plan assigns them."""
         self._verified.difference_update(chunks)
 
-    def mark_found(self, chunks: Iterable[int]) -> list[int]:
-        """Mark chunks that already contain the right bytes; returns them without those already verified or in
-        flight.
+    def begin_local(self, source_id: str, chunk: int) -> bool:
+        """Let this instance check a chunk without a source, unless it is verified or in flight; returns whether
+        it is now in flight.
         """
-        fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
-        for chunk in fresh:
-            self._assigned.pop(chunk, None)
-            self._reserved.pop(chunk, None)
-        self._verified.update(fresh)
-        return fresh
+        if chunk in self._verified or chunk in self._in_flight:
+            return False
+        self._in_flight[chunk] = source_id
+        return True
 
     def mark_all_verified(self) -> None:
         """Mark every chunk as verified by other means; nothing is in flight."""
@@ -230,8 +229,18 @@ class ChunkScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Number of reads in flight."""
+        """Number of chunks in flight."""
         return len(self._in_flight)
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Number of chunks in flight without reserved ones: each occupies a worker."""
+        return sum(source not in self._reservers for source in self._in_flight.values())
+
+    @property
+    def verified_chunks(self) -> Set[int]:
+        """The verified chunks."""
+        return self._verified
 
     @property
     def rereads(self) -> dict[int, int]:

@@ -295,3 +295,59 @@ def test_upcoming_chunks_of_a_source() -> None:
         scheduler.upcoming("b", 9),
         scheduler.upcoming("c", 9),
     )
+
+
+def test_a_chunk_that_this_instance_checks_has_no_other_reader() -> None:
+    """It is read from its source only if the check fails."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    assert scheduler.begin_local("kept", 0)
+    assert None is scheduler.next_read()
+    scheduler.dropped(ChunkRead("kept", 0))
+    assert ChunkRead("a", 0) == scheduler.next_read()
+
+
+def test_a_check_of_a_chunk_is_no_reread() -> None:
+    """Its bytes are in the image already."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.begin_local("kept", 0)
+    scheduler.dropped(ChunkRead("kept", 0))
+    scheduler.next_read()
+    assert {} == scheduler.rereads
+
+
+def test_a_chunk_that_is_read_or_verified_is_not_checked() -> None:
+    """Two threads never use the same chunk."""
+    scheduler = build_scheduler(2, a=(0, 1))
+    scheduler.next_read()
+    scheduler.begin_local("kept", 1)
+    scheduler.verified(ChunkRead("kept", 1))
+    assert not scheduler.begin_local("kept", 0)
+    assert not scheduler.begin_local("kept", 1)
+
+
+def test_a_checked_chunk_needs_no_plan() -> None:
+    """Until the check has failed."""
+    scheduler = ChunkScheduler(1)
+    scheduler.begin_local("kept", 0)
+    assert not scheduler.unassigned
+    scheduler.dropped(ChunkRead("kept", 0))
+    assert scheduler.unassigned
+
+
+def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
+    """Those are not read by the workers, and their number must not limit the reads."""
+    scheduler = build_scheduler(4, a=(0, 4))
+    scheduler.reserve("spool", [0])
+    scheduler.next_reserved()
+    scheduler.begin_local("kept", 1)
+    scheduler.next_read()
+    assert 3 == scheduler.in_flight
+    assert 2 == scheduler.reads_in_flight
+
+
+def test_the_verified_chunks() -> None:
+    """They include those of the start, and no longer those that were invalidated."""
+    scheduler = ChunkScheduler(4, [(0, 2)])
+    scheduler.verified(ChunkRead("a", 3))
+    scheduler.invalidate([1])
+    assert {0, 3} == scheduler.verified_chunks

@@ -11,8 +11,6 @@ from rfork.errors import NoSource
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.receiver.chunk_scheduler import ChunkScheduler
-from rfork.receiver.chunk_verifier import ChunkVerifier
 from rfork.schema import ChunkAssignment, Plan, SourceFault
 from rfork.source.seed import Seed
 from rfork.testing.transport import FaultInjection
@@ -20,7 +18,6 @@ from tests.unit.receiver.fleet import (
     CHUNKS,
     NEVER_S,
     Fleet,
-    RecordingServingState,
     Script,
     Target,
     content_hash,
@@ -157,25 +154,6 @@ def test_unchanged_chunks_are_kept_after_an_update(fleet: Fleet) -> None:
     assert stats.bytes_repeated <= MIB  # the chunk in flight
 
 
-def test_existing_chunks_are_digested_again_after_a_restart() -> None:
-    """A chunk that was overwritten meanwhile or is in flight is read again."""
-    source_image = image(1)
-    manifest, chunk_state = source_image.manifest(), ChunkState(source_image.layout.chunks)
-    scheduler = ChunkScheduler(CHUNKS)
-    verifier = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
-    verifier.set_manifest(manifest)
-    for chunk in range(3):
-        scheduler.mark_found([chunk])
-        chunk_state.mark_verified(chunk, manifest.digests[chunk])
-    verifier.restart()
-    corrupt_chunk(source_image, 0)
-    scheduler.assign({"seed": [(1, 2)]})
-    scheduler.mark_available("seed", [(1, 2)])
-    scheduler.next_read()
-    verifier.set_manifest(manifest)
-    assert ((2, 3),) == chunk_state.verified
-
-
 def test_a_fenced_seed_that_never_returns_ends_the_fork(fleet: Fleet) -> None:
     """The verified chunks are dropped, and the fork waits for another source up to the timeout."""
     seed = fleet.source("seed", image(1))
@@ -287,36 +265,3 @@ def test_weights_that_are_changed_back_are_accepted(fleet: Fleet) -> None:
     )
     target.run()
     assert content_hash(image(1)) == content_hash(target.image)
-
-
-def test_a_restart_cancels_reservations_of_a_spool() -> None:
-    """After it, no chunk is verified or reserved."""
-    source_image = image(1)
-    chunk_state = ChunkState(source_image.layout.chunks)
-    chunk_state.mark_verified(0, source_image.digest(0))
-    scheduler = ChunkScheduler(CHUNKS, chunk_state.verified)
-    verifier = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
-    verifier.set_manifest(source_image.manifest())
-    scheduler.reserve("resume", [1, 2])
-    dropped = verifier.restart()
-    assert (1, [], True, None, ()) == (
-        dropped,
-        scheduler.reserved,
-        scheduler.unassigned,
-        verifier.manifest,
-        chunk_state.verified,
-    )
-
-
-def test_readers_are_notified_of_a_new_manifest() -> None:
-    """Readers know the first manifest, even if no chunk was readable yet, so the second one is a new
-    generation.
-    """
-    source_image = image(1)
-    chunk_state = ChunkState(source_image.layout.chunks)
-    relay = RecordingServingState(chunk_state)
-    verifier = ChunkVerifier(source_image, chunk_state, ChunkScheduler(CHUNKS), relay)
-    verifier.set_manifest(source_image.manifest())
-    before = list(relay.dropped)
-    verifier.set_manifest(image(2).manifest())
-    assert ([], [()]) == (before, relay.dropped)

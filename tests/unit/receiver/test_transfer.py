@@ -9,8 +9,6 @@ import pytest
 
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.receiver.active_sources import ActiveSources
-from rfork.receiver.source import ChunkSource
 from rfork.schema import Plan
 from rfork.source.seed import Seed
 from rfork.testing.transport import FaultInjection
@@ -251,31 +249,6 @@ def test_a_failure_of_the_target_is_not_blamed_on_the_source(fleet: Fleet, monke
     monkeypatch.setattr(target.image, "digest", failing_once)
     target.run()
     assert [("a", "target", "TargetError")] == script.faults
-
-
-def test_failed_sources_are_removed_under_the_lock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a source that fails on another thread could be lost, or closed before its fault is reported."""
-    source_image = image(1)
-    a, b = (
-        fleet.source("a", source_image, FaultInjection(corrupt_chunks={3})),
-        fleet.source("b", source_image),
-    )
-    target = Target(fleet, Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))]))
-    lock_was_free: list[bool] = []
-    pop_retired = ActiveSources.pop_retired
-
-    def probe_lock() -> None:
-        lock_was_free.append(target.transfer._changed.acquire(blocking=False))
-
-    def probe_then_pop(sources: ActiveSources) -> list[ChunkSource]:
-        probe_thread = threading.Thread(target=probe_lock)
-        probe_thread.start()
-        probe_thread.join()
-        return pop_retired(sources)
-
-    monkeypatch.setattr(ActiveSources, "pop_retired", probe_then_pop)
-    target.run()
-    assert ({False}, content_hash(source_image)) == (set(lock_was_free), content_hash(target.image))
 
 
 def test_reader_slots_are_released(fleet: Fleet) -> None:

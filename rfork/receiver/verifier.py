@@ -1,10 +1,10 @@
 """Expected digest of each chunk of one fork, from the manifest or, until it is known, from the provisional
 image.
 
-Runs on the target. The transfer holds its lock around every call here. An instance that reads files without a
-manifest builds a provisional image: it digests each chunk and sends the digest with it. All verified chunks
-belong to one provisional image until a manifest is known; then chunks that differ from the manifest are
-dropped and read again.
+Runs on the target; pure, used by `rfork.receiver.machine`. An instance that reads files without a manifest
+builds a provisional image: it digests each chunk and sends the digest with it. All verified chunks belong to
+one provisional image until a manifest is known; then chunks that differ from the manifest are dropped and read
+again.
 
 A provisional image is named after the origin of its files, so that another instance can continue if its
 reader dies. If files of one origin turn out to differ, the instance that finds the difference drops its
@@ -14,56 +14,55 @@ them too.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from rfork.errors import SourceWeightsChanged, StorageError
-from rfork.image import ranges
-from rfork.image.chunk_state import ChunkState
+from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.receiver.events import (
+    Action,
+    DigestKeptChunk,
+    FenceImage,
+    InvalidateChunks,
+    MarkVerified,
+    SetManifest,
+    SetProvisionalId,
+)
 
 log = logger(__name__)
 
-
-class ServingState(Protocol):
-    """Interface of the fork to this instance's seed."""
-
-    def set_manifest(self, manifest: Manifest) -> None:
-        """Set the manifest of the image."""
-        ...
-
-    def invalidate(self, chunks: Sequence[int]) -> None:
-        """Notify readers that these chunks, which were offered, are wrong."""
-        ...
-
-    def fence(self) -> None:
-        """Drop all chunks and the manifest."""
-        ...
-
-    def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
-        """Set the time of the last storage activity, local or (`relayed`) of a source that this instance
-        waits for.
-        """
-        ...
+KEPT_SOURCE_ID = "kept"
+"""Source id, in the scheduler, of chunks that the image still contains from the previous weights."""
 
 
 class ChunkVerifier:
-    """The manifest or the provisional image of one fork, and the digests that each source reported."""
+    """The manifest or the provisional image of one fork, and the digests that each source reported.
+
+    `emit` receives the actions that follow from each call, in order.
+    """
 
     def __init__(
-        self, image: Image, chunk_state: ChunkState, scheduler: ChunkScheduler, serving_state: ServingState
+        self,
+        layout: Layout,
+        scheduler: ChunkScheduler,
+        emit: Callable[[Action], None],
+        *,
+        digests: Mapping[int, bytes] | None = None,
+        provisional_id: str | None = None,
     ) -> None:
+        """`digests` and `provisional_id` are of the chunks that are verified from the start."""
         self.manifest: Manifest | None = None
-        self._image = image
-        self._chunk_state = chunk_state
+        self.digests = dict(digests or {})
+        """Known digests of the verified chunks."""
+        self.provisional_id = provisional_id
+        """The provisional image of the verified chunks; None if there is none, or a manifest."""
+        self._layout = layout
         self._scheduler = scheduler
-        self._serving_state = serving_state
-        self._provisional_by_source: dict[str, dict[int, bytes]] = {}
-        self._storage_readers: set[str] = set()
+        self._emit = emit
+        self._provisional_by_source: dict[int, dict[int, bytes]] = {}
+        self._storage_readers: set[int] = set()
         self._from_local_files: set[int] = set()
         """Chunks that the local files contain too: compared with them, or read from them."""
         self._previous_digests: dict[int, bytes] = {}
@@ -78,17 +77,18 @@ class ChunkVerifier:
             return
         self.manifest = manifest
         self._scheduler.unreserve()  # chunks were reserved for the previous manifest
-        wrong = [index for index, digest in self._chunk_state.digests.items() if digest != manifest.digests[index]]
+        wrong = [index for index, digest in self.digests.items() if digest != manifest.digests[index]]
         if wrong:
-            self._chunk_state.set_provisional_id(None)  # the remaining chunks are not those of its files
+            self._set_provisional_id(None)  # the remaining chunks are not those of its files
         self.invalidate(wrong, f"not of weights {manifest.weights_id}")
         if before is not None and not wrong:
-            self._serving_state.invalidate(())  # waiting readers know the previous weights, and need a new generation
-        self._serving_state.set_manifest(manifest)
-        self._reuse_unchanged_chunks(manifest)
+            # Waiting readers know the previous weights, and need a new generation.
+            self._emit(InvalidateChunks(()))
+        self._emit(SetManifest(manifest))
+        self._reuse_kept_chunks(manifest)
 
     def add_provisional_digests(
-        self, source_id: str, provisional_id: str, digests: Mapping[int, bytes], *, alone: bool
+        self, connection: int, provisional_id: str, digests: Mapping[int, bytes], *, alone: bool
     ) -> None:
         """Record the digests of a source without a manifest; `alone`: no other source has assigned chunks.
 
@@ -98,52 +98,50 @@ class ChunkVerifier:
             if any(self.manifest.digests[chunk] != digest for chunk, digest in digests.items()):
                 raise SourceWeightsChanged(f"it reads other weights than {self.manifest.weights_id}")
             return
-        verified_digests = self._chunk_state.digests
-        if provisional_id != self._chunk_state.provisional_id or any(
-            verified_digests.get(chunk, digest) != digest for chunk, digest in digests.items()
+        if provisional_id != self.provisional_id or any(
+            self.digests.get(chunk, digest) != digest for chunk, digest in digests.items()
         ):
-            if self._chunk_state.provisional_id is not None and not alone:
+            if self.provisional_id is not None and not alone:
                 raise SourceWeightsChanged(
                     f"its chunks belong to provisional image {provisional_id}, those of this fork to "
-                    f"{self._chunk_state.provisional_id}"
+                    f"{self.provisional_id}"
                 )
             self._start_provisional(provisional_id)
-        self._provisional_by_source.setdefault(source_id, {}).update(digests)
+        self._provisional_by_source.setdefault(connection, {}).update(digests)
 
     def verify_local_files(
-        self, source_id: str, origin: str, compared: Mapping[int, bytes], *, agrees: bool
+        self, connection: int, origin: str, compared: Mapping[int, bytes], *, agrees: bool, unique_id: str
     ) -> Mapping[int, bytes]:
         """Record that this instance reads files of `origin`, and whether they contain the `compared` digests.
 
-        Returns the digests of further verified chunks, which must be compared first. Raises StorageError if
-        the manifest is known and the files do not match it.
+        Returns the digests of further verified chunks, which must be compared first. `unique_id` names a
+        provisional image of its own, if the files differ. Raises StorageError if the manifest is known and the
+        files do not match it.
         """
         if self.manifest is not None:
             if not agrees:
                 raise StorageError(f"contains other weights than {self.manifest.weights_id}")
             return {}
-        provisional_id = self._chunk_state.provisional_id
-        if provisional_id is None or provisional_id.partition("-")[0] != origin:
+        if self.provisional_id is None or self.provisional_id.partition("-")[0] != origin:
             self._start_provisional(origin)
         elif not agrees:
-            self._start_provisional(f"{origin}-{secrets.token_hex(8)}")
+            self._start_provisional(f"{origin}-{unique_id}")
         else:
-            verified_digests = self._chunk_state.digests
-            left = {chunk: digest for chunk, digest in verified_digests.items() if compared.get(chunk) != digest}
+            left = {chunk: digest for chunk, digest in self.digests.items() if compared.get(chunk) != digest}
             if left:
                 return left
-            self._from_local_files.update(verified_digests)
-        self._storage_readers.add(source_id)
+            self._from_local_files.update(self.digests)
+        self._storage_readers.add(connection)
         return {}
 
-    def remove_source(self, source_id: str) -> None:
+    def remove_source(self, connection: int) -> None:
         """Forget the digests of a source that has ended."""
-        self._provisional_by_source.pop(source_id, None)
-        self._storage_readers.discard(source_id)
+        self._provisional_by_source.pop(connection, None)
+        self._storage_readers.discard(connection)
 
     def invalidate_all(self, reason: str) -> None:
         """Drop all chunks and the manifest."""
-        self.invalidate(list(ranges.indices(self._chunk_state.verified)), reason)
+        self.invalidate(sorted(self._scheduler.verified_chunks), reason)
         self._reset()
 
     def restart(self) -> int:
@@ -154,53 +152,62 @@ class ChunkVerifier:
         instance get a new generation and start over too. No read may be in flight: it would count for the
         next weights.
         """
-        verified_chunks = list(ranges.indices(self._chunk_state.verified))
-        self._previous_digests |= self._chunk_state.digests
+        verified_chunks = sorted(self._scheduler.verified_chunks)
+        self._previous_digests |= self.digests
         self._scheduler.invalidate(verified_chunks)
-        self._serving_state.fence()
+        self.digests.clear()
+        self._emit(FenceImage())
         self._reset()
         return len(verified_chunks)
 
-    def _reuse_unchanged_chunks(self, manifest: Manifest) -> None:
-        """Mark chunks of the previous weights that are right; they are digested again, as they may have been
-        overwritten.
-        """
+    def _reuse_kept_chunks(self, manifest: Manifest) -> None:
+        """Digest chunks of the previous weights that may be right again, as they may have been overwritten."""
         left, self._previous_digests = self._previous_digests, {}
-        same = [
-            chunk
-            for chunk, digest in left.items()
-            if digest == manifest.digests[chunk] and digest == self._image.digest(chunk)
-        ]
-        for chunk in self._scheduler.mark_found(same):
-            self._chunk_state.mark_verified(chunk, manifest.digests[chunk])
+        for chunk, digest in left.items():
+            if digest == manifest.digests[chunk] and self._scheduler.begin_local(KEPT_SOURCE_ID, chunk):
+                self._emit(DigestKeptChunk(chunk))
 
     def _reset(self) -> None:
         self._scheduler.unreserve()
         self.manifest = None
-        self._chunk_state.set_provisional_id(None)
+        self._set_provisional_id(None)
         self._provisional_by_source.clear()
         self._storage_readers.clear()
         self._from_local_files.clear()
 
     # -- completed reads ----------------------------------------------------------------------------
 
-    def expected(self, source_id: str, chunk: int) -> bytes | None:
-        """Return the required digest of a chunk read from this source, or None if any digest is accepted.
+    def check(self, connection: int, chunk: int, digest: bytes | None) -> bytes | None:
+        """Return the digest of a chunk that was read from this source; None: none is known.
 
-        Raises SourceWeightsChanged if it is no longer known.
+        `digest` is that of the bytes, None if they were not digested. Raises SourceWeightsChanged if the chunk
+        can no longer be verified, and ValueError if the digest is wrong.
         """
+        expected = self._expected(connection, chunk)
+        if digest is None:
+            return expected
+        if expected is not None and digest != expected:
+            raise ValueError(f"chunk {chunk} does not match its digest")
+        return digest
+
+    def _expected(self, connection: int, chunk: int) -> bytes | None:
+        """Return the required digest of a chunk read from this source, or None if any digest is accepted."""
         if self.manifest is not None:
             return self.manifest.digests[chunk]
-        if source_id in self._storage_readers:
+        if connection in self._storage_readers:
             return None
-        digest = self._provisional_by_source.get(source_id, {}).get(chunk)
+        digest = self._provisional_by_source.get(connection, {}).get(chunk)
         if digest is None:
             raise SourceWeightsChanged(f"chunk {chunk} belongs to another provisional image than this fork has now")
         return digest
 
-    def mark_from_local_files(self, chunk: int) -> None:
-        """Record that the chunk was read from local files."""
-        self._from_local_files.add(chunk)
+    def mark_verified(self, chunk: int, digest: bytes | None, *, from_local_files: bool = False) -> None:
+        """Record that the image contains the right bytes of a chunk."""
+        if from_local_files:
+            self._from_local_files.add(chunk)
+        if digest is not None:
+            self.digests[chunk] = digest
+        self._emit(MarkVerified(chunk, digest))
 
     def digests_to_compare(self) -> dict[int, bytes]:
         """Return digests to compare with files before their chunks are served: those of all verified chunks.
@@ -208,10 +215,9 @@ class ChunkVerifier:
         With a manifest, which every chunk is checked against, or without verified chunks, the first and the
         last suffice to detect files of other weights early.
         """
-        verified_digests = self._chunk_state.digests
-        if verified_digests and self.manifest is None:
-            return verified_digests
-        digests = verified_digests or {
+        if self.digests and self.manifest is None:
+            return dict(self.digests)
+        digests = self.digests or {
             chunk: digest for by_chunk in self._provisional_by_source.values() for chunk, digest in by_chunk.items()
         }
         return {chunk: digests[chunk] for chunk in (min(digests), max(digests))} if digests else {}
@@ -221,8 +227,10 @@ class ChunkVerifier:
         if chunks:
             log.warning("chunks dropped", chunks=len(chunks), reason=reason)
             self._from_local_files.difference_update(chunks)
+            for chunk in chunks:
+                self.digests.pop(chunk, None)
             self._scheduler.invalidate(chunks)
-            self._serving_state.invalidate(chunks)
+            self._emit(InvalidateChunks(tuple(chunks)))
 
     def finalize_manifest(self) -> bool:
         """Return whether the complete image is known to be consistent. Call it once all chunks are verified.
@@ -230,10 +238,9 @@ class ChunkVerifier:
         It is, given a manifest, or if all chunks come from local files: their digests then become the
         manifest.
         """
-        count = len(self._image.layout.chunks)
+        count = len(self._layout.chunks)
         if self.manifest is None and (len(self._from_local_files) == count or not count):
-            verified_digests = self._chunk_state.digests
-            self.set_manifest(Manifest(self._image.layout, tuple(verified_digests[chunk] for chunk in range(count))))
+            self.set_manifest(Manifest(self._layout, tuple(self.digests[chunk] for chunk in range(count))))
         return self.manifest is not None
 
     def invalidate_unconfirmed(self) -> None:
@@ -241,8 +248,8 @@ class ChunkVerifier:
 
         The source that the next plan assigns for them knows the manifest or determines it.
         """
-        last = len(self._image.layout.chunks) - 1
-        others = [chunk for chunk in ranges.indices(self._chunk_state.verified) if chunk not in self._from_local_files]
+        last = len(self._layout.chunks) - 1
+        others = [chunk for chunk in sorted(self._scheduler.verified_chunks) if chunk not in self._from_local_files]
         self.invalidate(
             others if self._from_local_files else [last], "no source knows the manifest of the complete image"
         )
@@ -250,4 +257,9 @@ class ChunkVerifier:
     def _start_provisional(self, provisional_id: str) -> None:
         """Start a provisional image; chunks of the previous one are dropped."""
         self.invalidate_all(f"not of provisional image {provisional_id}")
-        self._chunk_state.set_provisional_id(provisional_id)
+        self._set_provisional_id(provisional_id)
+
+    def _set_provisional_id(self, provisional_id: str | None) -> None:
+        if provisional_id != self.provisional_id:
+            self.provisional_id = provisional_id
+            self._emit(SetProvisionalId(provisional_id))

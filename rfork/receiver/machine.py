@@ -610,7 +610,7 @@ class TransferMachine:
         """Give up on a source, and record its fault for the planner. After the deadline, no source is blamed."""
         if self._active.get(source.source_id) is not source or now >= self.deadline_at:
             return
-        if isinstance(error, SourceTimeout) and self._was_suspended_recently(now):
+        if isinstance(error, SourceTimeout | SourceUnavailable) and self._was_suspended_recently(now):
             error = TargetError(f"{error} while this process was suspended")
         self._close(source, error)
         if source.is_storage:

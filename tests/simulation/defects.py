@@ -17,8 +17,7 @@ from planner.policy import group_plan
 from planner.registry import Registry
 from planner.store.base import StoreChange
 from rfork.image import ranges
-from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
-from rfork.receiver.events import Action, ReplanSuggested
+from rfork.receiver.chunk_scheduler import ChunkScheduler
 from rfork.receiver.machine import TransferMachine
 from rfork.receiver.verifier import ChunkVerifier
 from rfork.schema import Plan

@@ -10,16 +10,20 @@ import argparse
 import logging
 import time
 import traceback
-
-import structlog
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tests.simulation.world import run_world
 
 
-def silence_logs() -> None:
-    """Drop log lines: a world writes thousands."""
+@contextmanager
+def silence_logs() -> Iterator[None]:
+    """Drop log lines inside the block: a world writes thousands."""
     logging.disable(logging.CRITICAL)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def main() -> int:
@@ -28,15 +32,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the first world; the others follow it")
     parser.add_argument("--trace", action="store_true", help="print the traceback of each failure")
     arguments = parser.parse_args()
-    silence_logs()
     began, failures = time.perf_counter(), 0
-    for seed in range(arguments.seed, arguments.seed + arguments.worlds):
-        error = run_world(seed)
-        if error is not None:
-            failures += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-            if arguments.trace:
-                traceback.print_exception(error)
+    with silence_logs():
+        for seed in range(arguments.seed, arguments.seed + arguments.worlds):
+            error = run_world(seed)
+            if error is not None:
+                failures += 1
+                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+                if arguments.trace:
+                    traceback.print_exception(error)
     print(f"worlds {arguments.worlds}, failures {failures}, {time.perf_counter() - began:.1f} s")
     return 1 if failures else 0
 

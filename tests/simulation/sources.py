@@ -6,6 +6,7 @@ They replace `rfork.receiver.sources` and the transports: they emit the same eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rfork.errors import (
@@ -122,7 +123,7 @@ class PeerSource:
                 try:
                     handle(source)
                 except RforkError as error:
-                    self._later(lambda error=error: self._fail(error))  # type: ignore[misc]
+                    self._later(partial(self._fail, error))
 
         self._later(arrive)
 
@@ -190,7 +191,7 @@ class PeerSource:
             try:
                 served.check(self._token, unix_s)
             except RforkError as error:
-                self._later(lambda error=error: self._fail(error))  # type: ignore[misc]
+                self._later(partial(self._fail, error))
                 return
         served.leases.sweep(unix_s)
         if not served.leases.has_channel(self._channel_id, self._target.fork_id):
@@ -255,7 +256,7 @@ class PeerSource:
         try:
             source.served.authorize(self._token, begin, end, self._world.unix_s)
         except RforkError as error:
-            self._later(lambda error=error: self._fail_read(request, error))  # type: ignore[misc]
+            self._later(partial(self._fail_read, request, error))
             return
         generation, began = source.served.generation, self._world.now
         duration_s = self._world.transfer_s(source, self._target.instance)
@@ -307,9 +308,9 @@ class PeerSource:
                 self._end_channel()
 
         self._later(release)
+        error = SourceUnavailable("the channel is closed")
         for request in list(self._reads.values()):
-            error = SourceUnavailable("the channel is closed")
-            self._world.later(CLOSE_S, lambda request=request: self._fail_read(request, error), on=None)
+            self._world.later(CLOSE_S, partial(self._fail_read, request, error), on=None)
 
 
 class StorageSource:

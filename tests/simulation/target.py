@@ -5,8 +5,12 @@ It replaces `rfork.receiver.runner`, `rfork.receiver.plan_requester` and the fal
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from planner.ownership import Claimant
+from planner.registry import Registry
 from rfork.errors import (
     NetworkError,
     NoSource,
@@ -60,6 +64,7 @@ from rfork.schema import (
     StorageAssignment,
     StorageCandidate,
 )
+from rfork.schema.types import StorageType
 from tests.simulation.content import GARBAGE, manifest_of, origin_of
 from tests.simulation.instance import Instance
 from tests.simulation.sources import DIGEST_S, PeerSource, Source, StorageSource
@@ -70,6 +75,10 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 0.5
 URI = "file:///model"
+
+
+def request_plan(message: ForkRequest, registry: Registry, claimant: Claimant) -> Awaitable[Plan]:
+    return registry.request_plan(message, claimant)
 
 
 class Target:
@@ -275,7 +284,7 @@ class Target:
         if self._candidates_opened or self.instance.files is None or self.disk_error:
             return False
         self._candidates_opened = True
-        kind = "loader" if self.world.opaque_loader else "checkpoint"
+        kind: StorageType = "loader" if self.world.opaque_loader else "checkpoint"
         origin = None if self.world.opaque_loader else origin_of(self.instance.files)
         self.instance.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
         return True
@@ -293,11 +302,7 @@ class Target:
             )
             began = world.now
             try:
-                plan = await world.planner.call(
-                    instance.name,
-                    instance.host,
-                    lambda registry, claimant, message=message: registry.request_plan(message, claimant),
-                )
+                plan = await world.planner.call(instance.name, instance.host, partial(request_plan, message))
                 break
             except NetworkError as error:
                 if self.had_sources or world.now >= self.machine.deadline_at:
@@ -378,6 +383,7 @@ class Target:
         if outcome in ("forked", "fallback"):
             world.check_complete(self)
         if outcome == "forked":
+            world.on_forked(self)
             instance.served.serve()
             instance.notify_readers()
             instance.send_report()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.errors import PlannerUnreachable, SourceUnavailable, SourceWeightsChanged, StorageError
 from rfork.image.manifest import Manifest
-from rfork.image.ranges import Range
 from rfork.receiver.events import (
     Action,
     ChunkDigested,
@@ -55,9 +55,18 @@ from tests.unit.receiver.machines import ALL, FILES, LOADER, ORIGIN, RIGHT, WRON
 
 MANIFESTS = (manifest_of(1), manifest_of(2, shared=3))
 
+PLANS = (
+    ((peer("a", (0, 3)), peer("b", (3, 6))), ()),
+    ((peer("a", ALL),), ()),
+    ((peer("b", (0, 2), (3, 5)),), ()),
+    ((), (FILES,)),
+    ((peer("a", (0, 3)),), (FILES.model_copy(update={"chunks": ((3, 6),)}),)),
+    ((), (LOADER,)),
+)
+RETRIES = (None, None, 0.1, 0.1, 1.0, 1.0)
 Numbers = tuple[int, int]
+"""Two random numbers that determine a step: each is less than six."""
 NUMBER = st.integers(0, 5)
-PARTS = st.lists(st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)), max_size=2)
 
 
 class Executor:
@@ -82,6 +91,8 @@ class Executor:
         self._execute_all(self.harness.actions)
 
     def handle(self, event: Event) -> None:
+        """Pass an event that occurs a moment after the last one."""
+        self.harness.now += 0.05
         ended = self.harness.machine.finished
         actions = self.harness.handle(event)
         if ended:
@@ -156,24 +167,31 @@ class Executor:
 
     # -- steps: each passes one event, if it can occur now ----------------------------------------------
 
-    def receive_plan(self, received: Plan) -> None:
+    def receive_plan(self, numbers: Numbers) -> None:
+        routes, storage = PLANS[numbers[0]]
+        weights_id = {2: MANIFESTS[0].weights_id, 3: MANIFESTS[1].weights_id}.get(numbers[1])
+        is_empty = numbers[1] == 5
+        received = plan(*(() if is_empty else routes), storage=() if is_empty else storage)
+        self.follow(received.model_copy(update={"weights_id": weights_id, "retry_after_s": RETRIES[numbers[0]]}))
+
+    def follow(self, received: Plan) -> None:
+        """Pass a plan."""
         if self.planning:
             self.planning = False
             self.handle(PlanReceived(received))
 
-    def fail_plan(self, _: Numbers) -> None:
-        if self.planning:
+    def fail_plan(self, numbers: Numbers) -> None:
+        if self.planning and numbers[0] == 0:
             self.planning = False
             self.handle(PlanFailed(PlannerUnreachable("no response")))
 
-    def _connection(self, number: int) -> int | None:
-        """Return one of the newest connections."""
-        recent = range(len(self.opened))[-4:]
-        return recent[number % len(recent)] if recent else None
+    def _connection(self, opened_type: type[OpenPeer | OpenStorage], number: int) -> int | None:
+        """Return one of the newest connections of a type; it may be closed."""
+        recent = [opened.connection for opened in self.opened if isinstance(opened, opened_type)][-3:]
+        return recent[-1 - number % len(recent)] if recent else None
 
     def offer(self, numbers: Numbers) -> None:
-        connection = self._connection(numbers[0])
-        if connection is not None and isinstance(self.opened[connection], OpenPeer):
+        if (connection := self._connection(OpenPeer, numbers[0])) is not None:
             self.offer_from(connection, MANIFESTS[numbers[1] // 3])
 
     def offer_from(self, connection: int, manifest: Manifest) -> None:
@@ -183,8 +201,7 @@ class Executor:
         self.handle(ChunksOffered(connection, (ALL,)))
 
     def offer_provisional(self, numbers: Numbers) -> None:
-        connection = self._connection(numbers[0])
-        if connection is not None and isinstance(self.opened[connection], OpenPeer):
+        if (connection := self._connection(OpenPeer, numbers[0])) is not None:
             digests = MANIFESTS[numbers[1] // 3].digests
             provisional_id = (ORIGIN, "b" * 32)[numbers[1] % 2]
             self.handle(SourceConnected(connection, "shared_memory"))
@@ -192,8 +209,7 @@ class Executor:
             self.handle(ChunksOffered(connection, (ALL,)))
 
     def open_storage(self, numbers: Numbers) -> None:
-        connection = self._connection(numbers[0])
-        if connection is not None and isinstance(self.opened[connection], OpenStorage):
+        if (connection := self._connection(OpenStorage, 0)) is not None:
             manifest = MANIFESTS[0] if numbers[1] == 0 else None
             self.handle(StorageOpened(connection, manifest, ORIGIN, 2, "f" * 16))
 
@@ -203,7 +219,7 @@ class Executor:
             self.handle(FilesCompared(compared.connection, compared.digests, agrees=numbers[0] > 0))
 
     def fail_source(self, numbers: Numbers) -> None:
-        connection = self._connection(numbers[0])
+        connection = self._connection(OpenStorage if numbers[1] == 5 else OpenPeer, numbers[0])
         if connection is not None:
             error = SourceWeightsChanged("changed") if numbers[1] % 2 else SourceUnavailable("closed")
             self.handle(SourceFailed(connection, error))
@@ -258,22 +274,17 @@ class Executor:
         self.handle(Tick(dict.fromkeys(range(len(self.opened)), activity), now, CHUNKS))
 
 
-def plans(routes: dict[str, list[Range]], storage: int, version: int) -> Plan:
-    """Return a plan with these routes, perhaps with storage, and perhaps with weights that are known."""
-    assignments = {0: [FILES], 1: [LOADER]}.get(storage, [])
-    weights_id = MANIFESTS[version].weights_id if version < len(MANIFESTS) else None
-    received = plan(*(peer(name, *parts) for name, parts in routes.items()), storage=assignments, retry_after_s=0.1)
-    return received.model_copy(update={"weights_id": weights_id})
-
-
-PLANS = st.builds(plans, st.dictionaries(st.sampled_from("ab"), st.just([ALL]) | PARTS), st.integers(0, 5), NUMBER)
-STEPS: list[Callable[[Executor, Numbers], None]] = [
+STEPS: tuple[Callable[[Executor, Numbers], None], ...] = (
+    Executor.receive_plan,
+    Executor.receive_plan,
     Executor.fail_plan,
+    Executor.offer,
     Executor.offer,
     Executor.offer_provisional,
     Executor.open_storage,
     Executor.compare_files,
     Executor.fail_source,
+    Executor.end_read,
     Executor.end_read,
     Executor.end_all_reads,
     Executor.end_kept,
@@ -281,41 +292,35 @@ STEPS: list[Callable[[Executor, Numbers], None]] = [
     Executor.end_loader,
     Executor.suggest_plan,
     Executor.tick,
-]
+)
+HISTORIES = st.lists(st.tuples(st.sampled_from(STEPS), st.tuples(NUMBER, NUMBER)), min_size=30, max_size=90)
+History = list[tuple[Callable[[Executor, Numbers], None], Numbers]]
 
 
-Step = Plan | tuple[Callable[[Executor, Numbers], None], Numbers]
-HISTORIES = st.lists(PLANS | st.tuples(st.sampled_from(STEPS), st.tuples(NUMBER, NUMBER)), min_size=1, max_size=50)
-
-
-def execute_all(executor: Executor, steps: list[Step]) -> None:
-    for step in steps:
-        if isinstance(step, Plan):
-            executor.receive_plan(step)
-        else:
-            execute, numbers = step
-            execute(executor, numbers)
-
-
+@hypothesis.settings(max_examples=300)
 @given(st.booleans(), HISTORIES)
-def test_promises_hold_in_any_order_of_events(spooled: bool, steps: list[Step]) -> None:
+def test_promises_hold_in_any_order_of_events(spooled: bool, history: History) -> None:
     """Every chunk that is served has the digest of the manifest, a chunk has at most one reader, nothing is read
     while a loader runs or from a closed source, and nothing happens after the end.
     """
-    execute_all(Executor(spooled=spooled), steps)
+    executor = Executor(spooled=spooled)
+    executor.receive_plan((1, 0))
+    for step, numbers in history:
+        step(executor, numbers)
 
 
 @given(st.booleans(), HISTORIES)
-def test_one_good_source_completes_the_image(spooled: bool, steps: list[Step]) -> None:
+def test_one_good_source_completes_the_image(spooled: bool, history: History) -> None:
     """After any order of events with which the transfer has not ended."""
     executor = Executor(spooled=spooled, deadline_s=1e6)
-    execute_all(executor, steps)
+    for step, numbers in history:
+        step(executor, numbers)
     if executor.harness.machine.finished:
         return
-    good_plan = plan(peer("good", ALL)).model_copy(update={"weights_id": MANIFESTS[0].weights_id})
-    for _ in range(30):
+    ends_by = executor.harness.now + 20.0
+    while not executor.harness.machine.finished and executor.harness.now < ends_by:
         executor.suggest_plan((0, 0))
-        executor.receive_plan(good_plan)
+        executor.follow(plan(peer("good", ALL)).model_copy(update={"weights_id": MANIFESTS[0].weights_id}))
         if (connection := executor.harness.connections.get("good")) is not None:
             executor.offer_from(connection, MANIFESTS[0])
         executor.compare_files((0, 0))

@@ -102,6 +102,8 @@ PARTIAL_PLAN_RETRY_S: Final = 0.8
 """Interval of plan requests while some chunks have a source and others have none."""
 MAX_FAILURES: Final = 3
 """A fork does not retry a source after this many failures, regardless of the fault."""
+RETRY_GROWTH: Final = 4
+"""Growth of the pause before a source that is not to blame is used again."""
 MOVE_AFTER_S: Final = 0.5
 """If a source has served nothing for this long, its chunks may be read from idle sources."""
 SPOOL_WARMUP_S: Final = 1.0
@@ -618,6 +620,9 @@ class TransferMachine:
             return
         failures = self._failures[source.source_id] = self._failures.get(source.source_id, 0) + 1
         fault = error.fault if error.fault == "source" or failures < MAX_FAILURES else "network"
+        if fault == "target":
+            # The next plan may name it again: it gets longer each time, for example to reach its planner.
+            self._retry_at = max(self._retry_at, now + MIN_REPLAN_INTERVAL_S * RETRY_GROWTH ** (failures - 1))
         self._record_fault(source.source_id, source.instance_id, fault, error)
 
     def _record_storage_fault(self, name: str, error: RforkError) -> None:

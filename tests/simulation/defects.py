@@ -131,7 +131,7 @@ def unassigned_chunks_forgotten() -> AbstractContextManager[Any]:
 
 def stalls_not_noticed() -> AbstractContextManager[Any]:
     """A source that is silent for ever is waited for."""
-    return mock.patch("rfork.receiver.machine.find_stall", lambda *arguments, **options: None)
+    return mock.patch("rfork.receiver.machine.find_stall", return_value=None)
 
 
 def verified_chunks_lost() -> AbstractContextManager[Any]:

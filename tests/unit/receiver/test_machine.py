@@ -157,7 +157,7 @@ def test_at_most_one_plan_is_requested_at_a_time() -> None:
 def test_a_suggested_plan_is_requested_with_the_current_assignments() -> None:
     """The planner then changes as little as possible."""
     harness = following("a", "b")
-    harness.now += MIN_REPLAN_INTERVAL_S
+    harness.wait(MIN_REPLAN_INTERVAL_S)
     actions = harness.handle(ReplanSuggested("a better source"))
     a, b = (ChunkAssignment(source_id=name, chunks=(part,)) for name, part in (("a", (0, 3)), ("b", (3, 6))))
     assert [RequestPlan((), (a, b))] == actions
@@ -195,7 +195,7 @@ def test_an_unreachable_planner_is_retried_by_a_transfer_that_had_a_plan() -> No
     harness.fail("a", UNAVAILABLE)
     for _ in range(2):
         harness.handle(PlanFailed(PlannerUnreachable("no response")))
-        assert None is harness.result
+        assert not harness.machine.finished
         harness.wait(FIRST_RETRY_S)
     harness.wait(0.01)
     harness.handle(PlanFailed(PlannerUnreachable("no response")))
@@ -303,7 +303,7 @@ def test_bytes_that_arrive_count_even_if_they_are_wrong() -> None:
 def test_a_failed_source_is_closed_and_reported() -> None:
     """Its chunks need a new plan."""
     harness = following("a")
-    harness.now += 1.0
+    harness.wait(1.0)
     actions = harness.fail("a", UNAVAILABLE)
     assert [CloseSource(0, UNAVAILABLE)] == of_type(actions, CloseSource)
     assert [("a", "source", "SourceUnavailable")] == faults(harness)
@@ -323,7 +323,7 @@ def test_a_wrong_chunk_is_not_served() -> None:
     """Its source is blamed."""
     harness = following("a")
     harness.offer("a", (0, 1))
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.read("a", 0, digest=WRONG)
     assert [] == harness.all_of(MarkVerified)
     assert "a:1: chunk 0 does not match its digest" == str(harness.machine.reasons[0])
@@ -344,12 +344,12 @@ def test_a_failed_source_is_reported_once() -> None:
 def test_faults_are_reported_until_a_plan_is_received() -> None:
     """A request that failed may not have reached the planner."""
     harness = following("a", "b")
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.fail("a", UNAVAILABLE)
     harness.handle(PlanFailed(PlannerUnreachable("no response")))
     harness.wait(PARTIAL_PLAN_RETRY_S)
     harness.plan(peer("b", ALL))
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.handle(ReplanSuggested("a better source"))
     assert [0, 1, 1, 0] == [len(request.faults) for request in harness.all_of(RequestPlan)]
 
@@ -357,11 +357,11 @@ def test_faults_are_reported_until_a_plan_is_received() -> None:
 def test_faults_that_occur_during_a_request_are_reported_with_the_next() -> None:
     """The planner did not receive them."""
     harness = following("a", "b")
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.fail("a", UNAVAILABLE)
     harness.fail("b", SourceBusy("busy"))
     harness.plan(peer("c", ALL))
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.handle(ReplanSuggested("a better source"))
     assert [("a", "source", "SourceUnavailable"), ("b", "source", "SourceBusy")] == faults(harness)
 
@@ -396,7 +396,7 @@ def reopened() -> MachineHarness:
     """Return a machine whose source failed while a chunk was read from it, and was opened again."""
     harness = following("a")
     harness.offer("a", (0, 1))
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.fail("a", UNAVAILABLE)
     harness.plan(peer("a", ALL))
     assert {"a": 1} == harness.connections
@@ -476,7 +476,7 @@ def test_the_deadline_ends_a_transfer() -> None:
     harness.offer("a", ALL)
     harness.read("a", 0, 1)
     harness.wait(9.9)
-    assert None is harness.result
+    assert not harness.machine.finished
     harness.wait(0.2)
     assert "DeadlineExceeded: the deadline passed with 2 of 6 chunks verified" == harness.result
     assert [] == harness.reasons
@@ -764,7 +764,7 @@ def test_a_plan_of_other_weights_waits_for_the_reads_in_flight() -> None:
     """They must not count for the next weights."""
     harness = following("a")
     harness.offer("a", (0, 1))
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.handle(ReplanSuggested("newer weights"))
     newer = manifest_of(2)
     assert [] == harness.plan(peer("b", ALL), weights_id=newer.weights_id)
@@ -779,7 +779,7 @@ def test_a_source_with_other_weights_than_this_fork_is_refused() -> None:
     """All chunks are of the weights that the first source named."""
     harness = following("a", "b")
     harness.offer("a", (0, 1))
-    harness.now += 1.0
+    harness.wait(1.0)
     actions = harness.handle(ManifestReceived(1, manifest_of(2)))
     assert [("b", "source", "SourceWeightsChanged")] == faults(harness)
     assert [1] == [closed.connection for closed in of_type(actions, CloseSource)]

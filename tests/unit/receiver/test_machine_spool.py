@@ -114,7 +114,7 @@ def test_an_invalid_spooled_chunk_is_read_from_a_source(digest: bytes | None) ->
     """The next plan assigns it, and it is not read from the spool again."""
     harness = with_spool(0)
     harness.offer("a", (0, 1))
-    harness.now += MIN_REPLAN_INTERVAL_S
+    harness.wait(MIN_REPLAN_INTERVAL_S)
     read_spool(harness, 0, digest)
     assert 2 == len(harness.all_of(RequestPlan))
     assert [0] == chunks_read(harness.plan(peer("a", ALL)))
@@ -181,7 +181,7 @@ def test_a_loader_ends_the_resume() -> None:
     """The loader writes every byte, and no late read of the spool may overwrite one."""
     harness = with_spool(0, 1)
     harness.offer("a")
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.handle(ReplanSuggested("a loader"))
     actions = harness.plan(storage=[LOADER])
     assert [StopSpool, CloseSource, RunLoader] == [type(action) for action in actions]
@@ -193,7 +193,7 @@ def test_a_restart_does_not_read_the_spool_for_other_weights() -> None:
     harness.offer("a")
     read_spool(harness, 0, RIGHT[0])
     read_spool(harness, 1, RIGHT[1])
-    harness.now += 1.0
+    harness.wait(1.0)
     harness.fail("a", SourceUnavailable("closed"))
     harness.plan(peer("b", ALL), weights_id=manifest_of(2).weights_id)
     assert 1 == len(harness.all_of(FenceImage))

@@ -52,17 +52,17 @@ class FaultInjector:
 
     @property
     def needs_graph(self) -> bool:
-        """Return whether the graph of sources and targets is needed."""
+        """True if the graph of sources and targets is needed."""
         return any(fault.role == "relay" or fault.fault_type == "torn" for fault in self._waiting)
 
     @property
     def has_pending_restarts(self) -> bool:
-        """Return whether a killed host is still to be restarted."""
+        """True if a killed host is still to be restarted."""
         return bool(self._pending_restarts)
 
     @property
     def has_pending_snapshots(self) -> bool:
-        """Return whether a seed has not reported its snapshot yet."""
+        """True if a seed has not reported its snapshot yet."""
         return any(host in self._cluster.nodes for host in self._writing)
 
     def set_graph(self, graph: Sequence[PlannerForkInfo]) -> None:
@@ -83,7 +83,7 @@ class FaultInjector:
 
     @property
     def max_duration_s(self) -> float:
-        """Return how much later than the others a restarted host began."""
+        """Longest time for which a killed host is down."""
         return max((each.duration_s or 0.0 for each in self._round.faults if each.fault_type == "kill"), default=0.0)
 
     def run_due(self, progress: Mapping[str, float], ended: Collection[str]) -> None:

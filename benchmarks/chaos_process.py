@@ -32,7 +32,7 @@ class ChaosProcess:
             signal.pidfd_send_signal(self._handle, number)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it ended within `seconds`."""
+        """Return True if it ended within `seconds`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._handle, selectors.EVENT_READ)
             return bool(selector.select(seconds))

@@ -144,7 +144,7 @@ class FanoutCluster:
 
     @property
     def min_transfer_s(self) -> float:
-        """Return the seconds that a link needs for the image without headers."""
+        """Seconds that a link needs for the image without headers."""
         return self.size * 8 / self.rate
 
     def request_all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:

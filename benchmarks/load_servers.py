@@ -29,13 +29,13 @@ class ServerProcess:
 
     @property
     def resident_bytes(self) -> int:
-        """Return its current memory."""
+        """Its current memory."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its threads, to a hundredth of a second."""
+        """CPU time of all its threads, to a hundredth of a second."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

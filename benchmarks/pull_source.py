@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -42,7 +42,6 @@ MODULES: Mapping[str, Callable[[bool], nn.Module]] = {"dense": shapes.dense, "sm
 
 MemoryArea = tuple[int, int]
 """Address and length, in bytes, of one tensor."""
-MessageT = TypeVar("MessageT")
 
 
 class PlainEngine(Protocol):
@@ -138,7 +137,7 @@ def source_process(quick: bool) -> Iterator[tuple[str, PullOffer]]:
 
 
 @contextlib.contextmanager
-def process(main: Callable[..., None], *arguments: object) -> Iterator[MessageT]:
+def process(main: Callable[..., None], *arguments: object) -> Iterator[Any]:
     """Run `main(connection, *arguments)` in a fresh process; yields the first thing it sends."""
     context = multiprocessing.get_context("spawn")
     parent_pipe, child_pipe = context.Pipe()

@@ -75,15 +75,15 @@ class ResumeCase:
 
 def cases() -> list[ResumeCase]:
     """Return all cases, in the order of the table."""
-    made: list[ResumeCase] = []
+    cases: list[ResumeCase] = []
     for network_path in (OPEN, LINK):
-        made += [ResumeCase(network_path), ResumeCase(network_path, "disk"), ResumeCase(network_path, "shm")]
-        made += [
+        cases += [ResumeCase(network_path), ResumeCase(network_path, "disk"), ResumeCase(network_path, "shm")]
+        cases += [
             ResumeCase(network_path, spool_location, percent)
             for percent in (50, 90)
             for spool_location in ("disk", "shm")
         ]
-    return [*made, *(ResumeCase(LINK, "disk", percent, cold=True) for percent in (50, 90))]
+    return [*cases, *(ResumeCase(LINK, "disk", percent, cold=True) for percent in (50, 90))]
 
 
 class ResumeBench:
@@ -191,11 +191,11 @@ def evict(path: Path) -> None:
 @contextlib.contextmanager
 def folders() -> Iterator[dict[str, Path]]:
     """Yield an empty folder on disk and one in shared memory, for the block."""
-    made = {"disk": Path(tempfile.mkdtemp()), "shm": Path(tempfile.mkdtemp(dir=SHARED_MEMORY))}
+    folders = {"disk": Path(tempfile.mkdtemp()), "shm": Path(tempfile.mkdtemp(dir=SHARED_MEMORY))}
     try:
-        yield made
+        yield folders
     finally:
-        for folder in made.values():
+        for folder in folders.values():
             shutil.rmtree(folder)
 
 

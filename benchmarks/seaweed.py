@@ -53,7 +53,7 @@ class Identity:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that make AWS's tools and libraries use only these credentials."""
+        """Variables that make AWS's tools and libraries use only these credentials."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -222,8 +222,8 @@ class SeaweedServer:
             timeout=START_S,
             check=False,
         )
-        made = set(re.findall(r"created bucket (\S+)", done.stdout))
-        if missing := [bucket for bucket in self.buckets if bucket not in made]:
+        created = set(re.findall(r"created bucket (\S+)", done.stdout))
+        if missing := [bucket for bucket in self.buckets if bucket not in created]:
             raise SeaweedError(f"cannot create bucket {missing[0]}\n{done.stdout}{done.stderr}")
 
     def _kill(self) -> None:

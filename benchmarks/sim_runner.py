@@ -25,8 +25,8 @@ DefaultT = TypeVar("DefaultT")
 
 def _option(default: DefaultT, meaning: str) -> DefaultT:
     """Return a field that is also a command-line option."""
-    made: DefaultT = field(default=default, metadata={"help": meaning})
-    return made
+    option: DefaultT = field(default=default, metadata={"help": meaning})
+    return option
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def spans(areas: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def are_mapped(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether any of them is in a mapped file, not in this process's own memory."""
+    """Return True if any of them is in a mapped file, not in this process's own memory."""
     begins, ends = [], []
     for line in MAPS.read_text().splitlines():
         area, _, _, _, inode, *_ = line.split()

@@ -39,11 +39,11 @@ class Witness:
 
     @property
     def key(self) -> str:
-        """Return a key that is equal for readers that cannot be distinguished."""
+        """A key that is equal for readers that cannot be distinguished."""
         return f"{self.host}|{self.address}"
 
     def is_apart_from(self, other: Witness) -> bool:
-        """Return whether the two readers are on different hosts."""
+        """Return True if the two readers are on different hosts."""
         unknown = not self.address or not other.address
         return self.host != other.host and (unknown or self.address != other.address)
 

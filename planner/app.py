@@ -107,7 +107,7 @@ async def lifespan(registry: Registry) -> AsyncIterator[None]:
     try:
         await registry.store.start()
     except StoreUnavailable as error:  # retried in the background; until then /readyz reports it
-        logger("planner.app").error("waiting for the store", reason=str(error))
+        logger("planner.app").error("waiting for the store, no instance can register yet", reason=str(error))
     sweeper = asyncio.create_task(_sweep(registry), name="rfork-sweep")
     try:
         yield
@@ -125,7 +125,7 @@ async def _sweep(registry: Registry) -> None:
         try:
             await registry.sweep()
         except Exception:  # outermost level of the task: one failed sweep must not be the last
-            log.exception("sweep failed")
+            log.exception("failed to remove silent instances and forks, retrying")
 
 
 def create_app(

@@ -94,7 +94,7 @@ _PATTERNS: Final[Mapping[str, tuple[tuple[re.Pattern[str], Role], ...]]] = {
 
 
 def is_open(path: str) -> bool:
-    """Return whether the path needs no token."""
+    """Return True if the path needs no token."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
@@ -115,7 +115,7 @@ class Caller:
     role: Role
 
     def has_role(self, role: Role) -> bool:
-        """Return whether the caller has the rights of `role`."""
+        """Return True if the caller has the rights of `role`."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
 
@@ -131,13 +131,16 @@ class Auth:
         if settings.token is not None:
             token = settings.token.get_secret_value()
             if not TOKEN.fullmatch(token):
-                raise SettingsError("RFORK_PLANNER_TOKEN is empty or has characters that a header cannot carry")
+                raise SettingsError(
+                    "RFORK_PLANNER_TOKEN is empty or contains characters that are not allowed in an HTTP header",
+                    hint="use visible ASCII characters only, for example the output of `openssl rand -hex 32`",
+                )
             self._static_tokens = (Caller(_digest(token), "operator"),)
         self._file = None if settings.tokens_file is None else TokensFile(settings.tokens_file, monotonic)
 
     @property
     def guarded(self) -> bool:
-        """Return whether requests need a token at all."""
+        """True if requests need a token at all."""
         return bool(self._static_tokens) or self._file is not None
 
     def check(self, method: str, path: str, authorization: bytes | None) -> ProblemError | None:
@@ -183,7 +186,7 @@ def require_role(scope: Scope, role: Role) -> None:
 
 
 def still_authorized(scope: Scope) -> bool:
-    """Return whether the caller of a streaming response is still authorized; true if no token is required.
+    """Return True if the caller of a streaming response is still authorized; true if no token is required.
 
     Its token may have been removed from the file or given a lesser role. Call it before each send, which
     happens at least every few seconds.
@@ -229,7 +232,7 @@ class TokensFile:
         try:
             self._callers = _read(self._path)
         except SettingsError as error:
-            self._log.error("tokens file invalid, keeping the previous tokens", reason=str(error))
+            self._log.error("tokens file invalid, keeping the previous tokens", reason=str(error), hint=error.hint)
         else:
             self._log.info("tokens file reloaded", tokens=len(self._callers))
 
@@ -248,16 +251,21 @@ def _read(path: Path) -> tuple[Caller, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise SettingsError(f"{path}: {reason}", hint="check RFORK_PLANNER_TOKENS_FILE") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"RFORK_PLANNER_TOKENS_FILE: cannot read {path}: {reason}") from None
     callers: dict[bytes, Caller] = {}
     for number, caller in _parsed(path, lines):
         if caller.digest in callers:
-            raise SettingsError(f"{path}:{number}: duplicate token")
+            raise SettingsError(
+                f"{path}:{number}: an earlier line has the same token",
+                hint="use another token in each line of RFORK_PLANNER_TOKENS_FILE",
+            )
         callers[caller.digest] = caller
     if not callers:
         # More likely a truncated write than an attempt to lock everyone out.
-        raise SettingsError(f"{path}: no tokens", hint="write `ROLE TOKEN` lines")
+        raise SettingsError(
+            f"{path} contains no token", hint="write one `ROLE TOKEN` per line of RFORK_PLANNER_TOKENS_FILE"
+        )
     return tuple(callers.values())
 
 
@@ -272,7 +280,10 @@ def _parsed(path: Path, lines: list[str]) -> Iterator[tuple[int, Caller]]:
         if role is None or len(words) != 2:
             raise SettingsError(f"{path}:{number}: expected `ROLE TOKEN` with a role of {', '.join(ROLES)}")
         if not TOKEN.fullmatch(words[1]):
-            raise SettingsError(f"{path}:{number}: the token has characters that a header cannot carry")
+            raise SettingsError(
+                f"{path}:{number}: the token contains characters that are not allowed in an HTTP header",
+                hint="use visible ASCII characters only",
+            )
         yield number, Caller(_digest(words[1]), role)
 
 

@@ -20,7 +20,7 @@ class ContentCounts:
 
     @property
     def any_seed(self) -> bool:
-        """Return whether any member serves a complete image."""
+        """True if any member serves a complete image."""
         return any(
             holders.seeds for counts_by_content in self._layouts.values() for holders in counts_by_content.values()
         )

@@ -40,7 +40,7 @@ LATE_HEARTBEAT_FACTOR: Final = 1.5
 """Heartbeat intervals after which a heartbeat counts as missed; instances send one every 0.8 intervals."""
 MAX_WITNESSES: Final = 4096
 
-Lookup = Callable[[str], InstanceRecord | None]
+FindInstance = Callable[[str], InstanceRecord | None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class FaultAssessment:
 
     def without_instance(self, instance_id: str) -> FaultAssessment:
         """Return the assessment without the faults of one instance."""
-        faults_by_source = {name: blame for name, blame in self.faults_by_source.items() if name != instance_id}
+        faults_by_source = {name: record for name, record in self.faults_by_source.items() if name != instance_id}
         excluded_once = {name: reason for name, reason in self.excluded_once.items() if name != instance_id}
         return replace(self, faults_by_source=faults_by_source, excluded_once=excluded_once)
 
@@ -71,7 +71,7 @@ class FaultBounds:
     heartbeat_s: float
 
     def is_late(self, record: InstanceRecord, now: float) -> bool:
-        """Return whether the instance has missed a heartbeat."""
+        """Return True if the instance has missed a heartbeat."""
         return now > record.seen_at + LATE_HEARTBEAT_FACTOR * self.heartbeat_s
 
 
@@ -83,7 +83,8 @@ class AvoidedByHost:
 
     def get(self, witness: Witness, now: float) -> dict[str, SourceFaultRecord]:
         """Return the faults that have not expired, by instance_id."""
-        return {name: blame for name, blame in self._faults_by_host.get(witness.key, {}).items() if now < blame.until}
+        faults = self._faults_by_host.get(witness.key, {})
+        return {source_id: record for source_id, record in faults.items() if now < record.until}
 
     def set(self, witness: Witness, faults_by_source: Mapping[str, SourceFaultRecord]) -> None:
         """Replace the faults stored for this host."""
@@ -97,7 +98,7 @@ class AvoidedByHost:
 def assess_faults(
     faults: Iterable[SourceFault],
     fork: ForkRecord | None,
-    instance: Lookup,
+    find_instance: FindInstance,
     now: float,
     bounds: FaultBounds,
     witness: Witness,
@@ -107,82 +108,85 @@ def assess_faults(
 
     `shared_faults`: sources that forks of this host already avoid.
     """
-    before = fork.faults_by_source if fork else {}
+    reported_before = fork.faults_by_source if fork else {}
     faults_by_source = {
         **shared_faults,
-        **{source: blame for source, blame in before.items() if now < blame.until},
+        **{source_id: record for source_id, record in reported_before.items() if now < record.until},
     }
-    avoided = dict(shared_faults)
+    avoided_by_host = dict(shared_faults)
     excluded_once: dict[str, str] = {}
     changed_records: dict[str, InstanceRecord] = {}
     for fault in faults:
-        source = changed_records.get(fault.instance_id) or instance(fault.instance_id)
+        source_id = fault.instance_id
+        source = changed_records.get(source_id) or find_instance(source_id)
         if source is None or fault.fault not in AVOIDED_FAULTS:
             continue
         reason = f"{fault.error}: {fault.detail}" if fault.detail else fault.error
         if fault.error == BUSY:
-            excluded_once[fault.instance_id] = reason  # it may have a free slot by the next plan
+            excluded_once[source_id] = reason  # it may have a free slot by the next plan
             continue
         generation = _planned_generation(fork, source) if fault.error == CHANGED else None
         is_source_fault = _is_source_fault(fault, source)
-        blame = faults_by_source[fault.instance_id] = SourceFaultRecord(
-            reason, now + bounds.quarantine_s, generation, is_source_fault
-        )
+        fault_record = SourceFaultRecord(reason, now + bounds.quarantine_s, generation, is_source_fault)
+        faults_by_source[source_id] = fault_record
         if generation is None or generation == source.report.generation:
-            excluded_once[fault.instance_id] = reason
-        if fork is None or fault.instance_id not in fork.sources_used - {fork.instance_id}:
+            excluded_once[source_id] = reason
+        if fork is None or source_id not in fork.sources_used - {fork.instance_id}:
             continue
         if fault.error == UNAVAILABLE:
+            avoided_by_host[source_id] = fault_record
             source = replace(source, reported_missing=True)
-            avoided[fault.instance_id] = blame
             if bounds.is_late(source, now):
                 # Until it reports again or is forgotten: one more heartbeat decides that.
                 source = replace(source, quarantined_until=now + bounds.heartbeat_s, quarantine=reason)
         # Bytes torn by a weight update are not a fault of the source either.
         if is_source_fault and _planned_generation(fork, source) == source.report.generation:
-            others = [
+            accused_ids = [
                 name for name, each in faults_by_source.items() if each.is_source_fault and name in fork.sources_used
             ]
-            weight = accuser_credibility(_contradiction_count(instance, witness), len(others))
-            for name in others:
-                other = changed_records.get(name) or instance(name)
-                if other is not None and name != fault.instance_id:
-                    fewer = with_reduced_credibility(other.accusations, fork.fork_id, weight)
-                    changed_records[name] = _quarantine_if_due(replace(other, accusations=fewer), now, bounds)
-            new = Accusation(witness, fork.fork_id, reason, now, blame.until, source.report.generation, weight)
-            source = replace(source, accusations=with_accusation(source.accusations, new))
+            credibility = accuser_credibility(_contradiction_count(find_instance, witness), len(accused_ids))
+            # Each further accusation makes the fork's earlier ones less credible.
+            for name in accused_ids:
+                other = changed_records.get(name) or find_instance(name)
+                if other is not None and name != source_id:
+                    reduced = with_reduced_credibility(other.accusations, fork.fork_id, credibility)
+                    changed_records[name] = _quarantine_if_due(replace(other, accusations=reduced), now, bounds)
+            accusation = Accusation(
+                witness, fork.fork_id, reason, now, fault_record.until, source.report.generation, credibility
+            )
+            source = replace(source, accusations=with_accusation(source.accusations, accusation))
             source = _quarantine_if_due(source, now, bounds)
             # If a host accuses several sources, its later forks may try each of them again.
-            avoided = {name: each for name, each in avoided.items() if not each.is_source_fault}
-            if len(others) == 1:
-                avoided[fault.instance_id] = blame
-        changed_records[fault.instance_id] = source
-    return FaultAssessment(faults_by_source, excluded_once, tuple(changed_records.values()), avoided)
+            avoided_by_host = {name: each for name, each in avoided_by_host.items() if not each.is_source_fault}
+            if accused_ids == [source_id]:
+                avoided_by_host[source_id] = fault_record
+        changed_records[source_id] = source
+    return FaultAssessment(faults_by_source, excluded_once, tuple(changed_records.values()), avoided_by_host)
 
 
 def contradictions(
     before: ForkRecord,
     progress: ForkProgress,
     witness: Witness,
-    instance: Lookup,
+    find_instance: FindInstance,
     now: float,
     bounds: FaultBounds,
 ) -> tuple[InstanceRecord, ...]:
     """Return the records that change because a fork verified bytes of sources that others accuse."""
     changed: dict[str, InstanceRecord] = {}
     for read in before.reads:
-        source = instance(read.source_id)
+        source = find_instance(read.source_id)
         if source is None or not source.accusations or before.progress is None:
             continue
         progressed = progress.sources.get(read.source_id, 0) > before.progress.sources.get(read.source_id, 0)
         if not progressed or read.generation != source.report.generation:
             continue
-        left, contradicted_ids = apply_contradiction(source.accusations, witness, before.seen_at)
-        if left == source.accusations:
+        remaining, contradicted_ids = apply_contradiction(source.accusations, witness, before.seen_at)
+        if remaining == source.accusations:
             continue
-        changed[read.source_id] = _quarantine_if_due(replace(source, accusations=left), now, bounds)
+        changed[read.source_id] = _quarantine_if_due(replace(source, accusations=remaining), now, bounds)
         for name in contradicted_ids:
-            accuser = changed.get(name) or instance(name)
+            accuser = changed.get(name) or find_instance(name)
             if accuser is not None:
                 changed[name] = replace(accuser, contradiction_count=accuser.contradiction_count + 1)
     return tuple(changed.values())
@@ -190,29 +194,29 @@ def contradictions(
 
 def _quarantine_if_due(record: InstanceRecord, now: float, bounds: FaultBounds) -> InstanceRecord:
     """Return the record, quarantined if and only if its remaining accusations are credible enough."""
-    left = active_accusations(record.accusations, record.report.generation, now)
-    record = replace(record, accusations=left)
-    if not left:
+    active = active_accusations(record.accusations, record.report.generation, now)
+    record = replace(record, accusations=active)
+    if not active:
         return record
-    if total_credibility(left) >= QUORUM or bounds.is_late(record, now):
-        return replace(record, quarantined_until=left[-1].until, quarantine=left[-1].reason)
+    if total_credibility(active) >= QUORUM or bounds.is_late(record, now):
+        return replace(record, quarantined_until=active[-1].until, quarantine=active[-1].reason)
     return replace(record, quarantined_until=0.0, quarantine="")
 
 
-def _contradiction_count(instance: Lookup, witness: Witness) -> int:
-    known = instance(witness.instance_id)
-    return known.contradiction_count if known is not None else 0
+def _contradiction_count(find_instance: FindInstance, witness: Witness) -> int:
+    accuser = find_instance(witness.instance_id)
+    return accuser.contradiction_count if accuser is not None else 0
 
 
 def _planned_generation(fork: ForkRecord | None, source: InstanceRecord) -> int:
     """Return the generation that the fork was planned to read, or if unknown, the source's current one."""
     reads = fork.reads if fork else ()
-    read = (read.generation for read in reads if read.source_id == source.report.instance_id)
-    return next(read, source.report.generation)
+    generations = (read.generation for read in reads if read.source_id == source.report.instance_id)
+    return next(generations, source.report.generation)
 
 
 def _is_source_fault(fault: SourceFault, source: InstanceRecord) -> bool:
-    """Return whether the source itself is at fault.
+    """Return True if the source itself is at fault.
 
     A weight update is not a fault, an unreachable source may only be unreachable for this target, and a
     stalled relay may only be waiting for its own source.

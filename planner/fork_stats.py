@@ -33,12 +33,12 @@ class ForkDurationStats:
 
     @property
     def storage_s(self) -> float | None:
-        """Return the median of the recent forks, fallbacks included, that read everything from storage."""
+        """Median of the recent forks, fallbacks included, that read everything from storage."""
         return median(self._from_storage) if self._from_storage else None
 
     @property
     def fork_s(self) -> float | None:
-        """Return the median of the recent forks that read everything from peers."""
+        """Median of the recent forks that read everything from peers."""
         return median(self._from_peers) if self._from_peers else None
 
     def seconds_saved(self, fork: ForkRecord, finish: ForkResult) -> float | None:

@@ -41,13 +41,13 @@ class GroupHistory:
 
     @property
     def seconds_saved(self) -> float | None:
-        """Return the seconds saved by forking from peers, or None until both durations are known."""
+        """Seconds saved by forking from peers, or None until both durations are known."""
         durations = self.durations
         return None if durations.storage_s is None or durations.fork_s is None else durations.total_seconds_saved
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no fork has been recorded."""
+        """True if no fork has been recorded."""
         has_durations = self.durations.storage_s is not None or self.durations.fork_s is not None
         return not (has_durations or self.storage_bytes or self.forked_bytes)
 

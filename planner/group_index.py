@@ -53,17 +53,17 @@ class GroupIndex:
 
     @property
     def model(self) -> str:
-        """Return the model's name."""
+        """Name of the model."""
         return self.key.model
 
     @property
     def version(self) -> str:
-        """Return the version of the weights; empty for targets whose version is not resolved yet."""
+        """Version of the weights; empty for targets whose version is not resolved yet."""
         return self.key.version
 
     @property
     def rank_key(self) -> str:
-        """Return the rank's key."""
+        """Key of the rank."""
         return self.key.rank_key
 
     @property
@@ -192,7 +192,7 @@ class GroupIndex:
 
     @property
     def orphaned(self) -> bool:
-        """Return whether the group has members but no source left, though it had one.
+        """True if the group has members but no source left, though it had one.
 
         A group whose last members are draining does not count: they shut down, as in a rollout of another
         version.
@@ -262,7 +262,7 @@ class GroupIndex:
                 self._assign_slots(fork)
 
     def _same_index_entry(self, old: Source, new: Source) -> bool:
-        """Return whether a report changes nothing that the index depends on, as most heartbeats do."""
+        """Return True if a report changes nothing that the index depends on, as most heartbeats do."""
         indexed_values = [
             (each.layout_id, each.weights_id, each.provisional_id, each.generation, each.state, each.complete,
              each.location, each.quarantine, each.slow, bool(each.verified))

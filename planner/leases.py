@@ -56,7 +56,7 @@ class LeaseSigner:
 
     @property
     def unix_time(self) -> float:
-        """Return the time that lease expiry refers to, in seconds since the epoch."""
+        """Time that lease expiry refers to, in seconds since the epoch."""
         return self._clock.unix()
 
     def keys_of(self, instance_id: str, owner: str = "") -> tuple[str, ...]:

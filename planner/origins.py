@@ -38,7 +38,7 @@ class KnownHosts:
         return cls((settings.bind, socket.gethostname(), *settings.allowed_hosts))
 
     def contains(self, host: str | None) -> bool:
-        """Return whether a `Host` header names a known host; a request without one is not from a browser."""
+        """Return True if a `Host` header names a known host; a request without one is not from a browser."""
         if host is None or ANY in self._names:
             return True
         name = _name_of(host)
@@ -54,7 +54,7 @@ class KnownHosts:
 
 
 def is_foreign(origin: str | None, fetch_site: str | None, host: str | None) -> bool:
-    """Return whether a browser sent the request for a page of an origin other than the planner's own."""
+    """Return True if a browser sent the request for a page of an origin other than the planner's own."""
     if fetch_site is not None:
         return fetch_site not in ("same-origin", "none")
     if origin is None:

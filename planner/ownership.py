@@ -30,7 +30,7 @@ from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
 NOT_OWNER: Final = "not-owner"
 """Problem slug."""
-PARAMETER: Final[dict[str, Any]] = {
+OWNER_HEADER_DOCS: Final[dict[str, Any]] = {
     "parameters": [
         {
             "name": OWNER_HEADER,

@@ -61,7 +61,7 @@ class PlanResponseBuilder:
         return ProgressAck(leases=leases, replan_suggested=replan_reason)
 
     def _lost_sources(self, source: InstanceRecord, since: float) -> bool:
-        """Return whether a relay has no source any more: its readers may be able to read storage instead."""
+        """Return True if a relay has no source any more: its readers may be able to read storage instead."""
         if source.source.complete:
             return False
         fork = self._store.state.live_fork_of(source.report.instance_id)

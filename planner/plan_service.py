@@ -164,7 +164,7 @@ class PlanService:
         )
 
     def _is_after_restart(self, context: PlanContext, now: float) -> bool:
-        """Return whether the fork began with plans that this planner does not know: its sources will report
+        """Return True if the fork began with plans that this planner does not know: its sources will report
         soon.
         """
         old = context.previous_fork

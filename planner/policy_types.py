@@ -87,12 +87,12 @@ class Source:
 
     @cached_property
     def watermark(self) -> int:
-        """Return the number of chunks that it can serve."""
+        """Number of chunks that it can serve."""
         return count(self.verified)
 
     @cached_property
     def complete(self) -> bool:
-        """Return whether it has every chunk of final weights, so that it waits for no source."""
+        """True if it has every chunk of final weights, so that it waits for no source."""
         return self.weights_id is not None and self.watermark == self.chunk_count
 
 
@@ -189,7 +189,7 @@ class PlanDecision:
 
     @property
     def shares(self) -> tuple[ChunkShare, ...]:
-        """Return what the target reads from peers; `storage` is separate."""
+        """Chunks that the target reads from its peers; `storage` is separate."""
         return tuple(ChunkShare(each.source_id, each.chunks) for each in self.assignments)
 
 

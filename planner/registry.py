@@ -124,7 +124,7 @@ class Registry:
                     409,
                     "last-seed",
                     f"instance {instance_id} is the last seed of {_record_name(record)}"
-                    f"{self._expected_suffix(record)}: start another, or drain it with force",
+                    f"{self._expected_suffix(record)}: start another first, or force the drain (`rfork drain --force`)",
                 )
             try:
                 # If two callers drain the last two seeds concurrently, one of them must fail.
@@ -138,7 +138,7 @@ class Registry:
         return record
 
     async def can_exit(self, instance_id: str) -> ExitCheck:
-        """Return whether the instance may exit: it has no readers and none will need it."""
+        """Return True if the instance may exit: it has no readers and none will need it."""
         await self.sweep()
         record = self.state.instance(instance_id)
         if record is None and self._warm_at is not None and self.now() < self._warm_at:
@@ -154,7 +154,8 @@ class Registry:
             return ExitCheck(can_exit=False, readers=readers, reason=f"forks that read from it: {readers}")
         waiting = [name for name in group.shares if name != instance_id]
         if waiting and self._is_last_seed(record):
-            reason = f"it is the last seed of {_record_name(record)}, and {len(waiting)} forks are running"
+            running = "1 fork is running" if len(waiting) == 1 else f"{len(waiting)} forks are running"
+            reason = f"it is the last seed of {_record_name(record)}, and {running}"
             return ExitCheck(can_exit=False, readers=0, reason=reason)
         expected_suffix = self._expected_suffix(record)
         # A drained instance gets no more readers, so there is no reason to keep it.
@@ -210,7 +211,7 @@ class Registry:
         return await self._plans.trace_wait(context, self._batches.add)
 
     def _is_early(self, report: InstanceReport) -> bool:
-        """Return whether the target's replica may have a version that its other ranks have not reported yet.
+        """Return True if the target's replica may have a version that its other ranks have not reported yet.
 
         That is so until every instance had time for a heartbeat, if the planner started without records.
         """
@@ -300,7 +301,11 @@ class Registry:
             if fork is not None:
                 forks[fork.fork_id] = self._abandon(fork, "failed", "the instance stopped sending heartbeats")
             removed.append(instance_id)
-            self._log.warning("instance forgotten", instance_id=instance_id, silent_s=now - instance.seen_at)
+            self._log.warning(
+                "instance forgotten: it stopped sending heartbeats",
+                instance_id=instance_id,
+                silent_s=round(now - instance.seen_at, 1),
+            )
         ttl_s = self._settings.lease_ttl_s
         for fork in self.state.overdue_forks(now - ttl_s):
             if fork.fork_id not in forks:
@@ -311,7 +316,7 @@ class Registry:
             try:
                 await self.store.commit(change)
             except StoreUnavailable as error:
-                self._log.warning("failed to forget silent instances", reason=str(error))
+                self._log.warning("failed to remove silent instances and forks, retrying", reason=str(error))
 
     def _find_stragglers(self, now: float) -> list[InstanceRecord]:
         """Return relays that have started to fall behind since the last sweep."""
@@ -327,7 +332,7 @@ class Registry:
         return found
 
     def _is_last_seed(self, record: InstanceRecord) -> bool:
-        """Return whether no other readable instance has the same complete weights."""
+        """Return True if no other readable instance has the same complete weights."""
         source = record.source
         if not source.complete:
             return False

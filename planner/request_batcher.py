@@ -143,7 +143,7 @@ class RequestBatcher:
     # -- scale-ups ----------------------------------------------------------------------------------
 
     def _is_expected(self, scaleup_batching: ScaleUpBatching, context: PlanContext) -> bool:
-        """Return whether the request is expected by a scale-up, or repeats one that is waiting."""
+        """Return True if the request is expected by a scale-up, or repeats one that is waiting."""
         if context.is_replan or scaleup_batching.max_wait_s <= 0:
             return False
         waiting = self._scaleup_batches.get(context.group)

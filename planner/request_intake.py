@@ -47,17 +47,17 @@ class PlanContext:
 
     @property
     def fork_id(self) -> str:
-        """Return the fork's id."""
+        """Id of the fork."""
         return self.request.fork_id
 
     @property
     def group(self) -> GroupKey:
-        """Return the group of instances that it may share weights with."""
+        """Group of instances that it may share weights with."""
         return self.target.group
 
     @property
     def is_replan(self) -> bool:
-        """Return whether it lost a source or has already begun, so that it must not wait for other requests."""
+        """True if it lost a source or has already begun, so that it must not wait for other requests."""
         return bool(self.request.faults or self.request.current_assignments or self.target.report.verified)
 
 
@@ -155,7 +155,7 @@ class RequestIntake:
                 )  # fmt: skip
             elif record.accusations and (existing is None or existing.accusations != record.accusations):
                 self._log.warning(
-                    "source accused", instance_id=record.report.instance_id,
+                    "source reported as faulty by a reader", instance_id=record.report.instance_id,
                     reason=record.accusations[-1].reason, fork_id=request.fork_id,
                 )  # fmt: skip
         if assessment.changed_records or ended:

@@ -23,12 +23,12 @@ class _ReplicaShape:
 
     @property
     def min_seeds(self) -> int:
-        """Return the number of seeds of the rank that has the fewest."""
+        """Number of seeds of the rank that has the fewest."""
         return min(self.seeds.values()) if len(self.seeds) >= self.min_ranks else 0
 
     @property
     def score(self) -> tuple[int, int]:
-        """Return a sort key: the shape with the greatest one is forked from."""
+        """A sort key: the shape with the greatest one is forked from."""
         return self.min_seeds, self.members
 
 

@@ -37,7 +37,7 @@ class ExpectedReplicas:
         self._arrived: dict[Position, set[str]] = {}
 
     def accepts_version(self, version: str) -> bool:
-        """Return whether replicas of this version (empty: not resolved) may be part of the scale-up."""
+        """Return True if replicas of this version (empty: not resolved) may be part of the scale-up."""
         return not version or self.record.scaleup.version in (None, version)
 
     def remaining(self, position: Position) -> int:
@@ -51,7 +51,7 @@ class ExpectedReplicas:
 
     @property
     def max_position_count(self) -> int:
-        """Return the number of replicas of which any rank arrived: two Pods of one replica have different
+        """Number of replicas of which any rank arrived: two Pods of one replica have different
         positions.
         """
         max_arrived = max((len(arrived_replicas) for arrived_replicas in self._arrived.values()), default=0)
@@ -59,7 +59,7 @@ class ExpectedReplicas:
 
     @property
     def arrived_since(self) -> int:
-        """Return the number of replicas that arrived since the last announcement."""
+        """Number of replicas that arrived since the last announcement."""
         return max(0, self.max_position_count - self.record.before)
 
 
@@ -85,7 +85,7 @@ class ScaleUpTracker:
         return max(sum(scaleup.remaining((rank_key, index)) for scaleup in live) for index in indices)
 
     def is_expected(self, record: InstanceRecord, now: float) -> bool:
-        """Return whether the instance, before its first fork request, is expected by a scale-up."""
+        """Return True if the instance, before its first fork request, is expected by a scale-up."""
         since = self._first.get(replica_key(record.report), record.since)
         live = [
             scaleup

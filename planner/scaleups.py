@@ -66,7 +66,9 @@ class ScaleUpRegistry:
             first_to_expire = min(self._store.state.scaleups(), key=lambda each: each.expires_at)
             replaced_ids = (first_to_expire.scaleup.scaleup_id,)
             self._log.warning(
-                "too many scale-ups, dropping the first to expire", scaleup_id=replaced_ids[0], kept=MAX_SCALEUPS
+                "too many scale-ups, forgetting the one that expires first",
+                scaleup_id=replaced_ids[0],
+                max_scaleups=MAX_SCALEUPS,
             )
         await self._store.commit(StoreChange(scaleups=(record,), withdrawn=replaced_ids))
         if known is None or known.scaleup != scaleup:
@@ -127,7 +129,7 @@ class ScaleUpRegistry:
         return min((remaining for remaining in ends if remaining > 0), default=math.inf)
 
     def is_expected(self, record: InstanceRecord) -> bool:
-        """Return whether the instance, before its first fork request, is expected by a scale-up."""
+        """Return True if the instance, before its first fork request, is expected by a scale-up."""
         model = self._models.get(record.report.model)
         return model is not None and model.is_expected(record, self._store.now())
 
@@ -159,12 +161,12 @@ class ScaleUpRegistry:
 
     def on_scaleups(self, models: Iterable[str]) -> None:
         """Recount the scale-ups of these models, and notify listeners."""
-        wanted = set(models)
+        recounted_models = set(models)
         records: dict[str, list[ScaleUpRecord]] = {}
         for record in self._store.state.scaleups():
-            if record.scaleup.model in wanted:
+            if record.scaleup.model in recounted_models:
                 records.setdefault(record.scaleup.model, []).append(record)
-        for model in wanted:
+        for model in recounted_models:
             self._models.pop(model, None)
             if model in records:
                 self._models[model] = ScaleUpTracker(records[model], _members(self._store.state, model))

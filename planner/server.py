@@ -137,7 +137,10 @@ def _server(
     try:
         config.ssl = server_context(tls)
     except SettingsError as error:
-        raise SettingsError(f"invalid TLS files for the planner: {error}") from error
+        raise SettingsError(
+            f"invalid TLS files of the planner: {error}",
+            hint="check RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each must be a PEM file",
+        ) from error
     if tls.certificate is not None:
         app.metrics.follow_certificate(tls.certificate)
     if settings.bind not in LOOPBACK and settings.token is None and settings.tokens_file is None:

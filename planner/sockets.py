@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from planner.connection_acceptor import BoundedServer
-from rfork.errors import PortInUse, SettingsError
+from rfork.errors import PortInUse, SettingsError, reason_of
 from rfork.settings import host_port
 
 BACKLOG: Final = 2048
@@ -46,7 +46,7 @@ def listen(bind: str, port: int, *, prefix: str, port_setting: str) -> socket.so
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(bind, port, setting=f"{prefix}{port_setting}") from None
         raise SettingsError(
-            f"cannot listen on {bind}:{port}: {error.strerror or error}",
+            f"cannot listen on {bind}:{port}: {reason_of(error)}",
             hint=f"set {prefix}BIND to an address of this machine",
         ) from None
     return listener

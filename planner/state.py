@@ -144,7 +144,7 @@ class PlannerState:
 
     @property
     def instance_count(self) -> int:
-        """Return the number of known instances."""
+        """Number of known instances."""
         return len(self._instances)
 
     # -- forks ------------------------------------------------------------------------------------

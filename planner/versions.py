@@ -112,7 +112,7 @@ def _position(report: InstanceReport) -> tuple[str, int]:
 def _can_complete(
     version: str, report: InstanceReport, same_role: Iterable[InstanceRecord], loading: Collection[str]
 ) -> bool:
-    """Return whether another instance has this rank of the version complete, or reads it from storage."""
+    """Return True if another instance has this rank of the version complete, or reads it from storage."""
     return any(
         record.version == version
         and record.report.rank.key == report.rank.key

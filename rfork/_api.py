@@ -21,7 +21,7 @@ from rfork.engines.argument_checks import (
 )
 from rfork.engines.replica import replica_of
 from rfork.engines.version_selection import CurrentVersion, choose_version, version_of_files
-from rfork.errors import SettingsError, UnsupportedTensor
+from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.manifest import Manifest
 from rfork.peer.client import PeerClient
@@ -196,7 +196,7 @@ def seed(
     rank = rank or Rank()
     image = capture(module, exclude=exclude)
     if not image.layout.image_bytes:
-        raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to seed")
+        raise UnsupportedTensor(ALL_TENSORS, "it has no tensor with bytes, so there is nothing to seed")
     manifest, agreed = compute_manifest(image), replica_of(chosen, rank)
     with Seed(
         image,

@@ -48,10 +48,20 @@ seeds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 Fault = Literal["user", "target", "source", "network", "storage"]
+ALL_TENSORS: Final = "(all)"
+"""Name that an `UnsupportedTensor` has if it concerns the complete model."""
+_python_details: Final = re.compile(r"^\[Errno -?\d+\] |( \(_ssl\.c:\d+\))$")
+"""Text that Python adds to the messages of the operating system and of OpenSSL."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of any error on one line, without error numbers; its class name if it has no message."""
+    return _python_details.sub("", " ".join(str(error).split())) or type(error).__name__
 
 
 class RforkError(Exception):
@@ -68,6 +78,11 @@ class RforkError(Exception):
     def kind(self) -> str:
         """Name of this error in reports, metric labels and on the wire."""
         return type(self).__name__
+
+    def add_party(self, address: str) -> None:
+        """Begin the message with the address of the party that it is about, unless it names that host already."""
+        if address.rpartition(":")[0] not in str(self):
+            self.args = (f"{address}: {self}", *self.args[1:])
 
 
 class UserError(RforkError):
@@ -115,10 +130,14 @@ class EngineMismatch(UserError):
 
 
 class UnsupportedTensor(UserError):
-    """State of the module that cannot be transferred: a tensor without bytes, or state outside tensors."""
+    """State of the module that cannot be transferred: a tensor without bytes, or state outside tensors.
+
+    `name` is the tensor's; `ALL_TENSORS` stands for the complete model.
+    """
 
     def __init__(self, name: str, why: str, *, hint: str = "") -> None:
-        super().__init__(f"{name!r} cannot be captured: {why}", hint=hint)
+        subject = "the model" if name == ALL_TENSORS else repr(name)
+        super().__init__(f"{subject} cannot be captured: {why}", hint=hint)
         self.name = name
 
 

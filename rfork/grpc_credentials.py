@@ -10,15 +10,15 @@ from typing import Final
 
 import grpc
 
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.logs import logger
 from rfork.settings import TlsSettings
 
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
-CREDENTIALS_ERROR: Final = "unusable TLS files (RFORK_TLS_*)"
+CREDENTIALS_ERROR: Final = "invalid TLS files"
 PEM_HINT: Final = (
-    "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are a matching pair of PEM files; RFORK_TLS_CA is a PEM file too"
+    "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY must be a matching pair of PEM files, and RFORK_TLS_CA a PEM file"
 )
 
 
@@ -58,7 +58,7 @@ class _Renewal:
         except OSError as error:
             # For example an incomplete renewal: a certificate that does not match the key yet.
             if str(error) != self._last_problem:  # once per problem, not at each handshake
-                logger("rfork.tls").warning(CREDENTIALS_ERROR, reason=str(error), used="the previous files")
+                logger("rfork.tls").warning("invalid TLS files, using the previous ones", reason=str(error))
             self._last_problem = str(error)
             return None
         self._last_problem = ""
@@ -104,7 +104,7 @@ def _naming(variable: str, files: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # includes ssl.SSLError
-        raise OSError(f"{variable}: cannot use {files}: {error.strerror or error}") from error
+        raise OSError(f"{variable}: cannot use {files}: {reason_of(error)}") from error
 
 
 def _configuration(files: Files) -> grpc.ServerCertificateConfiguration:

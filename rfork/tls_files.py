@@ -13,7 +13,7 @@ from math import floor
 from pathlib import Path
 from typing import Final
 
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.logs import logger
 from rfork.settings import TlsSettings
 from rfork.tls_expiry import not_after
@@ -62,7 +62,7 @@ class CurrentContext:
         try:
             self._context = self._make(self._tls)
         except (SettingsError, OSError) as error:
-            self._log.warning("unusable TLS files, using the previous ones", reason=str(error))
+            self._log.warning("invalid TLS files, using the previous ones", reason=str(error))
             return
         self._warned_at = 0.0
         self._log.info("TLS files reloaded", certificate=str(self._tls.certificate))
@@ -132,14 +132,14 @@ def _show_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
         context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:  # includes ssl.SSLError
         pair = f"{tls.certificate} with {tls.key}"
-        raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {error}") from error
+        raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {reason_of(error)}") from error
 
 
 def _trust(context: ssl.SSLContext, tls: TlsSettings) -> None:
     try:
         context.load_verify_locations(cafile=tls.ca)
     except OSError as error:
-        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca}: {error}") from error
+        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca}: {reason_of(error)}") from error
 
 
 def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:

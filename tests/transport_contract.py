@@ -67,7 +67,7 @@ class FakeGate:
         return "fork-1"
 
     @contextmanager
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> Iterator[None]:
         self.authorize(token, begin, end)
         yield
 

@@ -144,7 +144,7 @@ class GpuContenders:
     _remaining_runs: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, prepare: Callable[[], Contender], *, aside: bool = False) -> None:
-        """Add a contender; `prepare` makes it, or raises the reason why it cannot run."""
+        """Add a contender; `prepare` creates it, or raises the reason why it cannot run."""
         try:
             self._runs[name] = prepare()
         except NOT_FOUND as error:

@@ -116,7 +116,7 @@ def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
     if not inspect_python(python, modules).missing:
         return python
     inside = str(VENV / "bin" / "python")
-    if not is_made() and (failed := _missing_after_install(python, _left(until))):
+    if not is_complete() and (failed := _missing_after_install(python, _left(until))):
         print(f"cannot make a virtual environment over {python}, so nothing is installed: {failed}", flush=True)
         return python
     pins = VENV / "pins.txt"
@@ -134,8 +134,8 @@ def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
     return inside
 
 
-def is_made() -> bool:
-    """Return whether the virtual environment is complete: the file that is written last exists."""
+def is_complete() -> bool:
+    """Return True if the virtual environment is complete: the file that is written last exists."""
     return any(VENV.glob(f"lib/python*/site-packages/{LAST}"))
 
 

@@ -43,7 +43,7 @@ from benchmarks.gpu.common import (
     shapes_of,
 )
 from benchmarks.gpu.pull_local import FILE, SHM, temporary_folder_in
-from benchmarks.gpu.pull_source import BARE, GpuOffer, source_process
+from benchmarks.gpu.pull_source import BARE_TRANSPORTS, GpuOffer, source_process
 from benchmarks.gpu.pull_target import GpuPullTarget
 from benchmarks.harness import GB
 from benchmarks.pull_source import IN_FLIGHT, planner_main, process
@@ -129,7 +129,7 @@ def measure_peers(
             partial(target.fork, planner, source, transport, verify=verify),
             aside=transport in SLOW,
         )
-    for transport in BARE:
+    for transport in BARE_TRANSPORTS:
         name = f"{before}: {transport} reads"
         if reason := offer.unavailable_reason(transport):
             contenders.absent(name, reason)

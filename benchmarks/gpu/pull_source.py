@@ -24,13 +24,13 @@ from rfork.transport.selection import TRANSPORTS
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 TOKEN = "benchmark"
 FORK_ID = "benchmark"
-BARE = ("cuda_ipc", "shared_memory", "http")
+BARE_TRANSPORTS = ("cuda_ipc", "shared_memory", "http")
 """Transports whose reads are also timed without a fork."""
 
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """Offer of one source process: endpoints for each shape, and why other transports are unavailable."""
+    """Endpoints of one source process, by shape, and the reasons why other transports are unavailable."""
 
     transports: tuple[str, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class AllowAllGate:
         return FORK_ID
 
     @contextlib.contextmanager
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> Iterator[None]:
         """See `AccessGate.read_guard`."""
         self.authorize(token, begin, end)
         yield
@@ -84,12 +84,12 @@ def usable_transports(settings: InstanceSettings) -> tuple[tuple[str, ...], dict
     """Return the transports that can run on this machine, and why the others cannot."""
     names: list[str] = []
     unavailable: dict[str, str] = {}
-    for name, make in TRANSPORTS.items():
-        available = make(settings).availability()
-        if available.usable:
+    for name, create_transport in TRANSPORTS.items():
+        availability = create_transport(settings).availability()
+        if availability.usable:
             names.append(name)
         else:
-            unavailable[name] = available.reason
+            unavailable[name] = availability.reason
     return tuple(names), unavailable
 
 
@@ -103,16 +103,16 @@ def _source_main(ready: Connection, planner: str, shapes: Shapes, device_name: s
     names, unavailable = usable_transports(settings_for(planner, ("http",)))
     modules = {shape: module_of(tensors, device) for shape, tensors in shapes.items()}
     synchronized(device)
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as resources:
         for name in names:
             try:
-                _start_seeds(modules, name, planner, device, opened)
+                _start_seeds(modules, name, planner, device, resources)
             except NOT_FOUND as error:
                 unavailable[name] = error_text(error)
         options = settings_for(planner, names)
         endpoints: dict[str, dict[str, Endpoint]] = {}
         for shape, module in modules.items():
-            endpoints[shape] = _export_image(capture(module), options, names, unavailable, opened)
+            endpoints[shape] = _export_image(capture(module), options, names, unavailable, resources)
         ready.send(GpuOffer(names, unavailable, endpoints))
         with contextlib.suppress(EOFError):
             ready.recv()  # until the benchmark ends
@@ -123,13 +123,13 @@ def _start_seeds(
     transport: str,
     planner: str,
     device: torch.device,
-    opened: contextlib.ExitStack,
+    resources: contextlib.ExitStack,
 ) -> None:
     """Start a seed for each shape over one transport; a failure does not affect the others."""
     options = settings_for(planner, (transport,))
     for shape, module in modules.items():
         seed = rfork.seed(module, model=model_name(shape, transport, device), settings=options)
-        if not opened.enter_context(seed).wait_registered(READY_TIMEOUT_S):
+        if not resources.enter_context(seed).wait_registered(READY_TIMEOUT_S):
             raise RforkError("the planner did not respond to the seed")
 
 
@@ -138,19 +138,19 @@ def _export_image(
     settings: InstanceSettings,
     names: tuple[str, ...],
     unavailable: dict[str, str],
-    opened: contextlib.ExitStack,
+    resources: contextlib.ExitStack,
 ) -> dict[str, Endpoint]:
     """Export one endpoint per bare transport; one that cannot serve this image is recorded as unavailable."""
     endpoints: dict[str, Endpoint] = {}
     for name in names:
-        if name not in BARE:
+        if name not in BARE_TRANSPORTS:
             continue
         try:
             exporter = TRANSPORTS[name](settings).export(image, AllowAllGate())
         except NOT_FOUND as error:
             unavailable[name] = error_text(error)
             continue
-        opened.callback(exporter.close)
+        resources.callback(exporter.close)
         exporter.authorize_peer(FORK_ID, LOOPBACK)
         endpoints[name] = exporter.endpoint()
     return endpoints

@@ -77,7 +77,7 @@ def test(python: str, until: float) -> int:
 
 
 def importable(python: str, path: Path) -> bool:
-    """Return whether a test file can be imported; prints what it lacks."""
+    """Return True if a test file can be imported; prints what it lacks."""
     done = subprocess.run([python, "-c", IMPORTED, str(path)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(f"{path.relative_to(ROOT)} does not run: {done.stderr.strip().splitlines()[-1]}")

@@ -133,10 +133,10 @@ def check_installed(python: Path) -> None:
     """Check the first steps of a user, outside the sources and without extras."""
     version_output = run_program(python.parent / "rfork", "version")
     if version_output != __version__ or run_program(python, "-c", PUBLIC) != __version__:
-        raise ReleaseError(f"the wheel's version is {version_output}, expected {__version__}")
+        raise ReleaseError(f"the wheel's version is {version_output} instead of {__version__}")
     checks = json.loads(run_program(python.parent / "rfork", "doctor", "--json"))["checks"]
     if not checks:
-        raise ReleaseError("rfork doctor made no checks")
+        raise ReleaseError("`rfork doctor` of the wheel printed no checks")
     print(f"installed: rfork {version_output}, doctor made {len(checks)} checks")
 
 
@@ -160,7 +160,8 @@ def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
     document = json.loads(path.read_text())
     subject = document["metadata"]["component"]
     if (subject["name"], subject.get("version")) != ("rfork", __version__):
-        raise ReleaseError(f"the SBOM describes {subject['name']} {subject.get('version')}")
+        named = f"{subject['name']} {subject.get('version')}"
+        raise ReleaseError(f"the SBOM describes {named} instead of rfork {__version__}")
     components = {each["name"].lower() for each in document["components"]}
     if missing := [name for name in REQUIRED if name not in components]:
         raise ReleaseError(f"the SBOM lacks {', '.join(missing)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from email.parser import Parser
 from pathlib import Path
 from typing import Final
@@ -44,20 +45,21 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
         wanted = {*NEEDED, *assets(root), *modules(root), f"{info}/METADATA"}
         wanted |= {f"{info}/licenses/{path}" for path in LICENSES}
         if missing := sorted(wanted - names):
-            raise InvalidContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
+            raise InvalidContents(f"{wheel.name} lacks {_listed(missing)}")
         tops = {name.partition("/")[0] for name in names}
         if foreign := sorted(tops - {*PACKAGES, info}):
             raise InvalidContents(f"{wheel.name} contains {foreign[0]}, which is not in {', '.join(PACKAGES)}")
         if unwanted := sorted(name for name in names if set(UNWANTED) & set(name.split("/"))):
-            raise InvalidContents(f"{wheel.name} brings {unwanted[0]} ({len(unwanted)} such)")
+            raise InvalidContents(f"{wheel.name} contains {_listed(unwanted)}, which belongs in no wheel")
         points = configparser.ConfigParser()
         points.read_string(archive.read(f"{info}/entry_points.txt").decode())
         if (declared := {name: dict(points[name]) for name in points.sections()}) != ENTRY_POINTS:
-            raise InvalidContents(f"{wheel.name} declares {declared}")
+            raise InvalidContents(f"{wheel.name} declares the entry points {declared} instead of {ENTRY_POINTS}")
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     declared_metadata = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
     if declared_metadata != ("rfork", version, LICENCE):
-        raise InvalidContents(f"{wheel.name} has the metadata {declared_metadata}")
+        expected_metadata = ("rfork", version, LICENCE)
+        raise InvalidContents(f"{wheel.name} has the metadata {declared_metadata} instead of {expected_metadata}")
     return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the UI"
 
 
@@ -67,9 +69,9 @@ def check_links(wheel: Path, repository: str) -> None:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     if left := links.relative(str(metadata.get_payload())):
-        raise InvalidContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} relative links)")
+        raise InvalidContents(f"{wheel.name}: its README has a relative link, which a package index breaks: {left[0]}")
     if f"Repository, {repository}" not in metadata.get_all("Project-URL", ()):
-        raise InvalidContents(f"{wheel.name} does not name {repository}")
+        raise InvalidContents(f"{wheel.name} does not name the repository {repository} in its metadata")
 
 
 def check_source(source: Path, version: str) -> None:
@@ -78,9 +80,14 @@ def check_source(source: Path, version: str) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
         tops = {name.partition("/")[0] for name in archive.getnames()}
     if tops != {f"rfork-{version}"}:
-        raise InvalidContents(f"{source.name} unpacks to {sorted(tops)}")
+        raise InvalidContents(f"{source.name} unpacks to {sorted(tops)} instead of rfork-{version}")
     if missing := sorted({"pyproject.toml", "README.md", "LICENSE", *NEEDED} - names):
-        raise InvalidContents(f"{source.name} lacks {missing[0]} ({len(missing)} such)")
+        raise InvalidContents(f"{source.name} lacks {_listed(missing)}")
+
+
+def _listed(files: Sequence[str]) -> str:
+    """Return the name of the first file, and how many others there are."""
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 def modules(root: Path) -> set[str]:

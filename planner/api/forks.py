@@ -8,19 +8,19 @@ from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
-from planner.api.pagination import PAGE, After, Limit, paginate
+from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
-from planner.ownership import NOT_OWNER, PARAMETER, Claimant
+from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
 from planner.registry import Registry
 from rfork.schema import ForkInfo, ForkPage, ForkProgress, ForkRequest, ForkResult, Plan, ProgressAck
 from rfork.schema.types import ForkState, Identifier
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-fork", "unknown fork fork-1")
-FOREIGN = ProblemDoc(403, NOT_OWNER, "fork fork-1 belongs to another owner: X-Rfork-Owner does not match")
-ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: request a plan under another id")
-BUSY = ProblemDoc(503, "busy", "other planner replicas kept changing this group: retry")
+UNKNOWN_FORK = ProblemDoc(404, "unknown-fork", "unknown fork fork-1")
+OTHER_OWNER = ProblemDoc(403, NOT_OWNER, "fork fork-1 belongs to another owner: X-Rfork-Owner does not match")
+FORK_ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: request a plan under another id")
+GROUP_BUSY = ProblemDoc(503, "busy", "other planner replicas kept changing this group: retry")
 
 
 def forks_router(registry: Registry) -> APIRouter:
@@ -31,8 +31,8 @@ def forks_router(registry: Registry) -> APIRouter:
         "",
         summary="Request a plan, or a new one",
         responses=success({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
-        | problems(*WITH_BODY, FOREIGN, ENDED, BUSY),
-        openapi_extra=PARAMETER,
+        | problems(*WITH_BODY, OTHER_OWNER, FORK_ENDED, GROUP_BUSY),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def create_fork(
         call: Request,
@@ -63,8 +63,8 @@ def forks_router(registry: Registry) -> APIRouter:
     @router.post(
         "/{fork_id}/progress",
         summary="Report progress, renew leases",
-        responses=success(examples.PROGRESS_ACK) | problems(*WITH_BODY, FOREIGN, UNKNOWN, ENDED, 503),
-        openapi_extra=PARAMETER,
+        responses=success(examples.PROGRESS_ACK) | problems(*WITH_BODY, OTHER_OWNER, UNKNOWN_FORK, FORK_ENDED, 503),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def progress(
         fork_id: ForkId,
@@ -87,8 +87,8 @@ def forks_router(registry: Registry) -> APIRouter:
         "/{fork_id}/finish",
         status_code=204,
         summary="Finish a fork",
-        responses=success(status=204) | problems(*WITH_BODY, FOREIGN, 503),
-        openapi_extra=PARAMETER,
+        responses=success(status=204) | problems(*WITH_BODY, OTHER_OWNER, 503),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def finish(
         fork_id: ForkId,
@@ -104,7 +104,7 @@ def forks_router(registry: Registry) -> APIRouter:
         state: Annotated[ForkState | None, Query(description="only forks in this state")] = None,
         host: Annotated[str | None, Query(description="only forks of targets on this host")] = None,
         after: After = None,
-        limit: Limit = PAGE,
+        limit: Limit = DEFAULT_PAGE_SIZE,
     ) -> ForkPage:
         """List the running and the most recently finished forks, ordered by id.
 
@@ -117,18 +117,18 @@ def forks_router(registry: Registry) -> APIRouter:
             target = known.instance(instance_id)
             return target.report.placement.host if target is not None else None
 
-        filters = (
+        matching_ids = (
             record.fork_id
             for record in known.forks_after(after)
             if (model is None or model == record.model)
             and (state is None or state == record.state)
             and (host is None or host == host_of(record.instance_id))
         )
-        found, following = paginate(filters, limit)
-        records = [record for each in found if (record := known.fork(each))]
-        return ForkPage(items=tuple(record.view(now) for record in records), next=following)
+        page_ids, next_page = paginate(matching_ids, limit)
+        records = [record for fork_id in page_ids if (record := known.fork(fork_id))]
+        return ForkPage(items=tuple(record.view(now) for record in records), next=next_page)
 
-    @router.get("/{fork_id}", summary="Get a fork", responses=success(examples.FORK) | problems(UNKNOWN))
+    @router.get("/{fork_id}", summary="Get a fork", responses=success(examples.FORK) | problems(UNKNOWN_FORK))
     async def show(fork_id: ForkId) -> ForkInfo:
         """Return the fork's plan, its progress and, once finished, its result."""
         return registry.fork(fork_id).view(registry.now())

@@ -8,24 +8,24 @@ from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
-from planner.api.pagination import PAGE, After, Limit, paginate
+from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
 from planner.auth import require_role
 from planner.http_errors import invalid_field
-from planner.ownership import NOT_OWNER, PARAMETER, Claimant
+from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
 from planner.registry import Registry
 from rfork.schema import ExitCheck, InstanceAck, InstanceInfo, InstancePage, InstanceReport
 from rfork.schema.types import Identifier, InstanceState
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-instance", "unknown instance seed-1")
-FOREIGN = ProblemDoc(403, NOT_OWNER, "instance seed-1 belongs to another owner: X-Rfork-Owner does not match")
+UNKNOWN_INSTANCE = ProblemDoc(404, "unknown-instance", "unknown instance seed-1")
+OTHER_OWNER = ProblemDoc(403, NOT_OWNER, "instance seed-1 belongs to another owner: X-Rfork-Owner does not match")
 LAST_SEED = ProblemDoc(
     409,
     "last-seed",
     "instance seed-1 is the last seed of version files:3fa2c1d0 of these weights: "
-    "start another, or drain it with force",
+    "start another first, or force the drain (`rfork drain --force`)",
 )
 
 
@@ -36,8 +36,8 @@ def instances_router(registry: Registry) -> APIRouter:
     @router.put(
         "/{instance_id}",
         summary="Register, or send a heartbeat",
-        responses=success(examples.ACK) | problems(*WITH_BODY, FOREIGN, 503),
-        openapi_extra=PARAMETER,
+        responses=success(examples.ACK) | problems(*WITH_BODY, OTHER_OWNER, 503),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def report(
         instance_id: InstanceId,
@@ -60,8 +60,8 @@ def instances_router(registry: Registry) -> APIRouter:
     @router.post(
         "/{instance_id}/drain",
         summary="Stop assigning new readers",
-        responses=success(examples.DRAINING) | problems(FOREIGN, UNKNOWN, LAST_SEED, 503),
-        openapi_extra=PARAMETER,
+        responses=success(examples.DRAINING) | problems(OTHER_OWNER, UNKNOWN_INSTANCE, LAST_SEED, 503),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def drain(
         instance_id: InstanceId,
@@ -88,7 +88,7 @@ def instances_router(registry: Registry) -> APIRouter:
         responses=success(examples.EXIT_CHECK),
     )
     async def can_exit(instance_id: InstanceId) -> ExitCheck:
-        """Return whether any fork reads from the instance, or will need it. Always answers 200: poll until it
+        """Return True if any fork reads from the instance, or will need it. The status is always 200: poll until it
         may exit.
 
         For a preStop hook, after draining: `rfork drain INSTANCE --wait 60`, or without rfork
@@ -102,8 +102,8 @@ def instances_router(registry: Registry) -> APIRouter:
         "/{instance_id}",
         status_code=204,
         summary="Remove an instance",
-        responses=success(status=204) | problems(FOREIGN, 503),
-        openapi_extra=PARAMETER,
+        responses=success(status=204) | problems(OTHER_OWNER, 503),
+        openapi_extra=OWNER_HEADER_DOCS,
     )
     async def remove(instance_id: InstanceId, request: Request) -> None:
         """Forget the instance and end its fork. An unknown instance is not an error.
@@ -126,7 +126,7 @@ def instances_router(registry: Registry) -> APIRouter:
             ),
         ] = None,
         after: After = None,
-        limit: Limit = PAGE,
+        limit: Limit = DEFAULT_PAGE_SIZE,
     ) -> InstancePage:
         """List the registered instances, ordered by id.
 
@@ -134,21 +134,21 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         await registry.sweep()
         now = registry.now()
-        filters = (
+        matching_ids = (
             record.source.instance_id
             for record in registry.state.instances_after(after, replica)
             if (model is None or model == record.report.model)
             and (host is None or host == record.source.location.host)
             and (state is None or state == record.source.state)
         )
-        found, following = paginate(filters, limit)
-        records = [record for each in found if (record := registry.state.instance(each))]
-        return InstancePage(items=tuple(record.view(now) for record in records), next=following)
+        page_ids, next_page = paginate(matching_ids, limit)
+        records = [record for instance_id in page_ids if (record := registry.state.instance(instance_id))]
+        return InstancePage(items=tuple(record.view(now) for record in records), next=next_page)
 
     @router.get(
         "/{instance_id}",
         summary="Get an instance",
-        responses=success(examples.INSTANCE) | problems(UNKNOWN),
+        responses=success(examples.INSTANCE) | problems(UNKNOWN_INSTANCE),
     )
     async def show(instance_id: InstanceId) -> InstanceInfo:
         """Return the instance's last report, its age, and the reason for its quarantine, if any."""

@@ -10,10 +10,10 @@ from fastapi import Query
 
 from rfork.schema.types import Identifier
 
-PAGE: Final = 100
-MAX_PAGE: Final = 1000
+DEFAULT_PAGE_SIZE: Final = 100
+MAX_PAGE_SIZE: Final = 1000
 
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="maximum number of items in this page")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE, description="maximum number of items in this page")]
 After = Annotated[Identifier | None, Query(description="`next` of the previous page; none: the first page")]
 
 

@@ -22,8 +22,8 @@ MAX_TARGETS: Final = 8192
 MAX_QUEUED: Final = 4
 """Maximum number of calls that wait for another call."""
 
-FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} previews are already queued")
-UNKNOWN = ProblemDoc(404, "unknown-model", "no known instance of llama")
+QUEUE_FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} previews are already queued")
+UNKNOWN_MODEL = ProblemDoc(404, "unknown-model", "no known instance of llama")
 
 
 def previews_router(registry: Registry) -> APIRouter:
@@ -36,7 +36,7 @@ def previews_router(registry: Registry) -> APIRouter:
     @router.post(
         "",
         summary="Preview a scale-up",
-        responses=success(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN, FULL),
+        responses=success(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN_MODEL, QUEUE_FULL),
     )
     async def create_preview(
         request: Annotated[
@@ -65,14 +65,15 @@ def previews_router(registry: Registry) -> APIRouter:
             ranks = ", ".join(group.rank_key for group in groups[:8])
             groups = [group for group in groups if group.rank_key == request.rank_key]
             if not groups:
-                raise ProblemError(404, "unknown-model", f"no known instance of that rank; known ranks: {ranks}")
+                detail = f"no known instance of rank {request.rank_key}; known ranks: {ranks}"
+                raise ProblemError(404, "unknown-model", detail)
         if len(groups) * request.targets > MAX_TARGETS:
             raise invalid_field(
                 "targets",
                 f"{request.targets} targets of {len(groups)} ranks exceed {MAX_TARGETS}: name one rank_key",
             )
         if queue_slots.locked():
-            raise ProblemError(FULL.status, FULL.slug, FULL.detail, headers={"Retry-After": "2"})
+            raise ProblemError(QUEUE_FULL.status, QUEUE_FULL.slug, QUEUE_FULL.detail, headers={"Retry-After": "2"})
         rank_items: list[Preview] = []
         async with queue_slots:
             for group in groups:

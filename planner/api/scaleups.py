@@ -14,7 +14,7 @@ from rfork.schema.types import Identifier
 
 ScaleUpId = Annotated[Identifier, Path(description="chosen by the caller", examples=["default.llama"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-scaleup", "unknown scale-up default.llama")
+UNKNOWN_SCALEUP = ProblemDoc(404, "unknown-scaleup", "unknown scale-up default.llama")
 
 
 def scaleups_router(registry: Registry) -> APIRouter:
@@ -54,7 +54,7 @@ def scaleups_router(registry: Registry) -> APIRouter:
     @router.get(
         "/{scaleup_id}",
         summary="Get a scale-up",
-        responses=success(examples.SCALEUP_VIEW) | problems(UNKNOWN),
+        responses=success(examples.SCALEUP_VIEW) | problems(UNKNOWN_SCALEUP),
     )
     async def show(scaleup_id: ScaleUpId) -> ScaleUpInfo:
         """Return how many replicas have arrived since the last announcement, and the forecast for the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.http_errors import invalid_field
-from planner.integrations.vllm_ascend.headers import PREFIX
+from planner.integrations.vllm_ascend.headers import NAME_PREFIX
 from rfork.schema import InstanceReport
 
 
@@ -13,6 +13,6 @@ def reject_reserved_names(report: InstanceReport) -> InstanceReport:
     Those names have a fixed format that clients of that protocol rely on.
     """
     for field, name in (("model", report.model), ("instance_id", report.instance_id)):
-        if name.startswith(PREFIX):
-            raise invalid_field(field, f"names that start with {PREFIX} are reserved for vLLM-Ascend's protocol")
+        if name.startswith(NAME_PREFIX):
+            raise invalid_field(field, f"names that start with {NAME_PREFIX} are reserved for vLLM-Ascend's protocol")
     return report

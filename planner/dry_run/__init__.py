@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from planner.dry_run.flow_simulation import LinkRates, simulate_flows
 from planner.dry_run.scenario import GroupSnapshot, Scenario, build_scenario, snapshot_group
-from planner.dry_run.simulate import LinkRates, simulate_flows
 from planner.policy import group_plan
 from planner.policy_types import ChunkShare, ForkDemand, GroupView, PlanDecision
 from rfork import schema
@@ -32,7 +32,7 @@ def preview(scenario: Scenario) -> Preview:
     before.
     """
     group, pending = scenario.group, list(scenario.demands)
-    rates = LinkRates(scenario.link, scenario.storage_rate)
+    rates = LinkRates(scenario.link_rate, scenario.storage_rate)
     targets_by_id: dict[str, PreviewTarget] = {}
     begin_s, storage_bytes = 0.0, 0
     for round_index in range(ROUNDS):
@@ -63,12 +63,12 @@ def preview(scenario: Scenario) -> Preview:
         image_bytes=scenario.image_bytes,
         chunk_count=first.chunk_count,
         seeds=scenario.seeds,
-        link_bytes_per_s=scenario.link,
-        measured=scenario.measured,
+        link_bytes_per_s=scenario.link_rate,
+        measured=scenario.is_link_measured,
         storage_bytes_per_s=scenario.storage_rate,
         targets=targets,
         seconds=max((each.seconds for each in targets if each.seconds is not None), default=None),
-        bound_s=scenario.image_bytes / scenario.link,
+        bound_s=scenario.image_bytes / scenario.link_rate,
         storage_bytes=storage_bytes,
     )
 

@@ -18,10 +18,8 @@ from rfork.schema.types import SAME_HOST_TRANSPORTS
 DEFAULT_LINK_RATE: Final = 1.25e9
 """Assumed link speed of a host in bytes per second, if unknown: 10 Gbit/s."""
 DEFAULT_STORAGE_RATE: Final = 1e9
-ORIGIN: Final = "0" * 32
-"""Placeholder for the files of a checkpoint, and for the weights of a snapshot that was never read
-completely.
-"""
+UNKNOWN_ORIGIN: Final = "0" * 32
+"""Stands for the files of a checkpoint, and for the weights of a snapshot that was never read completely."""
 
 
 @dataclass(frozen=True)
@@ -49,77 +47,76 @@ class Scenario:
 
     group: GroupView
     demands: tuple[ForkDemand, ...]
-    """Demands of the hypothetical replicas, without storage."""
+    """Requests of the hypothetical replicas, without storage."""
     storage: tuple[Storage, ...]
     """Storage that they could read."""
     image_bytes: int
     seeds: int
-    link: float
-    measured: bool
-    """True if `link` was measured by forks."""
+    link_rate: float
+    """Bytes per second in one direction of a host's link."""
+    is_link_measured: bool
+    """True if forks measured `link_rate`."""
     storage_rate: float
+    """Bytes per second that one replica reads from storage."""
     now: float
 
 
-def snapshot_group(state: PlannerState, live: GroupIndex, request: PreviewRequest, now: float) -> GroupSnapshot | None:
-    """Copy the group. Runs on the event loop, and blocks it for a few copies.
+def snapshot_group(state: PlannerState, index: GroupIndex, request: PreviewRequest, now: float) -> GroupSnapshot | None:
+    """Copy the group, on the event loop, which it blocks for a few copies.
 
-    Return None if the size of the image is unknown.
+    Returns None if the size of the image is unknown.
     """
-    template = _template_member(live)
+    template = _template_member(index)
     record = None if template is None else state.instance(template.instance_id)
     if template is None or record is None:
         return None
     if request.cold:
-        group = GroupView(live.model, live.rank_key, {}, version=live.version)
+        group = GroupView(index.model, index.rank_key, {}, version=index.version)
     else:
         # One demand represents all: they differ only by their hosts, which have no members.
-        first, others = _demand(template, request, 0), state.other_ranks(live.key)
-        group = _frozen_view(live.view((first,), others, together=request.targets))
+        first, others = _demand(template, request, 0), state.other_ranks(index.key)
+        group = _frozen_view(index.view((first,), others, together=request.targets))
     return GroupSnapshot(
-        request,
-        now,
-        group,
-        dict(live.sources),
-        state.forks(),
-        template,
-        record.report.image_bytes,
-        live.history.durations.storage_s,
+        request=request,
+        now=now,
+        group=group,
+        sources=dict(index.sources),
+        forks=state.forks(),
+        template=template,
+        image_bytes=record.report.image_bytes,
+        storage_s=index.history.durations.storage_s,
     )
 
 
 def build_scenario(group_snapshot: GroupSnapshot) -> Scenario:
     """Return the input of a preview for all requested replicas."""
     request, group, template = group_snapshot.request, group_snapshot.group, group_snapshot.template
+    sources, now = group_snapshot.sources, group_snapshot.now
     forks = [fork for fork in group_snapshot.forks if fork.group == (group.model, group.version, group.rank_key)]
-    fastest = _max_throughput(group_snapshot.sources, forks)
-    storage_rate = (
-        group_snapshot.image_bytes / group_snapshot.storage_s if group_snapshot.storage_s else DEFAULT_STORAGE_RATE
-    )
+    measured_rate = _max_throughput(sources, forks)
+    storage_rate = DEFAULT_STORAGE_RATE
+    if group_snapshot.storage_s:
+        storage_rate = group_snapshot.image_bytes / group_snapshot.storage_s
     return Scenario(
-        group,
-        tuple(_demand(template, request, number) for number in range(request.targets)),
-        _storage_candidates(group_snapshot.sources, forks, rate_is_set=request.storage_bytes_per_s is not None),
-        group_snapshot.image_bytes,
-        0
-        if request.cold
-        else sum(_can_serve(each, template, group_snapshot.now) for each in group_snapshot.sources.values()),
-        request.link_bytes_per_s or fastest or DEFAULT_LINK_RATE,
-        request.link_bytes_per_s is None and fastest is not None,
-        request.storage_bytes_per_s or storage_rate,
-        group_snapshot.now,
+        group=group,
+        demands=tuple(_demand(template, request, number) for number in range(request.targets)),
+        storage=_storage_candidates(sources, forks, rate_is_set=request.storage_bytes_per_s is not None),
+        image_bytes=group_snapshot.image_bytes,
+        seeds=0 if request.cold else sum(_can_serve(source, template, now) for source in sources.values()),
+        link_rate=request.link_bytes_per_s or measured_rate or DEFAULT_LINK_RATE,
+        is_link_measured=request.link_bytes_per_s is None and measured_rate is not None,
+        storage_rate=request.storage_bytes_per_s or storage_rate,
+        now=now,
     )
 
 
-def _template_member(live: GroupIndex) -> Source | None:
+def _template_member(index: GroupIndex) -> Source | None:
     """Return the member that the replicas resemble: of the layout with the most seeds, then the most members."""
     layouts: dict[str, list[Source]] = {}
-    for source in live.sources.values():
+    for source in index.sources.values():
         layouts.setdefault(source.layout_id, []).append(source)
-    best_layout = max(
-        layouts.values(), key=lambda each: (sum(source.complete for source in each), len(each)), default=[]
-    )
-    return max(best_layout, key=lambda source: (source.complete, source.instance_id), default=None)
+    members = max(layouts.values(), key=lambda each: (sum(source.complete for source in each), len(each)), default=[])
+    return max(members, key=lambda source: (source.complete, source.instance_id), default=None)
 
 
 def _can_serve(source: Source, template: Source, now: float) -> bool:
@@ -183,8 +180,7 @@ def _max_throughput(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) 
 def _storage_candidates(
     sources: Mapping[str, Source], forks: Iterable[ForkRecord], *, rate_is_set: bool
 ) -> tuple[Storage, ...]:
-    """Return the storage that instances of the group could read, or have read: replicas are assumed to have
-    it too.
+    """Return the storage that instances of the group could read or have read, as replicas probably can too.
 
     `rate_is_set`: the request contains a storage rate, so a snapshot is assumed if nothing is known.
     """
@@ -205,5 +201,5 @@ def _storage_candidates(
 
 def _storage_entry(storage_type: str, uri: str, weights_id: str | None) -> Storage:
     if storage_type == "snapshot":
-        return Storage("snapshot", uri, ORIGIN, weights_id or ORIGIN)
-    return Storage("checkpoint", uri, ORIGIN) if storage_type == "checkpoint" else Storage("loader", uri)
+        return Storage("snapshot", uri, UNKNOWN_ORIGIN, weights_id or UNKNOWN_ORIGIN)
+    return Storage("checkpoint", uri, UNKNOWN_ORIGIN) if storage_type == "checkpoint" else Storage("loader", uri)

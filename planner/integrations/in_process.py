@@ -98,7 +98,7 @@ def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Ite
     is_for_pods = kubernetes_settings.pod_planner_url or settings.planner
     if is_for_pods is None and "webhook" in planner_settings.integrations:
         raise SettingsError(
-            "the webhook needs the URL that Pods use to reach this planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+            "the webhook does not know the URL at which Pods reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
         )
     for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         url = url.replace(everywhere, loopback)

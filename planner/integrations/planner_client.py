@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from planner.integrations.planner_api import PlannerUnavailable
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.schema import (
     ForkInfo,
     ForkPage,
@@ -84,7 +84,10 @@ class PlannerRestClient:
                 trust_env=False,  # only the settings module reads the environment; proxies do not apply
             )
         except UnicodeEncodeError:
-            raise SettingsError("the planner token contains characters that are not allowed in a header") from None
+            raise SettingsError(
+                "the planner token contains characters that are not allowed in an HTTP header",
+                hint="correct RFORK_TOKEN: visible ASCII characters only",
+            ) from None
 
     async def instances(self, *, model: str | None = None) -> tuple[InstanceInfo, ...]:
         """Return all instances, or those of one model, sorted by id."""
@@ -138,7 +141,7 @@ class PlannerRestClient:
         except (TimeoutError, httpx.TimeoutException):
             raise self._unavailable_error(what, f"no response within {self._timeout_s:g} s") from None
         except httpx.RequestError as error:
-            raise self._unavailable_error(what, str(error) or type(error).__name__) from error
+            raise self._unavailable_error(what, reason_of(error)) from error
 
     async def _pages(
         self, page_adapter: TypeAdapter[Page], path: str, query: Mapping[str, str | None]
@@ -213,7 +216,7 @@ class PlannerRestClient:
 
     def _invalid_response_error(self, method: str, path: str, status: int, reason: str) -> PlannerUnavailable:
         return PlannerUnavailable(
-            f"{self.url} sent an unexpected response to {method} {path} (status {status}): {reason}; "
+            f"unexpected response from {self.url} to {method} {path} (status {status}): {reason}; "
             "check that RFORK_PLANNER is the URL of an rfork planner of this release"
         )
 
@@ -221,9 +224,8 @@ class PlannerRestClient:
 def _invalid_url_error(url: str, reason: str) -> SettingsError:
     redacted_url = redacted(url)
     # The parser's reason may contain a part of the password.
-    reason = (
-        reason if redacted_url == url else "malformed; percent-encode special characters of the password (%40 for @)"
-    )
+    if redacted_url != url:
+        reason = "malformed; percent-encode special characters of the password (%40 for @)"
     return SettingsError(f"invalid planner URL {redacted_url!r}: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
@@ -235,7 +237,7 @@ def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:
             context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(
-            f"unusable TLS files for the planner: {error}",
+            f"invalid TLS files of the planner client: {reason_of(error)}",
             hint="check RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each must be a PEM file",
         ) from error
     return context

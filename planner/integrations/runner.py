@@ -121,7 +121,7 @@ class IntegrationRunner:
             ended, unfinished = await asyncio.wait(tasks, timeout=STOP_S)
             failed = [error for task in ended if not task.cancelled() and (error := task.exception())]
             for task in unfinished:
-                log.error("integration does not stop", task=task.get_name())
+                log.error("integration does not stop, exiting without it", task=task.get_name())
         for error in failed:
             raise error
 

@@ -21,7 +21,7 @@ from planner.policy.eligibility import ineligible_reason, no_data_reason, source
 from planner.policy.plan_state import PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.transports import transport_cost
-from planner.policy.weights import own_storage_chunks, weights_compatible, with_storage_weights
+from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
 from planner.policy_types import ForkDemand, PlanDecision, Source, Storage
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
@@ -45,9 +45,9 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     chosen = split_among(target, unassigned, count(unassigned) / total, options) if unassigned else []
     unassigned = subtract(unassigned, [each for _, chunks in chosen for each in chunks])
     if (uncovered := subtract(unassigned, no_free_slot)) and target.instance_id not in demand.excluded:
-        if own := own_storage_chunks(target, has_other_sources=True):
+        if own := storage_for_missing_chunks(target, has_other_sources=True):
             storage, unassigned = (*storage, (own, uncovered)), subtract(unassigned, uncovered)
-        elif not no_free_slot and not storage and (own := own_storage_chunks(target)):
+        elif not no_free_slot and not storage and (own := storage_for_missing_chunks(target)):
             # All or nothing, if the storage may differ from what the others serve, or cannot be read by
             # chunk.
             kept, chosen, storage, unassigned = [], [], ((own, missing),), ()
@@ -77,7 +77,7 @@ def _keep_from_storage(
     target = demand.target
     shares = [share.chunks for share in demand.current_shares if share.source_id == target.instance_id]
     chunks = intersect([chunk for each in shares for chunk in each], missing)
-    own = own_storage_chunks(target, has_other_sources=True) or own_storage_chunks(target)
+    own = storage_for_missing_chunks(target, has_other_sources=True) or storage_for_missing_chunks(target)
     if not chunks or own is None or target.instance_id in demand.excluded:
         return demand, ()
     if not target.verified:
@@ -93,7 +93,7 @@ def _keep_from_peers(
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current_shares:
         source = state.source(share.source_id)
-        if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.slots(source):
+        if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.free_slots(source):
             continue
         if (source.slow and not source.complete) or source.instance_id == target.instance_id:
             continue
@@ -111,7 +111,7 @@ def _keep_from_peers(
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:
-    """Return whether another waiting target could read the weights from its storage: it will, once it
+    """Return True if another waiting target could read the weights from its storage: it will, once it
     replans.
 
     Most have not reported their storage, because they had a source: so if this target was elected to read
@@ -125,7 +125,7 @@ def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: I
         and not ineligible_reason(source, demand, state.now)
         and (
             demand.is_elected_reader
-            or own_storage_chunks(replace(target, storage=source.storage), has_other_sources=True)
+            or storage_for_missing_chunks(replace(target, storage=source.storage), has_other_sources=True)
         )
         for source in candidates
     )
@@ -159,7 +159,7 @@ def _source_options(
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
         if not exclusion_reason and not available:
             exclusion_reason = no_data_reason(state, source, target)
-        elif not exclusion_reason and not state.slots(source):
+        elif not exclusion_reason and not state.free_slots(source):
             exclusion_reason = f"at capacity ({len(state.readers(source.instance_id))} of {source.max_readers} readers)"
             no_free_slot = normalise((*no_free_slot, *available))
         if exclusion_reason:

@@ -18,7 +18,7 @@ from planner.policy import reasons
 from planner.policy.chunk_split import split, to_assignments
 from planner.policy.fanout import CHAIN_CHUNK_RATIO, locality_key, node_of, plan_fanout, two_trees
 from planner.policy.plan_state import PlanState
-from planner.policy.weights import own_storage_chunks, with_wanted_weights
+from planner.policy.weights import storage_for_missing_chunks, with_requested_weights
 from planner.policy_types import ForkDemand, PlanDecision, Storage
 from rfork.image.ranges import Range, subtract
 
@@ -33,7 +33,7 @@ def elect_storage_readers(state: PlanState, demands: Sequence[ForkDemand]) -> li
     eligible = {
         demand.fork_id: storage
         for demand in demands
-        if demand.target.instance_id not in demand.excluded and (storage := own_storage_chunks(demand.target))
+        if demand.target.instance_id not in demand.excluded and (storage := storage_for_missing_chunks(demand.target))
     }
     if not eligible:
         return list(demands)
@@ -41,7 +41,7 @@ def elect_storage_readers(state: PlanState, demands: Sequence[ForkDemand]) -> li
     if snapshots:
         weights_id = max(snapshots, key=lambda weights_id: (snapshots[weights_id], weights_id))
         readers = [
-            with_wanted_weights(demand, weights_id, None)
+            with_requested_weights(demand, weights_id, None)
             for demand in demands
             if demand.fork_id in eligible and eligible[demand.fork_id].weights_id == weights_id
         ]
@@ -55,13 +55,15 @@ def elect_storage_readers(state: PlanState, demands: Sequence[ForkDemand]) -> li
         storage = eligible[elected.fork_id]
         weights_id, readers = (
             None,
-            [with_wanted_weights(elected, None, storage.origin if storage.kind == "checkpoint" else None)],
+            [with_requested_weights(elected, None, storage.origin if storage.kind == "checkpoint" else None)],
         )
         _ring(state, readers, eligible)
     provisional_id = readers[0].target.provisional_id
     planned = {demand.fork_id for demand in readers}
     unplanned = [
-        with_wanted_weights(demand, weights_id, provisional_id) for demand in demands if demand.fork_id not in planned
+        with_requested_weights(demand, weights_id, provisional_id)
+        for demand in demands
+        if demand.fork_id not in planned
     ]
     left: list[ForkDemand] = []
     remote: list[ForkDemand] = []
@@ -78,17 +80,17 @@ def _stripe_snapshot(state: PlanState, readers: list[ForkDemand], eligible: Mapp
     """Let as many targets as possible read the snapshot together; return those that are planned."""
     chunk_count = readers[0].target.chunk_count
     nodes = [list(members) for _, members in groupby(sorted(readers, key=node_of), key=node_of)]
-    leaders = [max(members, key=lambda demand: state.slots(demand.target)) for members in nodes]
+    leaders = [max(members, key=lambda demand: state.free_slots(demand.target)) for members in nodes]
     with_slots = [
         leader
         for leader, members in zip(leaders, nodes, strict=True)
-        if state.slots(leader.target) >= 2 + (len(members) > 1)
+        if state.free_slots(leader.target) >= 2 + (len(members) > 1)
     ]
     if len(with_slots) * CHAIN_CHUNK_RATIO > chunk_count:
         with_slots.sort(key=locality_key)
         two_trees(state, with_slots, (), eligible)
         return with_slots
-    able_to_serve = [[each for each in members if state.slots(each.target)] for members in nodes]
+    able_to_serve = [[each for each in members if state.free_slots(each.target)] for members in nodes]
     # First one target of each node, then a second of each.
     interleaved = [each for round_index in zip_longest(*able_to_serve) for each in round_index if each is not None]
     chosen = sorted(

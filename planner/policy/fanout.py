@@ -54,7 +54,7 @@ def plan_fanout(state: PlanState, demands: Sequence[ForkDemand], candidates: Ite
         _assign_line(state, line_part, sources[:MAX_STRIPES], followers)
     for leader in leaders:
         for before, demand in zip([leader, *followers[leader.fork_id]], followers[leader.fork_id], strict=False):
-            if not state.is_unplanned(before.target.instance_id) and state.slots(before.target):
+            if not state.is_unplanned(before.target.instance_id) and state.free_slots(before.target):
                 _read(state, demand, [(before.target, _all_chunks(demand))])
     return [demand for demand in demands if state.is_unplanned(demand.target.instance_id)]
 
@@ -69,7 +69,7 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
     idle: list[Source] = []
     halves: list[Source] = []
     for source in sorted(candidates, key=lambda source: source_sort_key(state, source, demand.target)):
-        if ineligible_reason(source, demand, state.now) or not state.slots(source):
+        if ineligible_reason(source, demand, state.now) or not state.free_slots(source):
             continue
         load = state.load(source, demand.target)
         if state.is_unplanned(source.instance_id) or (halves and 1.0 - load < MIN_TREE_FEED):
@@ -94,7 +94,7 @@ def _assign_line(
     fastest = max((demand.target.ingress_rate or 0.0 for demand in line), default=0.0)
 
     def line_key(demand: ForkDemand) -> tuple[bool, int, bool]:
-        few_slots = state.slots(demand.target) < 2 + bool(followers[demand.fork_id])
+        few_slots = state.free_slots(demand.target) < 2 + bool(followers[demand.fork_id])
         return demand.target.slow, _speed(demand, fastest), few_slots
 
     for (_, _, few_slots), members in groupby(
@@ -102,11 +102,13 @@ def _assign_line(
     ):
         same_class = list(members)
         is_short_line = len(same_class) * CHAIN_CHUNK_RATIO <= same_class[0].target.chunk_count
-        if is_short_line or few_slots or sum(state.slots(feed) for feed in feeds[:2]) < 2:
+        if is_short_line or few_slots or sum(state.free_slots(feed) for feed in feeds[:2]) < 2:
             feeds = _chain(state, same_class, feeds, followers)
         else:
             two_trees(state, same_class, feeds)
-            with_slot = [each.target for each in same_class if state.slots(each.target) > bool(followers[each.fork_id])]
+            with_slot = [
+                each.target for each in same_class if state.free_slots(each.target) > bool(followers[each.fork_id])
+            ]
             feeds = [min(with_slot, key=state.load)]
 
 
@@ -115,10 +117,10 @@ def _chain(
 ) -> list[Source]:
     """Chain targets: each reads from the last one with a spare slot; return the sources for the next."""
     for demand in line:
-        feeds = [feed for feed in feeds if state.slots(feed)]
+        feeds = [feed for feed in feeds if state.free_slots(feed)]
         if feeds:
             _read(state, demand, zip(feeds, split(_all_chunks(demand), len(feeds)), strict=False))
-            if state.slots(demand.target) > bool(followers[demand.fork_id]):
+            if state.free_slots(demand.target) > bool(followers[demand.fork_id]):
                 feeds = [demand.target]
     return feeds
 

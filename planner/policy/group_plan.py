@@ -23,7 +23,7 @@ from planner.policy.fanout import plan_fanout
 from planner.policy.plan_state import PlanState
 from planner.policy.stragglers import stragglers
 from planner.policy.transports import has_only_same_host
-from planner.policy.weights import weights_compatible, with_wanted_weights
+from planner.policy.weights import weights_compatible, with_requested_weights
 from planner.policy_types import ForkDemand, GroupView, HolderCount, PlanDecision, Source
 from rfork.image.ranges import subtract
 
@@ -59,7 +59,7 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
     for same_layout in demands_by_key.values():
         _plan_same_layout(state, same_layout)
     if len(demands) > 1 and state.planned():
-        for demand in state.without_plan():
+        for demand in state.unplanned():
             # It was planned before the targets that it depends on.
             if demand.target.watermark < demand.target.chunk_count:
                 state.release(demand)
@@ -86,14 +86,14 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     for demand in demands:
         target = demand.target
         begun = target.verified and (target.weights_id or target.provisional_id)
-        wanted_demand = (
-            with_wanted_weights(demand, target.weights_id, target.provisional_id)
+        pinned_demand = (
+            with_requested_weights(demand, target.weights_id, target.provisional_id)
             if begun
-            else with_wanted_weights(demand, *best)
+            else with_requested_weights(demand, *best)
         )
         co_located = target.location.host in nodes or target.location.nvlink in nodes
         (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
-            wanted_demand
+            pinned_demand
         )
     for demand in with_chunks:
         _plan_single(state, demand)
@@ -145,15 +145,15 @@ def _plan_single(state: PlanState, demand: ForkDemand) -> None:
     ):
         # Another target may be reading other files by now, for the group.
         for content in sorted({(source.weights_id or "", source.provisional_id or "") for source in sources}):
-            wanted_demand = with_wanted_weights(demand, content[0] or None, content[1] or None)
-            other_decision = attach(state, wanted_demand, sources)
+            pinned_demand = with_requested_weights(demand, content[0] or None, content[1] or None)
+            other_decision = attach(state, pinned_demand, sources)
             better = (
                 other_decision.assignments
                 if decision.assignments
                 else other_decision.assignments or other_decision.no_free_slot
             )
             if better and not other_decision.storage and not (decision.assignments and other_decision.no_free_slot):
-                decision, demand = other_decision, wanted_demand
+                decision, demand = other_decision, pinned_demand
                 break
     if not decision.assignments and not decision.storage:
         others = [source for source in alive if not _is_same_layout(source, demand.target)]
@@ -184,7 +184,7 @@ def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
 
 
 def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[Source]) -> bool:
-    """Return whether the target may receive other weights: it has none, and no seed serves those it requests."""
+    """Return True if the target may receive other weights: it has none, and no seed serves those it requests."""
     target = demand.target
     if target.verified or any(share.source_id == target.instance_id for share in demand.current_shares):
         return False

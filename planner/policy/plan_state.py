@@ -24,27 +24,18 @@ class PlanState:
         self.group = group
         self.now = now
         self.decisions: dict[str, PlanDecision] = {}
-        self._target_by_id = {demand.target.instance_id: demand for demand in demands}
-        self._forks = {demand.fork_id for demand in self._target_by_id.values()}
+        self._demands = {demand.target.instance_id: demand for demand in demands}
+        self._fork_ids = {demand.fork_id for demand in self._demands.values()}
         self._shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._readers: dict[str, dict[str, float]] = {}
-        self._local: dict[str, set[str]] = {}
-        for name, demand in self._target_by_id.items():
+        self._same_host_readers: dict[str, set[str]] = {}
+        for demand in self._demands.values():
             # Until it is planned, each target is assumed to keep its current reads.
-            valid_shares = (share for share in demand.current_shares if share.source_id not in demand.excluded)
-            has_storage = bool(demand.target.storage)
-            self._read(
-                demand,
-                tuple(
-                    share
-                    for share in valid_shares
-                    if (has_storage if share.source_id == name else self.source(share.source_id))
-                ),
-            )
+            self._set_shares(demand, tuple(share for share in demand.current_shares if self._is_valid(share, demand)))
 
     def source(self, instance_id: str) -> Source | None:
         """Return the instance, if it is known and alive; a target as described by its demand or decision."""
-        demand = self._target_by_id.get(instance_id)
+        demand = self._demands.get(instance_id)
         found = demand.target if demand is not None else self.group.sources.get(instance_id)
         if found is None or self.now >= found.expires_at:
             return None
@@ -71,38 +62,39 @@ class PlanState:
         stay on the host.
         """
         readers = self.readers(source.instance_id)
-        local = self._stays_on_host(source.instance_id)
-        if not local or (target is not None and is_same_host_read(source, target)):
+        same_host = self._same_host_readers_of(source.instance_id)
+        if not same_host or (target is not None and is_same_host_read(source, target)):
             return sum(readers.values()) / source.egress_share
-        return sum(share for fork_id, share in readers.items() if fork_id not in local) / source.egress_share
+        return sum(share for fork_id, share in readers.items() if fork_id not in same_host) / source.egress_share
 
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
         """Return the fraction of a target's full speed that the source can serve without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
-    def slots(self, source: Source) -> int:
+    def free_slots(self, source: Source) -> int:
         """Return how many more forks may read from the source."""
         return max(0, source.max_readers - len(self.readers(source.instance_id)))
 
     def is_known(self, source: Source) -> bool:
-        """Return whether the source's own reads are known. After a restart they are not, until it replans."""
+        """Return True if the source's own reads are known. After a restart they are not, until it replans."""
         name = source.instance_id
-        return source.complete or name in self._target_by_id or name in self.group.shares
+        return source.complete or name in self._demands or name in self.group.shares
 
     def planned(self) -> list[str]:
         """Return the targets of this batch that have reads by now, or are complete."""
-        return [name for name, each in self._target_by_id.items() if self._shares[name] or each.target.complete]
+        return [name for name, each in self._demands.items() if self._shares[name] or each.target.complete]
 
-    def without_plan(self) -> list[ForkDemand]:
+    def unplanned(self) -> list[ForkDemand]:
         """Return the demands without reads, or whose sources will not have the chunks after all."""
-        relied_on = any(demand.current_shares for demand in self._target_by_id.values())
+        relied_on = any(demand.current_shares for demand in self._demands.values())
         return [
             demand
-            for name, demand in self._target_by_id.items()
-            if not self._shares[name] or (relied_on and self._cut_off(demand.target))
+            for name, demand in self._demands.items()
+            if not self._shares[name] or (relied_on and self._lacks_chunks(demand.target))
         ]
 
-    def _cut_off(self, target: Source) -> bool:
+    def _lacks_chunks(self, target: Source) -> bool:
+        """Return True if a known source of the target will not have all chunks that the target reads from it."""
         for share in self._shares[target.instance_id]:
             source = self.source(share.source_id)
             if share.source_id == target.instance_id or source is None or not self.is_known(source):
@@ -112,35 +104,36 @@ class PlanState:
         return False
 
     def is_unplanned(self, instance_id: str) -> bool:
-        """Return whether the instance is a target of this batch without a decision."""
-        demand = self._target_by_id.get(instance_id)
+        """Return True if the instance is a target of this batch without a decision."""
+        demand = self._demands.get(instance_id)
         return demand is not None and demand.fork_id not in self.decisions
 
     def decide(self, demand: ForkDemand, decision: PlanDecision) -> None:
         """Store the decision, and make it visible to later ones of the batch."""
-        own_share = tuple(
-            ChunkShare(demand.target.instance_id, chunks, storage.kind == "loader")
+        target = demand.target
+        storage_shares = tuple(
+            ChunkShare(target.instance_id, chunks, all_or_nothing=storage.kind == "loader")
             for storage, chunks in decision.storage
         )
         self.decisions[demand.fork_id] = decision
-        target = demand.target
-        if decision.assignments or own_share:
+        if decision.assignments or storage_shares:
             target = replace(target, weights_id=decision.weights_id, provisional_id=decision.provisional_id)
-        self._target_by_id[target.instance_id] = replace(demand, target=target)
+        self._demands[target.instance_id] = replace(demand, target=target)
         self.release(demand)
-        self._read(demand, decision.shares + own_share)
+        self._set_shares(demand, decision.shares + storage_shares)
 
     def release(self, demand: ForkDemand) -> None:
         """Discard the reads of the demand's target before it is planned again."""
         for share in self._shares[demand.target.instance_id]:
             self._readers_of(share.source_id).pop(demand.fork_id, None)
-            self._stays_on_host(share.source_id).discard(demand.fork_id)
+            self._same_host_readers_of(share.source_id).discard(demand.fork_id)
         self._shares[demand.target.instance_id] = ()
 
     def available_chunks(self, source: Source, wanted: tuple[Range, ...], target: Source) -> tuple[Range, ...]:
-        """Return the requested chunks that the source has or will receive: through live sources with the same
-        weights that do not read these chunks from the target, from one that has them or reads them from
-        storage.
+        """Return the `wanted` chunks that the source has or will receive.
+
+        It receives them through live sources with the same weights that do not read these chunks from the target: the
+        last of them has the chunks, or reads them from storage.
         """
         if source.complete and weights_compatible(source, target):
             return wanted  # the most frequent case by far
@@ -152,13 +145,13 @@ class PlanState:
             instance_id, chunks = pending.pop()
             if instance_id == target.instance_id:
                 continue
-            link = self.source(instance_id)
-            if link is None or not weights_compatible(link, target):
+            upstream = self.source(instance_id)
+            if upstream is None or not weights_compatible(upstream, target):
                 continue
             chunks = subtract(chunks, visited.get(instance_id, ()))
             visited[instance_id] = normalise((*visited.get(instance_id, ()), *chunks))
             # Chunks of unknown weights cannot be matched.
-            available = intersect(chunks, link.verified) if link.weights_id or link.provisional_id else ()
+            available = intersect(chunks, upstream.verified) if upstream.weights_id or upstream.provisional_id else ()
             found.extend(available)
             chunks = subtract(chunks, available)
             if not chunks:
@@ -174,7 +167,16 @@ class PlanState:
                     pending.append((share.source_id, part))
         return normalise(found)
 
-    def _read(self, demand: ForkDemand, shares: tuple[ChunkShare, ...]) -> None:
+    def _is_valid(self, share: ChunkShare, demand: ForkDemand) -> bool:
+        """Return True if a target can keep a read: its source is alive and not excluded, or it has storage."""
+        if share.source_id in demand.excluded:
+            return False
+        if share.source_id == demand.target.instance_id:
+            return bool(demand.target.storage)
+        return self.source(share.source_id) is not None
+
+    def _set_shares(self, demand: ForkDemand, shares: tuple[ChunkShare, ...]) -> None:
+        """Record what the demand's target reads, and count it as a reader of its sources."""
         target_id = demand.target.instance_id
         self._shares[target_id] = shares
         total = sum(count(share.chunks) for share in shares)
@@ -184,18 +186,20 @@ class PlanState:
                 self._readers_of(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
                 source = self.source(share.source_id)
                 if source is not None and is_same_host_read(source, demand.target):
-                    self._stays_on_host(share.source_id).add(demand.fork_id)
+                    self._same_host_readers_of(share.source_id).add(demand.fork_id)
 
     def _readers_of(self, instance_id: str) -> dict[str, float]:
         if instance_id not in self._readers:
-            before = self.group.readers.get(instance_id, {})
+            group_readers = self.group.readers.get(instance_id, {})
             self._readers[instance_id] = {
-                fork_id: share for fork_id, share in before.items() if fork_id not in self._forks
+                fork_id: share for fork_id, share in group_readers.items() if fork_id not in self._fork_ids
             }
         return self._readers[instance_id]
 
-    def _stays_on_host(self, instance_id: str) -> set[str]:
+    def _same_host_readers_of(self, instance_id: str) -> set[str]:
         """Return the instance's readers that stay within its host."""
-        if instance_id not in self._local:
-            self._local[instance_id] = set(self.group.same_host_readers.get(instance_id, ())) - self._forks
-        return self._local[instance_id]
+        if instance_id not in self._same_host_readers:
+            self._same_host_readers[instance_id] = (
+                set(self.group.same_host_readers.get(instance_id, ())) - self._fork_ids
+            )
+        return self._same_host_readers[instance_id]

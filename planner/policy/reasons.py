@@ -65,7 +65,7 @@ def _transport_phrase(assignment: RouteAssignment) -> str:
 
 
 def _is_first(group: GroupView) -> bool:
-    """Return whether other versions are served, and no instance has all of this one."""
+    """Return True if other versions are served, and no instance has all of this one."""
     complete = any(source.complete for source in group.sources.values())
     return bool(group.other_versions) and not complete and not is_unnamed(group.version)
 

@@ -27,7 +27,7 @@ def shared_transports(source: Source, target: Source) -> tuple[str, ...]:
 
 
 def is_same_host_read(source: Source, target: Source) -> bool:
-    """Return whether the target reads from the source over a same-host transport, without a network link."""
+    """Return True if the target reads from the source over a same-host transport, without a network link."""
     return source.location.host == target.location.host and is_same_host_route(shared_transports(source, target))
 
 
@@ -37,22 +37,22 @@ def transport_cost(source: Source, target: Source) -> TransportCost:
 
 
 def is_same_host_route(transports: tuple[str, ...]) -> bool:
-    """Return whether the first transport of a route stays within the host."""
+    """Return True if the first transport of a route stays within the host."""
     return bool(transports) and transports[0] in SAME_HOST_TRANSPORTS
 
 
 def uses_gpu_kernels(transports: tuple[str, ...]) -> bool:
-    """Return whether the first transport of a route runs kernels on the source's GPU."""
+    """Return True if the first transport of a route runs kernels on the source's GPU."""
     return bool(transports) and transports[0] in GPU_KERNEL_TRANSPORTS
 
 
 def has_only_same_host(transports: tuple[str, ...]) -> bool:
-    """Return whether none of an instance's transports reaches another host."""
+    """Return True if none of an instance's transports reaches another host."""
     return bool(transports) and SAME_HOST_TRANSPORTS.issuperset(transports)
 
 
 def has_only_gpu_kernels(transports: tuple[str, ...]) -> bool:
-    """Return whether all of an instance's transports that reach another host run kernels."""
+    """Return True if all of an instance's transports that reach another host run kernels."""
     far = [name for name in transports if name not in SAME_HOST_TRANSPORTS]
     return bool(far) and GPU_KERNEL_TRANSPORTS.issuperset(far)
 

@@ -9,7 +9,7 @@ from rfork.image.ranges import normalise
 
 
 def weights_compatible(source: Source, target: Source) -> bool:
-    """Return whether the two may have chunks of one image; an instance without chunks matches any."""
+    """Return True if the two may have chunks of one image; an instance without chunks matches any."""
     if source.layout_id != target.layout_id or source.chunk_count != target.chunk_count:
         return False
     if source.weights_id is not None and target.weights_id is not None:
@@ -19,7 +19,7 @@ def weights_compatible(source: Source, target: Source) -> bool:
     return not (source.weights_id or source.provisional_id) or not (target.weights_id or target.provisional_id)
 
 
-def with_wanted_weights(demand: ForkDemand, weights_id: str | None, provisional_id: str | None) -> ForkDemand:
+def with_requested_weights(demand: ForkDemand, weights_id: str | None, provisional_id: str | None) -> ForkDemand:
     """Return the demand with these weights as the requested ones."""
     verified = demand.target.verified if (demand.target.weights_id or demand.target.provisional_id) else ()
     target = replace(demand.target, weights_id=weights_id, provisional_id=provisional_id, verified=normalise(verified))
@@ -32,9 +32,10 @@ def with_storage_weights(target: Source, storage: Storage) -> Source:
     return replace(target, weights_id=storage.weights_id, provisional_id=provisional_id)
 
 
-def own_storage_chunks(target: Source, *, has_other_sources: bool = False) -> Storage | None:
-    """Return the storage from which the target may read chunks that no source serves: it must match the
-    chunks that the target has, and those that it receives from others (`has_other_sources`).
+def storage_for_missing_chunks(target: Source, *, has_other_sources: bool = False) -> Storage | None:
+    """Return the storage from which the target may read chunks that no source serves.
+
+    It must match the chunks that the target has, and with `has_other_sources` those that it receives from others.
     """
     for storage in target.storage:
         if not target.verified and not has_other_sources:

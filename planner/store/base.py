@@ -63,4 +63,4 @@ class PlannerStore(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Return whether records can currently be read and written."""
+        """True if records can currently be read and written."""

@@ -60,7 +60,7 @@ class Codec(Generic[Record]):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Return the names of all parts."""
+        """Names of all parts."""
         return tuple(self._parts)
 
     def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
@@ -82,7 +82,7 @@ class InstanceCodec(Codec[InstanceRecord]):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Return the names of all parts."""
+        """Names of all parts."""
         return (*super().part_names, *LIST_FIELDS)
 
     def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:

@@ -46,5 +46,5 @@ class MemoryStore:
 
     @property
     def ready(self) -> bool:
-        """Return True: memory is always available."""
+        """True: memory is always available."""
         return True

@@ -68,22 +68,22 @@ class InstanceRecord:
 
     @property
     def version(self) -> str:
-        """Return the version of its weights, or of those it is receiving; empty until resolved."""
+        """Version of its weights, or of those it is receiving; empty until resolved."""
         return self.report.version or self.resolved_version
 
     @property
     def group(self) -> GroupKey:
-        """Return the group that it may share weights with."""
+        """Group that it may share weights with."""
         return GroupKey(self.report.model, self.version, self.report.rank.key)
 
     @property
     def expires_at(self) -> float:
-        """Return the time at which it is forgotten."""
+        """Time at which it is forgotten."""
         return self.seen_at + self.ttl_s
 
     @cached_property
     def source(self) -> Source:
-        """Return the instance as input of the policy."""
+        """Instance as input of the policy."""
         report, placement = self.report, self.report.placement
         return Source(
             instance_id=report.instance_id,
@@ -132,7 +132,7 @@ class SourceFaultRecord:
     """True if the fork blames the source itself, and not only reports that it failed."""
 
     def is_active(self, now: float, generation: int) -> bool:
-        """Return whether a source with this generation is still to be avoided."""
+        """Return True if a source with this generation is still to be avoided."""
         return now < self.until and self.generation in (None, generation)
 
 
@@ -181,17 +181,17 @@ class ForkRecord:
 
     @property
     def group(self) -> GroupKey:
-        """Return the group that it may share weights with."""
+        """Group that it may share weights with."""
         return GroupKey(self.model, self.version, self.rank.key)
 
     @property
     def live(self) -> bool:
-        """Return whether it is running."""
+        """True if it is running."""
         return self.finish is None
 
     @property
     def state(self) -> ForkState:
-        """Return the fork's state as listed by the API."""
+        """State of the fork as listed by the API."""
         if self.finish is not None:
             return "finished" if self.finish.outcome in ("forked", "fallback") else "failed"
         return "running" if self.reads or self.storage else "planning"
@@ -232,5 +232,5 @@ class ScaleUpRecord:
 
     @property
     def expected(self) -> int:
-        """Return the total number of replicas expected since `first_at`."""
+        """Total number of replicas expected since `first_at`."""
         return self.before + self.scaleup.replicas

@@ -61,14 +61,14 @@ class RedisStore:
         self, url: str, clock: Clock, *, max_finished_forks: int, timeout_s: float, prefix: str = "rfork"
     ) -> None:
         """Does not connect yet. Raises SettingsError for an invalid URL, MissingExtra without `redis`."""
-        self._keys = _keyspace(url, timeout_s=timeout_s, max_finished_forks=max_finished_forks, prefix=prefix)
+        self._client = _create_client(url, timeout_s=timeout_s, max_finished_forks=max_finished_forks, prefix=prefix)
         self._replica = Replica(
-            clock, max_finished_forks=max_finished_forks, max_staleness_s=TIMEOUT_FACTOR * self._keys.block_s
+            clock, max_finished_forks=max_finished_forks, max_staleness_s=TIMEOUT_FACTOR * self._client.block_s
         )
         self.state = self._replica.state
         self._timeout_s = timeout_s
         self._pending_commits: deque[PendingCommit] = deque()
-        self._sent: list[PendingCommit] = []  # not answered yet
+        self._sent: list[PendingCommit] = []  # without a response yet
         self._work_available = asyncio.Event()
         self._failure: str | None = "the store has not been started"
         self._task: asyncio.Task[None] | None = None
@@ -90,7 +90,7 @@ class RedisStore:
             await _end(self._task, cancel_retry_s=10 * CANCEL_RETRY_S)
             self._task = None
         self._fail_all("the store was stopped")
-        await self._keys.close()
+        await self._client.close()
 
     async def commit(self, change: StoreChange) -> None:
         """Apply the change to Redis and to `state`.
@@ -128,7 +128,7 @@ class RedisStore:
 
     @property
     def ready(self) -> bool:
-        """Return whether Redis answers, and all its contents are loaded."""
+        """True if Redis responds, and all its contents are loaded."""
         return self._failure is None
 
     # -- one replica's session with Redis ---------------------------------------------------------
@@ -147,15 +147,17 @@ class RedisStore:
                 loaded, wait_s = False, BACKOFF_S
                 await self._serve()
             except ReplicaOutdated as reason:
-                self._log.warning("reloading the store", reason=str(reason), store=self._keys.address)
+                self._log.warning(
+                    "reloading all records from the store", reason=str(reason), store=self._client.address
+                )
                 # Redis may have applied these: a retry will see the result.
-                _fail(self._sent, f"reloading the store at {self._keys.address}: {reason}")
+                _fail(self._sent, f"reloading the store at {self._client.address}: {reason}")
                 self._sent = []
             except StoreUnavailable as error:
                 await self._fail(str(error))
             except Exception as error:
                 # After an unexpected error the replica must not stop following: reload everything.
-                self._log.error("store replication failed", exc_info=error)
+                self._log.error("store replication failed, reloading all records", exc_info=error)
                 await self._fail(f"store replication failed: {type(error).__name__}")
 
     async def _serve(self) -> None:
@@ -169,26 +171,26 @@ class RedisStore:
             task.result()
 
     async def _load(self) -> None:
-        contents = await self._keys.load()
+        contents = await self._client.load()
         if self._replica.epoch not in ("", contents.epoch):
-            self._log.warning("store was emptied, waiting for heartbeats", store=self._keys.address)
+            self._log.warning("store was emptied, waiting for heartbeats", store=self._client.address)
         self._replica.fill(contents)
         if self._failure is not None:
             self._failure = None
-            self._log.info("store ready", store=self._keys.address, instances=len(contents.instances))
+            self._log.info("store ready", store=self._client.address, instances=len(contents.instances))
 
     async def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._log.error("store unavailable", reason=reason)
         self._fail_all(reason)
-        await self._keys.close()
+        await self._client.close()
 
     # -- changes ----------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         """Apply the changes of other replicas as they arrive."""
         while True:
-            entries = await self._keys.read_changes(self._replica.applied)
+            entries = await self._client.read_changes(self._replica.applied)
             for entry in entries:
                 self._replica.apply(entry)
             if not entries:
@@ -213,14 +215,14 @@ class RedisStore:
         bodies = [pending.body for pending in batch if pending.body is not None]
         replica = self._replica
         try:
-            outcome = await self._keys.commit(replica.epoch, replica.applied, replica.now(), bodies)
+            outcome = await self._client.commit(replica.epoch, replica.applied, replica.now(), bodies)
         except ReplicaOutdated:
             # Redis processed none of them: they are sent again once everything is loaded.
             self._pending_commits.extendleft(reversed(batch))
             self._work_available.set()
             self._sent = []
             raise
-        # From here on Redis has answered: on an error everything is loaded again, and none is sent twice.
+        # From here on Redis has responded: on an error everything is loaded again, and none is sent twice.
         for entry in outcome.entries_since:
             replica.apply(entry)
         for body, verdict in zip(bodies, outcome.verdicts, strict=True):
@@ -244,8 +246,8 @@ class RedisStore:
             async with asyncio.timeout(self._timeout_s):
                 return await pending.verdict
         except TimeoutError:
-            reason = f"no answer within {self._timeout_s:g} s"
-            raise StoreUnavailable(f"the store at {self._keys.address} is unavailable: {reason}") from None
+            reason = f"no response within {self._timeout_s:g} s"
+            raise StoreUnavailable(f"the store at {self._client.address} is unavailable: {reason}") from None
 
     def _fail_all(self, reason: str) -> None:
         self._failure = reason
@@ -265,13 +267,13 @@ async def _end(*tasks: asyncio.Task[None], cancel_retry_s: float) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)  # retrieve their exceptions
 
 
-def _fail(offers: Iterable[PendingCommit], reason: str) -> None:
-    for pending in offers:
+def _fail(commits: Iterable[PendingCommit], reason: str) -> None:
+    for pending in commits:
         if not pending.verdict.done():
             pending.verdict.set_exception(StoreUnavailable(reason))
 
 
-def _keyspace(url: str, *, timeout_s: float, max_finished_forks: int, prefix: str) -> RedisClient:
+def _create_client(url: str, *, timeout_s: float, max_finished_forks: int, prefix: str) -> RedisClient:
     try:
         from planner.store.redis_client import RedisClient
     except ModuleNotFoundError as error:

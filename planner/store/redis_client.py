@@ -61,7 +61,7 @@ KEEP_S: Final = 24 * 3600
 LOAD_TIMEOUTS: Final = 10
 """Loading everything may take this many times as long as one call: the response has tens of MB."""
 COMMIT_SHA1: Final = hashlib.sha1(COMMIT.encode()).hexdigest()
-"""Redis's name of the script."""
+"""Name of the script in Redis."""
 
 
 class RedisClient:
@@ -86,7 +86,7 @@ class RedisClient:
         except ValueError:
             # Never the URL itself: it may contain a password.
             raise SettingsError(
-                "RFORK_PLANNER_STORE is not a Redis URL", hint="redis://[USER:PASSWORD@]HOST:PORT/DB"
+                "RFORK_PLANNER_STORE is not a Redis URL", hint="write redis://[USER:PASSWORD@]HOST:PORT/DB"
             ) from None
 
     async def load(self) -> StoreSnapshot:
@@ -113,8 +113,9 @@ class RedisClient:
             )
 
     async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[ChangeMessage]) -> CommitResult:
-        """Send changes, each applied atomically or not at all, from a replica that has read `since` changes;
-        raises ReplicaOutdated.
+        """Send changes from a replica that has read `since` changes. Each is applied atomically or not at all.
+
+        Raises ReplicaOutdated if the replica must load everything again.
         """
         async with self._with_timeout():
             reply = await self._call(
@@ -126,9 +127,9 @@ class RedisClient:
             )  # fmt: skip
             if reply is None:
                 raise ReplicaOutdated("the epoch changed, or the stream does not reach back far enough")
-            missed, verdicts, last_number = reply
-            entries = tuple(_entry(name, dict(zip(*[iter(pairs)] * 2, strict=True))) for name, pairs in missed)
-            return CommitResult(entries, tuple(verdicts), float(last_number))
+            missed, verdicts, shared_time = reply
+            entries = tuple(_entry(stream_id, _fields(flat)) for stream_id, flat in missed)
+            return CommitResult(entries, tuple(verdicts), float(shared_time))
 
     async def read_changes(self, since: int) -> tuple[LogEntry, ...]:
         """Return the changes after `since`, at most READ_COUNT; waits up to `block_s` for one."""
@@ -137,15 +138,15 @@ class RedisClient:
                 "XREAD", "COUNT", READ_COUNT, "BLOCK", int(self.block_s * 1000),
                 "STREAMS", self._keys["changes"], f"{since}-0",
             )  # fmt: skip
-            return tuple(_entry(name, fields) for name, fields in reply[0][1]) if reply else ()
-
-    async def _call(self, *words: str | bytes | int) -> Any:
-        return await self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
+            return tuple(_entry(stream_id, fields) for stream_id, fields in reply[0][1]) if reply else ()
 
     async def close(self) -> None:
         """Close all connections; the next call opens new ones."""
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
+
+    async def _call(self, *arguments: str | bytes | int) -> Any:
+        return await self._redis.execute_command(*arguments)  # type: ignore[no-untyped-call]
 
     @contextlib.asynccontextmanager
     async def _with_timeout(self, timeout_factor: int = 1) -> AsyncIterator[None]:
@@ -155,12 +156,12 @@ class RedisClient:
         except NoScriptError:
             raise ReplicaOutdated("Redis was restarted") from None
         except TimeoutError:
-            raise self._unavailable(f"no answer within {self._timeout_s * timeout_factor:g} s") from None
+            raise self._unavailable(f"no response within {self._timeout_s * timeout_factor:g} s") from None
         except (RedisError, OSError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
         except ValueError as error:
-            first = str(error).partition("\n")[0]
-            raise self._unavailable(f"unreadable contents (written by another version?): {first}") from None
+            first_line = str(error).partition("\n")[0]
+            raise self._unavailable(f"unreadable contents (written by another version?): {first_line}") from None
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(f"the store at {self.address} is unavailable: {reason}")
@@ -174,9 +175,14 @@ def _address(url: str) -> str:
     return host_port(parts.hostname or "localhost", parts.port or 6379)
 
 
-def _entry(name: bytes, fields: dict[bytes, bytes]) -> LogEntry:
-    body, at = CHANGE_ADAPTER.validate_json(fields[b"body"]), float(fields[b"at"])
-    return LogEntry(int(name.partition(b"-")[0]), body, at)
+def _entry(stream_id: bytes, fields: Mapping[bytes, bytes]) -> LogEntry:
+    number = int(stream_id.partition(b"-")[0])
+    return LogEntry(number, CHANGE_ADAPTER.validate_json(fields[b"body"]), float(fields[b"at"]))
+
+
+def _fields(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Return the fields of a stream entry from a script, which lists names and values alternately."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _records(codec: Codec[Record], raw_records: Mapping[bytes, bytes]) -> dict[str, Record]:

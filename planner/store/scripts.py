@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 OPEN: Final = """
--- Arguments: a new epoch, TTL of the keys in milliseconds. Returns {epoch, number of changes, shared time}.
+-- Arguments: a new epoch, TTL of the keys in milliseconds. Returns {epoch, number of changes, shared time, floor}.
 if redis.call('HEXISTS', KEYS[1], 'epoch') == 0 then
     redis.call('DEL', unpack(KEYS))
     redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'number', '0', 'at', redis.call('TIME')[1])
@@ -67,8 +67,8 @@ local function remove(hash, parts, id)
     redis.call('HDEL', hash, unpack(fields))
 end
 
--- In two halves, so that a limit on bytes needs only two numbers: once the newer half is full, the older one
--- is dropped.
+-- The stream has two halves, so that a limit on its bytes needs only two numbers: once the newer half is full, the
+-- older one is dropped.
 local function append_change(text)
     bytes = bytes + #text
     if bytes > tonumber(half_bytes) then

@@ -118,7 +118,7 @@ class Broadcaster:
                     elif message:
                         subscriber.put(message)
         except Exception:  # outermost level of the task: pages reconnect, and it starts again
-            logger("planner.ui").exception("page feed failed")
+            logger("planner.ui").exception("live updates of the web page failed, open pages will reconnect")
             for subscriber in self._subscribers:
                 subscriber.close()
             self._ready.set()  # pages that wait for the start are closed too

@@ -60,12 +60,12 @@ def page_routes() -> list[BaseRoute]:
     async def api(_: object) -> Response:
         return FileResponse(FOLDER / "page" / "api.html", headers=dict(API_HEADERS))
 
-    async def to_page(_: object) -> Response:
+    async def redirect_to_page(_: object) -> Response:
         return RedirectResponse("ui/")
 
     return [
-        Route("/", to_page, include_in_schema=False),
-        Route("/ui", to_page, include_in_schema=False),
+        Route("/", redirect_to_page, include_in_schema=False),
+        Route("/ui", redirect_to_page, include_in_schema=False),
         Route("/ui/", page, include_in_schema=False),
         Route("/docs", api, include_in_schema=False),
         Mount("/ui/page", PageFiles(directory=FOLDER / "page")),

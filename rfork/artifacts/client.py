@@ -71,7 +71,7 @@ def fetch(
     began = time.monotonic()
     selected = cache_dirs(artifact_settings)
     if not selected:
-        return ArtifactReport(model, "", reason=f"{DISABLED_MESSAGE}: {ENABLE_HINT}")
+        return ArtifactReport(model, "", reason=f"{DISABLED_MESSAGE}; {ENABLE_HINT}")
     key = local_key(engine)
     report = ArtifactReport(model, key.id)
     try:
@@ -81,7 +81,7 @@ def fetch(
     except RforkError as error:
         report = replace(report, reason=f"{error.kind}: {error}")
     report = replace(report, seconds=round(time.monotonic() - began, 3))
-    log.info("artifacts", report=report.line())
+    log.info("fetch of artifacts finished", report=report.line())
     return report
 
 
@@ -146,52 +146,50 @@ def _fetch(
     deadline_s: float,
     on_progress: OnProgress | None,
 ) -> ArtifactReport:
-    if settings.planner is None:
-        raise SettingsError("no planner is set", hint="set RFORK_PLANNER or pass planner=")
     report = ArtifactReport(model, key.id)
     deadline = began + deadline_s
-    left = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
-    with _connect(_with_timeout(settings, left)) as planner:
-        holders = _sources(planner, model, key, artifact_settings.max_bytes)
+    left_s = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
+    with _connect(_with_timeout(settings, left_s)) as planner:
+        instances = _instances_with(planner, model, key, artifact_settings.max_bytes)
     last_error: RforkError | None = None
-    for holder in holders:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    for instance in instances:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             break
         # A source that has just died is still listed; the next image may serve as well.
         try:
-            image, source = _image(
-                holder, _with_timeout(settings, left), on_progress, validate_layout(artifact_settings, selected)
+            image, sources = _fetch_image(
+                instance, _with_timeout(settings, left_s), on_progress, validate_layout(artifact_settings, selected)
             )
-            report = replace(report, source=source)
+            report = replace(report, source=sources)
             return install_image(image, selected, key, artifact_settings, deadline, report)
         except UserError:
             raise
         except RforkError as error:
-            log.info("failed to fetch artifacts", holder=short_id(holder.instance_id), reason=str(error))
+            log.info("failed to fetch artifacts", source=short_id(instance.instance_id), reason=str(error))
             last_error = error
-    raise last_error or NoSource(f"fetching artifacts exceeded {deadline_s:.0f} s")
+    raise last_error or NoSource(f"the deadline of {deadline_s:g} s passed before any artifacts were received")
 
 
-def _image(
-    holder: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, check: CheckLayout
+def _fetch_image(
+    instance: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, check: CheckLayout
 ) -> tuple[Image, str]:
-    """Return the image of the holder, and the sources it was read from."""
-    image, _, fork = fetch_with_report(holder, lambda: _connect(settings), settings, on_progress, check)
+    """Return the image that an instance serves, and the sources it was read from."""
+    image, _, fork = fetch_with_report(instance, lambda: _connect(settings), settings, on_progress, check)
     return image, ", ".join(f"{short_id(share.source_id)}@{share.host}" for share in fork.sources)
 
 
-def _with_timeout(settings: InstanceSettings, left: float) -> InstanceSettings:
-    """Return settings for a fork of at most `left` seconds that uses neither the ports nor the spool of the weights.
+def _with_timeout(settings: InstanceSettings, left_s: float) -> InstanceSettings:
+    """Return settings for a fork of at most `left_s` seconds that uses neither the ports nor the spool of the weights.
 
     Programs are always verified, whatever the settings for weights are.
     """
     return settings.model_copy(
         update={
-            "deadline_s": left,
-            "no_source_timeout_s": min(settings.no_source_timeout_s, left),
-            "source_idle_timeout_s": min(settings.source_idle_timeout_s, left),
-            "planner_timeout_s": min(settings.planner_timeout_s, left),
+            "deadline_s": left_s,
+            "no_source_timeout_s": min(settings.no_source_timeout_s, left_s),
+            "source_idle_timeout_s": min(settings.source_idle_timeout_s, left_s),
+            "planner_timeout_s": min(settings.planner_timeout_s, left_s),
             "verify_chunks": True,
             "resume_dir": None,
             "peer_port": 0,
@@ -200,7 +198,7 @@ def _with_timeout(settings: InstanceSettings, left: float) -> InstanceSettings:
     )
 
 
-def _sources(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: int) -> list[InstanceReport]:
+def _instances_with(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: int) -> list[InstanceReport]:
     """Return one instance per image with this key, largest images first. Raises NoSource."""
     complete = [
         view.report
@@ -211,20 +209,23 @@ def _sources(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: in
     ]
     name = name_of(model, key)
     named = [report for report in complete if report.model == name]
-    mine = [report for report in named if report.image_bytes <= max_bytes]
-    if named and not mine:
+    fitting = [report for report in named if report.image_bytes <= max_bytes]
+    if named and not fitting:
         min_bytes = min(report.image_bytes for report in named)
-        raise NoSource(f"artifacts of {model}, {min_bytes} bytes, exceed RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})")
-    if not mine:
+        raise NoSource(
+            f"the artifacts of {model} have {min_bytes} bytes, more than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes}) of "
+            "this instance"
+        )
+    if not fitting:
         others = other_keys((report.model for report in complete), key)
-        raise NoSource(f"no instance serves artifacts of {model}" + (f" for this machine, {others}" if others else ""))
-    alike = Counter(report.layout_id for report in mine)
-    one = {report.layout_id: report for report in mine}.values()
-    return sorted(one, key=lambda report: (-report.image_bytes, -alike[report.layout_id]))[:MAX_SOURCES]
+        raise NoSource(f"no instance serves artifacts of {model}" + (f" for this machine: {others}" if others else ""))
+    instance_counts = Counter(report.layout_id for report in fitting)
+    one_per_image = {report.layout_id: report for report in fitting}.values()
+    ranked = sorted(one_per_image, key=lambda report: (-report.image_bytes, -instance_counts[report.layout_id]))
+    return ranked[:MAX_SOURCES]
 
 
 def _connect(settings: InstanceSettings) -> PlannerClient:
-    connected = PlannerClient.of(settings) if settings.planner is not None else None
-    if connected is None:
-        raise SettingsError("no planner is set", hint="set RFORK_PLANNER or pass planner=")
-    return connected
+    if settings.planner is None:
+        raise SettingsError("no planner is set", hint="set RFORK_PLANNER, or pass --planner URL (in Python planner=)")
+    return PlannerClient.of(settings)

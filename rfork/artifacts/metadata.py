@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from rfork.artifacts.cache_types import CACHE_TYPE_NAME, CacheType
-from rfork.artifacts.file_names import META, name_problem
+from rfork.artifacts.file_names import METADATA_TENSOR, path_problem
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.triton_groups import is_group, missing_file
 from rfork.errors import SourceCorrupt
@@ -25,7 +25,7 @@ from rfork.schema.base import StrictCopyModel
 
 MAX_FILES: Final = 200_000
 """Maximum number of files in an image of artifacts."""
-META_BYTES, META_BYTES_PER_FILE = 64 << 10, 1280
+MAX_METADATA_BYTES, MAX_METADATA_BYTES_PER_FILE = 64 << 10, 1280
 """Maximum size of the document in bytes: for the key and the cache paths, and for each file."""
 _Mtime = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -48,9 +48,11 @@ def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files
     requested.
     """
     if layout.image_bytes > max_bytes:
-        raise SourceCorrupt(f"{layout.image_bytes} bytes of artifacts exceed RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})")
+        raise SourceCorrupt(
+            f"the artifacts have {layout.image_bytes} bytes, more than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})"
+        )
     if len(layout.tensors) > max_files + 1:
-        raise SourceCorrupt(f"{len(layout.tensors) - 1} files of artifacts, more than {max_files}")
+        raise SourceCorrupt(f"the artifacts have {len(layout.tensors) - 1} files, more than {max_files}")
     names: set[str] = set()
     folders: set[str] = set()
     total = 0
@@ -66,14 +68,14 @@ def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files
         if spec.name in names:
             raise SourceCorrupt(f"artifacts contain two files named {spec.name!r}")
         names.add(spec.name)
-        if spec.name == META:
-            if length > META_BYTES + META_BYTES_PER_FILE * (len(layout.tensors) - 1):
+        if spec.name == METADATA_TENSOR:
+            if length > MAX_METADATA_BYTES + MAX_METADATA_BYTES_PER_FILE * (len(layout.tensors) - 1):
                 raise SourceCorrupt(f"the metadata of the artifacts is too large ({length} bytes)")
             continue
         name, slash, path = spec.name.partition("/")
         cache_type = cache_types.get(name) or CacheType(name, lambda dirs: dirs.home)
         reason = (
-            name_problem(path, cache_type)
+            path_problem(path, cache_type)
             if slash and CACHE_TYPE_NAME.fullmatch(name)
             else "it has no valid cache type"
         )
@@ -82,7 +84,7 @@ def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files
         folders.update(_parent_folders(spec.name))
     if total > layout.image_bytes:  # many files that share the same bytes could fill the disk
         raise SourceCorrupt(f"the artifacts have {total} bytes, but their image has {layout.image_bytes}")
-    if META not in names:
+    if METADATA_TENSOR not in names:
         raise SourceCorrupt("the artifacts have no metadata")
     if both := names & folders:
         raise SourceCorrupt(f"artifacts contain {min(both)!r} as a file and as a folder")
@@ -90,12 +92,12 @@ def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files
 
 def read_metadata(image: Image) -> ArtifactMetadata:
     """Return the metadata of an image whose layout was checked. Raises SourceCorrupt."""
-    spec = next(spec for spec in image.layout.tensors if spec.name == META)
+    spec = next(spec for spec in image.layout.tensors if spec.name == METADATA_TENSOR)
     try:
         metadata = ArtifactMetadata.model_validate_json(bytes_of(image, spec))
     except ValidationError as error:
         raise SourceCorrupt(f"invalid metadata of artifacts: {error.errors()[0]['msg']}") from None
-    if metadata.files.keys() != {spec.name for spec in image.layout.tensors if spec.name != META}:
+    if metadata.files.keys() != {spec.name for spec in image.layout.tensors if spec.name != METADATA_TENSOR}:
         raise SourceCorrupt("the metadata does not list the files of the artifacts")
     return metadata
 

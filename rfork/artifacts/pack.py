@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from rfork.artifacts.cache_types import CacheDir, CacheType
-from rfork.artifacts.file_names import META, name_problem
+from rfork.artifacts.file_names import METADATA_TENSOR, path_problem
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata
 from rfork.artifacts.triton_groups import missing_file, to_portable
@@ -28,8 +28,8 @@ log = logger(__name__)
 
 READ_BLOCK_BYTES: Final = 1 << 20
 EXECUTABLE: Final = 0o111
-RECENT, CHANGED, NO_FILES = "recently changed", "changed while being read", "incomplete Triton group"
-TRANSIENT_REASONS: Final = frozenset({RECENT, CHANGED, NO_FILES})
+RECENT, CHANGED, INCOMPLETE_GROUP = "recently changed", "changed while being read", "incomplete Triton group"
+TRANSIENT_REASONS: Final = frozenset({RECENT, CHANGED, INCOMPLETE_GROUP})
 """Reasons for skipping files that may be complete a moment later."""
 MAX_FILE_ENTRY_CHARS: Final = len(f":[false,{(1 << 63) - 1}],")
 
@@ -60,7 +60,7 @@ def found_in(cache_dir: CacheDir, skipped: Counter[str] | None = None) -> Iterat
     counted = skipped if skipped is not None else Counter[str]()
     if (problem := cache_dir.problem()) is not None:
         log.warning(
-            "cache skipped",
+            "JIT cache skipped",
             cache=cache_dir.cache_type.name,
             folder=str(cache_dir.folder),
             reason=problem,
@@ -79,7 +79,7 @@ def found_in(cache_dir: CacheDir, skipped: Counter[str] | None = None) -> Iterat
             relative = path.relative_to(cache_dir.folder).as_posix()
             if not stat.S_ISREG(stat_result.st_mode):
                 counted["not a regular file"] += 1
-            elif name_problem(relative, cache_dir.cache_type) is not None:
+            elif path_problem(relative, cache_dir.cache_type) is not None:
                 counted["forbidden name"] += 1
             else:
                 yield FoundFile(
@@ -110,11 +110,11 @@ def pack(
         files={},
     )
     packing = _Packing(settings, max_files, len(metadata.model_dump_json().encode()), skipped)
-    newest = time.time_ns() - round(settings.quiet_period_s * 1e9)
+    recent_since_ns = time.time_ns() - round(settings.quiet_period_s * 1e9)
     entries: list[list[FoundFile]] = []
     for cache_dir in cache_dirs:
         for entry in _entries(cache_dir, skipped):
-            if settings.quiet_period_s and (recent := sum(found.mtime_ns > newest for found in entry)):
+            if settings.quiet_period_s and (recent := sum(found.mtime_ns > recent_since_ns for found in entry)):
                 skipped[RECENT] += recent
                 packing.drop(len(entry) - recent)
             elif packing.fits(entry):
@@ -128,7 +128,9 @@ def pack(
     if not packing.files:
         return None
     metadata = metadata.model_copy(update={"files": packing.files})
-    packing.tensors[META] = torch.frombuffer(bytearray(metadata.model_dump_json().encode()), dtype=torch.uint8)
+    packing.tensors[METADATA_TENSOR] = torch.frombuffer(
+        bytearray(metadata.model_dump_json().encode()), dtype=torch.uint8
+    )
     return Packed(image_from_tensors(packing.tensors), len(packing.files), packing.bytes, dict(skipped))
 
 
@@ -175,7 +177,7 @@ class _Packing:
                 self._skipped[CHANGED] += 1
                 return self.drop(len(entry) - 1)
             if missing_file(found.path, file_content[0], siblings[found.path.parent]) is not None:
-                self._skipped[NO_FILES] += 1
+                self._skipped[INCOMPLETE_GROUP] += 1
                 return self.drop(len(entry) - 1)
             # Names replace paths, so the content does not grow.
             content = to_portable(found.path, file_content[0])

@@ -33,7 +33,7 @@ class ArtifactReport:
     def line(self) -> str:
         """Return the report on one line."""
         if self.source is None:
-            return f"no artifacts fetched in {self.seconds:.2f} s, reason: {self.reason}"
+            return f"no artifacts installed after {self.seconds:.2f} s: {self.reason}"
         also = f", {self.already_present} already present" if self.already_present else ""
         also += f", {self.kept_existing} existing kept" if self.kept_existing else ""
         also += f"; {self.reason}" if self.reason else ""

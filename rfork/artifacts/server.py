@@ -21,8 +21,10 @@ log = logger(__name__)
 
 Listing = frozenset[tuple[str, int, int]]
 """Name, size in bytes, and modification time of each file."""
-DISABLED_MESSAGE = "artifacts are disabled"
-ENABLE_HINT = "artifacts are programs: list the caches that you trust the fleet with in RFORK_ARTIFACTS_KINDS (or all)"
+DISABLED_MESSAGE = "artifacts (JIT caches) are disabled"
+ENABLE_HINT = (
+    "they are programs: set RFORK_ARTIFACTS_KINDS to those that other instances may install on this machine, or to all"
+)
 
 
 class ArtifactServer:

@@ -37,20 +37,20 @@ def staging_dir(folder: Path) -> Iterator[Path]:
     """
     folder.mkdir(mode=OWNER_MODE, parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
-        made = Path(tempfile.mkdtemp(prefix=STAGING, suffix=SUFFIX, dir=folder))
+        staging = Path(tempfile.mkdtemp(prefix=STAGING, suffix=SUFFIX, dir=folder))
         try:
-            lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:  # removed before it was opened
             continue
         try:
             with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():  # removed before it was locked
+            if not staging.exists():  # removed before it was locked
                 continue
             try:
-                yield made
+                yield staging
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
             return
         finally:
             os.close(lock)

@@ -109,7 +109,7 @@ def load(
     selected = cache_dirs(artifact_settings)
     report = ArtifactReport(ANY_MODEL, "")
     if not selected:
-        return replace(report, reason=f"{DISABLED_MESSAGE}: {ENABLE_HINT}")
+        return replace(report, reason=f"{DISABLED_MESSAGE}; {ENABLE_HINT}")
     key = local_key(engine)
     report = replace(report, key=key.id)
     named = uri_of(uri, key)
@@ -138,7 +138,7 @@ def load(
         if progress is not None:
             progress(count)
 
-    timeout_message = f"loading artifacts exceeded {deadline_s:g} s"
+    timeout_message = f"the deadline of {deadline_s:g} s passed before the artifacts were read from {named}"
     try:
         # Storage may hang beyond the deadline: the read is then abandoned with its memory.
         reading = AbandonableCall(named, read, lambda _: None)
@@ -157,7 +157,7 @@ def load(
     except RforkError as error:
         report = replace(report, reason=f"{error.kind}: {error}")
     report = replace(report, seconds=round(time.monotonic() - began, 3))
-    log.info("artifacts", report=report.line())
+    log.info("load of artifacts finished", report=report.line())
     return report
 
 

@@ -1,9 +1,9 @@
 """Converts Triton's group files, the only files of its cache with absolute paths, between machines.
 
 ``__grp__NAME.json`` is ``{"child_paths": {FILE: PATH}}`` (`triton/runtime/cache.py`). All files of a group
-are in the same folder. Triton ignores paths that do not exist: if the metadata file is left, the group counts
-as a hit, and loading the missing binary fails. So a group is copied and installed only with all of its files.
-In the image it contains only file names. Runs on the source and on the target.
+are in the same folder. Triton ignores paths that do not exist: if only the metadata file is left, the group
+counts as a cache hit, and loading the missing binary fails. So a group is copied and installed only with all
+of its files. In the image, a group contains file names instead of paths. Runs on the source and on the target.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Final
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-PREFIX, SUFFIX, CHILDREN = "__grp__", ".json", "child_paths"
+PREFIX, SUFFIX = "__grp__", ".json"
+CHILDREN: Final = "child_paths"
 MAX_GROUP_BYTES: Final = 1 << 20
-_group: Final[TypeAdapter[dict[str, JsonValue]]] = TypeAdapter(dict[str, JsonValue])
+_JSON_OBJECT: Final[TypeAdapter[dict[str, JsonValue]]] = TypeAdapter(dict[str, JsonValue])
 
 
 def is_group(name: str) -> bool:
@@ -28,14 +29,14 @@ def is_group(name: str) -> bool:
 
 def to_portable(path: Path, content: bytes) -> bytes:
     """Return the group at `path` with file names instead of paths; other content unchanged. Runs on the source."""
-    parsed_group = _parsed(path.name, content)
-    if parsed_group is None:
+    parsed = _parse(path.name, content)
+    if parsed is None:
         return content
-    group, children = parsed_group
+    group, children = parsed
     # The paths may spell the same folder differently (a link, a mount), so only base names are compared.
     in_same_folder = all(
-        os.path.basename(child) == name and os.path.basename(os.path.dirname(child)) in ("", path.parent.name)
-        for name, child in children.items()
+        os.path.basename(child_path) == name and os.path.basename(os.path.dirname(child_path)) in ("", path.parent.name)
+        for name, child_path in children.items()
     )
     if not in_same_folder:
         return content
@@ -44,31 +45,37 @@ def to_portable(path: Path, content: bytes) -> bytes:
 
 def to_local(path: Path, content: bytes) -> bytes:
     """Return the group with the paths it needs at `path`; other content unchanged. Runs on the target."""
-    parsed_group = _parsed(path.name, content)
-    if parsed_group is None:
+    parsed = _parse(path.name, content)
+    if parsed is None:
         return content
-    group, children = parsed_group
-    if any(child != name for name, child in children.items()):
+    group, children = parsed
+    if any(child_path != name for name, child_path in children.items()):
         return content
     return json.dumps({**group, CHILDREN: {name: str(path.parent / name) for name in children}}).encode()
 
 
-def missing_file(path: Path, content: bytes, there: Collection[str]) -> str | None:
-    """Return a file of the group at `path` that is missing from the names `there`, or None. Runs on both sides."""
-    parsed_group = _parsed(path.name, content)
-    return min((child for child in parsed_group[1] if child not in there), default=None) if parsed_group else None
+def missing_file(path: Path, content: bytes, siblings: Collection[str]) -> str | None:
+    """Return the name of a file of the group at `path` that is not among its `siblings`, or None.
+
+    Runs on the source and on the target.
+    """
+    parsed = _parse(path.name, content)
+    if parsed is None:
+        return None
+    _, children = parsed
+    return min((name for name in children if name not in siblings), default=None)
 
 
-def _parsed(name: str, content: bytes) -> tuple[dict[str, JsonValue], dict[str, str]] | None:
-    """Return a group and its children, or None if the file is not a group."""
+def _parse(name: str, content: bytes) -> tuple[dict[str, JsonValue], dict[str, str]] | None:
+    """Return a group and the path of each of its files by name; None if the content is not a group."""
     if not is_group(name) or len(content) > MAX_GROUP_BYTES:
         return None
     try:
-        group = _group.validate_json(content)
+        group = _JSON_OBJECT.validate_json(content)
     except ValidationError:
         return None
     children = group.get(CHILDREN)
     if not isinstance(children, dict):
         return None
-    found = {child: path for child, path in children.items() if isinstance(path, str) and "/" not in child}
-    return (group, found) if len(found) == len(children) else None
+    child_paths = {child: path for child, path in children.items() if isinstance(path, str) and "/" not in child}
+    return (group, child_paths) if len(child_paths) == len(children) else None

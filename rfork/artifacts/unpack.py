@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from rfork.artifacts.cache_types import CacheDir
-from rfork.artifacts.file_names import META
+from rfork.artifacts.file_names import METADATA_TENSOR
 from rfork.artifacts.metadata import ArtifactMetadata, bytes_of
 from rfork.artifacts.staging_dir import remove_stale, staging_dir
 from rfork.artifacts.triton_groups import is_group, to_local
@@ -61,7 +61,7 @@ def unpack(
     done = Unpacked() if done is None else done
     specs_by_type: dict[str, list[TensorSpec]] = {}
     for spec in image.layout.tensors:
-        if spec.name != META:
+        if spec.name != METADATA_TENSOR:
             specs_by_type.setdefault(spec.name.partition("/")[0], []).append(spec)
     skipped_dirs: list[str] = []
     for cache_dir in cache_dirs:
@@ -79,7 +79,7 @@ def unpack(
                 _Unpacking(image, metadata.files, cache_dir, deadline, done).run(specs)
     done.skipped = tuple(skipped_dirs)
     for reason in skipped_dirs:
-        log.info("cache skipped", reason=reason)
+        log.info("JIT cache skipped", reason=reason)
     return done
 
 
@@ -118,7 +118,7 @@ class _Unpacking:
     def _write(self, spec: TensorSpec, staging: Path) -> bool:
         """Write one file to the staging folder. Returns True if it is already in place with the same content."""
         if time.monotonic() > self._deadline:
-            raise DeadlineExceeded("unpacking artifacts exceeded the deadline")
+            raise DeadlineExceeded("the deadline passed before all artifacts were unpacked")
         relative = spec.name.partition("/")[2]
         final = self._folder / relative
         content = to_local(final, bytes_of(self._image, spec))

@@ -8,6 +8,7 @@ import typer
 
 from rfork import settings as options
 from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
+from rfork.cli.formatters import plural
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
 from rfork.cli.progress import Bar, sources_note
 from rfork.schema import ForkProgress
@@ -103,9 +104,9 @@ def ls(kinds: CacheTypesOption = None, engine: EngineOption = None, as_json: Jso
             return
         out.print(f"key {key.id}: {key.description}", markup=False)
         for cache_dir, files, size, problem in rows:
-            what = problem or (f"{files} files, {size / 1e6:.1f} MB" if files else "nothing")
+            content = problem or (f"{plural(files, 'file')}, {size / 1e6:.1f} MB" if files else "no files")
             bound = "; usable only at this path" if cache_dir.cache_type.path_bound and files else ""
-            out.print(f"{cache_dir.cache_type.name}: {cache_dir.folder}: {what}{bound}", markup=False)
+            out.print(f"{cache_dir.cache_type.name}: {cache_dir.folder}: {content}{bound}", markup=False)
 
 
 @app.command("save")
@@ -137,7 +138,7 @@ def save(
                 }
             )
         else:
-            size = f"{packed.files} files, {packed.bytes / 1e6:.1f} MB"
+            size = f"{plural(packed.files, 'file')}, {packed.bytes / 1e6:.1f} MB"
             out.print(f"{written.uri}: {size} written{_skipped_text(packed.skipped)}", markup=False)
 
 
@@ -224,7 +225,7 @@ def seed(
         from rfork.artifacts import ArtifactServer, local_key
 
         if chosen.planner is None:
-            err.print("[yellow]warning:[/] no planner is set, so no instance can find them (set RFORK_PLANNER)")
+            err.print("[yellow]warning:[/] no planner is set, so no instance can find these caches (set RFORK_PLANNER)")
         stopped = shutdown_on_signal()
         with ArtifactServer(model, local_key(engine), chosen, artifact_settings) as server:
             while not stopped.is_set():
@@ -265,8 +266,8 @@ def _print_served(server: ArtifactServer, settings: InstanceSettings, *, as_json
         print_json({**ready_event, **report.model_dump(mode="json")})
         return
     out.print(
-        f"serving {packed.files} files ({packed.bytes / 1e6:.1f} MB) at {report.address} over "
-        f"{', '.join(report.transports)}{_skipped_text(packed.skipped)}; {report.model}",
+        f"serving {plural(packed.files, 'file')} ({packed.bytes / 1e6:.1f} MB) at {report.address} over "
+        f"{', '.join(report.transports)}{_skipped_text(packed.skipped)}; registered as model {report.model}",
         markup=False,
     )
 

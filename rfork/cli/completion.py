@@ -14,50 +14,52 @@ from typing import Final
 import typer
 
 from rfork import settings as options
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.errors import RforkError
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 
 TIMEOUT_S: Final = 0.3
-MAX_ITEMS: Final = 200
-"""Maximum number of suggestions."""
+MAX_SUGGESTIONS: Final = 200
 
-Completions = list[tuple[str, str]]
-"""Suggestions, each with a description that the shell may show."""
+Suggestion = tuple[str, str]
+"""A value, and a description that the shell may show."""
 
-_replica: Final = re.compile(r"(.+)-(?:main|speculative)-.+")
+_REPLICA_RANK: Final = re.compile(r"(?P<replica>.+)-(?:main|speculative)-.+")
+"""Id of an instance that belongs to a replica."""
 
 
-def complete_model(context: typer.Context, incomplete: str) -> Completions:
+def complete_model(context: typer.Context, incomplete: str) -> list[Suggestion]:
     """Complete names of models."""
 
-    def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
+    def models(client: PlannerClient) -> Iterable[Suggestion]:
         seeds: Counter[str] = Counter()
         for row in client.models():
             seeds[row.model] += row.seeds
-        return ((name, format.plural(count, "seed")) for name, count in seeds.items())
+        return ((model, formatters.plural(count, "seed")) for model, count in seeds.items())
 
-    return _query(context, incomplete, query)
+    return _complete(context, incomplete, models)
 
 
-def complete_version(context: typer.Context, incomplete: str) -> Completions:
+def complete_version(context: typer.Context, incomplete: str) -> list[Suggestion]:
     """Complete versions of the given model, or of all models."""
-    model = context.params.get("model")
+    given_model = context.params.get("model")
 
-    def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
+    def versions(client: PlannerClient) -> Iterable[Suggestion]:
         seeds: Counter[tuple[str, str]] = Counter()
         for row in client.models():
-            if row.version and model in (None, row.model):
+            if row.version and given_model in (None, row.model):
                 seeds[row.version, row.model] += row.seeds
-        return ((version, f"{format.plural(count, 'seed')} of {of}") for (version, of), count in seeds.items())
+        return (
+            (version, f"{formatters.plural(count, 'seed')} of {model}") for (version, model), count in seeds.items()
+        )
 
-    return _query(context, incomplete, query)
+    return _complete(context, incomplete, versions)
 
 
-def complete_instance(context: typer.Context, incomplete: str) -> Completions:
+def complete_instance(context: typer.Context, incomplete: str) -> list[Suggestion]:
     """Complete ids of instances."""
-    return _query(
+    return _complete(
         context,
         incomplete,
         lambda client: (
@@ -67,22 +69,22 @@ def complete_instance(context: typer.Context, incomplete: str) -> Completions:
     )
 
 
-def complete_replica(context: typer.Context, incomplete: str) -> Completions:
+def complete_replica(context: typer.Context, incomplete: str) -> list[Suggestion]:
     """Complete names of replicas (RFORK_REPLICA)."""
-    return _query(
+    return _complete(
         context,
         incomplete,
         lambda client: (
-            (match.group(1), view.report.model)
+            (match["replica"], view.report.model)
             for view in client.instance_page(limit=1000).items
-            if (match := _replica.fullmatch(view.report.instance_id))
+            if (match := _REPLICA_RANK.fullmatch(view.report.instance_id))
         ),
     )
 
 
-def complete_fork(context: typer.Context, incomplete: str) -> Completions:
+def complete_fork(context: typer.Context, incomplete: str) -> list[Suggestion]:
     """Complete ids of forks, newest first."""
-    return _query(
+    return _complete(
         context,
         incomplete,
         lambda client: (
@@ -92,14 +94,15 @@ def complete_fork(context: typer.Context, incomplete: str) -> Completions:
     )
 
 
-def _query(
-    context: typer.Context, incomplete: str, query: Callable[[PlannerClient], Iterable[tuple[str, str]]]
-) -> Completions:
+def _complete(
+    context: typer.Context, incomplete: str, fetch: Callable[[PlannerClient], Iterable[Suggestion]]
+) -> list[Suggestion]:
+    """Return the fetched suggestions that start with `incomplete`, each value once; none if the planner fails."""
     planner_url = context.params.get("planner")
     try:
         settings = options.load(InstanceSettings, planner=planner_url if isinstance(planner_url, str) else None)
         with PlannerClient.of(settings.model_copy(update={"planner_timeout_s": TIMEOUT_S})) as client:
-            found = dict(pair for pair in query(client) if pair[0].startswith(incomplete))
+            matching = dict(suggestion for suggestion in fetch(client) if suggestion[0].startswith(incomplete))
     except RforkError:
         return []
-    return list(found.items())[:MAX_ITEMS]
+    return list(matching.items())[:MAX_SUGGESTIONS]

@@ -20,7 +20,9 @@ from rich.measure import Measurement
 from rfork import logs
 from rfork import settings as options
 from rfork.errors import RforkError
+from rfork.logs import logger
 from rfork.settings import InstanceSettings
+from rfork.settings.unknown_variables import find_typos
 
 INTERRUPTED: Final = 130
 BUG: Final = 1
@@ -72,6 +74,12 @@ def configure_logs(settings: InstanceSettings, *, as_json: bool = False, brief: 
     warnings_only = brief and err.is_terminal and "log_level" not in settings.model_fields_set
     level = "warning" if warnings_only else settings.log_level
     logs.configure(json=settings.log_json or as_json, level=level, stream=cast(TextIO, _Stderr()))
+
+
+def log_misspelt_variables() -> None:
+    """Log a warning for each environment variable that is probably a misspelt setting: it has no effect."""
+    for name, likely in find_typos().items():
+        logger(__name__).warning("unknown variable ignored", variable=name, hint=f"did you mean {likely}?")
 
 
 class _Stderr:
@@ -158,14 +166,14 @@ def escaped(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def print_renderable(what: ConsoleRenderable) -> None:
+def print_renderable(renderable: ConsoleRenderable) -> None:
     """Print a renderable on stdout, as wide as the terminal, or as wide as needed without one."""
     if out.is_terminal:
-        out.print(what, soft_wrap=False)
+        out.print(renderable, soft_wrap=False)
         return
-    needed = Measurement.get(out, out.options.update(max_width=MAX_WIDTH), what).maximum
+    needed = Measurement.get(out, out.options.update(max_width=MAX_WIDTH), renderable).maximum
     console = Output(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
-    console.print(what)
+    console.print(renderable)
 
 
 def hard_exit(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rfork import settings as options
 from rfork.cli.console import handle_errors, out, print_json, print_renderable
-from rfork.cli.format import plural
+from rfork.cli.formatters import plural
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.settings import InstanceSettings, StorageSettings
 

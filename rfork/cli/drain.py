@@ -62,10 +62,16 @@ def drain(
     """
     with handle_errors(as_json=as_json):
         if [instance is not None, replica is not None, own].count(True) != 1:
-            raise SettingsError("name one instance, or select a replica with --replica NAME or --own")
+            raise SettingsError(
+                "select either one instance, or a replica with --replica NAME or --own",
+                hint="`rfork status` lists the instances",
+            )
         chosen = options.load(InstanceSettings, planner=planner, drain_timeout_s=wait)
         if own and chosen.replica is None:
-            raise SettingsError("RFORK_REPLICA is not set: --own drains the replica that it names")
+            raise SettingsError(
+                "--own drains the replica that RFORK_REPLICA names, but it is not set",
+                hint="run it in the server's container, or use --replica NAME",
+            )
         named = chosen.replica if own else replica
         with PlannerClient.of(chosen) as client:
             if named is not None:
@@ -88,10 +94,13 @@ def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: floa
     if as_json:
         print_json({"replica": replica, "instances": [asdict(each) for each in drain_results]})
     elif not drain_results:
-        out.print(f"{replica} has no instances and can exit", markup=False)
+        out.print(f"replica {replica} can exit: the planner knows no instance of it", markup=False)
     else:
         for each in drain_results:
             word = "can exit" if each.can_exit else "cannot exit"
             out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
     if left := [each.instance_id for each in drain_results if not each.can_exit]:
-        raise SourceBusy(f"{len(left)} of {len(drain_results)} instances of {replica} cannot exit yet")
+        raise SourceBusy(
+            f"replica {replica} cannot exit after {wait_s:g} s: {', '.join(left)}",
+            hint="wait longer (--wait), or stop it anyway: its readers continue from other sources",
+        )

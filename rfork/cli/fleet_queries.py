@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rfork import weights_version
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
@@ -58,7 +58,7 @@ def model_titles(models: Sequence[ModelInfo]) -> list[str]:
 
 
 def _title(row: ModelInfo) -> str:
-    rank = format.rank(row.rank_key)
+    rank = formatters.rank(row.rank_key)
     return row.model if rank == "-" else f"{row.model} {rank}"
 
 
@@ -148,8 +148,8 @@ def format_sources(sources: Iterable[str], transports: Mapping[str, str], rates:
     texts = []
     for name in names:
         transport_suffix = f" ({transports[name]})" if name in transports else ""
-        rate = f" {format.rate(rates[name])}" if len(names) > 1 and rates.get(name) else ""
-        texts.append(f"{format.format_source(name)}{transport_suffix}{rate}")
+        rate = f" {formatters.rate(rates[name])}" if len(names) > 1 and rates.get(name) else ""
+        texts.append(f"{formatters.source(name)}{transport_suffix}{rate}")
     return texts
 
 
@@ -163,7 +163,7 @@ def instance_problem(view: InstanceInfo) -> str:
         return f"no report for {view.age_s:.0f} s"
     if view.report.state == "draining":
         readers = len(view.report.readers)
-        return f"draining, {format.plural(readers, 'reader')} left" if readers else "draining, no readers"
+        return f"draining, {formatters.plural(readers, 'reader')} left" if readers else "draining, no readers"
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from rich.text import Text
 
-from rfork.cli import fleet_queries, format
+from rfork.cli import fleet_queries, formatters
 from rfork.cli.console import err, out, print_json, print_renderable
 from rfork.cli.tables import Cell, Column, FittedTable
 from rfork.errors import PlannerRejected, PlannerUnreachable
@@ -81,13 +81,13 @@ def _row(fork: ForkInfo) -> tuple[Cell, ...]:
     share = "" if fork.finish is not None else f" {fleet_queries.verified_share(fork):.0%}"
     return (
         fork.fork_id[:12],
-        f"{format.format_age(fork.age_s)} ago",
+        f"{formatters.age(fork.age_s)} ago",
         Text(f"{phase}{share}", COLOURS.get(phase, "cyan")),
         _model(fork),
-        format.version(fork.version),
-        format.size(fork.image_bytes),
-        format.duration(fork.finish.seconds if fork.finish is not None else fork.age_s),
-        format.rate(speed) if speed else "-",
+        formatters.version(fork.version),
+        formatters.size(fork.image_bytes),
+        formatters.duration(fork.finish.seconds if fork.finish is not None else fork.age_s),
+        formatters.rate(speed) if speed else "-",
         sources_text(fork),
         _failure_reason(fork),
     )
@@ -108,7 +108,7 @@ def sources_text(fork: ForkInfo) -> str:
 
 
 def _model(fork: ForkInfo) -> str:
-    rank = format.rank(fork.rank.key)
+    rank = formatters.rank(fork.rank.key)
     return fork.model if rank == "-" else f"{fork.model} {rank}"
 
 
@@ -142,11 +142,11 @@ def _events(
 def event_line(event: ForkEvent) -> str:
     """Return a change of a fork as one line."""
     fork = event.fork
-    model = " ".join(filter(None, (_model(fork), format.version(fork.version))))
-    name = f"{fork.fork_id[:12]} {model} on {format.short(fork.instance_id)}"
+    model = " ".join(filter(None, (_model(fork), formatters.version(fork.version))))
+    name = f"{fork.fork_id[:12]} {model} on {formatters.short(fork.instance_id)}"
     if fork.finish is not None:
-        seconds = format.duration(fork.finish.seconds)
-        at = f", {format.rate(fleet_queries.rate_of(fork))}" if fleet_queries.rate_of(fork) else ""
+        seconds = formatters.duration(fork.finish.seconds)
+        at = f", {formatters.rate(fleet_queries.rate_of(fork))}" if fleet_queries.rate_of(fork) else ""
         line = f"{name}: {fork.finish.outcome} in {seconds}{at}"
         if fork.finish.fallback:
             line += f", {fork.finish.fallback}"
@@ -155,6 +155,6 @@ def event_line(event: ForkEvent) -> str:
     if event.kind == "planned":
         return f"{name}: {'planned' if fork.plan else 'waiting'}, {fork.reason or sources_text(fork)}"
     left_s = fleet_queries.eta_s(fork)
-    left = f", {format.duration(left_s)} left" if left_s is not None else ""
-    share, speed = fleet_queries.verified_share(fork), format.rate(fleet_queries.rate_of(fork))
+    left = f", {formatters.duration(left_s)} left" if left_s is not None else ""
+    share, speed = fleet_queries.verified_share(fork), formatters.rate(fleet_queries.rate_of(fork))
     return f"{name}: {fleet_queries.phase_of(fork)} {share:.0%}, {speed}{left}, from {sources_text(fork)}"

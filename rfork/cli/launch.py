@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import handle_errors
+from rfork.cli.console import handle_errors, log_misspelt_variables
 from rfork.engines import flags
 from rfork.engines.launch import engine_environment, rewrite_command, with_plugin_path
 from rfork.engines.supervisor import supervise
@@ -41,9 +41,12 @@ def launch(
         started = rewrite_command(command, {**os.environ, **environment_overrides})
         settings = _settings(started.environment)
         configure(settings.log_json, settings.log_level)
+        log_misspelt_variables()
         replica = started.environment[flags.variable("replica")]
         owner_secret(settings)  # read now, because the file may be removed before the server exits
-        log.info("launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command)))
+        log.info(
+            "starting the engine", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
+        )
         with with_plugin_path(engine_environment(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
         raise typer.Exit(code)
@@ -83,11 +86,11 @@ def _drain(settings: InstanceSettings, replica: str, stop: threading.Event) -> N
     if settings.planner is None:
         return
     try:
-        log.info("draining", replica=replica, timeout_s=settings.drain_timeout_s)
+        log.info("draining before the server exits", replica=replica, timeout_s=settings.drain_timeout_s)
         with PlannerClient.of(settings) as client:
             for each in drain_replica(client, replica, wait_s=settings.drain_timeout_s, force=True, stop=stop):
                 log.info("drained", instance_id=each.instance_id, can_exit=each.can_exit, reason=each.reason)
     except RforkError as error:
-        log.warning("drain failed", reason=str(error))
+        log.warning("failed to drain the seeds", reason=str(error))
     except Exception:  # a bug must not stop the engine from exiting on SIGTERM
-        log.exception("drain failed")
+        log.exception("failed to drain the seeds")

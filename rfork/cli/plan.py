@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rfork import settings as options
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.cli.completion import complete_model, complete_version
 from rfork.cli.console import err, handle_errors, print_json, print_renderable
 from rfork.cli.options import JsonOption, PlannerOption
@@ -32,6 +32,13 @@ RATE: Final = re.compile(
 )
 POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 STORAGE: Final = "storage"
+OPTION_OF: Final = {
+    "model": "MODEL",
+    "rank_key": "--rank",
+    "link_bytes_per_s": "--link",
+    "storage_bytes_per_s": "--storage",
+}
+"""Options by the field of the request, if their names differ."""
 
 
 def rate_of(text: str) -> float:
@@ -126,7 +133,8 @@ def _request_preview(client: PlannerClient, fields: Mapping[str, str | float | N
         request = PreviewRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{first['loc'][0]}: {first['msg']}") from None
+        name = str(first["loc"][0])
+        raise UserError(f"{OPTION_OF.get(name, '--' + name.replace('_', '-'))}: {first['msg']}") from None
     try:
         return client.preview(request)
     except PlannerRejected as error:
@@ -161,17 +169,17 @@ def _only_model(client: PlannerClient) -> str:
         )
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise UserError(
-        f"the planner knows {format.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
+        f"the planner knows {formatters.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
         hint="select one: `rfork plan MODEL`",
     )
 
 
 def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
     """Return the plan as a tree, followed by a summary. `alone`: the model has no other rank."""
-    title = " ".join(filter(None, (preview.model, format.version(preview.version))))
-    title += "" if alone else f", rank {format.rank(preview.rank_key)}"
-    head = f"{format.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
-    head += f"to {format.plural(len(preview.targets), 'new replica')}"
+    title = " ".join(filter(None, (preview.model, formatters.version(preview.version))))
+    title += "" if alone else f", rank {formatters.rank(preview.rank_key)}"
+    head = f"{formatters.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
+    head += f"to {formatters.plural(len(preview.targets), 'new replica')}"
     tree = Tree(Text.assemble((title, "bold"), ": ", head))
     parents = _parents(preview.targets)
     nodes: dict[str, Tree] = {}
@@ -186,7 +194,7 @@ def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
         nodes[name] = nodes[parent].add(_line(target, parent, preview))
     unserved = [each for each in preview.targets if not each.shares]
     if unserved:
-        branch = tree.add(Text(f"{format.plural(len(unserved), 'replica')} without a source", "yellow"))
+        branch = tree.add(Text(f"{formatters.plural(len(unserved), 'replica')} without a source", "yellow"))
         for reason in dict.fromkeys(each.reason for each in unserved):
             branch.add(Text(reason, style="dim"))
     return Group(tree, *(Text(line) for line in summary(preview)))
@@ -195,7 +203,7 @@ def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
 def summary(preview: Preview) -> list[str]:
     """Return a summary of the plan: total time, lower bound, and the time from storage."""
     number, image = len(preview.targets), preview.image_bytes
-    link, stored = format.rate(preview.link_bytes_per_s), format.rate(preview.storage_bytes_per_s)
+    link, stored = formatters.rate(preview.link_bytes_per_s), formatters.rate(preview.storage_bytes_per_s)
     origin = "measured by forks" if preview.measured else "assumed; override with --link"
     lines = []
     if preview.seconds is None:
@@ -205,13 +213,13 @@ def summary(preview: Preview) -> list[str]:
     else:
         times = preview.seconds / preview.bound_s if preview.bound_s else 0.0
         lines.append(
-            f"all complete after {format.duration(preview.seconds)}: {times:.2f} times the lower bound of "
-            f"{format.duration(preview.bound_s)}, one image over one link"
+            f"all complete after {formatters.duration(preview.seconds)}: {times:.2f} times the lower bound of "
+            f"{formatters.duration(preview.bound_s)}, one image over one link"
         )
-        from_storage = format.size(preview.storage_bytes) if preview.storage_bytes else "nothing"
+        from_storage = formatters.size(preview.storage_bytes) if preview.storage_bytes else "nothing"
         lines.append(
-            f"if each read from storage: {format.duration(image / preview.storage_bytes_per_s)}, "
-            f"{format.size(number * image)} read from storage; with this plan: {from_storage}"
+            f"if each read from storage: {formatters.duration(image / preview.storage_bytes_per_s)}, "
+            f"{formatters.size(number * image)} read from storage; with this plan: {from_storage}"
         )
         lines.append(f"link {link} ({origin}), storage {stored} per reader")
     return lines
@@ -243,8 +251,8 @@ def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
 
 def _root(name: str, preview: Preview) -> Text:
     if name == STORAGE:
-        return Text(f"storage, {format.rate(preview.storage_bytes_per_s)} per reader", style="magenta")
-    return Text.assemble((format.short(name), "green"), " (running)")
+        return Text(f"storage, {formatters.rate(preview.storage_bytes_per_s)} per reader", style="magenta")
+    return Text.assemble((formatters.short(name), "green"), " (running)")
 
 
 def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
@@ -255,7 +263,7 @@ def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
         + _transport_suffix(target.transports, share.source_id)
         for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks)))
     ]
-    when = "never complete" if target.seconds is None else format.duration(target.seconds)
+    when = "never complete" if target.seconds is None else formatters.duration(target.seconds)
     host = f" on {target.host}" if target.host else ""
     return Text.assemble((target.instance_id, "cyan"), f"{host}: {', '.join(reads)}; ", (when, "bold"))
 
@@ -265,7 +273,7 @@ def _share_text(chunks: int, of: int) -> str:
 
 
 def _source_label(source_id: str, target: PreviewTarget) -> str:
-    return STORAGE if source_id == target.instance_id else format.short(source_id)
+    return STORAGE if source_id == target.instance_id else formatters.short(source_id)
 
 
 def _transport_suffix(transports: Mapping[str, str], source_id: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, handle_errors, out, print_json
+from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, out, print_json
 from rfork.cli.options import JsonOption
 from rfork.settings import InstanceSettings, PlannerSettings
 
@@ -26,6 +26,7 @@ def planner(
     with handle_errors(as_json=as_json):
         chosen = options.load(PlannerSettings, bind=bind, port=port)
         configure_logs(options.load(InstanceSettings), as_json=as_json)
+        log_misspelt_variables()
         from planner.server import serve
 
         def ready(url: str) -> None:

@@ -13,13 +13,13 @@ from rich.progress import BarColumn, Progress, Task, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.cli.console import err
 
-NARROW: Final = 110
+NARROW_WIDTH: Final = 110
 """On a narrower terminal, sources are omitted and the bar is short."""
-LONG, SHORT = 24, 10
-"""Widths of a bar, in columns."""
+LONG_BAR_WIDTH, SHORT_BAR_WIDTH = 24, 10
+"""In columns."""
 QUARTERS: Final = 4
 
 
@@ -35,7 +35,7 @@ class _Amount(TextColumn):
         if task.speed:
             parts.append(speed(task.speed, self._noun))
         if task.time_remaining is not None and not task.finished:
-            parts.append(f"{format.format_age(task.time_remaining)} left")
+            parts.append(f"{formatters.age(task.time_remaining)} left")
         return Text(", ".join(filter(None, parts)), no_wrap=True)
 
 
@@ -43,18 +43,18 @@ class _ShortBar(BarColumn):
     """A bar that is shorter on narrow terminals."""
 
     def render(self, task: Task) -> ProgressBar:
-        self.bar_width = SHORT if err.width < NARROW else LONG
+        self.bar_width = SHORT_BAR_WIDTH if err.width < NARROW_WIDTH else LONG_BAR_WIDTH
         return super().render(task)
 
 
 class Bar:
     """Progress of one operation: a bar on a terminal, otherwise a line per quarter."""
 
-    def __init__(self, what: str, *, noun: str = "", console: Console | None = None) -> None:
-        """`what`: the operation, such as ``fork llama``; `noun`: the counted unit, if not bytes."""
+    def __init__(self, title: str, *, noun: str = "", console: Console | None = None) -> None:
+        """`title`: the operation, such as ``fork llama``; `noun`: the counted unit, if not bytes."""
         self._console = console or err
         self._noun = noun
-        self._what = what
+        self._title = title
         self._quarter = 0
         self._began = time.monotonic()
         self._progress = Progress(
@@ -66,11 +66,11 @@ class Bar:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task(what, total=None, note="")
+        self._task = self._progress.add_task(title, total=None, note="")
 
     def update(self, done: int, total: int, note: str = "") -> None:
         """Show `done` of `total`, with an optional note such as the sources."""
-        note_text = note if self._console.width >= NARROW else ""
+        note_text = note if self._console.width >= NARROW_WIDTH else ""
         self._progress.update(self._task, completed=done, total=total, note=note_text)
         quarter = done * QUARTERS // total if total else 0
         if not self._console.is_terminal and quarter > self._quarter:
@@ -79,11 +79,11 @@ class Bar:
 
     def _line(self, done: int, total: int, note: str) -> str:
         elapsed_s = time.monotonic() - self._began
-        line = f"{self._what}: {amount(done, total, self._noun)}"
+        line = f"{self._title}: {amount(done, total, self._noun)}"
         if elapsed_s > 0:
             line += f", {speed(done / elapsed_s, self._noun)}"
             if done < total:
-                line += f", {format.duration(elapsed_s * (total - done) / done)} left"
+                line += f", {formatters.duration(elapsed_s * (total - done) / done)} left"
         return f"{line}, {note}" if note else line
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Bar:
 
 def speed(per_s: float, noun: str = "") -> str:
     """Format a speed: ``30.00 MB/s``, ``1,290 tensors/s``."""
-    return f"{per_s:,.0f} {noun}/s" if noun else format.rate(per_s)
+    return f"{per_s:,.0f} {noun}/s" if noun else formatters.rate(per_s)
 
 
 def amount(done: int, total: int, noun: str = "") -> str:
@@ -108,15 +108,15 @@ def amount(done: int, total: int, noun: str = "") -> str:
         return ""
     if noun:
         return f"{done:,} of {total:,} {noun}" if total else f"{done:,} {noun}"
-    return f"{format.size(done)} of {format.size(total)}" if total else format.size(done)
+    return f"{formatters.size(done)} of {formatters.size(total)}" if total else formatters.size(done)
 
 
 def sources_note(sources: dict[str, int]) -> str:
     """Format the sources, largest first: ``from 1f3a9c2e and 2 others``."""
-    names = [format.format_source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
+    names = [formatters.source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
     if not names:
         return ""
-    suffix = f" and {format.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    suffix = f" and {formatters.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
     return f"from {names[0]}{suffix}"
 
 

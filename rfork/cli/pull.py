@@ -106,8 +106,8 @@ def pull(
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
                 # Chunks kept by a previous process are verified without being read.
-                there = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
-                done = min(max(progress.bytes_read, there), image_bytes)
+                verified_bytes = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
+                done = min(max(progress.bytes_read, verified_bytes), image_bytes)
                 bar.update(done, image_bytes, sources_note(progress.sources))
 
             report = engine.fork_with_fallbacks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.errors import PlannerRejected, UserError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo
@@ -49,11 +49,11 @@ def find_fork(client: PlannerClient, text: str) -> ForkInfo:
 
 
 def _not_found_error(client: PlannerClient, text: str) -> UserError:
-    same = [view.report for view in client.instances() if view.report.instance_id.startswith(text)]
-    if len(same) == 1:
+    matching = [view.report for view in client.instances() if view.report.instance_id.startswith(text)]
+    if len(matching) == 1:
         reason = "it loaded without forking, or its fork was forgotten"
-        return UserError(f"no fork of instance {same[0].instance_id}: {reason}", hint=LISTED)
-    if same:
-        what = format.plural(len(same), "instance")
-        return UserError(f"no fork of the {what} whose ids begin with {text!r}", hint=LISTED)
+        return UserError(f"no fork of instance {matching[0].instance_id}: {reason}", hint=LISTED)
+    if matching:
+        count = formatters.plural(len(matching), "instance")
+        return UserError(f"no fork of the {count} whose ids begin with {text!r}", hint=LISTED)
     return UserError(f"no fork or instance id begins with {text!r}", hint=LISTED)

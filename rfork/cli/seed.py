@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
+from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, out, print_json
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -42,6 +42,7 @@ def seed(
             version=version,
         )
         configure_logs(chosen, as_json=as_json)
+        log_misspelt_variables()
         from rfork import _api as engine
         from rfork.engines.transformers import loaded_model
         from rfork.engines.version_selection import version_of_files

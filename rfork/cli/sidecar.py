@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
+from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, out, print_json
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import InstanceSettings, SidecarSettings
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
@@ -31,12 +31,12 @@ def sidecar(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Print the source that the planner chose for this model [env: RFORK_SIDECAR_SOURCE_MODEL]",
+            help="Model whose seeds are offered to SGLang clients [env: RFORK_SIDECAR_SOURCE_MODEL]",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Port for client requests; 0 picks one [env: RFORK_SIDECAR_PORT]"),
+        typer.Option(help="Port for SGLang clients; 0 picks one [env: RFORK_SIDECAR_PORT]"),
     ] = None,
     planner: PlannerOption = None,
     bind: BindOption = None,
@@ -53,6 +53,7 @@ def sidecar(
         chosen = options.load(InstanceSettings, planner=planner, bind=bind, node_name=host, model=model)
         own = options.load(SidecarSettings, engine_url=engine, source_model=client_of_model, port=port)
         configure_logs(chosen, as_json=as_json)
+        log_misspelt_variables()
         from rfork.engines.sglang_bridge.sidecar import Sidecar
 
         with Sidecar(chosen, own) as running:
@@ -65,7 +66,10 @@ def sidecar(
                 }
                 print_json({"event": "ready", **ready})
             else:
-                clients, seeds = running.client_address or "none", running.seed_address or "none"
-                out.print(f"sidecar ready: clients connect to {clients}, other sidecars to {seeds}", markup=False)
+                served = [
+                    f"SGLang clients connect to {running.client_address}" if running.client_address else "",
+                    f"other sidecars connect to {running.seed_address}" if running.seed_address else "",
+                ]
+                out.print(f"sidecar ready: {', '.join(filter(None, served))}", markup=False)
             wait_for_shutdown(stopped)
             err.print("closing: waiting for readers")

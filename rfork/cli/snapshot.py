@@ -219,34 +219,38 @@ def _from_fleet(
     from rfork.storage.snapshots.files import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:
-        holders = _select_ranks(sources_by_rank(client, name, settings.version), numbers, name)
-    names = [snapshot_location(destination.uri, holder.rank)[1] for holder in holders]
+        instances = _select_ranks(sources_by_rank(client, name, settings.version), numbers, name)
+    names = [snapshot_location(destination.uri, instance.rank)[1] for instance in instances]
     if len(set(names)) < len(names):
         raise SettingsError(
             f"{destination.uri} is one file, and {name} has {len(names)} ranks",
             hint="use a folder, or select one rank (--rank)",
         )
     results = []
-    for holder in holders:
-        word = snapshot_name(holder.rank).removesuffix(".safetensors")
-        with Bar(f"fetch {name} {word}") as bar:
+    for instance in instances:
+        rank_name = snapshot_name(instance.rank).removesuffix(".safetensors")
+        with Bar(f"fetch {name} {rank_name}") as bar:
 
             def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
-            image, manifest = fetch(holder, lambda: PlannerClient.of(settings), settings, show)
-        results.append(destination.write(image, manifest, holder.rank, name, holder.version))
+            image, manifest = fetch(instance, lambda: PlannerClient.of(settings), settings, show)
+        results.append(destination.write(image, manifest, instance.rank, name, instance.version))
         del image
     return results
 
 
-def _select_ranks(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
+def _select_ranks(instances: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
     """Return the ranks with these numbers, main and speculative; all ranks if there are no numbers."""
-    there = {holder.rank.pp * holder.rank.tp_size + holder.rank.tp for holder in holders}
-    if missing := sorted(set(numbers) - there):
+    numbers_available = {_rank_number(instance.rank) for instance in instances}
+    if missing := sorted(set(numbers) - numbers_available):
         raise UserError(
-            f"{name} has no rank {missing[0]}", hint=f"available ranks: {', '.join(map(str, sorted(there)))}"
+            f"{name} has no rank {missing[0]}",
+            hint=f"available ranks: {', '.join(map(str, sorted(numbers_available)))}",
         )
-    return [
-        holder for holder in holders if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers
-    ]
+    return [instance for instance in instances if not numbers or _rank_number(instance.rank) in numbers]
+
+
+def _rank_number(rank: Rank) -> int:
+    """Return the number of a rank in its replica, as counted by ``--rank``."""
+    return rank.pp * rank.tp_size + rank.tp

@@ -56,7 +56,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
     Streams all snapshots below URI, with little memory. Exit code 6 if one is damaged.
     """
     with handle_errors(as_json=as_json):
-        from rfork.storage.snapshots.verify import Verifier, VerifyResult
+        from rfork.storage.snapshots.verifier import SnapshotVerifier, VerifyResult
 
         snapshots = _contents(uri).snapshots
         if not snapshots:
@@ -73,7 +73,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
                 done += count
                 bar.update(done, total)
 
-            verifier = Verifier(progress=show)
+            verifier = SnapshotVerifier(progress=show)
             results.extend(verifier.verify(found) for found in snapshots)
         damage = [line for result in results for line in result.mismatches]
         if as_json:
@@ -133,16 +133,16 @@ def rm(
             if is_file(uri):
                 raise SettingsError(f"{uri} is a single snapshot", hint="--leftovers requires a folder")
             removed = remove_leftovers(Repository(Location.parse(uri).folder))
-            what = "leftovers"
+            plural_noun = "leftovers"
         else:
             removed = remove_snapshots(_snapshots_at(uri))
-            what = "snapshots"
+            plural_noun = "snapshots"
         if as_json:
-            print_json({what: removed.count, "bytes_freed": removed.freed, "bytes_kept": removed.retained_bytes})
+            print_json({plural_noun: removed.count, "bytes_freed": removed.freed, "bytes_kept": removed.retained_bytes})
         else:
             kept = f"; {removed.retained_bytes / 1e9:.3f} GB kept for other snapshots" if removed.retained_bytes else ""
-            word = what if removed.count != 1 else what.removesuffix("s")
-            out.print(f"removed {removed.count} {word}, {removed.freed / 1e9:.3f} GB freed{kept}")
+            noun = plural_noun if removed.count != 1 else plural_noun.removesuffix("s")
+            out.print(f"removed {removed.count} {noun}, {removed.freed / 1e9:.3f} GB freed{kept}")
 
 
 def _contents(uri: str) -> Listing:

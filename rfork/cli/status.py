@@ -9,7 +9,7 @@ import typer
 from rich.tree import Tree
 
 from rfork import settings as options
-from rfork.cli import fleet_queries, format
+from rfork.cli import fleet_queries, formatters
 from rfork.cli.completion import complete_model
 from rfork.cli.console import escaped, handle_errors, out, print_json, print_renderable
 from rfork.cli.fleet_queries import FleetState
@@ -74,8 +74,8 @@ def status(
             print_json(seen.to_dict())
             return
         if not seen.instances:
-            what = f"of {model} " if model is not None else ""
-            out.print(f"no instance {what}is registered: start one with `rfork seed MODEL_DIR`", markup=False)
+            of_model = f"of {model} " if model is not None else ""
+            out.print(f"no instance {of_model}is registered: start one with `rfork seed MODEL_DIR`", markup=False)
             return
         print_renderable(model_table(seen.models))
         out.print()
@@ -97,13 +97,13 @@ def model_table(models: Sequence[ModelInfo]) -> FittedTable:
     rows = [
         (
             title,
-            format.version(row.version),
-            format.size(row.image_bytes),
+            formatters.version(row.version),
+            formatters.size(row.image_bytes),
             f"{row.seeds:,}",
             f"{row.relays:,}",
             f"{row.forks_running:,}",
-            format.size(row.storage_bytes),
-            format.size(row.forked_bytes),
+            formatters.size(row.storage_bytes),
+            formatters.size(row.forked_bytes),
         )
         for title, row in zip(fleet_queries.model_titles(models), models, strict=True)
     ]
@@ -139,7 +139,7 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
 
     for instance_id in sorted(known, key=lambda name: not _urgent(known[name], latest)):
         if len(nodes) >= max_instances:
-            left = format.plural(len(known) - len(nodes), "more instance")
+            left = formatters.plural(len(known) - len(nodes), "more instance")
             tree.add(f"[dim]{left}: use --limit {len(known)} to show all, or --model NAME[/]")
             break
         node(instance_id)
@@ -166,8 +166,8 @@ def _line(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> str:
     if abs(skew_s) > MAX_SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
         problem_text += f"\n[yellow]clock {abs(skew_s):.0f} s {side} the planner's: synchronise it (NTP)[/]"
-    readers = format.plural(len(report.readers), "reader")
-    model = " ".join(filter(None, (report.model, format.version(view.version))))
+    readers = formatters.plural(len(report.readers), "reader")
+    model = " ".join(filter(None, (report.model, formatters.version(view.version))))
     return (
         f"[{colour}]{word}[/] {report.instance_id} {escaped(model)} "
         f"on {escaped(report.placement.host)} {share:.0%} verified, {readers}{problem_text}{reason}"

@@ -1,4 +1,4 @@
-"""Shows the loading progress of transformers in our progress bar instead of its own."""
+"""Shows the loading progress of transformers in rfork's progress bar instead of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,40 @@ from typing import Self
 from rfork.cli.progress import Bar
 
 
+@contextmanager
+def show_loading(title: str) -> Iterator[None]:
+    """Show on stderr how many tensors transformers has loaded, with a title such as ``load llama``."""
+    with Bar(title, noun="tensors") as bar, patch_tqdm(lambda done, total: bar.update(done, total)):
+        yield
+
+
+@contextmanager
+def patch_tqdm(show: Callable[[int, int], None]) -> Iterator[None]:
+    """Make transformers report to `show` instead of drawing its own bars."""
+    from transformers.utils import logging
+
+    def create_adapter(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> TqdmAdapter:
+        iterable, total = args[0] if args else kwargs.get("iterable"), kwargs.get("total")
+        if total is None and hasattr(iterable, "__len__"):
+            total = len(iterable)
+        return TqdmAdapter(
+            show,
+            iterable if isinstance(iterable, Iterable) else (),
+            total if isinstance(total, int) else None,
+        )
+
+    if not hasattr(logging, "set_tqdm_hook"):  # an older transformers draws its own bars
+        yield
+        return
+    previous_hook = logging.set_tqdm_hook(create_adapter)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous_hook)
+
+
 class TqdmAdapter:
-    """Replaces a tqdm bar of transformers: reports the count and iterates over the items."""
+    """Stands in for a tqdm bar of transformers: iterates over the items and reports how many are done."""
 
     def __init__(self, show: Callable[[int, int], None], items: Iterable[object], total: int | None) -> None:
         self._show = show
@@ -25,7 +57,7 @@ class TqdmAdapter:
         self._show(self.n, self.total)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no bar to remove."""
 
     def set_postfix(self, *_: object, **__: object) -> None:
         """Do nothing: tensor names change too fast to be read."""
@@ -44,35 +76,3 @@ class TqdmAdapter:
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@contextmanager
-def show_loading(what: str) -> Iterator[None]:
-    """Show on stderr how many tensors transformers has loaded, with a title such as ``load llama``."""
-    with Bar(what, noun="tensors") as bar, patch_tqdm(lambda done, total: bar.update(done, total)):
-        yield
-
-
-@contextmanager
-def patch_tqdm(show: Callable[[int, int], None]) -> Iterator[None]:
-    """Make transformers report to `show` instead of drawing its own bars."""
-    from transformers.utils import logging
-
-    def make(_: object, items: tuple[object, ...], named: dict[str, object]) -> TqdmAdapter:
-        iterable, total = items[0] if items else named.get("iterable"), named.get("total")
-        if total is None and hasattr(iterable, "__len__"):
-            total = len(iterable)
-        return TqdmAdapter(
-            show,
-            iterable if isinstance(iterable, Iterable) else (),
-            total if isinstance(total, int) else None,
-        )
-
-    if not hasattr(logging, "set_tqdm_hook"):  # an older transformers draws its own bars
-        yield
-        return
-    before = logging.set_tqdm_hook(make)
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)

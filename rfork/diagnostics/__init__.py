@@ -49,7 +49,7 @@ def run_checks(settings: InstanceSettings) -> list[CheckResult]:
         same_host.check_cuda_ipc(same_host.namespace("ipc"), indices, torch.cuda.can_device_access_peer),
         same_host.check_unix_sockets(settings.unix_socket_dir, same_host.namespace("net")),
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
-        transports.check_opt_in_transports(transports.backends(), requested),
+        transports.check_opt_in_transports(transports.distributed_backends(), requested),
         configuration.check_unknown_variables(find_typos()),
         configuration.check_resume(settings.resume_dir),
         configuration.check_reachability(settings),

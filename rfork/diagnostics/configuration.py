@@ -16,11 +16,10 @@ from rfork.settings import LOOPBACK, InstanceSettings
 def check_unknown_variables(misspelt: Mapping[str, str]) -> CheckResult:
     """Check for unknown variables. `misspelt`: each unknown variable with the setting that was probably meant."""
     if not misspelt:
-        return CheckResult("variables", "ok", "all RFORK_ variables are known")
-    detail = ", ".join(f"{name} is not a setting" for name in misspelt)
+        return CheckResult("variables", "ok", "no RFORK_ variable is misspelt")
     # A warning only: another program may use a variable with this name.
     fix = f"did you mean {', '.join(misspelt.values())}?"
-    return CheckResult("variables", "warn", detail, fix)
+    return CheckResult("variables", "warn", f"not a setting, so ignored: {', '.join(misspelt)}", fix)
 
 
 def check_reachability(settings: InstanceSettings) -> CheckResult:
@@ -30,10 +29,12 @@ def check_reachability(settings: InstanceSettings) -> CheckResult:
     except SettingsError as error:
         return CheckResult("reachability", "fail", str(error), error.hint)
     if address not in LOOPBACK:
-        return CheckResult("reachability", "ok", f"peers connect to {address}")
-    if settings.planner is None or _host(settings.planner) in LOOPBACK:
-        return CheckResult("reachability", "skip", f"{address}: this machine only, like the planner")
-    detail = f"the advertised address {address} is reachable from this machine only"
+        return CheckResult("reachability", "ok", f"other instances connect to {address}")
+    if settings.planner is None:
+        return CheckResult("reachability", "skip", f"only this machine can connect ({address}); no planner is set")
+    if _host(settings.planner) in LOOPBACK:
+        return CheckResult("reachability", "skip", f"only this machine can connect ({address}), as to the planner")
+    detail = f"other hosts cannot read from this one: its address is {address}"
     return CheckResult("reachability", "warn", detail, "set RFORK_BIND=0.0.0.0, and tokens and TLS: docs/security.md")
 
 
@@ -41,7 +42,10 @@ def check_resume(folder: Path | None) -> CheckResult:
     """Check the folder in which forks keep verified chunks."""
     if folder is None:
         return CheckResult(
-            "resume", "off", "a restarted process forks again", "set RFORK_RESUME_DIR to keep verified chunks"
+            "resume",
+            "off",
+            "a restarted process fetches all its weights again",
+            "set RFORK_RESUME_DIR to keep verified chunks on a local disk",
         )
     existing = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

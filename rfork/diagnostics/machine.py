@@ -14,18 +14,19 @@ def check_python(version: Sequence[str], torch_version: str) -> CheckResult:
     """Check the versions of Python and torch."""
     detail = f"Python {'.'.join(version)}, torch {torch_version}"
     if (int(version[0]), int(version[1])) < (3, 11):
-        return CheckResult("python", "fail", detail, "use Python 3.11 or newer")
+        return CheckResult("python", "fail", f"{detail}: this Python is too old", "use Python 3.11 or newer")
     return CheckResult("python", "ok", detail)
 
 
 def check_cuda(names: Sequence[str], error: str = "") -> CheckResult:
     """Check the CUDA devices. `error`: why torch cannot use existing ones."""
     if error:
-        fix = "check nvidia-smi and dmesg: driver, fabric manager, torch's CUDA, CUDA_VISIBLE_DEVICES"
+        fix = "check nvidia-smi and dmesg: the driver, the fabric manager, torch's CUDA version, CUDA_VISIBLE_DEVICES"
         return CheckResult("cuda", "fail", f"GPUs found, but CUDA does not start: {error}", fix)
     if not names:
         return CheckResult("cuda", "skip", "no CUDA device; weights in host memory also work")
-    return CheckResult("cuda", "ok", f"{len(names)} devices: {', '.join(dict.fromkeys(names))}")
+    count = f"{len(names)} {'device' if len(names) == 1 else 'devices'}"
+    return CheckResult("cuda", "ok", f"{count}: {', '.join(dict.fromkeys(names))}")
 
 
 def check_locked_memory(limit: int, *, rdma: bool) -> CheckResult:
@@ -33,17 +34,18 @@ def check_locked_memory(limit: int, *, rdma: bool) -> CheckResult:
     unlimited = limit == resource.RLIM_INFINITY
     detail = "unlimited" if unlimited else f"{limit >> 10} KiB"
     if not rdma:
-        return CheckResult("memlock", "skip", f"{detail} (relevant only for RDMA)")
+        return CheckResult("memlock", "skip", f"locked memory limit {detail} (relevant only for RDMA)")
     if unlimited:
-        return CheckResult("memlock", "ok", detail)
+        return CheckResult("memlock", "ok", f"locked memory limit {detail}")
     fix = "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
-    return CheckResult("memlock", "warn", detail, fix)
+    return CheckResult("memlock", "warn", f"locked memory limit {detail}; RDMA locks all weights that it serves", fix)
 
 
 def check_shared_memory(free: int | None) -> CheckResult:
     """Check the free bytes of /dev/shm, which engines use between their processes; None: it does not exist."""
     if free is None:
-        return CheckResult("shm", "warn", "no /dev/shm", "mount a tmpfs at /dev/shm")
+        return CheckResult("shm", "warn", "there is no /dev/shm, which engines need", "mount a tmpfs at /dev/shm")
     if free < MIN_SHM_BYTES:
-        return CheckResult("shm", "warn", f"{free >> 20} MiB free in /dev/shm", "increase it (docker: --shm-size=2g)")
+        detail = f"only {free >> 20} MiB free in /dev/shm, which engines need"
+        return CheckResult("shm", "warn", detail, "increase it (docker: --shm-size=2g)")
     return CheckResult("shm", "ok", f"{free >> 20} MiB free in /dev/shm")

@@ -10,7 +10,8 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from rfork.diagnostics.result import CheckResult
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
+from rfork.planner_client.rest import unreachable_error
 from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
 from rfork.tls_expiry import ca_expires_at, certificate_expires_at
 from rfork.tls_files import client_context, server_context
@@ -28,8 +29,8 @@ def check_port(name: str, bind: str, port: int) -> CheckResult:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except OSError as error:
-        detail = f"{bind}:{port}: {error.strerror or error}"
-        return CheckResult(name, "fail", detail, f"set {setting} (0 picks one) or RFORK_BIND")
+        detail = f"cannot listen on {bind}:{port}: {error.strerror or error}"
+        return CheckResult(name, "fail", detail, f"correct {setting} (0 picks a free port) or RFORK_BIND")
     return CheckResult(name, "ok", f"{bind}:{port} is free" if port else f"any free port on {bind}")
 
 
@@ -39,18 +40,23 @@ def check_tls(settings: InstanceSettings) -> CheckResult:
         tls = settings.tls
         if not tls.enabled:
             if settings.bind in LOOPBACK:
-                return CheckResult("tls", "off", "not required: bound to loopback")
-            detail = f"not configured, but bound to {settings.bind}"
+                return CheckResult("tls", "off", f"not required: RFORK_BIND is {settings.bind}, on this machine only")
+            detail = f"off, but other hosts can connect (RFORK_BIND is {settings.bind}): weights travel unencrypted"
             return CheckResult("tls", "warn", detail, "set RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY")
         server_context(tls)
         client_context(tls)
-        days = (_earliest_expiry(tls) - time.time()) / 86400
+        days = math.floor((_earliest_expiry(tls) - time.time()) / 86400)
     except (SettingsError, ValueError, OSError) as error:
         detail = " ".join(str(error).split())
         return CheckResult("tls", "fail", detail, "correct or renew the files named by RFORK_TLS_*")
     if days < SOON_DAYS:
-        return CheckResult("tls", "warn", f"valid for {math.floor(days)} more days", "renew it soon")
-    return CheckResult("tls", "ok", f"valid for {math.floor(days)} more days")
+        detail = f"the certificate or its authority {_expiry_text(days)}"
+        return CheckResult("tls", "warn", detail, "renew the files that RFORK_TLS_CERTIFICATE and RFORK_TLS_CA name")
+    return CheckResult("tls", "ok", f"the first of its certificates {_expiry_text(days)}")
+
+
+def _expiry_text(days: int) -> str:
+    return f"expires in {days} {'day' if days == 1 else 'days'}"
 
 
 def _earliest_expiry(tls: TlsSettings) -> float:
@@ -84,13 +90,21 @@ def check_planner(settings: InstanceSettings, transport: httpx.BaseTransport | N
             health = client.get("/healthz")
             received_at = time.time()
             listing = client.get("/v1/models")
-    except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
-        reason = str(error) if url == settings.planner else ""  # the message may contain part of the password
-        detail = f"{url}: {reason or type(error).__name__}"
-        return [CheckResult("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
+    except httpx.RequestError as error:
+        failure = unreachable_error(url, error, settings.planner_timeout_s)
+        # The name of the check is the message's first word.
+        return [CheckResult("planner", "fail", str(failure).removeprefix("planner "), failure.hint)]
+    except SettingsError as error:
+        return [CheckResult("planner", "fail", str(error), error.hint or "correct that setting")]
+    except UnicodeEncodeError:
+        detail = "not requested: the token contains characters that are not allowed in an HTTP header"
+        return [CheckResult("planner", "fail", detail, "correct RFORK_TOKEN: visible ASCII characters only")]
+    except (httpx.InvalidURL, ValueError) as error:
+        reason = reason_of(error) if url == settings.planner else "malformed"  # it may contain part of the password
+        return [CheckResult("planner", "fail", f"invalid URL {url}: {reason}", "correct RFORK_PLANNER")]
     if health.status_code != 200:
-        detail = f"{url}/healthz returned status {health.status_code}"
-        return [CheckResult("planner", "fail", detail, "this may not be a planner: correct RFORK_PLANNER")]
+        detail = f"{url}/healthz returned status {health.status_code}, so it may not be a planner"
+        return [CheckResult("planner", "fail", detail, "correct RFORK_PLANNER")]
     return [
         CheckResult("planner", "ok", f"{url} responded in {(received_at - sent_at) * 1000:.0f} ms"),
         check_token(listing.status_code, token_sent=token is not None),
@@ -102,7 +116,8 @@ def check_token(status: int, *, token_sent: bool) -> CheckResult:
     """Check the token. `status`: of the planner's response to a request that requires one."""
     if status in (401, 403):
         detail = "the planner rejects the token" if token_sent else "the planner requires a token"
-        return CheckResult("token", "fail", detail, "set RFORK_TOKEN to the planner's RFORK_PLANNER_TOKEN")
+        fix = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
+        return CheckResult("token", "fail", detail, fix)
     if status != 200:
         return CheckResult("token", "warn", f"GET /v1/models returned status {status}", "check the planner's log")
     return CheckResult("token", "ok", "accepted" if token_sent else "not required")
@@ -120,5 +135,6 @@ def check_clock(date: str | None, now: float) -> CheckResult:
     if abs(skew) > MAX_CLOCK_SKEW_S:
         side = "ahead of" if skew > 0 else "behind"
         detail = f"{abs(skew):.0f} s {side} the planner's clock"
-        return CheckResult("clock", "warn", detail, "synchronise the clocks (NTP): leases expire by time")
+        fix = "synchronise the clocks of both hosts (NTP): leases on weights expire at a given time"
+        return CheckResult("clock", "warn", detail, fix)
     return CheckResult("clock", "ok", "agrees with the planner's clock")

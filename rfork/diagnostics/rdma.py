@@ -16,7 +16,7 @@ REINSTALL = "pip install --force-reinstall 'rfork[mooncake]'"
 def check_rdma(devices: Sequence[RdmaDevice], requested: str) -> CheckResult:
     """Check that RDMA devices work. `requested`: the devices named by RFORK_RDMA_DEVICES."""
     if not devices and not requested:
-        return CheckResult("rdma", "skip", "no device in /sys/class/infiniband")
+        return CheckResult("rdma", "skip", "no RDMA device (/sys/class/infiniband has none)")
     try:
         usable = select_devices(devices, requested, ())
     except DeviceDown as error:
@@ -49,9 +49,9 @@ def check_gpu_direct(peer_module: bool, dma_buf: bool, *, needed: bool) -> Check
         mode = gpu_direct(peer_module=peer_module, dma_buf=dma_buf)
     except GpuDirectUnavailable as error:
         if not needed:
-            return CheckResult("gpudirect", "skip", "no working GPU and RDMA device")
+            return CheckResult("gpudirect", "skip", "needs a GPU and an RDMA device that work")
         return CheckResult("gpudirect", "fail", str(error), error.hint or "modprobe nvidia-peermem")
-    return CheckResult("gpudirect", "ok", f"via {mode}")
+    return CheckResult("gpudirect", "ok", f"network cards access GPU memory through {mode}")
 
 
 def check_mooncake(state: LibraryState, *, cuda: bool, torch_cuda: str | None = None) -> CheckResult:
@@ -67,4 +67,5 @@ def check_mooncake(state: LibraryState, *, cuda: bool, torch_cuda: str | None = 
             require_cuda(state, torch_cuda)
         except VersionMismatch as error:
             return CheckResult("mooncake", "warn", str(error), error.hint or REINSTALL)
-    return CheckResult("mooncake", "ok", ", ".join(state.wheels) or "importable, but from no known wheel")
+    source = ", ".join(state.wheels) or "from no known wheel"
+    return CheckResult("mooncake", "ok", f"installed ({source}), for the transfer_engine transport")

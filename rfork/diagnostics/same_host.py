@@ -27,7 +27,7 @@ def check_cuda_ipc(namespace: str, gpus: Sequence[int], has_access: Callable[[in
     try:
         disconnected = [f"{one}-{other}" for one, other in pairs if not has_access(one, other)]
     except RuntimeError as error:
-        detail = f"{len(gpus)} GPUs; peer access unknown: {' '.join(str(error).split())} ({where})"
+        detail = f"{len(gpus)} GPUs; peer access between them is unknown: {' '.join(str(error).split())} ({where})"
         return CheckResult("cuda ipc", "warn", detail, "check nvidia-smi topo -p2p r, and dmesg")
     if disconnected:
         detail = f"{len(gpus)} GPUs; no peer access between {', '.join(disconnected)} ({where})"
@@ -39,8 +39,8 @@ def check_cuda_ipc(namespace: str, gpus: Sequence[int], has_access: Callable[[in
 def check_unix_sockets(folder: Path | None, namespace: str) -> CheckResult:
     """Check that Unix sockets for instances on this host can be created. `folder` None: abstract namespace."""
     if folder is None:
-        detail = f"visible in this network namespace only ({namespace or 'unknown'})"
-        fix = "for containers with separate networks, set RFORK_UNIX_SOCKET_DIR to a shared folder"
+        detail = f"only processes of this network namespace can connect ({namespace or 'unknown'})"
+        fix = "for containers with separate networks, set RFORK_UNIX_SOCKET_DIR to a folder that they share"
         return CheckResult("unix sockets", "ok", detail, fix)
     fix = "create it, or correct RFORK_UNIX_SOCKET_DIR (a hostPath, or an emptyDir of one pod)"
     try:
@@ -51,19 +51,19 @@ def check_unix_sockets(folder: Path | None, namespace: str) -> CheckResult:
     if not os.access(folder, os.W_OK | os.X_OK):
         fix = "make it writable for this process's user, or correct RFORK_UNIX_SOCKET_DIR"
         return CheckResult("unix sockets", "fail", f"{folder} is not writable", fix)
-    return CheckResult("unix sockets", "ok", f"in {folder}")
+    return CheckResult("unix sockets", "ok", f"created in {folder}")
 
 
 def check_sealed_memory(sealed: bool, huge_pages: str) -> CheckResult:
     """Check that memory can be shared as sealed memfd pages, and whether as huge pages."""
     if not sealed:
         return CheckResult(
-            "memfd", "skip", "not supported by this system; required by the shared_memory transport", "use Linux"
+            "memfd", "skip", "this system has no memfd, which the shared_memory transport needs", "use Linux"
         )
     if huge_pages in ("always", "within_size", "advise"):
-        return CheckResult("memfd", "ok", f"sealed memory, huge pages: {huge_pages}")
-    detail = f"sealed memory in 4 KiB pages (huge pages: {huge_pages or 'unknown'})"
-    fix = "for more speed: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        return CheckResult("memfd", "ok", f"processes can share memory, in huge pages ({huge_pages})")
+    detail = f"processes can share memory, but in 4 KiB pages (huge pages: {huge_pages or 'unknown'})"
+    fix = "for more speed, as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return CheckResult("memfd", "ok", detail, fix)
 
 

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 
-from rfork.diagnostics import CheckResult
+from rfork.diagnostics.result import CheckResult
 from rfork.errors import RforkError
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.storage.snapshots.files import open_files, snapshot_location
-
-Finder = Callable[[str], bool]
-
-
-def installed(module: str) -> bool:
-    """Return whether a top-level module can be imported."""
-    return find_spec(module) is not None
 
 
 def run_checks(settings: InstanceSettings, storage: StorageSettings) -> list[CheckResult]:
     """Run all storage checks and return the results in display order."""
     checks = [
-        check_extra("storage s3", "boto3", "s3", "s3:// URIs", installed),
-        check_extra("storage cloud", "obstore", "cloud", "gs:// and az:// URIs", installed),
-        check_extra("storage encrypted", "libnacl", "tensorizer", "encrypted .tensors", installed),
-        *([check_gpu_direct(installed)] if torch.cuda.is_available() else []),
+        check_backend("storage s3", "s3:// URIs", "s3", installed=is_installed("boto3")),
+        check_backend("storage cloud", "gs:// and az:// URIs", "cloud", installed=is_installed("obstore")),
+        check_backend("storage encrypted", "encrypted .tensors", "tensorizer", installed=is_installed("libnacl")),
     ]
-    return checks if settings.snapshot is None else [*checks, check_snapshot(settings.snapshot, storage)]
+    if torch.cuda.is_available():
+        checks.append(check_gpu_direct_storage(is_installed("kvikio")))
+    if settings.snapshot is not None:
+        checks.append(check_snapshot(settings.snapshot, storage))
+    return checks
 
 
-def check_extra(name: str, module: str, extra: str, feature: str, has: Finder) -> CheckResult:
-    """Check that the package required by a storage backend is installed."""
-    if has(module):
+def check_backend(name: str, feature: str, extra: str, *, installed: bool) -> CheckResult:
+    """Check that a storage backend can be used. `installed`: the package that rfork's `extra` installs is present."""
+    if installed:
         return CheckResult(name, "ok", f"{feature} supported")
     return CheckResult(name, "off", f"{feature} not supported", f"pip install 'rfork[{extra}]'")
 
 
-def check_gpu_direct(has: Finder) -> CheckResult:
+def check_gpu_direct_storage(kvikio_installed: bool) -> CheckResult:
     """Check for reads from local disks directly into GPU memory (GPUDirect Storage)."""
-    if has("kvikio"):
+    if kvikio_installed:
         return CheckResult("storage gds", "ok", "kvikio is installed and decides at run time")
     return CheckResult(
         "storage gds",
@@ -67,3 +62,8 @@ def check_snapshot(uri: str, storage: StorageSettings) -> CheckResult:
         )
     finally:
         files.data.close()
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported."""
+    return find_spec(module) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from importlib import util
+from importlib.util import find_spec
 
 import torch.distributed
 
@@ -14,22 +14,24 @@ from rfork.settings import InstanceSettings
 from rfork.transport.selection import explain_selection
 
 COMPILERS = ("gcc", "clang")
+"""The C compilers that Triton searches for."""
 
 
 def check_transports(settings: InstanceSettings) -> list[CheckResult]:
     """Return one result per transport, with the reason; and a failure if none is available."""
-    rows = explain_selection(settings)
+    transports = explain_selection(settings)
     checks: list[CheckResult] = []
-    for row in rows:
-        if row.used:
-            detail = f"priority {row.rank}: {row.reason}"
-            checks.append(CheckResult(f"transport {row.name}", "ok", detail, row.hint))
+    for transport in transports:
+        name = f"transport {transport.name}"
+        if transport.used:
+            detail = f"priority {transport.rank}: {transport.reason}"
+            checks.append(CheckResult(name, "ok", detail, transport.hint))
         else:
-            requested = settings.transports is not None and row.name in settings.transports
+            requested = settings.transports is not None and transport.name in settings.transports
             status: Status = "fail" if requested else "off"
-            fix = row.hint or ("remove it from RFORK_TRANSPORTS" if requested else "")
-            checks.append(CheckResult(f"transport {row.name}", status, row.reason, fix))
-    if not any(row.used for row in rows):
+            fix = transport.hint or ("remove it from RFORK_TRANSPORTS" if requested else "")
+            checks.append(CheckResult(name, status, transport.reason, fix))
+    if not any(transport.used for transport in transports):
         checks.append(
             CheckResult("transports", "fail", "none is available", "fix one of the above, or unset RFORK_TRANSPORTS")
         )
@@ -39,11 +41,11 @@ def check_transports(settings: InstanceSettings) -> list[CheckResult]:
 def check_opt_in_transports(available: Sequence[str], requested: Sequence[str]) -> CheckResult:
     """Check the transports that are used only if RFORK_TRANSPORTS names them.
 
-    `available`: backends of `torch.distributed`; `requested`: the transports in RFORK_TRANSPORTS.
+    `available`: the backends of `torch.distributed`; `requested`: the transports in RFORK_TRANSPORTS.
     """
     name = ", ".join(sorted(OPT_IN_TRANSPORTS, reverse=True))
-    enabled = [each for each in requested if each in OPT_IN_TRANSPORTS]
-    if missing := [each for each in enabled if each not in available]:
+    enabled = [transport for transport in requested if transport in OPT_IN_TRANSPORTS]
+    if missing := [transport for transport in enabled if transport not in available]:
         fix = "use a torch build that includes it, or remove it from RFORK_TRANSPORTS"
         return CheckResult(name, "fail", f"not in this build of torch: {', '.join(missing)}", fix)
     if enabled:
@@ -52,14 +54,15 @@ def check_opt_in_transports(available: Sequence[str], requested: Sequence[str]) 
     usable = sorted(OPT_IN_TRANSPORTS.intersection(available), reverse=True)
     if not usable:
         return CheckResult(name, "off", "not in this build of torch")
-    which = "" if len(usable) == len(OPT_IN_TRANSPORTS) else f"{', '.join(usable)} "
-    return CheckResult(name, "off", f"{which}available; enable with RFORK_TRANSPORTS=…,{usable[0]}")
+    prefix = "" if len(usable) == len(OPT_IN_TRANSPORTS) else f"{', '.join(usable)} "
+    return CheckResult(name, "off", f"{prefix}available; enable with RFORK_TRANSPORTS=…,{usable[0]}")
 
 
 def check_digest(cuda: bool, triton: bool, *, compiler: bool) -> CheckResult:
-    """Check what computes digests of GPU memory: a Triton kernel, or tensor operations, which are much slower.
+    """Check how digests are computed: on a GPU by a Triton kernel, or by tensor operations, which are much slower.
 
-    `compiler`: a C compiler is installed, which Triton needs for the code that launches its kernels.
+    `cuda`: this machine has GPUs; `triton`: Triton is installed; `compiler`: so is a C compiler, which Triton
+    needs for the code that launches its kernels.
     """
     if not cuda:
         return CheckResult("digest", "ok", "on the CPU, by xxhash")
@@ -74,17 +77,17 @@ def check_digest(cuda: bool, triton: bool, *, compiler: bool) -> CheckResult:
 
 def has_triton() -> bool:
     """Return whether Triton is installed, without importing it."""
-    return util.find_spec("triton") is not None
+    return find_spec("triton") is not None
 
 
 def has_compiler() -> bool:
-    """Return whether one of the C compilers that Triton searches for is installed."""
+    """Return whether one of `COMPILERS` is installed."""
     return any(shutil.which(name) for name in COMPILERS)
 
 
-def backends() -> tuple[str, ...]:
+def distributed_backends() -> tuple[str, ...]:
     """Return the backends of `torch.distributed` in this build of torch."""
     if not torch.distributed.is_available():
         return ()
-    has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
-    return tuple(name for name, available in has.items() if available())
+    checks = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+    return tuple(name for name, is_available in checks.items() if is_available())

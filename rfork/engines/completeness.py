@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from rfork.errors import UnsupportedTensor
+from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.module_tensors import state_of_module
 from rfork.image.ranges import intersect, normalise, subtract
 from rfork.image.strides import byte_extent
@@ -60,12 +60,14 @@ class Completeness:
             missing = self._missing(module)
         if not missing:
             return
-        holders = dict(_holders(missing))
-        scratch = [span for name, span in holders.items() if any(fnmatchcase(name, each) for each in SCRATCH)]
+        spans = dict(_variables_in(missing))
+        scratch = [span for name, span in spans.items() if any(fnmatchcase(name, each) for each in SCRATCH)]
         missing = self._missing(module, scratch)
         if missing:
-            names = [name for name, span in holders.items() if span not in scratch]
-            raise UnsupportedTensor("(all)", _describe(missing, names), hint="report the model and its options")
+            names = [name for name, span in spans.items() if span not in scratch]
+            raise UnsupportedTensor(
+                ALL_TENSORS, _describe(missing, names), hint="report the model and the engine's options as a bug"
+            )
 
     def _missing(self, module: nn.Module, extra_spans: Iterable[tuple[int, int]] = ()) -> Spans:
         after = allocations()
@@ -133,7 +135,7 @@ def _live_tensors() -> Iterator[torch.Tensor]:
         yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
 
 
-def _holders(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
+def _variables_in(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and memory range of each Python variable whose tensor overlaps `missing`."""
     for value in _live_tensors():
         try:
@@ -147,10 +149,10 @@ def _holders(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _names_of(value: object) -> Iterator[str]:
-    for holder in gc.get_referrers(value):
-        if isinstance(holder, dict):
-            keys = [str(key) for key, attribute in holder.items() if attribute is value]
-            owner = str(holder.get("__name__") or _owner_of(holder))
+    for referrer in gc.get_referrers(value):
+        if isinstance(referrer, dict):
+            keys = [str(key) for key, attribute in referrer.items() if attribute is value]
+            owner = str(referrer.get("__name__") or _owner_of(referrer))
             yield from (f"{owner}.{key}" for key in keys)
 
 
@@ -174,9 +176,10 @@ def _describe(missing: Spans, names: Sequence[str]) -> str:
     max_bytes = max(end - begin for begin, end in missing)
     candidates = ", ".join(sorted(names)[:MAX_CANDIDATES])
     owners = f"referenced by {candidates}" if names else "not referenced by any Python tensor"
+    blocks = "one block" if len(missing) == 1 else f"{len(missing)} blocks, the largest of {max_bytes} bytes"
     return (
-        f"building the model allocated {_bytes(missing)} bytes that belong to none of its tensors "
-        f"({len(missing)} blocks, the largest of {max_bytes} bytes), {owners}"
+        f"building it allocated {_bytes(missing)} bytes ({blocks}) that belong to none of its tensors and may be "
+        f"weights, {owners}"
     )
 
 

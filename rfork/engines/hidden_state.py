@@ -57,7 +57,7 @@ class HiddenState:
         self._write()
 
     def _write(self) -> None:
-        values = [vars(holder).get(key) for _, holder, key in self._float_slots]
+        values = [vars(owner).get(key) for _, owner, key in self._float_slots]
         for (name, _, _), value in zip(self._float_slots, values, strict=True):
             if type(value) is not float:
                 raise LayoutMismatch(f"{name} was a float and is now {type(value).__name__}")
@@ -66,9 +66,9 @@ class HiddenState:
     def apply(self) -> int:
         """Copy the verified float values of the image into the modules. Returns the number of values that changed."""
         changed = 0
-        for (_, holder, key), value in zip(self._float_slots, self._float_values.tolist(), strict=True):
-            if vars(holder)[key] != value:
-                vars(holder)[key] = value
+        for (_, owner, key), value in zip(self._float_slots, self._float_values.tolist(), strict=True):
+            if vars(owner)[key] != value:
+                vars(owner)[key] = value
                 changed += 1
         return changed
 
@@ -98,15 +98,15 @@ def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
     yield from sorted(found)
 
 
-def _helper_objects(holder: object, packages: Collection[str]) -> Iterator[tuple[str, object]]:
+def _helper_objects(module: object, packages: Collection[str]) -> Iterator[tuple[str, object]]:
     """Yield the helper objects reachable from a module with their attribute paths, each object once."""
     seen: set[int] = set()
-    level = [("", holder)]
+    level = [("", module)]
     for _ in range(MAX_DEPTH):
         following = []
-        for path, each in level:
+        for path, owner in level:
             for key in ENGINE_HELPER_ATTRIBUTES:
-                helper = vars(each).get(key)
+                helper = vars(owner).get(key)
                 if _is_helper(helper, packages) and id(helper) not in seen:
                     seen.add(id(helper))
                     following.append((f"{path}{key}.", helper))

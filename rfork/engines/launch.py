@@ -96,8 +96,8 @@ def with_plugin_path(environment: Mapping[str, str]) -> Iterator[dict[str, str]]
     prepended to PYTHONPATH. If rfork is installed as well, Python uses the first copy and treats both as one
     package. A copied rfork has its own entry points, which handle images that are too old for it.
     """
-    with tempfile.TemporaryDirectory(prefix="rfork-launch-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="rfork-launch-") as temporary:
+        folder = Path(temporary)
         (folder / "rfork").symlink_to(Path(rfork.__file__).parent, target_is_directory=True)
         metadata = folder / f"rfork-{rfork.__version__}.dist-info"
         metadata.mkdir()

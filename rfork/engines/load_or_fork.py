@@ -174,7 +174,7 @@ class _LoadOrFork:
         report = self._session().run()
         module, hidden_state, seed = self._model, self._hidden_state, report.seed
         if module is None or hidden_state is None or seed is None:
-            raise AllSourcesFailed("the fork ended without a model", ())
+            raise AllSourcesFailed("the fork ended without a model: this is a bug in rfork", ())
         try:
             setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._identity.exclude))
         except BaseException:
@@ -186,9 +186,9 @@ class _LoadOrFork:
         """Finish a model that was filled in place. Raises EngineMismatch for any exception of the engine."""
         module, hidden_state = self._model, self._hidden_state
         if module is None or hidden_state is None:
-            raise EngineMismatch("there is no model to finish")
+            raise EngineMismatch("the fork was finished before the engine built its model: this is a bug in rfork")
         if changed := hidden_state.apply():
-            log.info("module float attributes restored", count=changed)
+            log.info("float attributes of the model set to the seed's values", count=changed)
         if self._rebuild is None:
             return
         try:
@@ -199,7 +199,7 @@ class _LoadOrFork:
     def _session(self) -> ForkSession:
         chosen, identity = self._settings, self._identity
         if self._model is None:
-            raise AllSourcesFailed("there is no model to fill", ())
+            raise AllSourcesFailed("the engine built no model to fill: this is a bug in rfork", ())
         version, current_version = self._version()
         return ForkSession(
             self._model,

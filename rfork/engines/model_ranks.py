@@ -33,15 +33,15 @@ def sources_by_rank(planner: PlannerClient, model: str, version: str | None = No
         )
     matching = [report for report in complete if version in (None, report.version)]
     if not matching:
-        what = f"version {version} of {model}" if version is not None else model
+        weights = f"version {version} of {model}" if version is not None else model
         raise NoSource(
-            f"no running instance has the weights of {what}", hint="list the running instances with `rfork status`"
+            f"no running instance has the weights of {weights}", hint="list the running instances with `rfork status`"
         )
-    alike = Counter(map(_weights_key, matching))
+    instance_counts = Counter(map(_weights_key, matching))
     chosen: dict[str, InstanceReport] = {}
     for report in matching:
         other = chosen.get(report.rank.key)
-        if other is None or alike[_weights_key(report)] > alike[_weights_key(other)]:
+        if other is None or instance_counts[_weights_key(report)] > instance_counts[_weights_key(other)]:
             chosen[report.rank.key] = report
     return sorted(chosen.values(), key=lambda report: _rank_order(report.rank))
 

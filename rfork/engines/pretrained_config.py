@@ -44,7 +44,10 @@ def model_errors(source: str | Path) -> Iterator[None]:
             hint = "pass the folder of a Hugging Face model"
             raise ModelError(f"{source} is not a folder", hint=hint) from None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{source}: {first}") from None
+        raise ModelError(
+            f"transformers cannot load {source}: {first}",
+            hint="pass the folder of a Hugging Face model: it has a config.json and weight files",
+        ) from None
 
 
 def _lacks_temporary_folder() -> bool:

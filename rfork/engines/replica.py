@@ -52,7 +52,9 @@ def _agreed(own: str) -> str | None:
         store = torch.distributed.distributed_c10d._get_default_store()
         return str(store.compare_set(STORE_KEY, "", own).decode())
     except Exception as error:  # a custom store may lack the operation
-        log.warning("the ranks of this replica cannot agree on a name", reason=str(error))
+        log.warning(
+            "the ranks of this replica cannot agree on a name", reason=str(error), hint="set RFORK_REPLICA on all ranks"
+        )
         return None
 
 

@@ -1,7 +1,7 @@
 """Fingerprint of the plain values on a module: numbers, text, flags and enums used in its computation.
 
 They are not transferred: source and target must have equal values. So they become part of the layout, as
-lines that name an attribute, its value and its holders. Two layouts can then report the attribute in which
+lines that name an attribute, its value and its owners. Two layouts can then report the attribute in which
 they differ.
 """
 
@@ -43,32 +43,32 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class Attributes:
-    """Plain values by attribute, each with its holders."""
+    """Plain values by attribute, each with its owners."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, list[str]] = {}
-        """Keyed by ``attribute=value``: a model has few of them, but tens of thousands of holders."""
+        self._owners: dict[str, list[str]] = {}
+        """Keyed by ``attribute=value``: a model has few of them, but tens of thousands of owners."""
 
-    def add(self, holder: str, key: str, value: object) -> None:
+    def add(self, owner: str, key: str, value: object) -> None:
         """Add one attribute of a module or of an object attached to it, unless the attribute is process-specific."""
         if is_compared(key) and not _is_location(value):
-            self._holders.setdefault(f"{key}={_text(value)}", []).append(holder)
+            self._owners.setdefault(f"{key}={_text(value)}", []).append(owner)
 
     def lines(self, excluded: Callable[[str], object] | None = None) -> tuple[str, ...]:
-        """Return one line for each value of each attribute, without holders whose attribute is `excluded`."""
+        """Return one line for each value of each attribute, without owners whose attribute is `excluded`."""
         found = []
-        values = Counter(line.partition("=")[0] for line in self._holders)
+        values = Counter(line.partition("=")[0] for line in self._owners)
         overflowing: dict[str, list[str]] = {}
-        for line, holders in self._holders.items():
+        for line, owners in self._owners.items():
             key = line.partition("=")[0]
-            kept = holders if excluded is None else [each for each in holders if not excluded(_name(each, key))]
+            kept = owners if excluded is None else [each for each in owners if not excluded(_name(each, key))]
             if not kept:
                 continue
             if values[key] > MAX_VALUES:
                 overflowing.setdefault(key, []).extend(f"{each} {line}" for each in kept)
             else:
-                found.append(f"{line} at {_holders_text(kept)}")
-        found.extend(f"{key}={values[key]} values at {_holders_text(names)}" for key, names in overflowing.items())
+                found.append(f"{line} at {_owners_text(kept)}")
+        found.extend(f"{key}={values[key]} values at {_owners_text(names)}" for key, names in overflowing.items())
         return tuple(sorted(found))
 
 
@@ -97,17 +97,17 @@ def _by_key(lines: Iterable[str]) -> dict[str, list[str]]:
     return grouped
 
 
-def _holders_text(holders: Sequence[str]) -> str:
-    """Return the first holder; if there are more, also their number and a digest of their names."""
-    first = min(holders) or "the module"
-    if len(holders) == 1:
+def _owners_text(owners: Sequence[str]) -> str:
+    """Return the first owner; if there are more, also their number and a digest of their names."""
+    first = min(owners) or "the module"
+    if len(owners) == 1:
         return first
-    digest = sha256("\n".join(sorted(holders)).encode(errors="surrogatepass")).hexdigest()[:8]
-    return f"{first} and {len(holders) - 1} more ({digest})"
+    digest = sha256("\n".join(sorted(owners)).encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{first} and {len(owners) - 1} more ({digest})"
 
 
-def _name(holder: str, key: str) -> str:
-    return f"{holder}.{key}" if holder else key
+def _name(owner: str, key: str) -> str:
+    return f"{owner}.{key}" if owner else key
 
 
 def _text(value: object) -> str:

@@ -53,74 +53,29 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
     """
     # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        excluded = _matcher(exclude)
-        state = state_of_module(module, excluded)
+        is_excluded = _matcher(exclude)
+        state = state_of_module(module, is_excluded)
         excluded_tensors: dict[str, torch.Tensor] = {}
         if like is not None:
             names = {spec.name for spec in like.tensors}
-            tensors = {name: each for name, each in state.tensors.items() if name in names}
+            tensors = {name: tensor for name, tensor in state.tensors.items() if name in names}
             refused = {name: reason for name, reason in state.refused.items() if name in names}
             attributes = like.attributes
         else:
             refused = state.refused
             tensors = state.tensors
-            if excluded is not None:
-                tensors = {name: each for name, each in tensors.items() if not excluded(name)}
-                excluded_tensors = {name: each for name, each in state.tensors.items() if name not in tensors}
-                refused = {name: reason for name, reason in refused.items() if not excluded(name)}
-            attributes = state.attributes.lines(excluded)
-        for name, reason in refused.items():
-            raise UnsupportedTensor(name, reason, hint=exclusion_hint(name))
+            if is_excluded is not None:
+                tensors = {name: tensor for name, tensor in tensors.items() if not is_excluded(name)}
+                excluded_tensors = {name: tensor for name, tensor in state.tensors.items() if name not in tensors}
+                refused = {name: reason for name, reason in refused.items() if not is_excluded(name)}
+            attributes = state.attributes.lines(is_excluded)
+        if refused:
+            name, reason = next(iter(refused.items()))
+            raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
         image = image_from_tensors(tensors, attributes)
         if excluded_tensors:
-            refuse_interleaved(tensors, excluded_tensors)
+            _refuse_interleaved(tensors, excluded_tensors)
         return image
-
-
-def exclusion_hint(name: str) -> str:
-    """Return the hint for state that cannot be captured."""
-    return f"to fork without it, pass exclude=[{name!r}] on both sides and initialise it yourself"
-
-
-def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
-    """Return a function that is true for excluded names; None if nothing is excluded."""
-    if not exclude:
-        return None
-    return re.compile("|".join(f"{translate(each)}|{re.escape(each)}\\Z" for each in exclude)).match
-
-
-def refuse_interleaved(kept: Mapping[str, torch.Tensor], excluded_tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedTensor for an excluded tensor whose bytes lie between the rows of an included one."""
-    gappy: list[tuple[int, int, str]] = []
-    dense: list[tuple[int, int]] = []
-    for name, tensor in kept.items():
-        begin = tensor.data_ptr()
-        if tensor.is_contiguous():
-            dense.append((begin, begin + tensor.nbytes))
-        else:
-            gappy.append((begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize), name))
-    if not gappy:
-        return
-    dense_ranges = normalise(dense)
-    for name, tensor in excluded_tensors.items():
-        if _unsupported_reason(tensor):
-            continue
-        begin = tensor.data_ptr()
-        end = begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
-        for first, past, holder in gappy:
-            if not (begin < past and first < end) or _same_elements(tensor, kept[holder]):
-                continue
-            if any(one <= begin and end <= other for one, other in dense_ranges):
-                continue  # another tensor covers all of it
-            raise UnsupportedTensor(
-                name,
-                f"it is excluded, but lies between the elements of {holder!r}, which is not",
-                hint=f"exclude both or neither, or make {holder!r} contiguous",
-            )
-
-
-def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
@@ -135,20 +90,20 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
     storages: list[torch.UntypedStorage] = []
     addresses: list[int] = []
     sizes: list[int] = []
-    at = 0
+    image_bytes = 0
     for members in _regions(ordered, begins, ends):
         if len(members) == 1:  # the common case
             first, begin, end = members[0], begins[members[0]], ends[members[0]]
-            offsets[first] = at
+            offsets[first] = image_bytes
             storages.append(ordered[first].untyped_storage())
         else:
             begin, end = min(begins[index] for index in members), max(ends[index] for index in members)
             for index in members:
-                offsets[index] = at + begins[index] - begin
+                offsets[index] = image_bytes + begins[index] - begin
             storages.append(_storage_of(begin, end, {names[index]: ordered[index] for index in members}))
         addresses.append(begin)
         sizes.append(end - begin)
-        at += end - begin
+        image_bytes += end - begin
     by_offset = sorted(range(len(names)), key=offsets.__getitem__)
     spec_types = _SpecTypeCache()
     specs = TensorSpecTable.of_columns(
@@ -156,7 +111,7 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
         [spec_types.of(ordered[index]) for index in by_offset],
         [offsets[index] for index in by_offset],
     )
-    return Image(Layout(specs, at, attributes), StorageTable(storages, addresses, sizes))
+    return Image(Layout(specs, image_bytes, attributes), StorageTable(storages, addresses, sizes))
 
 
 def natural_sort_key(name: str) -> tuple[tuple[str | int, ...], str]:
@@ -175,6 +130,52 @@ def alignment_of(itemsize: int, length: int) -> int:
     return min(itemsize & -itemsize, MAX_ALIGNMENT, length & -length)
 
 
+def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
+    """Return a function that is true for excluded names; None if nothing is excluded."""
+    if not exclude:
+        return None
+    return re.compile("|".join(f"{translate(pattern)}|{re.escape(pattern)}\\Z" for pattern in exclude)).match
+
+
+def _exclusion_hint(name: str) -> str:
+    """Return the hint for state that cannot be captured."""
+    return f"to fork without it, pass exclude=[{name!r}] on both sides and initialise it yourself"
+
+
+def _refuse_interleaved(kept: Mapping[str, torch.Tensor], excluded: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedTensor for an excluded tensor whose bytes lie between the rows of an included one."""
+    gappy: list[tuple[int, int, str]] = []
+    dense: list[tuple[int, int]] = []
+    for name, tensor in kept.items():
+        begin = tensor.data_ptr()
+        if tensor.is_contiguous():
+            dense.append((begin, begin + tensor.nbytes))
+        else:
+            gappy.append((begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize), name))
+    if not gappy:
+        return
+    dense_ranges = normalise(dense)
+    for name, tensor in excluded.items():
+        if _unsupported_reason(tensor):
+            continue
+        begin = tensor.data_ptr()
+        end = begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
+        for kept_begin, kept_end, kept_name in gappy:
+            if not (begin < kept_end and kept_begin < end) or _same_elements(tensor, kept[kept_name]):
+                continue
+            if any(dense_begin <= begin and end <= dense_end for dense_begin, dense_end in dense_ranges):
+                continue  # an included tensor covers all of it
+            raise UnsupportedTensor(
+                name,
+                f"it is excluded, but lies between the elements of {kept_name!r}, which is not",
+                hint=f"exclude both or neither, or make {kept_name!r} contiguous",
+            )
+
+
+def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
 def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the indices of each set of tensors that overlap in memory, ascending; the sets in image order.
 
@@ -184,18 +185,16 @@ def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Seque
     for index, tensor in enumerate(tensors):
         if begins[index] < ends[index]:
             by_device.setdefault(tensor.device, []).append(index)
-    found: list[tuple[int, ...]] = []
+    regions: list[tuple[int, ...]] = []
     for indices in by_device.values():
         indices.sort(key=begins.__getitem__)
-        first, reached = 0, ends[indices[0]]
+        start, region_end = 0, ends[indices[0]]
         for position, index in enumerate(indices):
-            if begins[index] >= reached:
-                found.append(
-                    (indices[position - 1],) if position - first == 1 else tuple(sorted(indices[first:position]))
-                )
-                first = position
-            reached = max(reached, ends[index])
-        found.append(tuple(sorted(indices[first:])))
+            if begins[index] >= region_end:
+                regions.append((indices[start],) if position - start == 1 else tuple(sorted(indices[start:position])))
+                start = position
+            region_end = max(region_end, ends[index])
+        regions.append(tuple(sorted(indices[start:])))
 
     def sort_key(members: tuple[int, ...]) -> int:
         """Sort by descending alignment, then by first name."""
@@ -206,8 +205,8 @@ def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Seque
             itemsize = max(tensors[index].itemsize for index in members)
         return members[0] - len(tensors) * alignment_of(itemsize, end - begin)
 
-    found.sort(key=sort_key)
-    return found
+    regions.sort(key=sort_key)
+    return regions
 
 
 def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:
@@ -246,7 +245,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _byte_length(name: str, tensor: torch.Tensor) -> int:
     """Return the number of bytes from the first element to the last; 0 if there are none. Raises UnsupportedTensor."""
     if reason := _unsupported_reason(tensor):
-        raise UnsupportedTensor(name, reason, hint=exclusion_hint(name))
+        raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
     if tensor.is_contiguous():
         length: int = tensor.nbytes
     else:
@@ -260,7 +259,7 @@ def _byte_length(name: str, tensor: torch.Tensor) -> int:
             name,
             f"it is a {type(tensor).__name__} of {length} bytes without an address, such as a wrapper without "
             "__tensor_flatten__",
-            hint=exclusion_hint(name),
+            hint=_exclusion_hint(name),
         )
     return length
 

@@ -15,7 +15,7 @@ from rfork.logs import logger
 log = logger(__name__)
 
 HashLeaves = Callable[[Sequence[torch.Tensor], int], bytes]
-"""Returns the joined hashes of the leaves; see `rfork.image.xxh3_torch.leaf_hashes`."""
+"""Returns the joined hashes of the leaves of some pieces; see `rfork.image.xxh3_torch.leaf_hashes`."""
 
 SELF_TEST_LEAF_BYTES = 2048
 
@@ -25,10 +25,9 @@ _init_lock = threading.Lock()
 class HashBackend:
     """Hashes leaves on one device. Thread-safe.
 
-    Compiling the kernel takes a second or two unless this user's cache has it. It is compiled in the
-    background, and torch operations are used until then. The kernel is used only after it has computed
-    correct hashes on this device. If it cannot be compiled or run, or its results are wrong, this is logged
-    once.
+    On CUDA devices the kernel is compiled in the background, which takes a second or two unless this user's
+    cache has it; until then, torch operations are used. The kernel is used only after it has computed correct
+    hashes on this device. If it cannot be compiled or run, or its results are wrong, this is logged once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class HashBackend:
         self._hash: HashLeaves = xxh3_torch.leaf_hashes
         self._preparing: threading.Thread | None = None
         if device.type == "cuda":
-            # Not a daemon thread: the process waits for the compilation at exit instead of crashing.
+            # Not a daemon thread: the process waits for the compilation at exit, or it would crash.
             self._preparing = threading.Thread(target=self._prepare, name="rfork-compile")
             self._preparing.start()
 
@@ -44,7 +43,7 @@ class HashBackend:
         """See `HashLeaves`."""
         return self._hash(pieces, leaf_bytes)
 
-    def is_ready(self) -> bool:
+    def wait_until_ready(self) -> bool:
         """Wait until the kernel is ready or has failed. Returns True if it is used."""
         if self._preparing is not None:
             self._preparing.join()
@@ -71,24 +70,24 @@ class HashBackend:
 
 def leaf_hasher(device: torch.device) -> HashBackend:
     """Return the hash backend of a device of this process."""
-    with _init_lock:  # two threads may call this at the same time
-        return _hasher(device)
+    with _init_lock:  # two concurrent calls must not create two backends
+        return _cached_backend(device)
 
 
 @cache
-def _hasher(device: torch.device) -> HashBackend:
+def _cached_backend(device: torch.device) -> HashBackend:
     return HashBackend(device)
 
 
 def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
-    """Compare with xxhash for leaves at aligned and odd addresses and a short last leaf. Raises RuntimeError."""
+    """Compare the hashes with xxhash's, for aligned and odd addresses and a short last leaf. Raises RuntimeError."""
     data = torch.arange(3 * SELF_TEST_LEAF_BYTES + 777).mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.uint8)
-    there = data.to(device)
+    device_data = data.to(device)
     for begin in (0, 4, 5):
         content = bytes(data[begin:].tolist())
         expected = b"".join(
             xxhash.xxh3_128_digest(content[low : low + SELF_TEST_LEAF_BYTES])
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
-        if expected != hash_leaves([there[begin:]], SELF_TEST_LEAF_BYTES):
+        if expected != hash_leaves([device_data[begin:]], SELF_TEST_LEAF_BYTES):
             raise RuntimeError("it computes wrong hashes")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rfork.errors import UnsupportedTensor
+from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.attributes import Attributes, is_compared
 from rfork.image.compat_tags import ATTRIBUTE as MARKED
 from rfork.image.key_names import key_name
@@ -174,28 +174,28 @@ class _TensorWalker:
             return
         self._seen.update((id(each), each) for each in module.modules())
         if reason := script_state(module):
-            self.state.refused[name or "(all)"] = reason
+            self.state.refused[name or ALL_TENSORS] = reason
 
-    def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
+    def _attribute(self, owner: str, key: str, value: object, *, compare: bool) -> None:
         """Collect one attribute of a module, an object or a tensor."""
         if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
             if compare:
-                self.state.attributes.add(holder, key, value)
+                self.state.attributes.add(owner, key, value)
         elif type(value) not in PLAIN_VALUES:
-            self._value(_join(holder, key), value, compare=compare and is_compared(key))
+            self._value(_join(owner, key), value, compare=compare and is_compared(key))
 
     def _class_attributes(
-        self, holder: str, value: object, type_info: ObjectType, own: dict[str, object], *, compare: bool
+        self, owner: str, value: object, type_info: ObjectType, own: dict[str, object], *, compare: bool
     ) -> None:
         for key, slot in type_info.slots:
             try:
                 member = slot.__get__(value)
             except AttributeError:  # not set
                 continue
-            self._attribute(holder, key, member, compare=compare)
+            self._attribute(owner, key, member, compare=compare)
         for key, member in type_info.class_attributes:
             if key not in own:
-                self._value(_join(holder, key), member, compare=False)
+                self._value(_join(owner, key), member, compare=False)
 
     def _value(self, name: str, value: object, *, compare: bool) -> None:
         """Collect the state of an attribute value of any type."""
@@ -269,8 +269,8 @@ class _TensorWalker:
 
     def _scalars(self, name: str, values: Iterable[object]) -> None:
         """Add several plain values as one attribute."""
-        holder, _, key = name.rpartition(".")
-        self.state.attributes.add(holder, key, (*values,))
+        owner, _, key = name.rpartition(".")
+        self.state.attributes.add(owner, key, (*values,))
 
     def _entries(self, name: str, entries: dict[Any, object], compare: bool) -> None:
         compare = compare and len(entries) <= MAX_SEQUENCE

@@ -119,13 +119,13 @@ class PinnedStaging:
 
     def _step(self, parts: Sequence[torch.Tensor]) -> _Step:
         staged = [self._copier.needs_staging(part) for part in parts]
-        buffer = self._acquire(sum(part.numel() for part, there in zip(parts, staged, strict=True) if there))
+        buffer = self._acquire(sum(part.numel() for part, is_staged in zip(parts, staged, strict=True) if is_staged))
         memory: list[torch.Tensor] = []
         host: list[torch.Tensor] = []
         views: list[memoryview] = []
         used = begin = 0  # the bytes of the buffer from `begin` on are in no view yet
-        for part, there in zip(parts, staged, strict=True):
-            if there:
+        for part, is_staged in zip(parts, staged, strict=True):
+            if is_staged:
                 memory.append(part)
                 host.append(buffer[used : used + part.numel()])
                 used += part.numel()

@@ -17,8 +17,9 @@ from rfork.transport.base import ControlStream, Endpoint, TokenSource
 
 @dataclass(frozen=True, slots=True)
 class StorageActivity:
-    """Read of storage by the source, or (`relayed`) by a source upstream: seconds since it last made
-    progress.
+    """A read of storage by the source, or (`relayed`) by a source upstream.
+
+    `idle_s`: seconds since it last made progress.
     """
 
     idle_s: float

@@ -51,10 +51,9 @@ StreamHandler = Callable[
 
 
 class CallGuard:
-    """Wraps handlers as gRPC handlers. `check` returns the fork_id of a token, or raises the error for the
-    client.
+    """Wraps handlers as gRPC handlers. Used on one event loop only.
 
-    Used on one event loop only.
+    `check` returns the fork_id of a token, or raises the error that the client receives.
     """
 
     def __init__(self, check: Callable[[str], str]) -> None:

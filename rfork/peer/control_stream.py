@@ -1,9 +1,9 @@
 """Control streams: messages between a reader and its source's exporter during a transfer.
 
-`StreamEnd` is one end, independent of how messages are carried. `StreamServicer` implements the source's end
-over gRPC, with one thread per stream that runs `StreamBackend.control_stream`; `rfork.peer.client` implements
-the target's. Both sides bound the other side's messages: a sender waits while the receiver is busy, and a
-stream whose messages are not read is closed.
+`StreamEnd` is one end, independent of how messages are carried. `StreamServicer` carries the messages of the
+source's ends over gRPC, with one thread per stream that runs `StreamBackend.control_stream`;
+`rfork.peer.client` carries those of the target's ends. Both sides bound the other side's messages: a sender
+waits while the receiver is busy, and a stream whose messages are not read is closed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from google.protobuf.message import DecodeError
 
 from rfork.errors import RforkError, SourceBusy, SourceTimeout, SourceUnavailable
 from rfork.logs import logger
-from rfork.peer.call_guard import Context
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import ControlStream
 
 MAX_MESSAGE_BYTES = 64 << 10
-MAX_QUEUED = 256
-"""Maximum queued messages of one end, per direction."""
+MAX_QUEUED_MESSAGES = 256
+"""Limit of one end, per direction."""
 MAX_QUEUED_BYTES = 1 << 20
-"""Maximum bytes of queued messages."""
+"""Limit of one end, per direction."""
 MAX_CONTROL_STREAMS = 4
 """Limit per fork: a fork needs one, and may open the next before the last has ended."""
 MAX_THREADS = 128
@@ -43,8 +42,8 @@ log = logger(__name__)
 class StreamEnd:
     """One end of a control stream; see `rfork.transport.base.ControlStream`. Thread-safe.
 
-    The carrier takes outgoing messages with `pop`, adds incoming ones with `push`, and calls `end` when the
-    stream is over. `on_wake` is called, on any thread, when there is work for the carrier.
+    The carrier of the messages fetches outgoing ones with `pop`, delivers incoming ones with `push`, and calls
+    `end` when the stream is over. `on_wake` is called, on any thread, when there is work for the carrier.
     """
 
     def __init__(self, on_wake: Callable[[], None] = lambda: None) -> None:
@@ -56,8 +55,9 @@ class StreamEnd:
         self._closed = False
 
     def send(self, message: bytes) -> None:
-        """See `ControlStream.send`. More than `MAX_QUEUED` messages or `MAX_QUEUED_BYTES` unsent bytes close
-        the stream.
+        """See `ControlStream.send`.
+
+        More than `MAX_QUEUED_MESSAGES` unsent messages or `MAX_QUEUED_BYTES` unsent bytes close the stream.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a control message is limited to {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
@@ -73,8 +73,9 @@ class StreamEnd:
             self._check_open()
 
     def receive(self, deadline: float) -> bytes:
-        """See `ControlStream.receive`. Messages that arrived before the other side closed the stream are
-        still returned.
+        """See `ControlStream.receive`.
+
+        Messages that arrived before the other side closed the stream are still returned.
         """
         with self._changed:
             while not self._incoming or self._closed:
@@ -102,7 +103,7 @@ class StreamEnd:
         self._on_wake()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if either side or the carrier has ended the stream."""
         with self._changed:
             return self._error is not None
@@ -148,8 +149,9 @@ class StreamEnd:
             raise type(self._error)(str(self._error), hint=self._error.hint)
 
 
-def _has_space(waiting: deque[bytes], message: bytes) -> bool:
-    return len(waiting) < MAX_QUEUED and sum(map(len, waiting)) + len(message) <= MAX_QUEUED_BYTES
+def _has_space(queue: deque[bytes], message: bytes) -> bool:
+    """Return True if the message fits into the queue."""
+    return len(queue) < MAX_QUEUED_MESSAGES and sum(map(len, queue)) + len(message) <= MAX_QUEUED_BYTES
 
 
 class StreamBackend(Protocol):
@@ -169,7 +171,7 @@ class StreamServicer:
 
     def __init__(self, backend: StreamBackend) -> None:
         self._backend = backend
-        self._threads: Counter[str] = Counter()
+        self._threads_by_fork: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     async def serve(
@@ -177,7 +179,6 @@ class StreamServicer:
         channel_id: str,
         fork_id: str,
         requests: AsyncIterator[peer_pb2.ControlStreamRequest],
-        context: Context[peer_pb2.ControlStreamRequest, peer_pb2.ControlStreamResponse],
         changed: asyncio.Event,
         wake: Callable[[], None],
     ) -> AsyncGenerator[peer_pb2.ControlStreamResponse, None]:
@@ -185,16 +186,16 @@ class StreamServicer:
 
         `wake` sets `changed` from any thread. Raises SourceBusy if there are too many streams.
         """
-        stream = StreamEnd(wake)
-        self._start(channel_id, fork_id, stream)
+        stream = StreamEnd(on_wake=wake)
+        self._start_thread(channel_id, fork_id, stream)
         receive_task = asyncio.ensure_future(_receive_loop(requests, stream, changed))
         try:
             while self._backend.has_channel(channel_id, fork_id):
                 changed.clear()
-                ended = stream.ended
+                has_ended = stream.has_ended  # before the loop, which then carries all messages sent until the end
                 while (message := stream.pop()) is not None:
                     yield peer_pb2.ControlStreamResponse(content=message)
-                if ended:  # checked before the loop, so all messages sent until then are carried
+                if has_ended:
                     break
                 with suppress(TimeoutError):
                     async with asyncio.timeout(POLL_INTERVAL_S):
@@ -203,31 +204,32 @@ class StreamServicer:
             receive_task.cancel()
             stream.end(SourceUnavailable("the reader's channel or its control stream is closed"))
 
-    def _start(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
+    def _start_thread(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
         with self._lock:
-            if self._threads[fork_id] >= MAX_CONTROL_STREAMS or self._threads.total() >= MAX_THREADS:
-                raise SourceBusy(f"too many control streams to this source ({self._threads.total()})")
-            self._threads[fork_id] += 1
+            total = self._threads_by_fork.total()
+            if self._threads_by_fork[fork_id] >= MAX_CONTROL_STREAMS or total >= MAX_THREADS:
+                raise SourceBusy(f"too many control streams to this source ({total})")
+            self._threads_by_fork[fork_id] += 1
         thread = threading.Thread(
-            target=self._run_handler, args=(channel_id, fork_id, stream), name="rfork-control", daemon=True
+            target=self._run, args=(channel_id, fork_id, stream), name="rfork-control", daemon=True
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the thread could not be started
-            self._remove(fork_id)
+        except RuntimeError as error:
+            self._remove_thread(fork_id)
             raise SourceBusy(f"cannot start a thread for a control stream: {error}") from None
 
-    def _run_handler(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
+    def _run(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
         try:
             serve_control_stream(self._backend, channel_id, stream)
         finally:
-            self._remove(fork_id)
+            self._remove_thread(fork_id)
 
-    def _remove(self, fork_id: str) -> None:
+    def _remove_thread(self, fork_id: str) -> None:
         with self._lock:
-            self._threads[fork_id] -= 1
-            if not self._threads[fork_id]:
-                del self._threads[fork_id]
+            self._threads_by_fork[fork_id] -= 1
+            if not self._threads_by_fork[fork_id]:
+                del self._threads_by_fork[fork_id]
 
 
 def serve_control_stream(backend: StreamBackend, channel_id: str, stream: ControlStream) -> None:

@@ -20,7 +20,7 @@ from rfork.errors import PortInUse
 from rfork.grpc_credentials import server_credentials
 from rfork.peer import call_guard
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES
-from rfork.peer.servicer import MAX_STREAMS, PeerBackend, handlers
+from rfork.peer.servicer import MAX_PROGRESS_STREAMS, PeerBackend, handlers
 from rfork.settings import InstanceSettings, host_port
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024
@@ -97,7 +97,7 @@ class PeerServer:
                 ("grpc.max_connection_idle_ms", round(IDLE_TIMEOUT_S * 1000)),
                 (
                     "grpc.max_concurrent_streams",
-                    MAX_STREAMS + MAX_CONTROL_STREAMS + 3 * call_guard.MAX_CALLS_PER_FORK,
+                    MAX_PROGRESS_STREAMS + MAX_CONTROL_STREAMS + 3 * call_guard.MAX_CALLS_PER_FORK,
                 ),
             ],
         )

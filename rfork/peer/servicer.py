@@ -24,14 +24,14 @@ from rfork.tracing import TRACEPARENT, TraceContext, use_context
 from rfork.transport.base import ControlStream, Endpoint
 
 SERVICE = "rfork.v1.Peer"
-HEALTH = "grpc.health.v1.Health"
-MIN_KEEPALIVE_S = 0.1
+HEALTH_SERVICE = "grpc.health.v1.Health"
+MIN_KEEP_ALIVE_S = 0.1
 DEFAULT_KEEP_ALIVE_S = 1.0
-MAX_STREAMS = 16
-"""Limit of progress streams per fork: one for each of its channels."""
+MAX_PROGRESS_STREAMS = 16
+"""Limit per fork: one for each of its channels."""
 MAX_MANIFEST_CALLS = 2
 """Limit per fork: serializing a manifest of 100,000 tensors takes a few tenths of a second."""
-CHANGED = "the weights changed"
+WEIGHTS_CHANGED = "the weights changed"
 
 
 class PeerBackend(Protocol):
@@ -56,10 +56,9 @@ class PeerBackend(Protocol):
         ...
 
     def open_channel(self, fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
-        """Acquire a slot for the reader at this IP address; return channel id and endpoint. May take a few
-        seconds.
+        """Acquire a slot for the reader at this IP address; return the channel's id and the endpoint.
 
-        Raises LayoutMismatch, SourceBusy or SourceWeightsChanged.
+        May take a few seconds. Raises LayoutMismatch, SourceBusy or SourceWeightsChanged.
         """
         ...
 
@@ -84,23 +83,28 @@ class PeerBackend(Protocol):
 
 
 def handlers(backend: PeerBackend) -> Iterator[grpc.GenericRpcHandler[Message, Message]]:
-    """Yield the handlers of the peer service, and of gRPC's health service those of the unary check."""
+    """Yield the handlers of the peer service, and the handler of gRPC's health check.
+
+    Each method has a generic handler of its own, typed by the messages of that method.
+    """
     guard, servicer = call_guard.CallGuard(backend.check), PeerServicer(backend)
     generic_handler = grpc.method_handlers_generic_handler
-    manifest = guard.handler(servicer.get_manifest, peer_pb2.GetManifestRequest, max_calls=MAX_MANIFEST_CALLS)
-    yield generic_handler(SERVICE, {"GetManifest": manifest})
+    get_manifest = guard.handler(servicer.get_manifest, peer_pb2.GetManifestRequest, max_calls=MAX_MANIFEST_CALLS)
+    yield generic_handler(SERVICE, {"GetManifest": get_manifest})
     open_channel = guard.handler(servicer.open_channel, peer_pb2.OpenChannelRequest)
     yield generic_handler(SERVICE, {"OpenChannel": open_channel})
-    watch = guard.handler(servicer.watch_progress, peer_pb2.WatchProgressRequest, max_calls=MAX_STREAMS)
-    yield generic_handler(SERVICE, {"WatchProgress": watch})
+    watch_progress = guard.handler(
+        servicer.watch_progress, peer_pb2.WatchProgressRequest, max_calls=MAX_PROGRESS_STREAMS
+    )
+    yield generic_handler(SERVICE, {"WatchProgress": watch_progress})
     close_channel = guard.handler(servicer.close_channel, peer_pb2.CloseChannelRequest)
     yield generic_handler(SERVICE, {"CloseChannel": close_channel})
     control_stream = guard.stream_handler(
         servicer.control_stream, peer_pb2.ControlStreamRequest, max_calls=MAX_CONTROL_STREAMS
     )
     yield generic_handler(SERVICE, {"ControlStream": control_stream})
-    health = guard.handler(_check_health, health_pb2.HealthCheckRequest, leased=False)
-    yield generic_handler(HEALTH, {"Check": health})
+    check_health = guard.handler(_check_health, health_pb2.HealthCheckRequest, leased=False)
+    yield generic_handler(HEALTH_SERVICE, {"Check": check_health})
 
 
 class PeerServicer:
@@ -120,14 +124,15 @@ class PeerServicer:
         changed, subscription = self._change_events()
         with subscription:
             had_provisional_id, generation = False, self._backend.generation
-            self._backend.check(call_guard.token_of(context))  # fenced since it was authorized?
+            self._backend.check(call_guard.token_of(context))  # raises if fenced since it was authorized
             while True:
                 changed.clear()
-                manifest, previous, generation = self._backend.manifest, generation, self._backend.generation
-                # A relay that gets its manifest may drop provisional chunks first: that change of generation
-                # is not a fence.
-                if generation != previous and not had_provisional_id:
-                    await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+                previous_generation = generation
+                manifest, generation = self._backend.manifest, self._backend.generation
+                # A relay that receives its manifest may drop provisional chunks first: that change of
+                # generation is not a fence.
+                if generation != previous_generation and not had_provisional_id:
+                    await context.abort(grpc.StatusCode.ABORTED, WEIGHTS_CHANGED)
                 if manifest is not None:
                     break
                 had_provisional_id = self._backend.progress_since(()).provisional_id is not None
@@ -143,7 +148,7 @@ class PeerServicer:
     ) -> AsyncGenerator[peer_pb2.OpenChannelResponse, None]:
         """Send one message: the channel and its endpoint."""
         address = _address(context.peer())
-        # On a thread, because the transport may still be preparing.
+        # On a thread, because the transport may still be preparing its endpoint.
         with use_context(TraceContext.parse(call_guard.metadata_value(context, TRACEPARENT))):
             opening = asyncio.ensure_future(
                 asyncio.to_thread(
@@ -177,9 +182,9 @@ class PeerServicer:
         channel_id = request.channel_id
         generation = self._backend.generation
         if not self._backend.has_channel(channel_id, fork_id):
-            self._backend.check(call_guard.token_of(context))  # a fence closes channels too
+            self._backend.check(call_guard.token_of(context))  # raises if fenced: a fence closes channels too
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no channel {channel_id!r}")
-        keep_alive_s = max(request.keep_alive_ms / 1000 or DEFAULT_KEEP_ALIVE_S, MIN_KEEPALIVE_S)
+        keep_alive_s = max(request.keep_alive_ms / 1000 or DEFAULT_KEEP_ALIVE_S, MIN_KEEP_ALIVE_S)
         reported: tuple[ranges.Range, ...] = ()
         changed, subscription = self._change_events()
         try:
@@ -189,12 +194,12 @@ class PeerServicer:
                     progress = self._backend.progress_since(reported)
                     # Check after reading the progress, so that it belongs to this generation.
                     if self._backend.generation != generation:
-                        await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+                        await context.abort(grpc.StatusCode.ABORTED, WEIGHTS_CHANGED)
                     yield codec.progress_message(progress, generation)
                     reported = ranges.normalise((*reported, *progress.chunks))
-                    await _wait(changed, keep_alive_s)
+                    await _wait_for(changed, keep_alive_s)
             if self._backend.generation != generation:
-                await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+                await context.abort(grpc.StatusCode.ABORTED, WEIGHTS_CHANGED)
         finally:
             self._backend.close_channel(channel_id)
 
@@ -219,33 +224,34 @@ class PeerServicer:
         """Carry the control stream of a channel until the channel or either side closes it."""
         generation = self._backend.generation
         if not self._backend.has_channel(first.channel_id, fork_id):
-            self._backend.check(call_guard.token_of(context))  # a fence closes channels too
+            self._backend.check(call_guard.token_of(context))  # raises if fenced: a fence closes channels too
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no channel {first.channel_id!r}")
         changed, subscription = self._change_events()
-        wake = self._wake_on_change(changed)
+        wake = _thread_safe_setter(changed)
         with subscription:
-            carrier = self._streams.serve(first.channel_id, fork_id, requests, context, changed, wake)
-            async with aclosing(carrier) as messages:
-                async for message in messages:
-                    yield message
+            responses = self._streams.serve(first.channel_id, fork_id, requests, changed, wake)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
         if self._backend.generation != generation:
-            await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+            await context.abort(grpc.StatusCode.ABORTED, WEIGHTS_CHANGED)
 
     def _change_events(self) -> tuple[asyncio.Event, AbstractContextManager[None]]:
-        """Return an event of this loop that is set, from any thread, when the host changes."""
+        """Return an event that is set after each change of the backend, and the context in which it is."""
         event = asyncio.Event()
-        return event, self._backend.on_change(self._wake_on_change(event))
+        return event, self._backend.on_change(_thread_safe_setter(event))
 
-    def _wake_on_change(self, event: asyncio.Event) -> Callable[[], None]:
-        """Return a function that sets an event of this loop from any thread."""
-        loop = asyncio.get_running_loop()
 
-        def wake() -> None:
-            # The loop may be closed; the thread that made the change must not fail for that.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
+def _thread_safe_setter(event: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of the running loop from any thread."""
+    loop = asyncio.get_running_loop()
 
-        return wake
+    def set_event() -> None:
+        # The loop may be closed; the thread that made the change must not fail for that.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(event.set)
+
+    return set_event
 
 
 async def _check_health(
@@ -263,8 +269,9 @@ def _address(peer: str) -> str:
     return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
-async def _wait(event: asyncio.Event, timeout: float) -> None:
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until the event is set, or until the timeout."""
     # Not wait_for(): before Python 3.12 it loses a cancellation that coincides with the event.
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -32,7 +32,7 @@ OnWait = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DrainResult:
-    """Result for one instance of a replica: whether it can exit now, and why or why not."""
+    """Result for one instance of a replica: `reason` explains why it can or cannot exit."""
 
     instance_id: str
     can_exit: bool
@@ -45,18 +45,18 @@ def drain_instance(
     *,
     force: bool,
     wait_s: float,
-    undrained: bool = False,
+    exits_anyway: bool = False,
     on_wait: OnWait | None = None,
     stop: threading.Event | None = None,
 ) -> ExitCheck:
     """Drain the instance and wait until it can exit, even if the planner restarts.
 
-    `undrained`: for a server that exits in any case. If this token may not drain it, wait for all its readers,
+    `exits_anyway`: the server exits in any case. If this token may not drain it, wait for all its readers,
     including those assigned in the meantime. `stop` ends the wait early.
 
     Raises SourceBusy if it cannot exit within `wait_s` seconds, PlannerRejected if it is the last seed or,
-    unless `undrained`, if the token may not drain it, and PlannerUnreachable if the planner was unreachable
-    until the end.
+    unless it `exits_anyway`, if the token may not drain it, and PlannerUnreachable if the planner was
+    unreachable until the end.
     """
     deadline = time.monotonic() + wait_s
     stop = stop or threading.Event()
@@ -65,12 +65,12 @@ def drain_instance(
         try:
             if not drain_requested:
                 try:
-                    _drain(client, instance_id, force=may_force)
+                    _request_drain(client, instance_id, force=may_force)
                     drain_requested = True
                 except PlannerRejected as error:
-                    if not undrained or error.problem not in (FORBIDDEN, LAST_SEED, NOT_OWNER):
+                    if not exits_anyway or error.problem not in (FORBIDDEN, LAST_SEED, NOT_OWNER):
                         raise
-                    may_force = False  # drained without force once another instance has its weights
+                    may_force = False  # once another instance has its weights, no force is needed
             exit_check = client.can_exit(instance_id)
         except PlannerUnreachable as error:
             if time.monotonic() >= deadline or stop.is_set():
@@ -114,31 +114,32 @@ def drain_replica(
     """
     deadline = time.monotonic() + wait_s
     stop = stop or threading.Event()
-    found = _list_instances(client, replica, min(deadline, time.monotonic() + MAX_PLANNER_OUTAGE_S), on_wait, stop)
-    for instance_id in found:
+    list_deadline = min(deadline, time.monotonic() + MAX_PLANNER_OUTAGE_S)
+    instance_ids = _list_instances(client, replica, list_deadline, on_wait, stop)
+    for instance_id in instance_ids:
         try:
-            _drain(client, instance_id, force=force)
+            _request_drain(client, instance_id, force=force)
         except PlannerUnreachable:
             continue  # requested again below
         except PlannerRejected:
             if not force:
                 raise
-    ended: list[DrainResult] = []
-    for instance_id in found:
+    results: list[DrainResult] = []
+    for instance_id in instance_ids:
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            drain_result = drain_instance(
-                client, instance_id, force=force, undrained=force, wait_s=left_s, on_wait=on_wait, stop=stop
+            exit_check = drain_instance(
+                client, instance_id, force=force, exits_anyway=force, wait_s=left_s, on_wait=on_wait, stop=stop
             )
         except (SourceBusy, PlannerUnreachable) as error:
-            ended.append(DrainResult(instance_id, False, str(error)))
+            results.append(DrainResult(instance_id, False, str(error)))
         except PlannerRejected as error:
             if not force:
                 raise
-            ended.append(DrainResult(instance_id, False, str(error)))
+            results.append(DrainResult(instance_id, False, str(error)))
         else:
-            ended.append(DrainResult(instance_id, True, drain_result.reason))
-    return ended
+            results.append(DrainResult(instance_id, True, exit_check.reason))
+    return results
 
 
 def _list_instances(
@@ -154,10 +155,9 @@ def _list_instances(
                 raise
             reason = str(error)
         else:
+            instance_ids = (view.report.instance_id for view in views)
             # A planner without this filter lists the entire fleet.
-            return sorted(
-                view.report.instance_id for view in views if _belongs_to_replica(view.report.instance_id, replica)
-            )
+            return sorted(name for name in instance_ids if _belongs_to_replica(name, replica))
         if on_wait is not None:
             on_wait(reason)
         stop.wait(min(POLL_INTERVAL_S, left_s))
@@ -165,9 +165,7 @@ def _list_instances(
 
 def _belongs_to_replica(instance_id: str, replica: str) -> bool:
     """Return whether the instance is a rank of this replica, not of one with a longer name."""
-    return instance_id.removeprefix(f"{replica}-").startswith(("main-", "speculative-")) and (
-        instance_id.startswith(f"{replica}-")
-    )
+    return instance_id.startswith((f"{replica}-main-", f"{replica}-speculative-"))
 
 
 def _not_drained_result(exit_check: ExitCheck) -> ExitCheck:
@@ -175,9 +173,10 @@ def _not_drained_result(exit_check: ExitCheck) -> ExitCheck:
     return exit_check.model_copy(update={"reason": f"no readers; {NOT_DRAINED}"})
 
 
-def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
+def _request_drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
+    """Drain an instance, by force only if that is necessary. An unknown instance needs no draining."""
     try:
-        # Only an operator may force, and it is usually unnecessary.
+        # Try without force first: only an operator may force.
         client.drain(instance_id, force=False)
     except PlannerRejected as error:
         if error.problem == "unknown-instance":

@@ -14,7 +14,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork import __version__
-from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError
+from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError, reason_of
 from rfork.planner_client.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.planner_client.token_file import TokenFile
@@ -72,7 +72,7 @@ class RestClient:
         except httpx.InvalidURL as error:
             raise _bad_url(url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise _bad_url(url, "it does not begin with http:// or https:// and a host")
+            raise _bad_url(url, "it must begin with http:// or https:// and a host")
         basic: httpx.Auth | None = None
         if parsed.userinfo:
             # Sent as a header, and removed from every URL that may be displayed or logged.
@@ -88,7 +88,10 @@ class RestClient:
                 trust_env=False,  # only the settings module reads the environment; no proxies
             )
         except UnicodeEncodeError:
-            raise SettingsError("the planner token contains characters that are not allowed in a header") from None
+            raise SettingsError(
+                "the planner token contains characters that are not allowed in an HTTP header",
+                hint="correct RFORK_TOKEN: visible ASCII characters only",
+            ) from None
 
     def parsed(
         self,
@@ -200,16 +203,7 @@ class RestClient:
 
     def unreachable_error(self, error: httpx.RequestError, within_s: float | None = None) -> PlannerUnreachable:
         """Return the error for a request without response, or without one in time (default: `timeout_s`)."""
-        if isinstance(error, httpx.TimeoutException):
-            allowed_s = self.timeout_s if within_s is None else within_s
-            reason = f"no response within {round(allowed_s, 1):g} s"
-        else:
-            reason = str(error) or type(error).__name__
-        message = f"planner {self.url} is unreachable: {reason}"
-        hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
-        if "WRONG_VERSION_NUMBER" in reason:
-            hint = f"a server without TLS responded: use http://{httpx.URL(self.url).netloc.decode()}"
-        return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
+        return unreachable_error(self.url, error, self.timeout_s if within_s is None else within_s)
 
     def unexpected_response_error(
         self, method: str, path: str, status: int, reason: str, hint: str = ""
@@ -286,6 +280,23 @@ class RestClient:
         return self.unexpected_response_error(request.method, request.url.path, response.status_code, reason)
 
 
+def unreachable_error(url: str, error: httpx.RequestError, timeout_s: float) -> PlannerUnreachable:
+    """Return the error for a request to the planner at `url` that failed without a response."""
+    if isinstance(error, httpx.TimeoutException):
+        reason = f"no response within {round(timeout_s, 1):g} s"
+    else:
+        reason = reason_of(error)
+    hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
+    if "WRONG_VERSION_NUMBER" in reason:
+        hint = f"a server without TLS responded: use http://{httpx.URL(url).netloc.decode()}"
+    elif isinstance(error, httpx.RemoteProtocolError):
+        reason = f"the server there closed the connection or does not use HTTP ({reason.rstrip('.')})"
+        hint = "check that RFORK_PLANNER is the URL of an rfork planner, with https:// if the planner uses TLS"
+    return PlannerUnreachable(
+        f"planner {url} is unreachable: {reason}", hint=hint, silent=isinstance(error, httpx.ReadTimeout)
+    )
+
+
 def _retry_after(response: httpx.Response) -> float | None:
     """Return the Retry-After seconds of a busy planner, if any (RFC 9110, section 10.2.3)."""
     if response.status_code not in RETRYABLE_STATUSES:
@@ -319,8 +330,9 @@ def _tls_hint(reason: str) -> str:
 def _bad_url(url: str, reason: str) -> SettingsError:
     redacted_url = redacted(url)
     # The parser's reason may contain part of the password.
-    reason = reason if redacted_url == url else "malformed; quote special characters of the password (%40 for @)"
-    return SettingsError(f"planner URL {redacted_url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+    if redacted_url != url:
+        reason = "malformed; percent-encode special characters of the password (%40 for @)"
+    return SettingsError(f"invalid planner URL {redacted_url!r}: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
@@ -330,4 +342,7 @@ def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
         # Reloaded for a new connection if the files have changed.
         return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))
     except SettingsError as error:
-        raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error
+        raise SettingsError(
+            f"invalid TLS files of the planner client: {error}",
+            hint="check RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each must be a PEM file",
+        ) from error

@@ -62,7 +62,7 @@ def _read(path: Path) -> str:
         token = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SettingsError(f"RFORK_TOKEN_FILE: {path}: {reason}") from None
+        raise SettingsError(f"RFORK_TOKEN_FILE: cannot read {path}: {reason}") from None
     if not TOKEN.fullmatch(token):
         raise SettingsError(
             f"RFORK_TOKEN_FILE: {path} does not contain one token of visible ASCII characters",

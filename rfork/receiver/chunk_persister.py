@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, Self
 
-from rfork.errors import StorageError
+from rfork.errors import StorageError, reason_of
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
@@ -87,7 +87,7 @@ class ChunkPersister:
             self._wakeups.put(None)
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._ended, FLUSH_TIMEOUT_S):
-                log.warning("resume folder does not respond", folder=str(self._folder))
+                log.warning("folder of the chunks kept for a restart does not respond", folder=str(self._folder))
 
     # -- threads ------------------------------------------------------------------------------
 
@@ -98,10 +98,10 @@ class ChunkPersister:
             self._writes = True
             threading.Thread(target=self._write, args=(spool,), name="rfork-spool-write", daemon=True).start()
         except StorageError as error:
-            log.warning("chunks are not spooled", reason=str(error))
+            log.warning("verified chunks are not kept for a restart", folder=str(self._folder), reason=str(error))
         except Exception:  # a bug, or no thread available: must not end the fork
             self._writes = False
-            log.exception("chunks are not spooled")
+            log.exception("verified chunks are not kept for a restart", folder=str(self._folder))
         with self._changed:
             self._spool = spool
             self._opened = True
@@ -120,7 +120,7 @@ class ChunkPersister:
 
     def _open(self) -> Spool:
         if self._folder is None:
-            raise StorageError("the folder does not exist")
+            raise StorageError("RFORK_RESUME_DIR is not set")
         return acquire_spool(self._folder, self._name, self._image.layout)
 
     def _write(self, spool: Spool) -> None:
@@ -136,11 +136,11 @@ class ChunkPersister:
                     self._persist(spool, chunk, verified_digests[chunk])
         except OSError as error:
             if error.errno is not None:  # otherwise the fork has ended and closed the spool
-                log.warning("spooling stopped", reason=str(error))
+                log.warning("verified chunks are no longer kept for a restart", reason=reason_of(error))
             if error.errno in DISK_FULL_ERRNOS:
                 self._disable(spool)  # a full disk harms other processes more than the spool helps
         except Exception:  # a bug, or a failed device: must not end the fork
-            log.exception("spooling stopped")
+            log.exception("verified chunks are no longer kept for a restart")
         finally:
             stop()
             with self._changed:
@@ -180,4 +180,4 @@ class ChunkPersister:
         try:
             spool.remove()
         except OSError as error:
-            log.warning("failed to remove spool", reason=str(error))
+            log.warning("failed to remove the chunks kept for a restart", reason=reason_of(error))

@@ -107,7 +107,7 @@ class StorageCandidates:
                     if fallback.storage_type != "snapshot" and self._check_files is not None:
                         self._check_files()  # after opening, so that the files that are read are the checked ones
                 except (CheckpointError, StorageError) as error:
-                    log.warning("storage not offered for a cold start", fallback=fallback.name, reason=str(error))
+                    log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
                     self.reasons.append(error)
                     continue
                 if storage is not None:
@@ -134,7 +134,8 @@ class StorageCandidates:
         self.open()
         storage = self._chunk_sources.get((read.kind, read.uri))
         if storage is None:
-            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which this instance did not offer")
+            named = storage_name(read.kind, read.uri)
+            raise StorageError(f"the planner assigned {named} to this instance, which cannot read it")
         return storage
 
     def run_loader(self, read: StorageAssignment) -> Manifest:
@@ -152,7 +153,8 @@ class StorageCandidates:
         self.open()
         fallback = self._loaders.get((read.kind, read.uri))
         if fallback is None:
-            raise StorageError(f"the plan names {storage_name(read.kind, read.uri)}, which this instance did not offer")
+            named = storage_name(read.kind, read.uri)
+            raise StorageError(f"the planner assigned {named} to this instance, which cannot read it")
         if self._seed.manifest is not None:
             self._seed.fence()  # its weights are about to be replaced
         if fallback.load_out_of_place is not None and self._load_out_of_place is not None:

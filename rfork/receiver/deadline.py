@@ -25,7 +25,5 @@ class Deadline:
 
 
 def final_report_deadline(deadline: float) -> float:
-    """Return the deadline of the calls that end a fork: the fork's own, but at least `FINAL_REPORT_S` from
-    now.
-    """
+    """Return the deadline of the calls that end a fork: its own, but at least `FINAL_REPORT_S` from now."""
     return max(deadline, time.monotonic() + FINAL_REPORT_S)

@@ -85,8 +85,9 @@ class Fallback:
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
-    """Return a fallback that loads a checkpoint of safetensors files: a path, or any storage URI. Raises
-    SettingsError.
+    """Return a fallback that loads a checkpoint of safetensors files: a path, or any storage URI.
+
+    Raises SettingsError.
     """
     checked_uri = _validate_uri(Location.parse(uri).uri)
 
@@ -131,8 +132,7 @@ def snapshot_fallback(
     settings: StorageSettings | None = None,
     version: str | None = None,
 ) -> Fallback:
-    """Return a fallback that reads a snapshot, whose image leaves out tensors that match `exclude` (see
-    `capture`).
+    """Return a fallback that reads a snapshot, without tensors that match `exclude` (see `capture`).
 
     It must contain weights of `version`; None: of any version. `uri` (or path) is the file, or the folder
     with one for each rank. Raises SettingsError.
@@ -295,8 +295,8 @@ def _validate_uri(uri: str) -> str:
     try:
         return _text.validate_python(uri)
     except ValidationError as error:
-        why = error.errors()[0]["msg"]
-        raise SettingsError(f"the planner does not accept the URI {uri[:200]!r}: {why}") from None
+        reason = error.errors()[0]["msg"]
+        raise SettingsError(f"the planner does not accept the URI {uri[:200]!r}: {reason}") from None
 
 
 def _is_path(uri: str | Path) -> bool:

@@ -41,8 +41,7 @@ def fetch(
     settings: InstanceSettings,
     on_progress: OnProgress | None = None,
 ) -> tuple[Image, Manifest]:
-    """Fork the image of `source_instance` into this process's memory, from the sources that the planner
-    assigns.
+    """Fork the image of `source_instance` into this process's memory, from the sources that the planner assigns.
 
     `connect` creates planner clients, one for each use. The image is verified chunk by chunk, and no longer
     served once this returns. Raises what `rfork.fork` raises.
@@ -58,10 +57,10 @@ def fetch_with_report(
     on_progress: OnProgress | None = None,
     check: CheckLayout | None = None,
 ) -> tuple[Image, Manifest, ForkReport]:
-    """Run `fetch`, and also return the report of the fork (whose seed is closed). Also raises what `check`
-    raises.
+    """Run `fetch`, and also return the report of the fork, whose seed is closed.
 
-    Takes at most `InstanceSettings.deadline_s`, including the request for the layout.
+    Takes at most `InstanceSettings.deadline_s`, including the request for the layout. Also raises what `check`
+    raises.
     """
     deadline = time.monotonic() + settings.deadline_s
     # A transient instance maps nothing: its source would keep files of the chunks, laid out for a reader that

@@ -19,10 +19,10 @@ IO = Path("/proc/self/io")
 
 
 class LoaderLiveness:
-    """Watches the thread that creates it. `last_activity` may be called from any thread while that thread is
-    alive.
+    """Watches the thread that creates it.
 
-    A loader that hangs in a read, or waits for one, uses no CPU time and reads nothing.
+    A loader that hangs in a read, or waits for one, uses no CPU time and reads nothing. `last_activity` may be
+    called from any thread while the watched one is alive.
     """
 
     def __init__(self) -> None:

@@ -289,7 +289,7 @@ class TransferMachine:
                 self._receive_plan(None, error, now)
             case ReplanSuggested(reason):
                 if self._replan_reason is None:
-                    log.info("replanning", reason=reason)
+                    log.info("requesting a new plan", reason=reason)
                 self._replan_reason = reason
             case LeasesRenewed(leases):
                 for source_id, lease in leases.items():
@@ -376,7 +376,10 @@ class TransferMachine:
         elif now >= self.deadline_at:
             verified = len(self._scheduler.verified_chunks)
             self._finish(
-                DeadlineExceeded(f"the deadline passed with {verified} of {len(self._chunks)} chunks verified")
+                DeadlineExceeded(
+                    f"the deadline passed with {verified} of {len(self._chunks)} chunks verified",
+                    hint="find what slowed the sources down (`rfork explain`), or raise RFORK_DEADLINE_S",
+                )
             )
         elif self._loader is not None:
             if not self._scheduler.in_flight:
@@ -499,7 +502,7 @@ class TransferMachine:
         for source in [each for name, each in self._active.items() if not self._scheduler.has_assigned(name)]:
             self._close(source)
         log.info(
-            "planned",
+            "plan received",
             fork=plan.fork_id,
             routes={route.source_id[:8]: format_ranges(route.chunks) for route in plan.routes},
             storage={storage_name(read.kind, read.uri): format_ranges(read.chunks) for read in plan.storage},
@@ -577,7 +580,7 @@ class TransferMachine:
         expected = known.weights_id if known is not None and begun else self._planned_weights_id
         if expected not in (None, manifest.weights_id):
             raise SourceWeightsChanged(
-                f"{source.address}: has weights {manifest.weights_id}, but this fork reads {expected}"
+                f"{source.address}: the source has weights {manifest.weights_id}, but this fork reads {expected}"
             )
         self._verifier.set_manifest(manifest)
         if known is None or known.weights_id != manifest.weights_id:
@@ -816,7 +819,7 @@ class TransferMachine:
             if digest == manifest.digests[chunk] and chunk not in self._scheduler.verified_chunks
         ]
         if candidates:
-            log.info("resuming", chunks=len(candidates), of=len(self._chunks))
+            log.info("loading chunks kept by a previous process", chunks=len(candidates), of=len(self._chunks))
             spool.reserved_at, spool.fetch_rate = now, 0.0
             spool.bytes_before, spool.fetched_before = spool.bytes_read, self.bytes_read
             self._scheduler.reserve(RESUME_SOURCE_ID, candidates)
@@ -842,7 +845,7 @@ class TransferMachine:
             self._scheduler.verified(read)
             self._count_verified(RESUME_SOURCE_ID, self._settings.node_name, "file", chunk)
             return
-        log.info("spooled chunk invalid, reading it from the sources", chunk=chunk)
+        log.info("kept chunk invalid, reading it from the sources", chunk=chunk)
         spool.records.pop(chunk, None)
         self._scheduler.dropped(read)
         self._scheduler.unreserve([chunk])
@@ -853,7 +856,7 @@ class TransferMachine:
         if spool.reading is not None:
             idle_s = now - max(spool.began_at, tick.spool_at)
             if idle_s > self._settings.source_idle_timeout_s:
-                log.warning("spool stalled, reading from the sources", seconds=round(idle_s, 1))
+                log.warning("disk of the kept chunks stalled, reading from the sources", seconds=round(idle_s, 1))
                 self._stop_spool()
                 return
         seconds = now - spool.reserved_at
@@ -867,7 +870,9 @@ class TransferMachine:
             max_chunks = int(max(0.0, left_s) * loaded / seconds) // self._chunks.chunk_size
             late = self._scheduler.reserved[max_chunks:]
             if late:
-                log.info("spool slower than the sources, reading its last chunks from them", chunks=len(late))
+                log.info(
+                    "disk of the kept chunks is slower than the sources, reading the rest from them", chunks=len(late)
+                )
                 self._scheduler.unreserve(late)
 
     def _stop_spool(self) -> None:

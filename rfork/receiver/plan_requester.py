@@ -90,8 +90,9 @@ class PlanRequester:
         """True if any plan had sources."""
 
     def __call__(self, faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        """Return the planner's plan. Raises as `PlannerClient.request_plan`, and NoSource if all sources have
-        other layouts.
+        """Return the planner's plan.
+
+        Raises as `PlannerClient.request_plan`, and NoSource if all sources have other layouts.
         """
         named = self._plan_named_weights or self._seed.manifest is not None
         if named and any(fault.error == SourceWeightsChanged.__name__ for fault in faults):
@@ -146,7 +147,7 @@ class PlanRequester:
             return
         if not self._seed.adopts_version:
             raise NoSource(f"the plan has version {plan.version}, but this instance requires {self._seed.version}")
-        log.info("version adopted", version=plan.version, before=self._seed.version)
+        log.info("version adopted from the fleet", version=plan.version, previous=self._seed.version)
         self._seed.version = plan.version
 
     def _request_with_retry(self, request: ForkRequest) -> Plan:

@@ -106,9 +106,7 @@ def _constant(pattern: bytes, itemsize: int) -> int:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers of their size, whatever the dtype and views: 16 bytes become two
-    elements.
-    """
+    """Return the elements as integers of their size, whatever the dtype and views; 16 bytes become two."""
     storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tensor.stride()
     offset, itemsize = int(tensor.storage_offset()), tensor.itemsize
     if itemsize not in INTEGERS:

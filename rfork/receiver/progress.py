@@ -87,10 +87,10 @@ class ProgressReporter:
             self._latest = progress = ForkProgress(
                 verified=self._chunk_state.verified,
                 bytes_read=self._transfer.bytes_read,
-                bytes_per_s=self.meter.last,
+                bytes_per_s=self.meter.bytes_per_s,
                 sources=bytes_by_source,
-                source_bytes_per_s=top_rates(self.meter.last_sources),
-                link_bytes_per_s=self.meter.best,
+                source_bytes_per_s=top_rates(self.meter.source_bytes_per_s),
+                link_bytes_per_s=self.meter.max_bytes_per_s,
                 transports=transports_by_source(shares),
                 phases={phase: round(seconds, 4) for phase, seconds in self._timer.phases.items()},
             )
@@ -110,9 +110,9 @@ class ProgressReporter:
             if error.problem == "unknown-fork":
                 self._transfer.request_replan("the planner does not know this fork")
             else:
-                log.warning("progress refused, leases will expire", detail=str(error))
+                log.warning("planner rejected a progress report, leases will expire", reason=str(error))
         except PlannerUnreachable as error:
-            log.debug("progress not reported to the planner", detail=str(error))
+            log.debug("progress not reported to the planner", reason=str(error))
         else:
             self._transfer.update_leases(ack.leases)
             if ack.replan_suggested is not None:

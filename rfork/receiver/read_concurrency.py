@@ -27,8 +27,9 @@ class ReadConcurrency:
         self._rate: float | None = None
 
     def window(self, transport: str) -> int:
-        """Return the maximum number of concurrent reads over this transport; over a network, one until the
-        first read has shown its rate.
+        """Return the maximum number of concurrent reads over this transport.
+
+        Over a network it is one until the first read has shown its rate.
         """
         if transport in SAME_HOST_TRANSPORTS:
             return self._max_reads

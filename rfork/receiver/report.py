@@ -192,17 +192,16 @@ class ForkReport:
 
 
 def short_id(source_id: str) -> str:
-    """Return a source as shown in logs: the first 8 characters of an instance, or the complete name of
-    storage.
-    """
+    """Return a source as shown in logs: 8 characters of an instance, or the complete name of storage."""
     return source_id[:8] if source_type(source_id) == "peer" else source_id
 
 
 def add_fallback_share(
     shares: Sequence[SourceShare], fallback: Fallback, layout: Layout, host: str
 ) -> tuple[SourceShare, ...]:
-    """Add the complete image that this instance read by `fallback`; returns the shares by bytes in descending
-    order.
+    """Add the complete image that this instance read by `fallback`.
+
+    Returns the shares by bytes in descending order.
     """
     name, by_name = (
         storage_name(fallback.storage_type, fallback.uri),
@@ -247,8 +246,8 @@ def build_fork_result(
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
         bytes_repeated=stats.bytes_repeated,
         replans=stats.replans,
-        link_bytes_per_s=meter.best,
-        source_bytes_per_s=top_rates(meter.best_sources),
+        link_bytes_per_s=meter.max_bytes_per_s,
+        source_bytes_per_s=top_rates(meter.max_source_bytes_per_s),
         transports=transports_by_source(sources),
         phases=phase_seconds(timer, stats),
     )

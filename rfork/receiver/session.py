@@ -13,6 +13,7 @@ from uuid import uuid4
 from torch import nn
 
 from rfork.errors import (
+    ALL_TENSORS,
     AllSourcesFailed,
     CheckpointError,
     DeadlineExceeded,
@@ -100,11 +101,12 @@ class ForkSession:
         on_filled: Callable[[], None] | None = None,
         like: Layout | None = None,
     ) -> None:
-        """`current_version` recomputes the version of this instance's files, if the identity has that
-        version. `on_filled` is called once the transfer has filled the module, before this instance is a
-        seed; if it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was
-        built from, if any: see `capture`. `tracer` defaults to the process's. Raises what
-        `rfork.tracing.get_tracer` raises.
+        """Set up a fork; nothing runs yet. Raises what `rfork.tracing.get_tracer` raises.
+
+        `current_version` recomputes the version of this instance's files, if the identity has that version.
+        `on_filled` is called once the transfer has filled the module, before this instance is a seed; if it raises
+        EngineMismatch, the fallbacks are tried. `like` is the layout that the module was built from, if any: see
+        `capture`. `tracer` defaults to the process's.
         """
         self._module = module
         self._identity = identity
@@ -152,10 +154,10 @@ class ForkSession:
         with self._timer.phase("capture"):
             image = capture(self._module, exclude=self._exclude, like=self._like)
             if not image.layout.image_bytes:
-                raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to fork")
+                raise UnsupportedTensor(ALL_TENSORS, "it has no tensor with bytes, so there is nothing to fork")
             check_writable(image)
             derived = DerivedTensors(self._module, image) if self._fallbacks else None
-            log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
+            log.debug("tensors of the model captured", model=self._identity.model, layout=image.layout.layout_id)
         chunk_state = ChunkState(image.layout.chunks)
         # Before the seed, whose threads and sockets would survive an error here.
         persister = ChunkPersister(self._settings.resume_dir, self._identity, image, chunk_state)
@@ -272,15 +274,13 @@ class ForkSession:
         current = self._current_version()
         if current != self._identity.version:
             raise CheckpointError(
-                f"the weight files changed after this instance started: they were version "
-                f"{self._identity.version} and are {current or 'gone'}",
+                f"the weight files changed after this instance started: they had version {self._identity.version} and "
+                + (f"have {current}" if current else "are gone"),
                 hint="restart the instance",
             )
 
     def _version_of_loaded(self, seed: Seed, reasons: list[RforkError]) -> VersionOf | None:
-        """Return a function that names weights which this instance read itself; None: they have
-        `seed.version`.
-        """
+        """Return a function that names weights which this instance read itself; None: they have `seed.version`."""
         try:
             self._check_files()
         except (CheckpointError, StorageError) as error:
@@ -324,7 +324,7 @@ class ForkSession:
             sources=stats.sources
             if used_fallback is None
             else add_fallback_share(stats.sources, used_fallback, layout, self._settings.node_name),
-            link_bytes_per_s=self._meter.best,
+            link_bytes_per_s=self._meter.max_bytes_per_s,
             efficiency=self._meter.efficiency(fetched, transfer_s) if used_fallback is None else None,
             fallback=used_fallback.name if used_fallback is not None else None,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
@@ -360,7 +360,7 @@ class ForkSession:
     ) -> None:
         planner, chosen = self._planner, self._settings
         if planner is None:
-            raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
+            raise NoSource("no planner is set", hint="set RFORK_PLANNER, or pass planner=")
         shared = derived is not None and chosen.cold_start == "cooperative"
         fallbacks = self._fallbacks if shared else ()
         timeout_s = min(chosen.storage_idle_timeout_s, chosen.deadline_s)
@@ -417,4 +417,4 @@ class ForkSession:
         try:
             self._planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._deadline.monotonic_time))
         except (PlannerUnreachable, PlannerRejected) as error:
-            log.debug("fork result not reported to the planner", detail=str(error))
+            log.debug("fork result not reported to the planner", reason=str(error))

@@ -20,12 +20,15 @@ from typing import Final, Protocol
 
 from rfork import settings as options
 from rfork.errors import (
+    NetworkError,
     RforkError,
     SourceCorrupt,
+    SourceError,
     SourceUnavailable,
     StorageError,
     TargetError,
     TransportUnavailable,
+    reason_of,
 )
 from rfork.image import ranges
 from rfork.image.chunks import MIB
@@ -212,7 +215,11 @@ class PeerSource:
         if self._reader is None:
             raise SourceUnavailable(f"{self._address}: the channel is closed")
         begin, end = self._image.layout.chunks[request.chunk]
-        self._reader.read(begin, end, request.read_by)
+        try:
+            self._reader.read(begin, end, request.read_by)
+        except (SourceError, NetworkError) as error:
+            error.add_party(self._address)
+            raise
         self.source_span.add_bytes(end - begin)
 
     def close(self) -> None:
@@ -233,6 +240,8 @@ class PeerSource:
             with use_context(self.source_span.span.context):
                 self._consume_progress()
         except RforkError as error:
+            if isinstance(error, SourceError | NetworkError):
+                error.add_party(self._address)
             self._fail(error)
         except Exception as error:  # a bug on this side must end the source, not hang the fork
             self._fail(TargetError(f"{self._address}: {type(error).__name__}: {error}"))
@@ -510,9 +519,9 @@ class SpoolReader:
                 self._emit(SpoolChunkRead(request.chunk, digest, time.monotonic() - began))
         except OSError as error:
             if not self._stopped:  # otherwise the fork has ended and closed the spool
-                log.warning("spool not readable, reading from the sources", reason=str(error))
+                log.warning("kept chunks not readable, reading from the sources", reason=reason_of(error))
         except Exception:  # out of memory, or a bug: the sources must serve the rest
-            log.exception("spool failed, reading from the sources")
+            log.exception("unexpected error with kept chunks, reading from the sources")
         finally:
             self._emit(SpoolFailed())
 

@@ -124,11 +124,11 @@ class StoragePrefetcher:
     def read(
         self, storage: ImageStorage, begin: int, end: int, prefetch_hints: PrefetchHints | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the blocks of image range `[begin, end)` as they arrive, with their offsets; each is valid
-        until the next.
+        """Yield the blocks of image range `[begin, end)` as they arrive, with their offsets.
 
-        `prefetch_hints` is called with the lock, once this range was requested; the ranges that it returns are
-        read meanwhile. Raises the storage's errors, and SourceUnavailable after `close`.
+        A block is valid until the next is requested. `prefetch_hints` is called with the lock, once this range was
+        requested; the ranges that it returns are read meanwhile. Raises the storage's errors, and SourceUnavailable
+        after `close`.
         """
         with self._changed:
             self._check_open()
@@ -208,9 +208,7 @@ class StoragePrefetcher:
         self._changed.notify_all()
 
     def _next_block(self) -> tuple[_RangeRead, int, memoryview] | None:
-        """Return the next block to read, with its memory, or None if there is none. Waits until it may be
-        read.
-        """
+        """Wait until a block may be read, and return it with its memory; None if there is none."""
         while not self._closed:
             wanted = next((run for run in self._requested if not run.fully_requested), None)
             run = wanted or next((run for run in self._ahead.values() if not run.fully_requested), None)

@@ -13,7 +13,7 @@ from rfork.schema.types import MAX_RATES
 
 WINDOW_S: Final = 1.0
 """Approximate length of the windows for rates: shorter ones would measure single chunks, not the link."""
-ZERO_SAMPLE: Final[Mapping[str, int]] = MappingProxyType({})
+NO_SOURCES: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,46 +22,51 @@ class _Sample:
 
     at: float
     total: int
-    sources: Mapping[str, int]
+    by_source: Mapping[str, int]
 
 
 class ThroughputMeter:
-    """The current and the maximum rate in bytes per second, over windows of about `window_s`."""
+    """Current and maximum rates over windows of about `window_s`, in total and by source."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
-        self.best: float | None = None
-        """None before the end of the first window."""
-        self.last = 0.0
+        self.bytes_per_s = 0.0
         """Over the last window; before its end, the mean so far."""
-        self.best_sources: Mapping[str, float] = {}
-        """By source, each over its own best window; empty before the end of the first."""
-        self.last_sources: Mapping[str, float] = {}
-        """Same as `last`, by source, for sources that served bytes."""
+        self.max_bytes_per_s: float | None = None
+        """None before the end of the first window."""
+        self.source_bytes_per_s: Mapping[str, float] = {}
+        """Same as `bytes_per_s`, by source, for sources that served bytes in the window."""
+        self.max_source_bytes_per_s: Mapping[str, float] = {}
+        """By source, each over its own fastest window; empty before the end of the first."""
         self._window_s = window_s
-        self._points: deque[_Sample] = deque()
+        self._samples: deque[_Sample] = deque()
 
-    def add(self, now: float, total: int, sources: Mapping[str, int] = ZERO_SAMPLE) -> None:
+    def add(self, now: float, total: int, by_source: Mapping[str, int] = NO_SOURCES) -> None:
         """Record that `total` bytes had arrived at `now`, and the bytes from each source.
 
         They need not add up: bytes of a source may count only once they are verified.
         """
-        self._points.append(_Sample(now, total, sources))
-        while len(self._points) > 2 and now - self._points[1].at >= self._window_s:
-            self._points.popleft()
-        before = self._points[0]
-        passed_s = now - before.at
-        if passed_s > 0:
-            self.last = max(0.0, (total - before.total) / passed_s)
-            grown = {name: count - before.sources.get(name, 0) for name, count in sources.items()}
-            self.last_sources = {name: count / passed_s for name, count in grown.items() if count > 0}
-        if passed_s >= self._window_s:
-            self.best = max(self.best or 0.0, self.last)
-            better = {name: max(rate, self.best_sources.get(name, 0.0)) for name, rate in self.last_sources.items()}
-            self.best_sources = {**self.best_sources, **better}
+        self._samples.append(_Sample(now, total, by_source))
+        while len(self._samples) > 2 and now - self._samples[1].at >= self._window_s:
+            self._samples.popleft()
+        before = self._samples[0]
+        elapsed_s = now - before.at
+        if elapsed_s > 0:
+            self.bytes_per_s = max(0.0, (total - before.total) / elapsed_s)
+            added = {name: count - before.by_source.get(name, 0) for name, count in by_source.items()}
+            self.source_bytes_per_s = {name: count / elapsed_s for name, count in added.items() if count > 0}
+        if elapsed_s >= self._window_s:
+            self.max_bytes_per_s = max(self.max_bytes_per_s or 0.0, self.bytes_per_s)
+            self.max_source_bytes_per_s = {
+                **self.max_source_bytes_per_s,
+                **{
+                    name: max(rate, self.max_source_bytes_per_s.get(name, 0.0))
+                    for name, rate in self.source_bytes_per_s.items()
+                },
+            }
 
     def efficiency(self, nbytes: int, seconds: float) -> float | None:
         """Return the rate of `nbytes` in `seconds` relative to the maximum; None if that is unknown."""
-        return nbytes / seconds / self.best if self.best and seconds else None
+        return nbytes / seconds / self.max_bytes_per_s if self.max_bytes_per_s and seconds else None
 
 
 def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:

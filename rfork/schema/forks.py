@@ -1,4 +1,4 @@
-"""Models of forks: reports of targets, and the planner's records."""
+"""Wire models of forks: reports of targets, and the planner's records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of instances: their reports, and the planner's records."""
+"""Wire models of instances: their reports, and the planner's records."""
 
 from __future__ import annotations
 

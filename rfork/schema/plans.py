@@ -1,4 +1,4 @@
-"""Models of plan requests and plans."""
+"""Wire models of plan requests and plans."""
 
 from __future__ import annotations
 

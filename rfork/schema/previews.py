@@ -1,4 +1,4 @@
-"""Models of plan previews for replicas that do not exist yet."""
+"""Wire models of plan previews: predicted transfers of replicas that do not exist yet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rfork.schema.types import (
 
 
 class PreviewRequest(WireModel):
-    """Request for a preview. Nothing is registered, planned or stored."""
+    """Request for a preview. It registers, plans and stores nothing."""
 
     model: ModelName = Field(description="model known to the planner")
     version: WeightsVersion | None = Field(None, description="version of the weights; null: the version that most instances serve")
     rank_key: Label | None = Field(None, description="rank key; null: all known ranks of the model")
     targets: int = Field(1, ge=1, le=1024, description="number of replicas that start together")
-    per_host: int = Field(1, ge=1, le=64, description="number of these replicas per host; they use hosts of their own")
+    per_host: int = Field(1, ge=1, le=64, description="number of these replicas per host; no other instance runs on these hosts")
     rack: Label | None = Field(None, description="rack of the replicas; null: no known rack")
     zone: Label | None = Field(None, description="zone of the replicas; null: no known zone")
     cold: bool = Field(False, description="assume that no instance has the weights")
@@ -47,12 +47,12 @@ class PreviewTarget(WireModel):
 class Preview(WireModel):
     """Preview for one rank."""
 
-    model: ModelName = Field(description="as requested")
+    model: ModelName = Field(description="the requested model")
     version: WeightsVersion | None = Field(None, description="version of the weights")
     rank_key: Label = Field(description="rank key")
     image_bytes: Bytes = Field(description="size of the image")
     chunk_count: ChunkCount = Field(description="number of chunks of the image")
-    seeds: int = Field(description="number of complete instances that can serve; 0 with `cold`")
+    seeds: int = Field(description="number of complete instances that can serve; 0 if the request is `cold`")
     link_bytes_per_s: BytesPerSecond = Field(description="assumed link speed of a host in one direction")
     measured: bool = Field(description="whether this speed was measured by forks")
     targets: tuple[PreviewTarget, ...] = Field(description="the predicted replicas")

@@ -1,4 +1,4 @@
-"""Models of announced scale-ups."""
+"""Wire models of announced scale-ups."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import re
 import socket
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-
-
 WILDCARDS = frozenset({"0.0.0.0", "::"})
 PROBES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """One address for documentation (RFC 5737, RFC 3849) per family: packets to it follow the default route."""

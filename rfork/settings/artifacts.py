@@ -14,7 +14,7 @@ from rfork.settings.env import ADVANCED, Settings
 class ArtifactSettings(Settings):
     """Settings of the JIT caches that instances share. The caches contain programs, so sharing is off by default.
 
-    Caches are found through the variables of the engines and libraries that own them.
+    Their directories are found through the environment variables of the engines and libraries that own them.
     """
 
     model_config = SettingsConfigDict(env_prefix="RFORK_ARTIFACTS_", env_ignore_empty=True, extra="forbid", frozen=True)
@@ -26,7 +26,7 @@ class ArtifactSettings(Settings):
 
     @field_validator("kinds", mode="before")
     @classmethod
-    def _listed(cls, value: object) -> object:
+    def _split_commas(cls, value: object) -> object:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
     @field_validator("dirs", mode="before")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-from pydantic import AliasChoices, ValidationError
+from pydantic import AliasChoices, SecretStr, ValidationError
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
@@ -55,6 +55,12 @@ def is_external(settings_class: type[BaseSettings], name: str) -> bool:
     return name in settings_class.model_fields and settings_class.model_fields[name].validation_alias is not None
 
 
+def is_secret(settings_class: type[BaseSettings], name: str) -> bool:
+    """Return True for a field whose value no message may contain."""
+    field = settings_class.model_fields.get(name)
+    return field is not None and SecretStr.__name__ in repr(field.annotation)
+
+
 def variables_of(settings_class: type[BaseSettings], name: str) -> tuple[str, ...]:
     """Return the environment variables that a field is read from, in order of precedence."""
     match settings_class.model_fields[name].validation_alias:
@@ -92,10 +98,15 @@ def _validated(settings_class: type[SettingsT], values: Mapping[str, object]) ->
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
         if not first["loc"]:  # of several fields: the message names them
-            prefix = str(settings_class.model_config.get("env_prefix", "")).rstrip("_")
-            raise SettingsError(f"{prefix}: {message}") from None
+            raise SettingsError(message) from None
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise SettingsError(f"{name} is not a setting of rfork.{settings_class.__name__}") from None
         variable = variables_of(settings_class, name)[0] if name in settings_class.model_fields else name
+        if is_secret(settings_class, name):
+            # pydantic's messages about the length of a secret are about the "items" of a "value".
+            for error_type, bound, words in (("too_short", "min_length", "least"), ("too_long", "max_length", "most")):
+                if first["type"] == error_type:
+                    message = f"it must have at {words} {first['ctx'][bound]} characters"
+            raise SettingsError(f"{variable}: {message}") from None
         raise SettingsError(f"{variable}: {message} (got {first['input']!r})") from None

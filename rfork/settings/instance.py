@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.schema.types import Label, ModelName, WeightsVersion
 from rfork.settings.addresses import WILDCARDS, is_loopback, own_address
 from rfork.settings.env import ADVANCED, Settings, load
@@ -82,7 +82,7 @@ class InstanceSettings(Settings):
 
     @field_validator("transports", mode="before")
     @classmethod
-    def _listed(cls, value: object) -> object:
+    def _split_commas(cls, value: object) -> object:
         return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -98,7 +98,7 @@ class InstanceSettings(Settings):
             try:
                 return self.token_file.read_text("utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise SettingsError(f"RFORK_TOKEN_FILE: cannot read {self.token_file}: {error}") from None
+                raise SettingsError(f"RFORK_TOKEN_FILE: cannot read {self.token_file}: {reason_of(error)}") from None
         return self.token.get_secret_value() if self.token is not None else None
 
     @property

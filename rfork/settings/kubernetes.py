@@ -68,11 +68,13 @@ class KubernetesSettings(ExternalSettings):
 
     @field_validator("webhook_hosts", mode="before")
     @classmethod
-    def _listed(cls, value: object) -> object:
+    def _split_commas(cls, value: object) -> object:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _require_image(self) -> Self:
         if self.injection_mode != "none" and not self.injection_image:
-            raise ValueError(f"injection by {self.injection_mode} requires an image: set RFORK_K8S_INJECTION_IMAGE")
+            raise ValueError(
+                f"RFORK_K8S_INJECTION_IMAGE is not set, but RFORK_K8S_INJECTION_MODE is {self.injection_mode}"
+            )
         return self

@@ -49,9 +49,12 @@ class PlannerSettings(Settings):
     @model_validator(mode="after")
     def _require_shared_keys(self) -> Self:
         if self.store != "memory" and not self.store.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("store must be `memory` or a redis:// URL")
+            raise ValueError("RFORK_PLANNER_STORE must be `memory` or a redis:// URL")
         if self.store != "memory" and not self.lease_keys:
-            raise ValueError("replicas that share a store must share the lease key: set RFORK_PLANNER_LEASE_KEYS")
+            raise ValueError(
+                "RFORK_PLANNER_LEASE_KEYS is not set, but planner replicas that share a store (RFORK_PLANNER_STORE) "
+                "need the same keys"
+            )
         return self
 
     @property

@@ -23,7 +23,7 @@ class TlsSettings(Settings):
     @model_validator(mode="after")
     def _require_pair(self) -> Self:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key go together: set both or neither")
+            raise ValueError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
         return self
 
     @property

@@ -26,7 +26,7 @@ from rfork.source.latency_controller import MIN_RATE, LatencyController
 from rfork.source.leases import LeaseVerifier
 from rfork.source.rate_advisor import ReaderRateAdvisor
 from rfork.source.serving_spans import ServingSpans
-from rfork.source.suspend import SuspendableImage
+from rfork.source.suspendable_image import SuspendableImage
 from rfork.tracing import Tracer
 from rfork.transport.base import AccessGate, ControlStream, Endpoint, Transport
 from rfork.weights_version import is_single, of_update, of_weights, unnamed
@@ -154,9 +154,9 @@ class AccessControl(SuspendableImage):
         return claims.fork_id
 
     @contextmanager
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> Iterator[None]:
         """See `rfork.transport.base.AccessGate.read_guard`."""
-        with self._inflight_reads.track(cut):
+        with self._inflight_reads.track(abort):
             # Checked only now: a later fence waits for this block, an earlier one rejects it.
             self.authorize(token, begin, end)
             yield
@@ -194,7 +194,7 @@ class AccessControl(SuspendableImage):
             raise SourceBusy("the source is draining")
         if self.suspended:
             raise SourceBusy("the source has suspended its weights")
-        self._settled.wait(EXPORTER_READY_TIMEOUT_S)
+        self._exports_settled.wait(EXPORTER_READY_TIMEOUT_S)
         opened = self._open(fork_id, transports, address)
         self._notify()  # one more reader shares the rate
         return opened
@@ -207,7 +207,7 @@ class AccessControl(SuspendableImage):
                 continue
             # A reader that is sent to another transport stays there, so a better one is worth waiting for.
             if not exporter.ready(time.monotonic() + EXPORTER_READY_TIMEOUT_S):
-                busy = busy or SourceBusy(f"{name} is not ready yet")
+                busy = busy or SourceBusy(f"the source's transport {name} is not ready yet")
                 continue
             try:
                 return self._channels.open(fork_id, name, address)
@@ -220,7 +220,8 @@ class AccessControl(SuspendableImage):
         # A reader that may retry gets that error; otherwise the reason why it cannot, which blames no
         # instance.
         known = busy or self._exports.disabled_reason(transports)
-        raise known or SourceWeightsChanged(f"the source offers {sorted(self._exports)}, not {transports}")
+        offered = ", ".join(sorted(self._exports)) or "no transport"
+        raise known or SourceWeightsChanged(f"the source offers {offered} now, not {', '.join(transports)}")
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         """Return True if this fork has an open channel with this id."""

@@ -84,7 +84,8 @@ class ChannelTable:
         """
         exporter = self._exporters.get(transport)
         if exporter is None:
-            raise SourceWeightsChanged(f"the source offers {sorted(self._exporters)}, not {transport}")
+            offered = ", ".join(sorted(self._exporters)) or "no transport"
+            raise SourceWeightsChanged(f"the source offers {offered} now, not {transport}")
         # All under the lock: a lease that expires meanwhile is removed once its access is recorded.
         with self._lock:
             channel_id = self._leases.open(fork_id)

@@ -54,7 +54,7 @@ class EgressLimiter:
 
     @property
     def current_limit(self) -> int | None:
-        """Return the limit of the current readers, for the planner; the fixed cap if there are none."""
+        """Limit of the current readers, for the planner; the fixed cap if there are none."""
         return self._recompute(self._latency.current_limit() if self._latency is not None else None)
 
     def grant(self, max_bytes: int, fork_id: str) -> int:

@@ -130,15 +130,15 @@ class ImageState:
         with self._digesting:
             generation = self.generation if generation is None else generation
             if generation != self.generation:
-                log.warning("not published: it was fenced again", generation=self.generation)
+                log.warning("weights not served yet: they are changing again", generation=self.generation)
                 return
             if self._suspended:
-                log.warning("not published: it is suspended", generation=generation)
+                log.warning("weights not served yet: they are suspended", generation=generation)
                 return
             manifest = compute_manifest(self.image)
         with self._changing:
             if self.generation != generation:
-                log.warning("not published: it was fenced again during the digest", generation=self.generation)
+                log.warning("weights not served yet: they changed while they were digested", generation=self.generation)
                 return
             if version is not None:
                 self.version = version(manifest)
@@ -194,8 +194,8 @@ class ImageState:
         self._notify()  # first: a reader whose connection is closed before it is notified would blame the source
         self.notify_planner()
         self._close_channels()
-        if cut := self._inflight_reads.drain(INFLIGHT_GRACE_S):
-            log.info("readers disconnected, as the bytes are about to change", readers=cut)
+        if aborted := self._inflight_reads.drain(INFLIGHT_GRACE_S):
+            log.info("readers disconnected, as the bytes are about to change", readers=aborted)
 
     def _close_channels(self) -> None:
         """Close all channels because the bytes are about to change: no direct reads are allowed from now on."""
@@ -274,7 +274,7 @@ def compute_manifest(image: Image) -> Manifest:
             torch.cuda.synchronize(device)
     manifest = image.manifest()
     log.info(
-        "digested",
+        "weights digested",
         gigabytes=round(image.layout.image_bytes / 1e9, 3),
         seconds=round(time.monotonic() - began, 3),
         weights_id=manifest.weights_id,

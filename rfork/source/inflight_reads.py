@@ -26,12 +26,12 @@ class InflightReads:
         self._next_id = 0
 
     @contextlib.contextmanager
-    def track(self, cut: Callable[[], None]) -> Iterator[None]:
-        """Register a read of the image's memory; `cut`, called from another thread, makes the block end soon."""
+    def track(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Register a read of the image's memory; `abort`, called from another thread, makes the block end soon."""
         with self._changed:
             self._next_id += 1
             number = self._next_id
-            self._inflight[number] = cut
+            self._inflight[number] = abort
         try:
             yield
         finally:
@@ -48,15 +48,15 @@ class InflightReads:
             last = self._next_id
             if self._changed.wait_for(lambda: not self._started_before(last), timeout_s):
                 return 0
-            cuts = self._started_before(last)
-        for cut in cuts:
-            cut()
+            aborts = self._started_before(last)
+        for abort in aborts:
+            abort()
         with self._changed:
             # Without a timeout: bytes that change while they are sent are worse than a late update.
             while not self._changed.wait_for(lambda: not self._started_before(last), WARN_S):
-                log.warning("aborted reads are still running and delay a change of the bytes", reads=len(cuts))
-        return len(cuts)
+                log.warning("aborted reads are still running and delay a change of the bytes", reads=len(aborts))
+        return len(aborts)
 
     def _started_before(self, last: int) -> list[Callable[[], None]]:
         """Return the abort functions of running reads that started as number `last` or before."""
-        return [cut for number, cut in self._inflight.items() if number <= last]
+        return [abort for number, abort in self._inflight.items() if number <= last]

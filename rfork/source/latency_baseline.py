@@ -61,9 +61,9 @@ class LatencyBaseline:
         ordered = sorted(rested if len(rested) >= RECENT_STEPS else [step[1] for step in self._steps])
         self._max_duration = MAX_RATIO * ordered[len(ordered) // 2]
         self._expected_range = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
-        cut = [min(seconds, self._max_duration) for seconds in ordered]
-        self.mean = statistics.fmean(cut)
-        variance = statistics.pvariance(cut, self.mean) / self.mean**2
+        capped = [min(seconds, self._max_duration) for seconds in ordered]
+        self.mean = statistics.fmean(capped)
+        variance = statistics.pvariance(capped, self.mean) / self.mean**2
         self.gain = max(MIN_GAIN, min(MAX_GAIN, NOISE / max(variance, 1e-9)))
         first, self.known = not self.known, True
         return first

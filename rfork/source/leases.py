@@ -55,7 +55,7 @@ class LeaseVerifier:
 
     @property
     def has_keys(self) -> bool:
-        """Return True if the planner has sent keys."""
+        """True if the planner has sent keys."""
         return bool(self._keys)
 
     def check(self, token: str, generation: int, weights_id: str | None) -> LeaseClaims:
@@ -84,7 +84,9 @@ class LeaseVerifier:
 
     def _verify(self, token: str) -> LeaseClaims:
         if not token:
-            raise LeaseRejected("no lease token", hint="send 'Authorization: Bearer TOKEN' from the planner's plan")
+            raise LeaseRejected(
+                "the request has no lease token", hint="send 'Authorization: Bearer TOKEN' with the token of the plan"
+            )
         if not self._keys:
             raise LeaseRejected("this instance has not reached its planner yet, so it cannot check leases")
         now = self._clock()
@@ -119,7 +121,7 @@ class LeaseVerifier:
             holders = list(self._channels.values())
             readers = set(holders)
             if fork_id not in readers and len(readers) >= self._max_readers:
-                raise SourceBusy(f"all {self._max_readers} reader slots are used")
+                raise SourceBusy(f"all reader slots are used: the source's RFORK_MAX_READERS is {self._max_readers}")
             if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
                 raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, which is the maximum")
             channel_id = secrets.token_hex(8)
@@ -145,7 +147,7 @@ class LeaseVerifier:
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Return the forks with a slot."""
+        """Forks with a slot."""
         with self._lock:
             self._drop_expired()
             return tuple(sorted(set(self._channels.values())))

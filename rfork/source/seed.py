@@ -56,19 +56,17 @@ class Seed(AccessControl):
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
-        self._heartbeat = (
-            Heartbeat(
+        self._heartbeat: Heartbeat | None = None
+        if planner is not None:
+            self._heartbeat = Heartbeat(
                 planner,
                 self.report,
                 self._on_ack,
                 instance_id=identity.instance_id,
                 clock=self._planner_clock,
             )
-            if planner is not None
-            else None
-        )
 
-    # -- lifecycle ------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Open the exporters and the peer service, then start to report to the planner."""
@@ -102,8 +100,9 @@ class Seed(AccessControl):
             self._heartbeat.send_now()
 
     def wait_registered(self, timeout: float) -> bool:
-        """Block until the planner has acknowledged a report; return True if it has. For the latest report see
-        `wait_report_acked`.
+        """Block until the planner has acknowledged any report; return False after `timeout` seconds.
+
+        To wait for the latest report, use `wait_report_acked`.
         """
         return self._heartbeat is not None and self._heartbeat.wait_connected(timeout)
 
@@ -112,26 +111,26 @@ class Seed(AccessControl):
         return self._heartbeat is not None and self._heartbeat.wait_acked(timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Accept no new readers and wait for the current ones; return True if all have finished."""
+        """Accept no new readers and wait for the current ones; return True if all have finished in time."""
         self._state = "draining"
         self._notify()
         self.notify_planner()
         deadline = time.monotonic() + timeout
-        done = threading.Event()
-        with self.on_change(done.set):
+        changed = threading.Event()
+        with self.on_change(changed.set):
             while self._leases.readers:
-                done.clear()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                changed.clear()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     return False
                 # Leases that expire send no event, so check at least once a second.
-                done.wait(min(left, 1.0))
+                changed.wait(min(remaining, 1.0))
         return True
 
     def close(self, drain_s: float = 0.0, *, leave_s: float = STOP_S) -> None:
         """Drain for at most `drain_s` seconds, unregister at the planner, and stop serving.
 
-        The planner gets `leave_s` seconds to respond; if it does not, it removes the instance later.
+        Waits at most `leave_s` seconds for the planner; without a response it removes the instance later.
         """
         if drain_s > 0:
             self.drain(drain_s)
@@ -162,7 +161,7 @@ class Seed(AccessControl):
     ) -> None:
         self.close(self.settings.drain_timeout_s if exc_type is None else 0.0)
 
-    # -- reports of the engine -------------------------------------------------------------------------
+    # -- reports of the engine -----------------------------------------------------------------------
 
     def record_step_latency(self, seconds: float) -> None:
         """Record that one step of the engine's own work ended now and took `seconds`.
@@ -189,6 +188,7 @@ class Seed(AccessControl):
         """Return the instance's complete report for the planner."""
         layout = self.image.layout
         peer = self._peer
+        provisional_id = self.chunk_state.provisional_id
         return InstanceReport(
             instance_id=self.identity.instance_id,
             model=self.identity.model,
@@ -203,9 +203,8 @@ class Seed(AccessControl):
             chunk_count=len(layout.chunks),
             state=self._state,
             verified=self.chunk_state.verified if not self.suspended else (),
-            provisional_id=self.chunk_state.provisional_id.partition("-")[0]
-            if self.chunk_state.provisional_id is not None
-            else None,
+            # Without the suffix that distinguishes conflicting reads of the same files.
+            provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,
             storage=self.storage,
             address=peer.address if peer is not None else "closed:0",
             transports=tuple(self._exports),

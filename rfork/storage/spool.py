@@ -60,7 +60,7 @@ class Spool:
             return dict(self._records)
 
     def has_space(self) -> bool:
-        """Return whether the file system has enough free space for the missing chunks."""
+        """Return True if the file system has enough free space for the missing chunks."""
         with self._open() as descriptor:
             free = os.fstatvfs(descriptor)
             used_bytes = os.fstat(descriptor).st_blocks * 512

@@ -20,36 +20,36 @@ from rfork.transport.base import ControlStream, Endpoint, TokenSource
 
 
 class InMemoryPeers:
-    """Peer services of a simulated network, by address."""
+    """Simulated network: the peer services of seeds in this process, by address."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, PeerBackend] = {}
+        self._backends: dict[str, PeerBackend] = {}
         self._served = 0
 
-    def service(self, host: PeerBackend, settings: InstanceSettings) -> InMemoryPeerServer:
+    def service(self, backend: PeerBackend, settings: InstanceSettings) -> InMemoryPeerServer:
         """Create a service in this network; a `rfork.peer.server.ServePeer`."""
-        return InMemoryPeerServer(self, host)
+        return InMemoryPeerServer(self, backend)
 
-    def serve(self, host: PeerBackend) -> str:
-        """Make `host` reachable and return its address, which is never reused."""
+    def serve(self, backend: PeerBackend) -> str:
+        """Make `backend` reachable and return its address, which is never reused."""
         self._served += 1
         address = f"memory:{self._served}"
-        self._hosts[address] = host
+        self._backends[address] = backend
         return address
 
     def kill(self, address: str) -> None:
         """Simulate the death of the process at `address`."""
-        self._hosts.pop(address, None)
+        self._backends.pop(address, None)
 
-    def host(self, address: str) -> PeerBackend:
-        """Return the host at `address`. Raises SourceUnavailable."""
-        if address not in self._hosts:
+    def backend(self, address: str) -> PeerBackend:
+        """Return the backend at `address`. Raises SourceUnavailable."""
+        if address not in self._backends:
             raise SourceUnavailable(f"{address}: connection refused")
-        return self._hosts[address]
+        return self._backends[address]
 
-    def is_reachable(self, address: str, host: PeerBackend) -> bool:
-        """Return True if this host is reachable at the address."""
-        return self._hosts.get(address) is host
+    def is_reachable(self, address: str, backend: PeerBackend) -> bool:
+        """Return True if this backend is reachable at the address."""
+        return self._backends.get(address) is backend
 
     def dial(self, address: str, token: TokenSource) -> InMemoryPeer:
         """Connect to a peer in this network; a `rfork.peer.base.Dial`."""
@@ -57,11 +57,11 @@ class InMemoryPeers:
 
 
 class InMemoryPeerServer:
-    """Service of one host in the network; see `rfork.peer.server.PeerService`."""
+    """Service of one backend in the network; see `rfork.peer.server.PeerService`."""
 
-    def __init__(self, peers: InMemoryPeers, host: PeerBackend) -> None:
+    def __init__(self, peers: InMemoryPeers, backend: PeerBackend) -> None:
         self._peers = peers
-        self._host = host
+        self._backend = backend
         self._address = "closed:0"
 
     @property
@@ -71,7 +71,7 @@ class InMemoryPeerServer:
 
     def start(self) -> None:
         """See `PeerService.start`."""
-        self._address = self._peers.serve(self._host)
+        self._address = self._peers.serve(self._backend)
 
     def stop(self) -> None:
         """See `PeerService.stop`."""
@@ -86,6 +86,7 @@ class InMemoryPeer:
         self._address = address
         self._token = token
         self._events: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True after a change of the source, False once this peer is closed."""
 
     def manifest(self, own: Layout, deadline: float) -> Manifest:
         """See `Peer.manifest`."""
@@ -97,20 +98,20 @@ class InMemoryPeer:
 
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
         """See `Peer.open`."""
-        host = self._peers.host(self._address)
-        return host.open_channel(host.check(self._token()), layout_id, list(transports), "127.0.0.1")
+        backend = self._peers.backend(self._address)
+        return backend.open_channel(backend.check(self._token()), layout_id, list(transports), "127.0.0.1")
 
     def open_control_stream(self, channel_id: str) -> ControlStream:
         """See `Peer.open_control_stream`."""
-        host = self._peers.host(self._address)
-        fork_id = host.check(self._token())
+        backend = self._peers.backend(self._address)
+        fork_id = backend.check(self._token())
         local_end, remote_end = stream_pair()
 
         def run() -> None:
-            thread = threading.Thread(target=serve_control_stream, args=(host, channel_id, remote_end), daemon=True)
+            thread = threading.Thread(target=serve_control_stream, args=(backend, channel_id, remote_end), daemon=True)
             thread.start()
-            while thread.is_alive() and self._peers.is_reachable(self._address, host):
-                if not host.has_channel(channel_id, fork_id):
+            while thread.is_alive() and self._peers.is_reachable(self._address, backend):
+                if not backend.has_channel(channel_id, fork_id):
                     break
                 thread.join(POLL_INTERVAL_S / 10)
             remote_end.close()  # messages sent before still arrive
@@ -120,49 +121,50 @@ class InMemoryPeer:
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
-        host = self._peers.host(self._address)
-        fork_id = host.check(self._token())
-        generation = host.generation
+        backend = self._peers.backend(self._address)
+        fork_id = backend.check(self._token())
+        generation = backend.generation
         reported: tuple[ranges.Range, ...] = ()
-        with host.on_change(lambda: self._events.put(True)):
-            while host.has_channel(channel_id, fork_id):
-                update = host.progress_since(reported)
-                if host.generation != generation:
+        with backend.on_change(lambda: self._events.put(True)):
+            while backend.has_channel(channel_id, fork_id):
+                update = backend.progress_since(reported)
+                if backend.generation != generation:
                     raise SourceWeightsChanged(f"{self._address}: the weights changed")
                 yield update
                 reported = ranges.normalise((*reported, *update.chunks))
                 if not self._wait(keep_alive_s):
                     break
-                self._peers.host(self._address)  # raises SourceUnavailable if it died
+                self._peers.backend(self._address)  # raises SourceUnavailable if it died
             else:
-                if host.generation != generation:
+                if backend.generation != generation:
                     raise SourceWeightsChanged(f"{self._address}: the weights changed")
-        host.close_channel(channel_id)
+        backend.close_channel(channel_id)
 
     def renew(self, deadline: float) -> None:
         """See `Peer.renew`."""
-        self._peers.host(self._address).check(self._token())
+        self._peers.backend(self._address).check(self._token())
 
     def close_channel(self, channel_id: str, deadline: float) -> None:
         """See `Peer.close_channel`."""
-        self._peers.host(self._address).close_channel(channel_id)
+        self._peers.backend(self._address).close_channel(channel_id)
 
     def close(self) -> None:
         """See `Peer.close`."""
         self._events.put(False)
 
     def _wait(self, timeout: float) -> bool:
+        """Wait for a change of the source; return False if this peer was closed."""
         try:
             return self._events.get(timeout=timeout)
         except queue.Empty:
             return True
 
     def _parts(self, *, include_tensors: bool) -> Iterator[peer_pb2.GetManifestResponse]:
-        host = self._peers.host(self._address)
-        host.check(self._token())
-        if host.manifest is None:
+        backend = self._peers.backend(self._address)
+        backend.check(self._token())
+        if backend.manifest is None:
             raise SourceUnavailable(f"{self._address}: the relay has no manifest yet")
-        return codec.manifest_parts(host.manifest, host.generation, include_tensors=include_tensors)
+        return codec.manifest_parts(backend.manifest, backend.generation, include_tensors=include_tensors)
 
 
 def stream_pair() -> tuple[StreamEnd, StreamEnd]:

@@ -35,12 +35,11 @@ class FaultInjection:
 
     corrupt_chunks: set[int] = field(default_factory=set)
     """Chunks whose first byte is inverted."""
-    dies_after: int | None = None
-    """Total bytes served before the source dies permanently."""
-    stalls_after: int | None = None
-    """Total bytes served before the source stalls until the reader's deadline."""
-    refuses: bool = False
-    """Reject every lease."""
+    dies_after_bytes: int | None = None
+    """The source serves this many bytes in total and dies permanently."""
+    stalls_after_bytes: int | None = None
+    """The source serves this many bytes in total and then stalls every reader until its deadline."""
+    rejects_leases: bool = False
 
 
 class InMemoryNetwork:
@@ -49,13 +48,13 @@ class InMemoryNetwork:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.exports: dict[str, InMemoryExporter] = {}
-        self._exported = 0
+        self._export_count = 0
 
     def add(self, exporter: InMemoryExporter) -> str:
         """Make an exporter reachable and return its name, which is never reused."""
         with self.changed:
-            self._exported += 1
-            name = f"memory-{self._exported}"
+            self._export_count += 1
+            name = f"memory-{self._export_count}"
             self.exports[name] = exporter
             return name
 
@@ -83,7 +82,7 @@ class InMemoryExporter(StatelessExporter):
         self.gate = gate
         self.faults = faults
         self.served_bytes = 0
-        self._counted_bytes = 0
+        self._admitted_bytes = 0
         self._network = network
         self._copies = 0
         self._name = network.add(self)
@@ -99,21 +98,25 @@ class InMemoryExporter(StatelessExporter):
             self._network.changed.wait_for(lambda: self._copies == 0)
 
     def serve(self, token: str, begin: int, end: int, views: Sequence[memoryview]) -> None:
-        """Copy image range `[begin, end)` into `views`. Raises the gate's errors and SourceUnavailable."""
-        if self.faults.refuses:
+        """Copy image range `[begin, end)` into `views`.
+
+        Raises the gate's errors, and LeaseRejected or SourceUnavailable for injected faults.
+        """
+        if self.faults.rejects_leases:
             raise LeaseRejected(f"{self._name} rejects every lease (injected fault)")
         if not self.one_sided:
-            fork_id, rest = self.gate.authorize(token, begin, begin), end - begin
-            while rest:
-                rest -= self.gate.acquire_bytes(rest, fork_id)
-        # A copy is short: there is nothing to cut.
+            fork_id = self.gate.authorize(token, begin, begin)
+            remaining = end - begin
+            while remaining:
+                remaining -= self.gate.acquire_bytes(remaining, fork_id)
+        # A copy is short, so there is nothing to abort.
         with self.gate.read_guard(token, begin, end, lambda: None):
             self._serve(begin, end, views)
 
     def _serve(self, begin: int, end: int, views: Sequence[memoryview]) -> None:
         with self._network.changed:
-            dies_after = self.faults.dies_after
-            if dies_after is not None and self.served_bytes + end - begin > dies_after:
+            dies_after_bytes = self.faults.dies_after_bytes
+            if dies_after_bytes is not None and self.served_bytes + end - begin > dies_after_bytes:
                 self._network.exports.pop(self._name, None)
             if self._name not in self._network.exports:
                 raise SourceUnavailable(f"{self._name} is unavailable")
@@ -131,16 +134,14 @@ class InMemoryExporter(StatelessExporter):
                 self._copies -= 1
                 self._network.changed.notify_all()
 
-    def is_stalled(self, nbytes: int) -> bool:
-        """Return True if the next `nbytes` are withheld; otherwise count them, before another reader is
-        checked.
-        """
+    def admit(self, nbytes: int) -> bool:
+        """Admit the next `nbytes` of a reader; return False if the source stalls before them."""
         with self._network.changed:
-            limit = self.faults.stalls_after
-            if limit is not None and self._counted_bytes + nbytes > limit:
-                return True
-            self._counted_bytes += nbytes
-            return False
+            limit = self.faults.stalls_after_bytes
+            if limit is not None and self._admitted_bytes + nbytes > limit:
+                return False
+            self._admitted_bytes += nbytes
+            return True
 
 
 class InMemoryReader:
@@ -164,8 +165,8 @@ class InMemoryReader:
                 slice_end = min(at + SLICE_BYTES, end)
                 piece, rest = _split(rest, slice_end - at)
                 source = self._source()
-                if source.is_stalled(slice_end - at):
-                    self._wait(deadline)
+                if not source.admit(slice_end - at):
+                    self._wait_stalled(deadline)
                 if time.monotonic() >= deadline:
                     raise SourceTimeout(f"{self._name} was too slow: the read's deadline has passed")
                 self._throttle(slice_end - at, deadline)
@@ -197,7 +198,7 @@ class InMemoryReader:
                 raise SourceUnavailable(f"{self._name} is unavailable")
             return self._network.exports[self._name]
 
-    def _wait(self, deadline: float) -> None:
+    def _wait_stalled(self, deadline: float) -> None:
         """Wait without receiving bytes. Raises SourceTimeout at the deadline, or SourceUnavailable."""
         with self._network.changed:
             self._network.changed.wait_for(

@@ -1,6 +1,6 @@
 """Tracing with OpenTelemetry's SDK, sent over OTLP.
 
-Only this module and `span_processor` import `opentelemetry`; both are loaded lazily.
+Only this module and `span_processor` import `opentelemetry`; both are imported lazily.
 
 The SDK's global tracer belongs to the engine and is not used. The engine's current span is not a parent
 either; a trace that begins here links to it.
@@ -35,7 +35,7 @@ from rfork.tracing.api import Span, SpanKindName, Value
 from rfork.tracing.context import TraceContext, current_context, use_context
 from rfork.tracing.span_processor import BoundedSpanProcessor
 
-TRACES: Final = "/v1/traces"
+TRACES_PATH: Final = "/v1/traces"
 REQUEST_TIMEOUT_S: Final = 10.0
 """Maximum duration of a request to the collector, including retries."""
 MAX_TEXT_CHARS: Final = 4096
@@ -61,10 +61,10 @@ STANDARD_ATTRIBUTES: Final = {
     "statefulset": "k8s.statefulset.name",
     "status": "http.response.status_code",
 }
-"""Attributes with names in OpenTelemetry."""
+"""Names of attributes in OpenTelemetry's semantic conventions; all others begin with `rfork.`."""
 
 
-def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> SdkTracer:
+def otlp_tracer(endpoint: str, settings: TracingSettings, service: str) -> SdkTracer:
     """Return a tracer that sends spans to the collector at `endpoint`. Raises SettingsError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -73,7 +73,7 @@ def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> Sd
             hint="e.g. http://127.0.0.1:4318",
         )
     redacted_netloc = parts.netloc.rpartition("@")[2]  # without a password
-    traces_url = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
+    traces_url = endpoint if parts.path.endswith(TRACES_PATH) else endpoint.rstrip("/") + TRACES_PATH
     headers = _headers(settings)
     exporter = OTLPSpanExporter(
         endpoint=traces_url,
@@ -119,20 +119,20 @@ class SdkTracer:
         **values: Value | None,
     ) -> Span:
         """See `Tracer.start_span`."""
-        above = parent or current_context()
-        linked = [Link(_to_span_context(each)) for each in links if each is not None]
+        parent = parent or current_context()
+        otel_links = [Link(_to_span_context(link)) for link in links if link is not None]
         context = Context()
-        if above is not None:
-            context = trace.set_span_in_context(NonRecordingSpan(_to_span_context(above)), context)
-        elif (engine := trace.get_current_span().get_span_context()).is_valid:
-            linked.append(Link(engine))
+        if parent is not None:
+            context = trace.set_span_in_context(NonRecordingSpan(_to_span_context(parent)), context)
+        elif (engine_context := trace.get_current_span().get_span_context()).is_valid:
+            otel_links.append(Link(engine_context))
         return SdkSpan(
             self._tracer.start_span(
                 name,
                 context=context,
                 kind=OTEL_SPAN_KINDS[kind],
                 attributes=_attributes(values),
-                links=linked,
+                links=otel_links,
             )
         )
 
@@ -168,14 +168,13 @@ class SdkSpan:
     def __init__(self, span: trace.Span) -> None:
         self._span = span
         span_context = span.get_span_context()
-        trace_id, span_id = (
-            trace.format_trace_id(span_context.trace_id),
-            trace.format_span_id(span_context.span_id),
-        )
-        # The context is invalid under OTEL_SDK_DISABLED, which also applies here.
-        self._context = (
-            TraceContext(trace_id, span_id, span_context.trace_flags.sampled) if span_context.is_valid else None
-        )
+        self._context: TraceContext | None = None
+        if span_context.is_valid:  # unless OTEL_SDK_DISABLED is set, which also applies here
+            self._context = TraceContext(
+                trace.format_trace_id(span_context.trace_id),
+                trace.format_span_id(span_context.span_id),
+                span_context.trace_flags.sampled,
+            )
 
     @property
     def context(self) -> TraceContext | None:
@@ -214,21 +213,22 @@ class _Session(requests.Session):
         super().__init__()
         self.trust_env = False  # only the settings read the environment; no proxies
         self._allowed_headers = DEFAULT_HEADERS.union(name.lower() for name in headers)
-        own = weakref.ref(self)
+        session_ref = weakref.ref(self)
 
-        def leave_connections() -> None:
-            if (session := own()) is not None:
-                for start in tuple(session.adapters):
-                    session.mount(start, HTTPAdapter())
+        def replace_connections() -> None:
+            if (session := session_ref()) is not None:
+                for url_prefix in tuple(session.adapters):
+                    session.mount(url_prefix, HTTPAdapter())
 
         # The child of an `os.fork` must not write to its parent's connections.
-        os.register_at_fork(after_in_child=leave_connections)
+        os.register_at_fork(after_in_child=replace_connections)
 
     def prepare_request(self, request: requests.Request) -> requests.PreparedRequest:
         """Prepare the request, without the engine's OTEL_EXPORTER_OTLP_HEADERS, which the exporter adds."""
         prepared = super().prepare_request(request)
-        for name in [name for name in prepared.headers if name.lower() not in self._allowed_headers]:
-            del prepared.headers[name]
+        for name in list(prepared.headers):
+            if name.lower() not in self._allowed_headers:
+                del prepared.headers[name]
         return prepared
 
 

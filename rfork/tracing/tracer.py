@@ -20,11 +20,11 @@ def get_tracer(service: str = INSTANCE) -> Tracer:
 
     Raises SettingsError for unusable settings, and MissingExtra without OpenTelemetry's packages.
     """
-    chosen = options.load(TracingSettings)
-    if chosen.endpoint is None:
+    settings = options.load(TracingSettings)
+    if settings.endpoint is None:
         return NOOP_TRACER
     try:
-        from rfork.tracing.sdk import sending_tracer
+        from rfork.tracing.sdk import otlp_tracer
     except ImportError as error:
         raise MissingExtra("tracing (RFORK_TRACING_ENDPOINT)", extra="tracing", reason=str(error)) from None
-    return sending_tracer(chosen.endpoint, chosen, service)
+    return otlp_tracer(settings.endpoint, settings, service)

@@ -95,11 +95,11 @@ class AccessGate(Protocol):
         """
         ...
 
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> AbstractContextManager[None]:
         """Authorize the range and keep its bytes unchanged within the context. Raises as `authorize`.
 
         Every read of the image's memory runs in this context. A thread that wants to change the bytes waits
-        for it and, after a short timeout, calls `cut` on its own thread: the context must then end
+        for it and, after a short timeout, calls `abort` on its own thread: the context must then end
         immediately.
         """
         ...

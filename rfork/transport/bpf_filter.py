@@ -76,9 +76,8 @@ class PacketFilter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cut_lock = (
-            threading.Lock()
-        )  # acquired before _lock: closing connections is slow, and `allow` must not wait for it
+        # Acquired before `_lock`: closing connections is slow, and `allow` must not wait for it.
+        self._close_lock = threading.Lock()
         self._listeners: dict[int, list[socket.socket]] = {}  # by port; duplicated descriptors
         self._allowed: dict[str, Address] = {}
 
@@ -117,22 +116,22 @@ class PacketFilter:
         """Undo `allow`. Without another name for the address, close its connections; takes up to
         `ACCEPT_TIMEOUT_S`.
         """
-        with self._cut_lock:
+        with self._close_lock:
             with self._lock:
                 removed = self._allowed.pop(name, None)
                 if removed is None or removed in self._allowed.values():
                     return
                 self._attach()
-            self._cut()
+            self._close_unauthorized()
 
-    def cut(self) -> bool:
+    def close_unauthorized(self) -> bool:
         """Close connections that were opened before the filter was installed; return True if there were any."""
-        with self._cut_lock:
-            return self._cut()
+        with self._close_lock:
+            return self._close_unauthorized()
 
     def close(self) -> None:
         """Release the listeners, so that the engine can close them. Idempotent."""
-        with self._cut_lock, self._lock:
+        with self._close_lock, self._lock:
             for listener in self._all_listeners():
                 listener.close()
             self._listeners.clear()
@@ -153,10 +152,10 @@ class PacketFilter:
                     hint="packet filters on sockets need Linux; use RFORK_TRANSPORTS=http",
                 ) from error
 
-    def _cut(self) -> bool:
+    def _close_unauthorized(self) -> bool:
         """Close connections of hosts that are not allowed: they connected before the filter was installed."""
         deadline = time.monotonic() + ACCEPT_TIMEOUT_S
-        pause, found = threading.Event(), False
+        found = False
         while True:
             queued = any(_backlog_length(listener) for listener in self._all_listeners())
             for candidate in _sockets():
@@ -164,7 +163,7 @@ class PacketFilter:
                     found |= self._shutdown_if_unauthorized(candidate)
             if not queued or time.monotonic() >= deadline:
                 return found or queued
-            pause.wait(0.001)
+            time.sleep(0.001)
 
     def _shutdown_if_unauthorized(self, connection: socket.socket) -> bool:
         """Shut down the connection unless its host is allowed; return True also if the host is unknown by

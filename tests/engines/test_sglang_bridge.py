@@ -64,7 +64,7 @@ def test_a_stock_client_serves_the_weights_of_its_assigned_seed(
         )  # fmt: skip
         client = stock_server(weightless, tmp_path, "client", *client_flags, port=engine_port)
         with client:
-            sidecar.wait_for("seed assigned to stock client", deadline_s=240)
+            sidecar.wait_for("seed assigned to SGLang client", deadline_s=240)
             client.wait_ready()
             assert [seed.complete(prompt, 16).tokens for prompt in PROMPTS] == [
                 client.complete(prompt, 16).tokens for prompt in PROMPTS
@@ -76,7 +76,7 @@ def test_a_stock_client_serves_the_weights_of_its_assigned_seed(
             assert ("forked", source.report.instance_id) == (fork.finish.outcome, fork.plan[0].source_id)
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             assert 0.9 * weights < fork.finish.bytes_read == source.report.image_bytes
-            event = json.loads(sidecar.wait_for("seed assigned to stock client").string)
+            event = json.loads(sidecar.wait_for("seed assigned to SGLang client").string)
             assert source.report.instance_id == event["source"]
     wait_until(lambda: instance_count(planner) == 0, deadline_s=30, what="the removal of the seed")
 

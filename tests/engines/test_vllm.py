@@ -104,7 +104,7 @@ def test_a_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProces
             server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as weightless,
         ):
             for target in (fork, weightless):
-                target.wait_for_line(r"planned fork=", deadline_s=2 * READY_S)
+                target.wait_for_line(r"plan received fork=", deadline_s=2 * READY_S)
             wait_until(lambda: in_mid_fork(planner), deadline_s=60, what="a partly verified fork")
             assert [False, False] == [target.healthy() for target in (fork, weightless)]
             seed.kill()

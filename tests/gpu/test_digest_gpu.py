@@ -29,7 +29,7 @@ def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
 def kernel() -> None:
     """Compile the device's kernel, which is used afterwards."""
     pytest.importorskip("triton", reason="Triton is not installed: torch operations compute the hash here")
-    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).is_ready()
+    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).wait_until_ready()
 
 
 @pytest.mark.usefixtures("kernel")

@@ -43,8 +43,8 @@ class FencedGate:
         return "fork-1"
 
     @contextmanager
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
-        with self.inflight_reads.track(cut):
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> Iterator[None]:
+        with self.inflight_reads.track(abort):
             self.authorize(token, begin, end)
             yield
 
@@ -57,7 +57,7 @@ class FencedGate:
         return "generation-0"
 
     def fence(self, timeout_s: float) -> int:
-        """Admit no new read and wait for the running ones; return how many were cut."""
+        """Admit no new read and wait for the running ones; return how many were aborted."""
         self.weights_changed = True
         return self.inflight_reads.drain(timeout_s)
 
@@ -96,7 +96,7 @@ def _source(
     _print_message(endpoint_to_json(exporter.endpoint()))
     for line in sys.stdin:
         if line.strip() == "fence":
-            _print_message({"cut": gate.fence(0.05)})
+            _print_message({"aborted": gate.fence(0.05)})
         elif line.strip() == "close":
             exporter.close()
             _print_message({"closed": 1})

@@ -32,7 +32,7 @@ class UnusedGate:
     def authorize(self, token: str, begin: int, end: int) -> str:
         raise AssertionError("one-sided reads bypass the gate")
 
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> AbstractContextManager[None]:
         raise AssertionError("one-sided reads bypass the gate")
 
     def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -290,8 +291,8 @@ def test_missing_sources_are_reported(instance: InstanceSettings, tmp_path: Path
     dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
     without_planner = artifacts.fetch(model=MODEL, settings=dead, artifacts=artifact_settings(tmp_path / "b"))
     empty = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
-    assert ["NoSource", "artifacts are disabled", "PlannerUnreachable", "StorageNotFound"] == [
-        (report.reason or "").partition(":")[0] for report in (without_source, off, without_planner, empty)
+    assert ["NoSource", "artifacts (JIT caches) are disabled", "PlannerUnreachable", "StorageNotFound"] == [
+        re.split("[:;]", report.reason or "")[0] for report in (without_source, off, without_planner, empty)
     ]
 
 
@@ -331,7 +332,7 @@ def test_artifacts_above_the_size_limit_are_reported(instance: InstanceSettings,
         report = artifacts.fetch(
             model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b", max_bytes=4000)
         )
-    assert "exceed RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
+    assert "more than RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
 
 
 def test_a_full_disk_ends_the_fetch(

@@ -193,7 +193,7 @@ def test_a_loader_that_dies_is_replaced(
     leader.wait_for("loading for all waiting instances")
     followers = [group.pull(checkpoint=tmp_path / "float32") for _ in range(2)]
     for follower in followers:
-        follower.wait_for('"event": "planned"')
+        follower.wait_for('"event": "plan received"')
     leader.signal(signal.SIGKILL)
     reports = results(followers)
     assert ([expected_sha256] * 2, ["forked"] * 2, reports[0]["image_bytes"]) == (

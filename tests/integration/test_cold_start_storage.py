@@ -132,7 +132,7 @@ def test_a_server_that_dies_during_a_read(
         unlucky_reader = cold_group.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **fast_retry})
         server.script.wait_stalled()
         lucky_reader = cold_group.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **SEQUENTIAL_READS})
-        lucky_reader.wait_for('"event": "planned"')
+        lucky_reader.wait_for('"event": "plan received"')
         server.script.release()
         reports = results([unlucky_reader, lucky_reader])
         assert ([image_sha256(image)] * 2, ["forked"] * 2, size) == (

@@ -23,7 +23,7 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.peer.base import Peer
 from rfork.peer.client import PeerClient
-from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES, MAX_QUEUED
+from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings
@@ -341,7 +341,7 @@ def test_a_reader_that_does_not_receive_is_cut_off(grpc_pair: SeedAndReader) -> 
 def test_a_source_with_unread_messages_waits(grpc_pair: SeedAndReader) -> None:
     """A reader that receives may send far more than fits into memory: nothing is lost."""
     line = grpc_pair.peer.open_control_stream(grpc_pair.channel_id)
-    count = 3 * MAX_QUEUED
+    count = 3 * MAX_QUEUED_MESSAGES
     received: list[bytes] = []
     for index in range(count):
         line.send(b"%d" % index)

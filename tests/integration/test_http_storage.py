@@ -130,7 +130,7 @@ def test_an_empty_file_has_no_bytes(server: StorageServer) -> None:
 def test_reading_past_the_end_sends_no_request(server: StorageServer) -> None:
     """A range outside the file is refused by the client."""
     with blob_of(server) as blob:
-        with pytest.raises(StorageError, match=r"has 3000000 bytes, not \[2999999, 3000001\)"):
+        with pytest.raises(StorageError, match=r"has 3000000 bytes: there are no bytes \[2999999, 3000001\)"):
             read_range(blob, len(DATA) - 1, 2)
         assert [] == ranges(server)
 
@@ -200,7 +200,7 @@ def test_retries_are_bounded(server: StorageServer, fault: Fault, cause: str) ->
     # One more if the first used a kept connection that ended before the response.
     extra = 1 if isinstance(fault, ResetFault | TruncateFault) and fault.after is None else 0
     made = len(ranges(server)) - extra
-    message = f"{server.url(NAME)}: no success for bytes [0, 3000000) after {made} attempts: {cause}"
+    message = f"{server.url(NAME)}: failed to read bytes [0, 3000000) in {made} attempts: {cause}"
     assert (StorageError, message, True) == (type(raised.value), str(raised.value), 3 <= made <= 8)
 
 
@@ -266,7 +266,7 @@ def test_another_tag_in_a_response_is_another_file(server: StorageServer) -> Non
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (FullObject(), "the server does not support range requests and sends the complete file"),
+        (FullObject(), "the server does not support range requests: it would send the complete file"),
         (HeaderFields({"Content-Range": None}), "malformed Content-Range ''"),
         (
             HeaderFields({"Content-Range": "bytes 1-3000000/3000000"}),
@@ -305,7 +305,7 @@ def test_a_server_without_http_is_retried_and_given_up(server: StorageServer) ->
     with StorageServer({NAME: DATA}, tls=context) as secure:
         plain = secure.url(NAME).replace("https:", "http:")
         with (
-            pytest.raises(StorageError, match=r"no success for the first byte after \d+ attempts: "),
+            pytest.raises(StorageError, match=r"failed to read the first byte in \d+ attempts: "),
             open_blob(Location.parse(plain), StorageSettings(max_attempts=2, timeout_s=0.5)),
         ):
             pass
@@ -316,7 +316,7 @@ def test_an_unreachable_server_is_given_up(free_port: int) -> None:
     location = Location.parse(f"http://127.0.0.1:{free_port}/{NAME}?signature=secret")
     settings = StorageSettings(max_attempts=2, timeout_s=0.5)
     cause = r"cannot connect to 127\.0\.0\.1: Connection refused"
-    expected = rf"^{location.uri}: no success for the first byte after \d+ attempts: {cause}$"
+    expected = rf"^{location.uri}: failed to read the first byte in \d+ attempts: {cause}$"
     with pytest.raises(StorageError, match=expected), open_blob(location, settings):
         pass
 

@@ -112,7 +112,7 @@ def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
             with closing(HttpStore(location.parent, settings)) as store:
                 store.open(NAME, front=1000).close()
 
-        with pytest.raises(StorageError, match="no success for the first byte after 2 attempts: "):
+        with pytest.raises(StorageError, match="failed to read the first byte in 2 attempts: "):
             threads.submit(read).result(GUARD_S)
         assert ["Range: bytes=0-999"] * 2 == server.requested_ranges(2)
 

@@ -175,7 +175,7 @@ def test_the_webhook_serves_without_a_cluster(
     process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
     url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
     probes = process.wait_for(r"probes=(\S+)")[1]
-    process.wait_for("no cluster configured")
+    process.wait_for("the webhook cannot connect to the cluster")
     planner_urls = injected_planner_urls(mutate(url, folder.own))
     ready = httpx.get(f"{probes}/readyz")
     metrics = httpx.get(f"{probes}/metrics").text
@@ -226,7 +226,7 @@ def port_in_use() -> Iterator[str]:
         (
             ("webhook",),
             {"RFORK_K8S_POD_PLANNER_URL": ""},
-            "the webhook needs the URL that Pods use to reach the planner",
+            "the webhook does not know the URL at which Pods reach the planner",
         ),
         (("webhook",), {"RFORK_K8S_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
         (("controller",), {}, "cannot use the kubeconfig"),
@@ -328,5 +328,5 @@ def test_a_planner_with_misconfigured_integrations_does_not_start(
     process = rfork_process("planner", environment=environment | process_environment)
     assert (2, True) == (
         process.wait(),
-        "the webhook needs the URL that Pods use to reach this planner" in process.stderr,
+        "the webhook does not know the URL at which Pods reach the planner" in process.stderr,
     ), process.transcript()

@@ -17,7 +17,7 @@ from planner.integrations.planner_client import PlannerRestClient
 from planner.integrations.runner import CONTROLLER
 from rfork.settings import InstanceSettings, KubernetesSettings, TracingSettings
 from rfork.tracing import span_processor
-from rfork.tracing.sdk import sending_tracer
+from rfork.tracing.sdk import otlp_tracer
 from tests.conftest import StartRfork
 from tests.integration.test_integration_runner import (
     POD,
@@ -47,7 +47,7 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
         }
         planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
         url = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"]
-        tracer = sending_tracer(collector.url, TracingSettings(), CONTROLLER)
+        tracer = otlp_tracer(collector.url, TracingSettings(), CONTROLLER)
         clock, fleet = FakeClock(1000.0), PlannerRestClient(InstanceSettings(planner=url))
         cluster = FakeCluster(clock)
         settings, metrics = (

@@ -100,7 +100,7 @@ def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
     loader = wait_elected(nodes)
     for node in nodes:
         if node is not loader:
-            node.wait_for("planned")
+            node.wait_for("plan received")
     # Longer than the no-source and the source-idle timeouts.
     assert [False] * 3 == [node.has_response(within_s=5) for node in nodes]
     fleet.open_gate()
@@ -120,7 +120,7 @@ def test_another_is_elected_after_a_loader_fails(fleet: ToyEngineFleet, failure:
     failing.wait_for(LOADING)
     other = fleet.node(source_idle_timeout_s="2")
     other.start_request("up")
-    other.wait_for("planned")
+    other.wait_for("plan received")
     fleet.open_gate()
     failed, loaded = failing.next_response(), other.next_response()
     expected = "OSError" if failure == "--fail-load" else "CheckpointError"
@@ -135,7 +135,7 @@ def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     complete.start_request("up")
     complete.wait_for(LOADING)
     config_only.start_request("up")
-    config_only.wait_for("planned")
+    config_only.wait_for("plan received")
     fleet.open_gate()
     loaded, forked = complete.next_response(), config_only.next_response()
     assert ([str(complete.pid)], 0, expected_proof(1, SIZE), loaded["proof"]) == (

@@ -306,5 +306,5 @@ def test_tcp_is_refused_unless_allowed() -> None:
     """Without allow_unauthenticated_tcp a machine without RDMA neither exports nor connects."""
     transport = TransferEngineTransport(InstanceSettings())
     image, _ = empty_target([64])
-    with pytest.raises(TransportUnavailable, match="a lease lets its complete host read"):
+    with pytest.raises(TransportUnavailable, match="any process on a reader's host could read"):
         transport.export(image, UnusedGate())

@@ -295,7 +295,10 @@ def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, fr
     assert 0 != rfork_process(*command, "0", environment=environment).wait()
     waiting = rfork_process(*command, "60", environment=environment, until=r"waiting: planner \S+ is\s+unreachable")
     with run_in_thread(settings(port=free_port)):
-        assert (0, "pod has no instances and can exit") == (waiting.wait(), waiting.stdout.strip())
+        assert (0, "replica pod can exit: the planner knows no instance of it") == (
+            waiting.wait(),
+            waiting.stdout.strip(),
+        )
 
 
 def test_a_server_waits_for_readers_that_it_cannot_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import trustme
 
 from planner.server import run_in_thread
-from rfork.engines.sglang_bridge.identity import PREFIX, TRANSPORT
+from rfork.engines.sglang_bridge.identity import STOCK_PREFIX, STOCK_TRANSPORT
 from rfork.engines.sglang_bridge.sidecar import Sidecar
 from rfork.errors import SettingsError
 from rfork.planner_client.client import PlannerClient
@@ -103,11 +103,11 @@ def published(planner: str, count: int) -> list[InstanceReport]:
 
     def enough() -> bool:
         found[:] = [view.report for view in client.instances(state="serving")]
-        return len([report for report in found if TRANSPORT in report.transports]) == count
+        return len([report for report in found if STOCK_TRANSPORT in report.transports]) == count
 
     with PlannerClient(planner) as client:
         until(enough, f"{count} stock seeds")
-    return [report for report in found if TRANSPORT in report.transports]
+    return [report for report in found if STOCK_TRANSPORT in report.transports]
 
 
 def forks(planner: str) -> list[ForkInfo]:
@@ -142,7 +142,7 @@ def test_each_rank_gets_its_own_info(planner: str) -> None:
         responses = [request_weight_info(sidecar, rank) for rank in (0, 1, 2)]
         assert [200, 200, 404] == [response.status_code for response in responses]
         assert [info_of(engine, 0), info_of(engine, 1)] == [response.json() for response in responses[:2]]
-        refusal = "no stock seed of model m serves rank 2: only ranks [0, 1] are served"
+        refusal = "no SGLang seed of model m serves rank 2: only ranks [0, 1] are served"
         assert {"error": {"message": refusal}} == responses[2].json()
         assert ["main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"] == sorted(
             report.rank.key for report in reports
@@ -169,7 +169,7 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         with PlannerClient(planner) as client:
             until(lambda: len(client.instances()) == 1, "the client's instance removed")
             left = client.instances()[0].report.instance_id
-        assert seed.ranks[0][0] == left.removeprefix(PREFIX).rsplit(":", 2)[0]
+        assert seed.ranks[0][0] == left.removeprefix(STOCK_PREFIX).rsplit(":", 2)[0]
 
 
 def test_slots_are_bounded_and_a_client_waits_for_one(planner: str) -> None:
@@ -273,7 +273,7 @@ def test_rfork_forks_and_stock_forks_are_separate(planner: str) -> None:
         assert ((), ()) == (native.routes, with_stock_layout.routes)
     with client_of(planner) as sidecar, PlannerClient(planner) as client:
         client.report(seed_report("native-seed", model=MODEL))
-        client.report(seed_report("native-seed-2", model=PREFIX + MODEL))
+        client.report(seed_report("native-seed-2", model=STOCK_PREFIX + MODEL))
         assert 404 == request_weight_info(sidecar).status_code
 
 
@@ -307,7 +307,7 @@ def test_memory_addresses_require_a_lease(planner: str) -> None:
         responses = [httpx.get(url, headers={"Authorization": f"Bearer {token}"}) for token in tokens]
         assert [403, 403, 403] == [response.status_code for response in responses]
         assert not any("15001" in response.text for response in responses)
-        missing_seed = httpx.get(f"http://{sidecar.seed_address}/v1/stock-seeds/{PREFIX}none")
+        missing_seed = httpx.get(f"http://{sidecar.seed_address}/v1/stock-seeds/{STOCK_PREFIX}none")
         assert 410 == missing_seed.status_code
 
 
@@ -330,7 +330,7 @@ def test_an_engine_with_conflicting_ranks_is_not_published(
 def test_plain_tcp_must_be_enabled(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in rfork's own transfer_engine transport: any client that reaches the port can read and write."""
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
-    with pytest.raises(SettingsError, match="plain TCP"):
+    with pytest.raises(SettingsError, match="MOONCAKE_PROTOCOL is tcp"):
         client_of(planner)
     client_of(planner, allow_unauthenticated_tcp=True).close(0.0)
 
@@ -364,14 +364,14 @@ def test_the_command_publishes_serves_and_deregisters(planner: str, rfork_proces
         published(planner, 1)
         response = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert info_of(engine) == response.json()
-        client.wait_for("seed assigned to stock client")
+        client.wait_for("seed assigned to SGLang client")
         loading.healthy = True
         client.wait_for("lease released")
         seed.signal(signal.SIGTERM)
         assert (0, []) == (seed.wait(), published(planner, 0))
         refused = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert 404 == refused.status_code
-        client.wait_for("stock client refused")
+        client.wait_for("SGLang client refused")
 
 
 def test_real_memory_is_read_with_the_served_info(planner: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rfork.engines.sglang_bridge.engine import StockEngine, WeightInfo
 from rfork.engines.sglang_bridge.http_servers import InfoClient
-from rfork.engines.sglang_bridge.identity import TRANSPORT
+from rfork.engines.sglang_bridge.identity import STOCK_TRANSPORT
 from rfork.schema import Lease, Placement, Route
 from rfork.settings import TlsSettings
 from tests.fake_sglang_server import TENSORS
@@ -62,7 +62,7 @@ def test_an_engine_gets_a_new_connection_for_each_request(server: str) -> None:
 def test_another_sidecar_gets_a_new_connection_for_each_request(server: str) -> None:
     """And is not blamed for a closed one."""
     route = Route(
-        source_id="sglang:s", address=server, placement=Placement(host="s"), transports=(TRANSPORT,),
+        source_id="sglang:s", address=server, placement=Placement(host="s"), transports=(STOCK_TRANSPORT,),
         generation=0, chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),
     )  # fmt: skip
     client = InfoClient(TlsSettings())

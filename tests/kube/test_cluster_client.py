@@ -58,7 +58,8 @@ async def test_the_documented_role_is_sufficient(
             await cluster.read_lease("none", namespace)
         await asyncio.sleep(2)  # retries meanwhile
         assert [] == recorder.events
-        assert 1 == sum("watch failed, retrying resource=pods" in record.getMessage() for record in caplog.records)
+        event = "watch of Kubernetes objects failed, retrying resource=pods"
+        assert 1 == sum(event in record.getMessage() for record in caplog.records)
         assert {403} == {call.code for call in plane.calls(user)}
         refused = len(plane.calls(user))
         rules = [{"apiGroups": list(a), "resources": list(b), "verbs": list(c)} for a, b, c in RULES]

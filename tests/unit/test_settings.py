@@ -45,7 +45,8 @@ def test_a_variable_sets_its_option(
 def test_an_argument_overrides_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument of None leaves the variable in effect."""
     monkeypatch.setenv("RFORK_PLANNER_PORT", "1")
-    assert [1, 2] == [load(PlannerSettings, port=port).port for port in (None, 2)]
+    assert 1 == load(PlannerSettings, port=None).port
+    assert 2 == load(PlannerSettings, port=2).port
 
 
 @pytest.mark.parametrize(
@@ -126,25 +127,24 @@ def test_advanced_settings_are_not_launcher_flags() -> None:
     ("bind", "advertise", "expected"),
     [("127.0.0.1", None, "127.0.0.1"), ("10.0.0.1", "seed-7", "seed-7"), ("10.0.0.1", None, "10.0.0.1")],
 )
-def test_the_advertised_address(bind: str, advertise: str | None, expected: str) -> None:
+def test_an_advertised_address_overrides_the_bound_one(bind: str, advertise: str | None, expected: str) -> None:
     """`advertise` has precedence over `bind`."""
     assert expected == InstanceSettings(bind=bind, advertise=advertise).advertised_host
 
 
 BOOT_ID = "25b1112e-111c-4543-81c4-4fa2ecce3d13"
 NODES = [
-    ("the node itself", "uts:[4026531838]", BOOT_ID, "pod-x"),
-    ("a container", "uts:[4026532177]", BOOT_ID, "boot-25b1112e111c4543"),
-    ("a sandbox without a boot id", "uts:[4026532177]", "", "pod-x"),
-    ("not Linux", None, None, "pod-x"),
+    pytest.param("uts:[4026531838]", BOOT_ID, "pod-x", id="the node itself"),
+    pytest.param("uts:[4026532177]", BOOT_ID, "boot-25b1112e111c4543", id="a container"),
+    pytest.param("uts:[4026532177]", "", "pod-x", id="a sandbox without a boot id"),
+    pytest.param(None, None, "pod-x", id="not Linux"),
 ]
 
 
-@pytest.mark.parametrize(("where", "namespace", "boot_id", "expected"), NODES)
+@pytest.mark.parametrize(("namespace", "boot_id", "expected"), NODES)
 def test_containers_of_a_node_agree_on_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    where: str,
     namespace: str | None,
     boot_id: str | None,
     expected: str,

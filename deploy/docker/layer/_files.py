@@ -186,11 +186,11 @@ def _disable_sglang_plugin() -> None:
 
 @lru_cache(maxsize=1)
 def _log_status(log: logging.Logger) -> None:
-    """Log why rfork is off. Raises RuntimeError if the server must not start without it."""
+    """Log why rfork is disabled. Raises RuntimeError if the server must not start without it."""
     # The settings module may be unusable, for example if pydantic is too old.
     if os.environ.get("RFORK_FAIL_IF_NOT_FORKED", "").lower() in ("1", "true", "yes", "on", "y", "t"):
         raise RuntimeError(f"this server cannot be forked: {unusable_reason()} (unset RFORK_FAIL_IF_NOT_FORKED)")
-    log.warning("rfork is off, falling back to the engine's loader: %s", unusable_reason())
+    log.warning("rfork is disabled, falling back to the engine's loader: %s", unusable_reason())
 
 
 _extend_path()

@@ -11,7 +11,7 @@ import httpx
 
 from planner.integrations.keda.signals import MetricPage, parse_metrics
 from planner.integrations.planner_client import DEAD_CONNECTION
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
 from rfork.settings import TlsSettings, host_port
 
@@ -61,7 +61,7 @@ class EngineMetricsClient:
             except httpx.TimeoutException:
                 raise EngineUnreachable(f"did not respond at {url} within {self._timeout_s:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise EngineUnreachable(f"did not respond at {url}: {error or type(error).__name__}") from None
+                raise EngineUnreachable(f"did not respond at {url}: {reason_of(error)}") from None
             except ValueError as error:
                 raise EngineUnreachable(f"did not return Prometheus metrics at {url}: {error}"[:300]) from None
 
@@ -95,5 +95,5 @@ def _context(tls: TlsSettings) -> ssl.SSLContext:
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:  # includes ssl.SSLError
-        raise SettingsError(f"{CREDENTIALS_ERROR}: {error}", hint=PEM_HINT) from error
+        raise SettingsError(f"{CREDENTIALS_ERROR}: {reason_of(error)}", hint=PEM_HINT) from error
     return context

@@ -193,7 +193,8 @@ class MetricSource:
                 del self._silent[next(iter(self._silent))]
             self._silent[endpoint] = silent
             self._log.warning(
-                "engines left out", model=endpoint.model, silent=len(silent), reporting=len(engines.reported),
+                "engines left out of the metrics: they do not respond",
+                model=endpoint.model, silent=len(silent), reporting=len(engines.reported),
                 reasons=_sample_reasons(engines.silent),
             )  # fmt: skip
         elif engines.reported:

@@ -83,7 +83,10 @@ class SecretCertSource:
         except ValueError as error:
             raise SettingsError(f"RFORK_K8S_WEBHOOK_HOSTS: {error}") from None
         if not self._hosts:
-            raise SettingsError("RFORK_K8S_WEBHOOK_HOSTS: a self-made certificate needs at least one host")
+            raise SettingsError(
+                "RFORK_K8S_WEBHOOK_HOSTS is empty, but the webhook's own certificate needs at least one host",
+                hint="set it to the name of the webhook's Service, SERVICE.NAMESPACE.svc",
+            )
 
     async def refresh(self) -> None:
         """See CertSource."""

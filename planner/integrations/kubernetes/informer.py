@@ -82,7 +82,7 @@ class WatchBackoff:
     def on_opened(self) -> None:
         """The server accepted the watch."""
         if self.causes:
-            logger(__name__).info("watch restored", resource=self.name)
+            logger(__name__).info("watch of Kubernetes objects restored", resource=self.name)
             self.causes.clear()
 
     def reset(self) -> None:
@@ -96,7 +96,9 @@ class WatchBackoff:
             logger(__name__).debug("watch expired, listing again", resource=self.name, reason=str(error))
         elif cause not in self.causes:
             self.causes.add(cause)
-            logger(__name__).warning("watch failed, retrying", resource=self.name, reason=str(error))
+            logger(__name__).warning(
+                "watch of Kubernetes objects failed, retrying", resource=self.name, reason=str(error)
+            )
         max_delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(self.failures, 16))
         self.failures += 1
         return max_delay_s * random.uniform(0.5, 1.0)
@@ -227,7 +229,8 @@ def _parse(resource: Resource[ObservedT], document: Document) -> tuple[ObservedT
         return (resource.read(document),)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         name = _metadata(document).get("name")
-        logger(__name__).warning("malformed object ignored", resource=resource.name, name=name, reason=repr(error))
+        reason = f"a field is missing or has an unexpected type: {error!r}"
+        logger(__name__).warning("malformed object ignored", resource=resource.name, name=name, reason=reason)
         return ()
 
 

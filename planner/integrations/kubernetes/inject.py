@@ -94,7 +94,7 @@ class _PodPatch:
         if injection_mode == "none":
             return None
         mounted = self._mount(
-            injection_files.volume(injection_mode, image, image_volumes),
+            injection_files.volume(injection_mode, image, image_volumes=image_volumes),
             FILES_DIR,
             read_only=injection_mode == "image",
         )
@@ -200,11 +200,11 @@ class _PodPatch:
 
     def add_load_format(self) -> None:
         """Append the load format to the arguments."""
-        words = [*(self._container.get("command") or ()), *(self._container.get("args") or ())]
-        if self._request.engine == "pytorch" or load_format(words) is not None:
+        command_line = [*(self._container.get("command") or ()), *(self._container.get("args") or ())]
+        if self._request.engine == "pytorch" or load_format(command_line) is not None:
             return
-        into = "args" if self._container.get("args") or not self._container.get("command") else "command"
-        self._container[into] = [*(self._container.get(into) or ()), "--load-format", LOAD_FORMAT]
+        field = "args" if self._container.get("args") or not self._container.get("command") else "command"
+        self._container[field] = [*(self._container.get(field) or ()), "--load-format", LOAD_FORMAT]
 
     def finish(self) -> Document:
         """Mark the Pod as injected and return it."""

@@ -12,15 +12,18 @@ from rfork.errors import SettingsError
 FILES_IN_IMAGE: Final = "/opt/rfork/files"
 """Path of rfork's files in the image `KubernetesSettings.injection_image`."""
 FILES_VOLUME: Final = "rfork-files"
-FILES_CONTAINER: Final = "rfork-files"
+INIT_CONTAINER: Final = "rfork-files"
 INIT_MOUNT_PATH: Final = "/target"
 """Mount path in the init container: at `FILES_DIR` the volume would hide the image's own files."""
 NON_ROOT_UID: Final = 65532
 """User of the init container in a Pod that runs as root. Otherwise the Pod's or the image's user applies."""
 
 
-def volume(injection_mode: Literal["init", "image"], image: str, image_volumes: bool) -> Document:
-    """Return the volume with the files. Raises SettingsError if it cannot be provided."""
+def volume(injection_mode: Literal["init", "image"], image: str, *, image_volumes: bool) -> Document:
+    """Return the volume with the files. Raises SettingsError if it cannot be provided.
+
+    `image_volumes`: the cluster is known to support volumes that are images.
+    """
     if not image:
         raise SettingsError(
             "no image with rfork's files is configured",
@@ -33,9 +36,9 @@ def volume(injection_mode: Literal["init", "image"], image: str, image_volumes: 
             hint=f"set {names.INJECTION_MODE}: init, or RFORK_K8S_IMAGE_VOLUMES=true for the webhook "
             "(Kubernetes 1.35 or newer)",
         )
-    volume_spec: Document = {"name": FILES_VOLUME}
-    volume_spec |= {"image": {"reference": image}} if injection_mode == "image" else {"emptyDir": {}}
-    return volume_spec
+    if injection_mode == "image":
+        return {"name": FILES_VOLUME, "image": {"reference": image}}
+    return {"name": FILES_VOLUME, "emptyDir": {}}
 
 
 def files_dir(injection_mode: Literal["init", "image"]) -> str:
@@ -60,7 +63,7 @@ def init_container(image: str, *, runs_as_root: bool) -> Document:
     # Requests equal to the limits keep a Pod in the QoS class Guaranteed.
     resources = {"cpu": "100m", "memory": "64Mi"}
     return {
-        "name": FILES_CONTAINER,
+        "name": INIT_CONTAINER,
         "image": image,
         "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", INIT_MOUNT_PATH],
         "resources": {"requests": dict(resources), "limits": dict(resources)},

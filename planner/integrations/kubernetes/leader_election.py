@@ -95,7 +95,7 @@ class LeaderElection:
         try:
             while True:
                 await self._acquire()
-                self._log.info("became leader", identity=self.identity)
+                self._log.info("controller became the leader", identity=self.identity)
                 task = asyncio.create_task(work(), name="rfork-leader")
                 try:
                     leadership_lost = await self._keep_renewed(task)
@@ -105,8 +105,8 @@ class LeaderElection:
                     return await task
                 self._until = None
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    self._log.error("leader failed", reason=repr(error))
-                self._log.warning("leadership lost", holder=self._holder)
+                    self._log.error("leading controller failed", reason=f"{type(error).__name__}: {error}")
+                self._log.warning("controller is no longer the leader", holder=self._holder)
         finally:
             self._until = None
             await self._release()
@@ -199,7 +199,9 @@ class LeaderElection:
         except (ClusterUnavailable, TimeoutError) as error:
             reason = str(error) or "no response in time"
             if reason != self._failures.get(what):
-                self._log.warning("lease unavailable", reason=reason)
+                self._log.warning(
+                    f"cannot {what} the Lease that elects the leading controller", lease=self._name, reason=reason
+                )
             self._failures[what] = reason
             return None
         self._failures.pop(what, None)

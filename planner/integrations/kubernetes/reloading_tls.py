@@ -101,11 +101,17 @@ class CertificateMonitor:
         if certificate == current:
             return True
         if current is not None and current.valid(now) and not certificate.valid(now):
-            self.report_problem("the new certificate is not valid", reason=_validity_text(certificate))
+            self.report_problem(
+                "the new webhook certificate is not valid, keeping the current one", reason=_validity_text(certificate)
+            )
             return False
         self.tls_context.set_certificate(certificate)
         self.change_count.inc()
-        log.info("certificate in use", hosts=",".join(sorted(certificate.hosts)), validity=_validity_text(certificate))
+        log.info(
+            "webhook certificate in use",
+            hosts=",".join(sorted(certificate.hosts)),
+            validity=_validity_text(certificate),
+        )
         return True
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ async def run(
     url = settings.pod_planner_url or planner_settings.planner
     if url is None:
         raise SettingsError(
-            "the webhook needs the URL that Pods use to reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+            "the webhook does not know the URL at which Pods reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
         )
     tls_context, topology, leader_watch = ReloadingContext(), NodeTopology(settings), LeaderWatch(settings)
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
@@ -73,30 +73,30 @@ async def _cert_source(settings: KubernetesSettings, watch: CertificateMonitor) 
 
 async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_watch: LeaderWatch) -> None:
     """Watch Nodes and the controller's Lease, if the settings need them."""
-    wanted: list[tuple[str, Callable[[Cluster], Coroutine[None, None, None]]]] = []
+    watches: list[tuple[str, Callable[[Cluster], Coroutine[None, None, None]]]] = []
     if settings.inject_topology:
-        wanted.append(("Pods get no topology", topology.follow))
+        watches.append(("Pods get no topology", topology.follow))
     if settings.readiness_gate:
-        wanted.append(("Pods get no readiness gate", leader_watch.follow))
-    if not wanted:
+        watches.append(("Pods get no readiness gate", leader_watch.follow))
+    if not watches:
         return
     try:
         cluster = connect(settings)
     except SettingsError as error:
-        for missing, _ in wanted:
-            log.warning(f"{missing}: no cluster configured", reason=str(error))
+        for missing, _ in watches:
+            log.warning(f"{missing}: the webhook cannot connect to the cluster", reason=str(error), hint=error.hint)
         return
     try:
         async with asyncio.TaskGroup() as tasks:
-            for missing, watch in wanted:
-                tasks.create_task(_run_best_effort(watch(cluster), missing))
+            for missing, follow in watches:
+                tasks.create_task(_run_best_effort(follow(cluster), missing))
     finally:
         await cluster.close()
 
 
-async def _run_best_effort(following: Coroutine[None, None, None], missing: str) -> None:
+async def _run_best_effort(watch: Coroutine[None, None, None], missing: str) -> None:
     """Run a watch. If it fails, log the error and continue without it."""
     try:
-        await following
+        await watch
     except Exception:  # outermost handler of the task: Pods are still injected
-        log.exception(f"watch failed: {missing}")
+        log.exception(f"{missing}: unexpected error in the watch")

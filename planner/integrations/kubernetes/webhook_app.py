@@ -109,7 +109,7 @@ def admission_app(
             except MalformedReview as error:
                 reviews.labels(path, "malformed").inc()
                 span.set(result="malformed")
-                log.warning("not an AdmissionReview", path=path, reason=str(error))
+                log.warning("webhook received a request that is not an AdmissionReview", path=path, reason=str(error))
                 return PlainTextResponse(f"not an AdmissionReview: {error}\n", 400)
             try:
                 decision = decide(review_request, subject)
@@ -164,12 +164,12 @@ def _read(body: bytes) -> tuple[Document, Document]:
     except (ValueError, RecursionError) as error:
         raise MalformedReview(f"the body is not JSON ({type(error).__name__})") from None
     if not isinstance(review, dict) or review.get("kind") != "AdmissionReview":
-        raise MalformedReview("unexpected kind")
+        raise MalformedReview("its kind is another one")
     if review.get("apiVersion") != API_VERSION:
-        raise MalformedReview(f"apiVersion is not {API_VERSION}")
+        raise MalformedReview(f"its apiVersion is not {API_VERSION}")
     review_request = review.get("request")
     if not isinstance(review_request, dict) or not isinstance(review_request.get("uid"), str):
-        raise MalformedReview("no request with a uid")
+        raise MalformedReview("it has no request with a uid")
     subject = review_request.get("object")
     return review_request, subject if isinstance(subject, dict) else {}
 

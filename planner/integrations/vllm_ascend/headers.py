@@ -16,35 +16,37 @@ from fastapi.routing import APIRoute
 
 from planner.http_errors import ProblemError
 
-PREFIX: Final = "ascend:"
+NAME_PREFIX: Final = "ascend:"
 """Prefix of the names of models and instances of this protocol."""
-REASON: Final = "RFORK_REASON"
+REASON_HEADER: Final = "RFORK_REASON"
 """Response header with the reason of a rejection. Clients need not read it."""
-SEED: Final = ("SEED_IP", "SEED_PORT", "SEED_RANK")
+SEED_HEADERS: Final = ("SEED_IP", "SEED_PORT", "SEED_RANK")
 MAX_KEY_CHARS: Final = 500
 """A model's name can hold this many characters after the prefix."""
-NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
+NUMBER_RANGES: Final[Mapping[str, tuple[int, int]]] = {
     "SEED_PORT": (1, 65_535),
     "SEED_RANK": (0, 999_999),
     "SEED_REFCNT": (0, 999_999),
 }
-KEY: Final = re.compile("[!-~]([ -~]*[!-~])?")
-DIGITS: Final = re.compile("[0-9]{1,6}")
-INSTANCE_ID: Final = re.compile(f"{PREFIX}(?P<ip>[0-9a-f.:]+):(?P<port>[0-9]{{1,5}}):(?P<rank>[0-9]{{1,6}})")
-USER_ID: Final = re.compile("[A-Za-z0-9._:-]{1,128}")
+KEY_PATTERN: Final = re.compile("[!-~]([ -~]*[!-~])?")
+DIGITS_PATTERN: Final = re.compile("[0-9]{1,6}")
+INSTANCE_ID_PATTERN: Final = re.compile(
+    f"{NAME_PREFIX}(?P<ip>[0-9a-f.:]+):(?P<port>[0-9]{{1,5}}):(?P<rank>[0-9]{{1,6}})"
+)
+USER_ID_PATTERN: Final = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 _SCHEMAS: Final[Mapping[str, Mapping[str, object]]] = {
     "SEED_KEY": {
-        "type": "string", "maxLength": MAX_KEY_CHARS, "pattern": f"^{KEY.pattern}$", "example": "qwen3$bf16$1",
+        "type": "string", "maxLength": MAX_KEY_CHARS, "pattern": f"^{KEY_PATTERN.pattern}$", "example": "qwen3$bf16$1",
     },
     "SEED_IP": {
         "type": "string", "anyOf": [{"format": "ipv4"}, {"format": "ipv6"}], "example": "10.0.0.7",
     },
-    "USER_ID": {"type": "string", "pattern": f"^{USER_ID.pattern}$", "example": "5f0c9a7d"},
+    "USER_ID": {"type": "string", "pattern": f"^{USER_ID_PATTERN.pattern}$", "example": "5f0c9a7d"},
     "LEASE_TTL_SEC": {"type": "number", "example": 30},
     **{
         name: {"type": "integer", "minimum": low, "maximum": high, "example": low}
-        for name, (low, high) in NUMBERS.items()
+        for name, (low, high) in NUMBER_RANGES.items()
     },
 }  # fmt: skip
 
@@ -64,12 +66,12 @@ class AscendSeed:
     @property
     def instance_id(self) -> str:
         """Id in the registry."""
-        return f"{PREFIX}{self.ip}:{self.port}:{self.rank}"
+        return f"{NAME_PREFIX}{self.ip}:{self.port}:{self.rank}"
 
     @classmethod
     def from_instance_id(cls, instance_id: str) -> Self | None:
         """Return the seed with this id, or None if it is not the id of a seed."""
-        match = INSTANCE_ID.fullmatch(instance_id)
+        match = INSTANCE_ID_PATTERN.fullmatch(instance_id)
         return None if match is None else cls(match["ip"], int(match["port"]), int(match["rank"]))
 
     @classmethod
@@ -95,9 +97,9 @@ class HeaderRoute(APIRoute):
             try:
                 return await endpoint(request)
             except BadHeader as error:
-                return response(400, **{REASON: str(error)})
+                return response(400, **{REASON_HEADER: str(error)})
             except ProblemError as problem:
-                return response(problem.status, **{REASON: problem.slug, **(problem.headers or {})})
+                return response(problem.status, **{REASON_HEADER: problem.slug, **(problem.headers or {})})
 
         return handle
 
@@ -116,9 +118,10 @@ def header_text(request: Request, name: str) -> str:
 
 
 def header_int(request: Request, name: str) -> int:
-    """Return a header's value as one of `NUMBERS`. Raises BadHeader."""
-    digits, (low, high) = header_text(request, name), NUMBERS[name]
-    if not DIGITS.fullmatch(digits) or not low <= int(digits) <= high:
+    """Return the value of a header of `NUMBER_RANGES`. Raises BadHeader."""
+    digits = header_text(request, name)
+    low, high = NUMBER_RANGES[name]
+    if not DIGITS_PATTERN.fullmatch(digits) or not low <= int(digits) <= high:
         raise BadHeader(f"{name} is not a number from {low} to {high}")
     return int(digits)
 
@@ -126,17 +129,17 @@ def header_int(request: Request, name: str) -> int:
 def seed_key(request: Request) -> str:
     """Return the key that must be equal for a seed and its readers. Raises BadHeader."""
     key = header_text(request, "SEED_KEY")
-    if len(key) > MAX_KEY_CHARS or not KEY.fullmatch(key):
+    if len(key) > MAX_KEY_CHARS or not KEY_PATTERN.fullmatch(key):
         raise BadHeader(f"SEED_KEY must be at most {MAX_KEY_CHARS} printable ASCII characters")
     return key
 
 
 def user_id(request: Request) -> str:
     """Return the id of a lease. Raises BadHeader."""
-    name = header_text(request, "USER_ID")
-    if not USER_ID.fullmatch(name):
+    lease_id = header_text(request, "USER_ID")
+    if not USER_ID_PATTERN.fullmatch(lease_id):
         raise BadHeader("USER_ID was not issued by a planner")
-    return name
+    return lease_id
 
 
 def request_header_docs(*names: str) -> dict[str, Any]:

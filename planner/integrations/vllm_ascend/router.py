@@ -29,8 +29,8 @@ from fastapi import APIRouter, Request, Response
 
 from planner.api.openapi import REQUEST_ID, RETRY_AFTER, Responses, problems
 from planner.integrations.vllm_ascend.headers import (
-    REASON,
-    SEED,
+    REASON_HEADER,
+    SEED_HEADERS,
     AscendSeed,
     HeaderRoute,
     header_int,
@@ -46,7 +46,8 @@ from planner.registry import Registry
 REJECTED_RESPONSES: Final[Responses] = problems(401, 403, 429) | {
     400: {
         "description": "a header is missing or invalid",
-        "headers": REQUEST_ID | {REASON: {"description": "the header and the problem", "schema": {"type": "string"}}},
+        "headers": REQUEST_ID
+        | {REASON_HEADER: {"description": "the header and the problem", "schema": {"type": "string"}}},
     },
     503: {"description": "the store is unavailable, or too many concurrent changes", "headers": RETRY_AFTER},
 }
@@ -57,7 +58,7 @@ RELEASED_RESPONSES: Final[Responses] = SUCCESS_RESPONSES | {
 SEED_RESPONSES: Final[Responses] = {
     200: {
         "description": "a lease on a seed",
-        "headers": REQUEST_ID | response_header_docs(*SEED, "USER_ID", "LEASE_TTL_SEC"),
+        "headers": REQUEST_ID | response_header_docs(*SEED_HEADERS, "USER_ID", "LEASE_TTL_SEC"),
     },
     404: {"description": "no seed of this key has a free slot", "headers": REQUEST_ID},
 }
@@ -82,7 +83,7 @@ def ascend_router(registry: Registry) -> APIRouter:
     @router.post(
         "/add_seed",
         responses=SUCCESS_RESPONSES,
-        openapi_extra=request_header_docs("SEED_KEY", *SEED, "SEED_REFCNT"),
+        openapi_extra=request_header_docs("SEED_KEY", *SEED_HEADERS, "SEED_REFCNT"),
     )
     async def add_seed(request: Request) -> Response:
         """Register a seed, or send its heartbeat."""
@@ -94,12 +95,14 @@ def ascend_router(registry: Registry) -> APIRouter:
         """Lease a seed: the least loaded one that is neither draining nor full."""
         return await lease_service.lease(seed_key(request), request.client.host if request.client else "unknown")
 
-    @router.post("/renew_seed_lease", responses=RELEASED_RESPONSES, openapi_extra=request_header_docs(*SEED, "USER_ID"))
+    @router.post(
+        "/renew_seed_lease", responses=RELEASED_RESPONSES, openapi_extra=request_header_docs(*SEED_HEADERS, "USER_ID")
+    )
     async def renew_seed_lease(request: Request) -> Response:
         """Renew a lease, every third of its time to live."""
         return response(200 if await lease_service.renew(AscendSeed.from_request(request), user_id(request)) else 404)
 
-    @router.post("/put_seed", responses=RELEASED_RESPONSES, openapi_extra=request_header_docs(*SEED, "USER_ID"))
+    @router.post("/put_seed", responses=RELEASED_RESPONSES, openapi_extra=request_header_docs(*SEED_HEADERS, "USER_ID"))
     async def put_seed(request: Request) -> Response:
         """Release a lease."""
         return response(200 if await lease_service.release(AscendSeed.from_request(request), user_id(request)) else 404)
@@ -107,7 +110,7 @@ def ascend_router(registry: Registry) -> APIRouter:
     @router.post(
         "/remove_seed",
         responses=RELEASED_RESPONSES | LEASE_RESPONSES,
-        openapi_extra=request_header_docs("SEED_KEY", *SEED),
+        openapi_extra=request_header_docs("SEED_KEY", *SEED_HEADERS),
     )
     async def remove_seed(request: Request) -> Response:
         """Remove a seed."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from fastapi import Response
 
-from planner.integrations.vllm_ascend.headers import PREFIX, AscendSeed, response
+from planner.integrations.vllm_ascend.headers import NAME_PREFIX, AscendSeed, response
 from planner.registry import Registry
 from planner.request_intake import build_fork_result
 from planner.store.base import CommitConflict, StoreChange
@@ -92,7 +92,7 @@ class AscendLeaseService:
         """Remove a seed. Returns 200, 404, or 409 while it is leased; then it gets no new reader."""
         await self._registry.sweep()
         record = self._registry.state.instance(seed.instance_id)
-        if record is None or record.report.model != PREFIX + key:
+        if record is None or record.report.model != NAME_PREFIX + key:
             return 404
         if await self._forget(record):
             return 200
@@ -148,7 +148,7 @@ class AscendLeaseService:
 def _seed_report(key: str, seed: AscendSeed, state: InstanceState, readers: tuple[str, ...]) -> InstanceReport:
     return InstanceReport(
         instance_id=seed.instance_id,
-        model=PREFIX + key,
+        model=NAME_PREFIX + key,
         version=_version(key),
         layout_id=_derive_id("layout", key),
         weights_id=_derive_id("weights", key),
@@ -166,8 +166,8 @@ def _seed_report(key: str, seed: AscendSeed, state: InstanceState, readers: tupl
 
 def _target_report(key: str, lease_id: str, host: str) -> InstanceReport:
     return InstanceReport(
-        instance_id=f"{PREFIX}user-{lease_id}",
-        model=PREFIX + key,
+        instance_id=f"{NAME_PREFIX}user-{lease_id}",
+        model=NAME_PREFIX + key,
         version=_version(key),
         layout_id=_derive_id("layout", key),
         image_bytes=0,

@@ -21,7 +21,7 @@ from rfork.cli.demo.model import MODEL, default_cache, prepare
 from rfork.cli.demo.monitor import DemoMonitor
 from rfork.cli.demo.processes import Child, ChildFailed, Children, Event
 from rfork.cli.demo.result import DemoResult, compare_results
-from rfork.cli.format import rate
+from rfork.cli.formatters import rate
 from rfork.errors import StorageError
 from rfork.planner_client.client import PlannerClient
 

@@ -54,10 +54,10 @@ def prepare(cache: Path, *, console: Console | None = None) -> Path:
             console.status(notice),
             tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=cache) as workshop,
         ):
-            made = Path(workshop) / FOLDER
-            made.mkdir()
-            _convert(source, made)
-            _publish(made, folder)
+            converted = Path(workshop) / FOLDER
+            converted.mkdir()
+            _convert(source, converted)
+            _publish(converted, folder)
     except OSError as error:
         raise StorageError(f"cannot write the model {folder}: {error}") from error
     console.print(f"prepared {MODEL} in {folder}", soft_wrap=True, highlight=False)
@@ -95,10 +95,10 @@ def _convert(source: Path, target: Path) -> None:
         ) from None
 
 
-def _publish(made: Path, folder: Path) -> None:
+def _publish(converted: Path, folder: Path) -> None:
     """Rename the finished folder into place, unless another process was first."""
     try:
-        made.rename(folder)
+        converted.rename(folder)
     except OSError as error:
         # An existing folder is complete, because folders only appear by this rename.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):

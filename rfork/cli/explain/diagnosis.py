@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from rfork.cli import fleet_queries, format
+from rfork.cli import fleet_queries, formatters
 from rfork.cli.explain.advice import DEFAULT_ADVICE, advice_on
 from rfork.cli.explain.fork_stats import ForkStats
 from rfork.cli.explain.time_breakdown import LOCAL_PHASES, Cause, TimeLoss, main_cause
@@ -50,7 +50,7 @@ class Diagnosis:
 
 def diagnose(stats: ForkStats) -> Diagnosis:
     """Return the diagnosis of a fork, running or finished."""
-    finish, after = stats.fork.finish, format.duration(stats.seconds)
+    finish, after = stats.fork.finish, formatters.duration(stats.seconds)
     if (finding := _by_version(stats)) is not None:
         return finding
     if finish is None:
@@ -125,7 +125,7 @@ def _running_diagnosis(stats: ForkStats) -> Diagnosis:
     if left_s is None:
         text = f"No data is arriving: {share:.0%} verified after {_seconds_text(stats.seconds)}."
         return Diagnosis("running", text, "If the source has stalled, the target requests another one automatically.")
-    text = f"Running: {share:.0%} verified, {format.rate(speed)}, about {_seconds_text(left_s)} left."
+    text = f"Running: {share:.0%} verified, {formatters.rate(speed)}, about {_seconds_text(left_s)} left."
     throttled = stats.slowest_throttled
     if throttled is not None and throttled.rate_limit is not None and speed >= 0.5 * throttled.rate_limit:
         return Diagnosis(
@@ -170,15 +170,15 @@ def _forked(stats: ForkStats, loss: TimeLoss) -> Diagnosis:
 
 def _upstream_diagnosis(stats: ForkStats, relay: ForkStats) -> Diagnosis:
     """Return the diagnosis of a fork that read from a relay, which limits its speed."""
-    name = format.short(relay.fork.instance_id)
+    name = formatters.short(relay.fork.instance_id)
     if stats.mean_rate > MAX_RELAY_SPEEDUP * relay.mean_rate:
         return _forked(stats, main_cause(stats))
-    text = f"It read from {name}, which was still receiving, at {format.rate(relay.mean_rate)}."
+    text = f"It read from {name}, which was still receiving, at {formatters.rate(relay.mean_rate)}."
     first = relay
     while first.upstream is not None:
         first = first.upstream
     first_diagnosis = diagnose(first)
-    first_name = format.short(first.fork.instance_id)
+    first_name = formatters.short(first.fork.instance_id)
     text += f" First relay in the chain ({first_name}): {first_diagnosis.text}"
     return Diagnosis("relay", text, first_diagnosis.advice)
 
@@ -187,7 +187,7 @@ def _rate_limit(stats: ForkStats, lost: str) -> Finding:
     throttled = stats.slowest_throttled
     if throttled is None or throttled.rate_limit is None:
         raise ValueError("no source has a rate limit")
-    sent = f"sending {format.size(throttled.nbytes)} took {lost}"
+    sent = f"sending {formatters.size(throttled.nbytes)} took {lost}"
     return f"{_throttled_text(throttled.source, throttled.rate_limit)}: {sent}.", _raise_limit_hint(throttled.source)
 
 
@@ -202,18 +202,18 @@ def _sources(stats: ForkStats, lost: str) -> Finding:
     error_kinds = _error_kinds(stats)
     details = [_counted(error_kinds)] if error_kinds else []
     if stats.replans:
-        details.append(format.plural(stats.replans, "replan"))
+        details.append(formatters.plural(stats.replans, "replan"))
     return f"Its sources failed or were too slow ({'; '.join(details)}): about {lost} lost.", advice_on(error_kinds)
 
 
 def _repeated(stats: ForkStats, lost: str) -> Finding:
-    reread = format.size(stats.bytes_repeated)
+    reread = formatters.size(stats.bytes_repeated)
     return f"{reread} had to be read again: about {lost} lost.", advice_on(_error_kinds(stats))
 
 
 def _unsteady(stats: ForkStats, lost: str) -> Finding:
     return (
-        f"Its link peaked at {format.rate(stats.link or 0.0)} but did not sustain it: about {lost} lost.",
+        f"Its link peaked at {formatters.rate(stats.link or 0.0)} but did not sustain it: about {lost} lost.",
         "The link, the CPU or the sources were busy; check their load. Fewer readers per source "
         "(RFORK_MAX_READERS) or more seeds help.",
     )
@@ -258,7 +258,7 @@ def _at_link_speed(stats: ForkStats) -> Diagnosis:
     if stats.link is None:
         text = f"No delay found; the transfer of {_seconds_text(stats.transfer_s)} was too short to measure the link."
         return Diagnosis("link", text)
-    text = f"No delay found: it ran at {format.rate(stats.link)}, the measured speed of its link."
+    text = f"No delay found: it ran at {formatters.rate(stats.link)}, the measured speed of its link."
     transports = sorted({each.transport for each in stats.sources if each.transport is not None})
     used = f" than {', '.join(transports)}" if transports else ""
     advice = f"Only a faster transport{used} would help: `rfork doctor` on both hosts lists the transports."
@@ -275,12 +275,12 @@ def _unknown(stats: ForkStats) -> Diagnosis:
 
 
 def _throttled_text(source: str, rate_limit: int) -> str:
-    return f"{format.format_source(source)} limited its readers to {format.rate(rate_limit)}"
+    return f"{formatters.source(source)} limited its readers to {formatters.rate(rate_limit)}"
 
 
 def _raise_limit_hint(source: str) -> str:
     return (
-        f"Raise RFORK_MAX_EGRESS_BYTES_PER_S on {format.format_source(source)}, or start another seed. If that is not "
+        f"Raise RFORK_MAX_EGRESS_BYTES_PER_S on {formatters.source(source)}, or start another seed. If that is not "
         "set there, reads were throttled because its own requests were slow (RFORK_MAX_LATENCY_RATIO)."
     )
 
@@ -295,4 +295,4 @@ def _error_kinds(stats: ForkStats) -> list[str]:
 
 
 def _seconds_text(seconds: float) -> str:
-    return format.duration(seconds)
+    return formatters.duration(seconds)

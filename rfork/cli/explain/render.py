@@ -7,7 +7,7 @@ from typing import Final
 from rich.console import ConsoleRenderable, Group
 from rich.text import Text
 
-from rfork.cli import fleet_queries, format
+from rfork.cli import fleet_queries, formatters
 from rfork.cli.explain.diagnosis import Diagnosis, comparison
 from rfork.cli.explain.fork_stats import ForkStats
 from rfork.cli.explain.version import VersionSummary
@@ -50,15 +50,15 @@ def render_fork(
 def _head(stats: ForkStats, hosts: dict[str, str]) -> Text:
     fork, host = stats.fork, hosts.get(stats.fork.instance_id)
     where = f" on {host}" if host else ""
-    rank = format.rank(fork.rank.key)
+    rank = formatters.rank(fork.rank.key)
     text = Text.assemble(("fork ", "bold"), (fork.fork_id, "bold"), f" of {fork.model}")
     text.append(f" {rank}" if rank != "-" else "")
-    text.append(f"\ntarget {format.short(fork.instance_id)}{where}: ")
+    text.append(f"\ntarget {formatters.short(fork.instance_id)}{where}: ")
     phase = fleet_queries.phase_of(fork)
     text.append(phase, style=COLOURS.get(phase, "cyan"))
-    text.append(f", {format.size(fork.image_bytes)}, {format.duration(stats.seconds)}")
+    text.append(f", {formatters.size(fork.image_bytes)}, {formatters.duration(stats.seconds)}")
     if fork.finish is not None:
-        text.append(f", finished {format.format_age(fleet_queries.finished_ago_s(fork))} ago", style="dim")
+        text.append(f", finished {formatters.age(fleet_queries.finished_ago_s(fork))} ago", style="dim")
     return text
 
 
@@ -77,9 +77,9 @@ def _phases(stats: ForkStats) -> ConsoleRenderable:
     for name, seconds in stats.phases.items():
         note = MEANINGS.get(name, "")
         if name == "transfer" and stats.min_transfer_s is not None and stats.link is not None:
-            note += f": at least {format.duration(stats.min_transfer_s)} at {format.rate(stats.link)}"
+            note += f": at least {formatters.duration(stats.min_transfer_s)} at {formatters.rate(stats.link)}"
         bar = Text("█" * round(BAR * seconds / max_s), "cyan")
-        rows.append((name, format.duration(seconds), bar, Text(note, "dim")))
+        rows.append((name, formatters.duration(seconds), bar, Text(note, "dim")))
     return FittedTable(columns, rows)
 
 
@@ -95,12 +95,12 @@ def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
     )
     rows: list[tuple[Cell, ...]] = [
         (
-            format.format_source(each.source),
-            format.size(each.nbytes),
+            formatters.source(each.source),
+            formatters.size(each.nbytes),
             f"{each.share:.0%}",
-            format.rate(each.rate) if each.rate else "",
+            formatters.rate(each.rate) if each.rate else "",
             each.transport or ("storage" if each.from_storage else "not reported"),
-            "" if each.rate_limit is None else Text(format.rate(each.rate_limit), "yellow"),
+            "" if each.rate_limit is None else Text(formatters.rate(each.rate_limit), "yellow"),
             hosts.get(each.source, ""),
         )
         for each in stats.sources
@@ -109,11 +109,11 @@ def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
 
 
 def _facts(stats: ForkStats) -> list[str]:
-    facts = [f"link: {format.rate(stats.link)} peak" if stats.link else "link: not measured"]
+    facts = [f"link: {formatters.rate(stats.link)} peak" if stats.link else "link: not measured"]
     if stats.replans:
         facts.append(f"replans: {stats.replans:,}")
     if stats.bytes_repeated:
-        facts.append(f"read again: {format.size(stats.bytes_repeated)}")
+        facts.append(f"read again: {formatters.size(stats.bytes_repeated)}")
     if stats.fork.reason:
         facts.append(f"plan: {stats.fork.reason}")
     if stats.fork.finish is not None and stats.fork.finish.fallback:

@@ -80,5 +80,5 @@ def _in_transfer(stats: ForkStats) -> list[TimeLoss]:
     excess_s = transfer_s - min_transfer_s
     received = stats.fetched + stats.bytes_repeated
     repeated_s = max(0.0, min(excess_s, transfer_s * stats.bytes_repeated / received if received else 0.0))
-    rest: Cause = "sources" if stats.replans or stats.reasons else "unsteady"
-    return [TimeLoss("repeated", repeated_s), TimeLoss(rest, excess_s - repeated_s)]
+    remaining_cause: Cause = "sources" if stats.replans or stats.reasons else "unsteady"
+    return [TimeLoss("repeated", repeated_s), TimeLoss(remaining_cause, excess_s - repeated_s)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rfork import weights_version
-from rfork.cli import format
+from rfork.cli import formatters
 from rfork.schema import ForkInfo, ModelInfo
 
 Origin = Literal["own", "served", "none"]
@@ -47,7 +47,7 @@ class VersionSummary:
         listed = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:4]
         if not listed:
             return []
-        counted = (f"{format.plural(count, 'instance')} of {weights_version.short(name)}" for name, count in listed)
+        counted = (f"{formatters.plural(count, 'instance')} of {weights_version.short(name)}" for name, count in listed)
         return [f"also served: {', '.join(counted)}"]
 
 

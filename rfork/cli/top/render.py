@@ -10,7 +10,7 @@ from typing import Final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from rfork.cli import fleet_queries, format
+from rfork.cli import fleet_queries, formatters
 from rfork.cli.tables import Cell, Column, table
 from rfork.cli.top.overview import FinishedFork, Overview, RunningFork, overview
 from rfork.cli.top.poller import FleetSample
@@ -63,15 +63,15 @@ class Screen:
 def header(sample: FleetSample, seen: Overview, url: str, now: float, *, keys: bool) -> list[Text]:
     """Return a line with the state of the planner, and a second one with the error if it is unreachable."""
     clock = time.strftime("%H:%M:%S", time.localtime(sample.at))
-    what = f"{format.plural(seen.instances, 'instance')} on {format.plural(seen.hosts, 'host')}"
-    forks = format.plural(len(seen.running), "running fork") + _rate_suffix(seen.bytes_per_s)
+    instances = f"{formatters.plural(seen.instances, 'instance')} on {formatters.plural(seen.hosts, 'host')}"
+    forks = formatters.plural(len(seen.running), "running fork") + _rate_suffix(seen.bytes_per_s)
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append("rfork top", "bold").append(f" {clock}  {what}, {forks}")
+    line.append("rfork top", "bold").append(f" {clock}  {instances}, {forks}")
     line.append(f"{'  q quits' if keys else ''}  {url}", "dim")
     if sample.away_since is None:
         return [line]
     warning = (
-        f"planner unreachable for {format.format_age(now - sample.away_since)}, last state at {clock}: {sample.error}"
+        f"planner unreachable for {formatters.age(now - sample.away_since)}, last state at {clock}: {sample.error}"
     )
     return [line, Text(warning, style="bold red", no_wrap=True, overflow="ellipsis")]
 
@@ -124,13 +124,13 @@ def _running_section(forks: Sequence[RunningFork]) -> Section:
         (
             _instance_cell(fork.instance_id, fork.host),
             _model(fork.model, fork.rank),
-            format.version(fork.version),
+            formatters.version(fork.version),
             bar(fork.share),
-            format.rate(fork.bytes_per_s),
-            "-" if fork.eta_s is None else format.duration(fork.eta_s),
+            formatters.rate(fork.bytes_per_s),
+            "-" if fork.eta_s is None else formatters.duration(fork.eta_s),
             fork.phase,
             _sources_cell(fork.sources, fork.transports, fork.source_bytes_per_s) or fork.reason,
-            "" if fork.rate_limit is None else Text(format.rate(fork.rate_limit), style="yellow"),
+            "" if fork.rate_limit is None else Text(formatters.rate(fork.rate_limit), style="yellow"),
         )
         for fork in forks
     )
@@ -168,16 +168,16 @@ def _model_section(models: Sequence[ModelInfo]) -> Section:
     rows = tuple(
         (
             title,
-            format.version(row.version),
-            format.size(row.image_bytes),
+            formatters.version(row.version),
+            formatters.size(row.image_bytes),
             f"{row.seeds:,}",
             f"{row.relays:,}",
             f"{row.forks_running:,}",
-            format.size(row.forked_bytes),
-            format.size(row.storage_bytes),
-            "" if row.fork_s is None else format.duration(row.fork_s),
-            "" if row.storage_s is None else format.duration(row.storage_s),
-            format.duration(row.seconds_saved) if row.seconds_saved else "",
+            formatters.size(row.forked_bytes),
+            formatters.size(row.storage_bytes),
+            "" if row.fork_s is None else formatters.duration(row.fork_s),
+            "" if row.storage_s is None else formatters.duration(row.storage_s),
+            formatters.duration(row.seconds_saved) if row.seconds_saved else "",
         )
         for title, row in zip(fleet_queries.model_titles(ordered), ordered, strict=True)
     )
@@ -199,11 +199,11 @@ def _source_section(seen: Overview) -> Section:
         (
             _instance_cell(source_row.instance_id, source_row.host),
             _model(source_row.model, source_row.rank),
-            format.version(source_row.version),
+            formatters.version(source_row.version),
             roles[source_row.state],
             f"{source_row.readers} of {source_row.slots}",
-            format.rate(source_row.bytes_per_s) if source_row.bytes_per_s else "",
-            "" if source_row.rate_limit is None else Text(format.rate(source_row.rate_limit), style="yellow"),
+            formatters.rate(source_row.bytes_per_s) if source_row.bytes_per_s else "",
+            "" if source_row.rate_limit is None else Text(formatters.rate(source_row.rate_limit), style="yellow"),
         )
         for source_row in seen.sources
     )
@@ -224,12 +224,12 @@ def _finished_section(forks: Sequence[FinishedFork]) -> Section:
     rows = tuple(
         (
             _instance_cell(fork.instance_id, fork.host),
-            format.format_age(fork.finished_ago_s),
+            formatters.age(fork.finished_ago_s),
             Text(fork.outcome, style=COLOURS[fork.outcome]),
             fork.model,
-            format.version(fork.version),
-            format.duration(fork.seconds),
-            format.rate(fork.bytes_per_s) if fork.bytes_per_s else "-",
+            formatters.version(fork.version),
+            formatters.duration(fork.seconds),
+            formatters.rate(fork.bytes_per_s) if fork.bytes_per_s else "-",
             _outcome_cell(fork),
         )
         for fork in forks
@@ -249,11 +249,11 @@ def bar(share: float) -> Text:
 
 
 def _instance_cell(instance_id: str, host: str) -> str:
-    return f"{format.short(instance_id)} {host}".rstrip()
+    return f"{formatters.short(instance_id)} {host}".rstrip()
 
 
 def _model(model: str, rank_key: str) -> str:
-    rank = format.rank(rank_key)
+    rank = formatters.rank(rank_key)
     return model if rank == "-" else f"{model} {rank}"
 
 
@@ -268,4 +268,4 @@ def _outcome_cell(fork: FinishedFork) -> Cell:
 
 
 def _rate_suffix(bytes_per_s: float) -> str:
-    return f" at {format.rate(bytes_per_s)}" if bytes_per_s else ""
+    return f" at {formatters.rate(bytes_per_s)}" if bytes_per_s else ""

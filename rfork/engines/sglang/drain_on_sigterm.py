@@ -62,6 +62,6 @@ class SigtermDrain:
                 ):
                     log.info("drained", instance_id=drained.instance_id, reason=drained.reason)
         except RforkError as error:
-            log.info("exiting without draining", reason=str(error), hint=error.hint)
+            log.info("failed to drain the seeds, exiting", reason=str(error), hint=error.hint)
         finally:
             self._drained.set()

@@ -62,9 +62,9 @@ def cap_deadline(settings: InstanceSettings) -> InstanceSettings:
     if settings.deadline_s <= max_deadline_s:
         return settings
     log.info(
-        "deadline reduced: other ranks wait no longer",
+        "deadline reduced to half of the time that SGLang's ranks wait for each other",
         deadline_s=max_deadline_s,
-        set_s=settings.deadline_s,
+        requested_s=settings.deadline_s,
     )
     return settings.model_copy(update={"deadline_s": max_deadline_s})
 

@@ -78,6 +78,6 @@ def unsupported_model(module: nn.Module) -> str | None:
     """Return why a built model cannot be forked: `load_weights` would set more than its tensors."""
     for submodule in module.modules():
         for base_class in type(submodule).__mro__:
-            if what := SET_BY_WEIGHTS.get(base_class.__name__):
-                return f"loading the weights of {base_class.__name__} sets more than tensors: {what}"
+            if extra_state := SET_BY_WEIGHTS.get(base_class.__name__):
+                return f"loading the weights of {base_class.__name__} sets more than tensors: {extra_state}"
     return None

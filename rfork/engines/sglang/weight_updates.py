@@ -166,7 +166,7 @@ class WeightUpdateHooks:
                 self._publish(served)
             else:
                 self._lost.add(served)
-                log.info("not seeding until the next weight update: memory was released without a backup")
+                log.info("not seeding until the next weight update: SGLang released the weights without a backup")
 
     def _full_update(
         self,
@@ -217,7 +217,7 @@ class WeightUpdateHooks:
         self._failed.add(served)
         if served not in self._lost:
             self._lost.add(served)
-            log.error("not seeding until the next weight update: the last one failed midway")
+            log.error("not seeding until the next weight update: the last one failed after it had changed weights")
 
 
 def _new_version(recv_req: Any) -> str | None:
@@ -230,7 +230,7 @@ def _new_version(recv_req: Any) -> str | None:
     try:
         return checked_version(str(version))
     except SettingsError as error:
-        log.warning("invalid weight version ignored", reason=str(error))
+        log.warning("weight_version of the update ignored: it is not a valid version", reason=str(error))
         return None
 
 

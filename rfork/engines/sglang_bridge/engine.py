@@ -26,7 +26,7 @@ from typing import Annotated, Final, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable
+from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, reason_of
 from rfork.settings import TlsSettings
 from rfork.tls_files import client_context
 
@@ -130,9 +130,12 @@ class StockEngine:
         try:
             parsed = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise SettingsError(f"invalid engine URL {url!r}: {error}") from None
+            raise SettingsError(f"invalid engine URL {url!r}: {error}", hint="e.g. http://127.0.0.1:30000") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise SettingsError(f"invalid engine URL {url!r}", hint="e.g. http://127.0.0.1:30000")
+            raise SettingsError(
+                f"invalid engine URL {url!r}: it must begin with http:// or https:// and a host",
+                hint="e.g. http://127.0.0.1:30000",
+            )
         secure = parsed.scheme == "https" and tls is not None
         self._http = httpx.Client(
             base_url=self.url,
@@ -229,7 +232,7 @@ def unreachable_error(peer_name: str, error: httpx.HTTPError, within_s: float) -
     """Return the source error that matches an HTTP error."""
     if isinstance(error, httpx.TimeoutException):
         return SourceTimeout(f"{peer_name} did not respond within {within_s:g} s")
-    return SourceUnavailable(f"{peer_name} is unreachable: {str(error) or type(error).__name__}")
+    return SourceUnavailable(f"{peer_name} is unreachable: {reason_of(error)}")
 
 
 def _version(model: _ModelInfo) -> Version:

@@ -45,6 +45,7 @@ from rfork.errors import (
     SourceCorrupt,
     SourceUnavailable,
     SourceWeightsChanged,
+    reason_of,
 )
 from rfork.logs import logger
 from rfork.schema import Route
@@ -72,7 +73,7 @@ def client_app(lease_manager: LeaseManager) -> Starlette:
         try:
             found = await run_in_threadpool(lease_manager.weight_info_for, rank)
         except RforkError as error:
-            log.error("stock client refused", rank=rank, kind=error.kind, reason=str(error), hint=error.hint)
+            log.error("SGLang client refused", rank=rank, kind=error.kind, reason=str(error), hint=error.hint)
             return _error_response(404 if isinstance(error, NoSource) else 503, str(error))
         return _info_response(rank, found)
 
@@ -118,15 +119,18 @@ class InfoClient:
                 f"the sidecar of {route.source_id} at {route.address}", error, FETCH_TIMEOUT_S
             ) from error
         if response.status_code == httpx.codes.FORBIDDEN:
-            raise LeaseRejected(f"{route.source_id} rejected the lease: {response.text[:200]}")
+            raise LeaseRejected(f"the sidecar of {route.source_id} rejected the lease: {response.text[:200]}")
         if not response.is_success:
-            raise SourceUnavailable(f"{route.source_id} returned status {response.status_code}: {response.text[:200]}")
+            failure = f"returned status {response.status_code}: {response.text[:200]}"
+            raise SourceUnavailable(f"the sidecar of {route.source_id} {failure}")
         try:
             response_model = TRANSFER_INFO_RESPONSE.validate_json(response.content)
         except ValidationError as error:
-            raise SourceCorrupt(f"{route.source_id} returned an invalid response: {error.errors()[0]['msg']}") from None
+            reason = error.errors()[0]["msg"]
+            raise SourceCorrupt(f"the sidecar of {route.source_id} returned an invalid response: {reason}") from None
         if response_model.rank != rank:
-            raise SourceCorrupt(f"{route.source_id} returned rank {response_model.rank} instead of {rank}")
+            returned = f"returned rank {response_model.rank} instead of {rank}"
+            raise SourceCorrupt(f"the sidecar of {route.source_id} {returned}")
         return WeightInfo(*response_model.remote_instance_transfer_engine_info)
 
     def close(self) -> None:
@@ -153,7 +157,10 @@ class HttpServerThread:
             config.load()  # reads the TLS files
         except (OSError, ssl.SSLError) as error:
             self._socket.close()
-            raise SettingsError(f"invalid TLS files of the sidecar: {error}") from error
+            raise SettingsError(
+                f"invalid TLS files of the sidecar: {reason_of(error)}",
+                hint="check RFORK_TLS_CERTIFICATE, RFORK_TLS_KEY and RFORK_TLS_CA: each must be a PEM file",
+            ) from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="rfork-sidecar-http", daemon=True)
 
@@ -186,7 +193,10 @@ def _listen(bind: str, port: int, setting: str) -> socket.socket:
             listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(bind, port, setting=setting) from None
-        raise SettingsError(f"cannot listen on {bind}:{port}: {error.strerror or error}") from None
+        raise SettingsError(
+            f"cannot listen on {bind}:{port}: {reason_of(error)}",
+            hint="set RFORK_BIND and RFORK_SIDECAR_BIND to addresses of this machine",
+        ) from None
     return listener
 
 

@@ -1,9 +1,9 @@
 """Leases of a stock client: selects a seed for each rank and renews its lease until the client has read.
 
 A stock client sends one request per rank, waits for the response, reads without further messages, and exits
-if there is no response. So the sidecar keeps the lease for it and renews it, and returns it once the engine
-next to the sidecar is healthy or after `max_lease_s`. Nothing is verified, and the planner is informed of
-that.
+if there is no response. So the sidecar acquires the lease for it and renews it, and releases it once the
+engine next to the sidecar is healthy or after `max_lease_s`. Nothing is verified, and the planner is informed
+of that.
 """
 
 from __future__ import annotations
@@ -28,28 +28,24 @@ SEED_WAIT_TIMEOUT_S: Final = 60.0
 """Time that a client waits for a seed with a free reader slot."""
 MAX_LEASE_S: Final = 600.0
 """Time for which a client's lease is renewed while its engine is not healthy."""
-RENEWALS: Final = 3
-"""Renewals of a lease within its time to live."""
+RENEWALS_PER_TTL: Final = 3
+"""Number of renewals of a lease within its time to live."""
 POLL_INTERVAL_S: Final = 1.0
-"""Seconds between two polls of the leases."""
+"""Interval at which the leases are checked."""
 UNKNOWN_PROGRESS: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
 """Progress reported for a read that cannot be observed."""
 STOPPED_REASON: Final = "the sidecar was stopped"
-UNVERIFIED_REASON: Final = "read by a stock client, not verified: only the health of its engine is known"
+UNVERIFIED_REASON: Final = "read by an SGLang client, not verified: only the health of its engine is known"
 
 log = logger("rfork.sidecar.client")
 
 
-class _UnknownSeed(Exception):
-    """The planner does not know the seed yet."""
-
-
 @dataclass
 class ClientLease:
-    """Lease for one rank of the client."""
+    """Lease for one rank of the client. Times are monotonic."""
 
     grant: SeedGrant
-    began: float
+    began_at: float
     was_healthy: bool
     """True if the engine was healthy before the lease, so that its health proves nothing about this read."""
     renew_at: float
@@ -65,12 +61,17 @@ class ClientLease:
     def record_renewal(self, lease: Lease) -> None:
         """Record a lease that the planner has just issued."""
         now = time.monotonic()
-        self.renew_at, self.expires_at = now + lease.expires_in_s / RENEWALS, now + lease.expires_in_s
+        self.renew_at = now + lease.expires_in_s / RENEWALS_PER_TTL
+        self.expires_at = now + lease.expires_in_s
         self.planner_restarted = False
 
 
+class _UnknownSeed(Exception):
+    """The planner does not know the seed yet."""
+
+
 class LeaseManager:
-    """Assigns seeds of `model` to the ranks of one client. Thread-safe. `stop` returns all leases.
+    """Assigns seeds of `model` to the ranks of one client. Thread-safe. `stop` releases all leases.
 
     `engine_up` returns True while the client's own engine is healthy; None if that is unknown.
     """
@@ -84,7 +85,7 @@ class LeaseManager:
         self._engine_up = engine_up or (lambda: False)
         self._client_leases: dict[int, ClientLease] = {}
         self._rank_locks: dict[int, threading.Lock] = {}
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._selector = SeedSelector(planner, fetch, settings, model=model, wait_s=wait_s, stopping=self._stopping)
         self._thread = threading.Thread(target=self._run, name="rfork-sidecar-leases", daemon=True)
@@ -98,65 +99,66 @@ class LeaseManager:
 
         Raises the errors of `SeedSelector.acquire`.
         """
-        with self._changing:
+        with self._lock:
             rank_lock = self._rank_locks.setdefault(rank, threading.Lock())
         with rank_lock:
-            before = self._pop_lease(rank)
-            if before is not None:
-                self._end(
-                    before,
+            with self._lock:
+                previous = self._client_leases.pop(rank, None)
+            if previous is not None:
+                self._report_end(
+                    previous,
                     "interrupted",
                     "the client sent another request: its engine did not start with the weights it read",
                 )
             was_healthy = self._engine_up()
-            grant = self._selector.acquire(rank, before.source_id if before is not None else None)
+            grant = self._selector.acquire(rank, previous.source_id if previous is not None else None)
             now = time.monotonic()
             client_lease = ClientLease(grant, now, was_healthy, now, now)
             client_lease.record_renewal(grant.route.lease)
-            with self._changing:
+            with self._lock:
                 stopped = self._stopping.is_set()
                 if not stopped:
                     self._client_leases[rank] = client_lease
-            if stopped:  # `stop` has returned the other leases
-                self._end(client_lease, "interrupted", STOPPED_REASON)
+            if stopped:  # `stop` has released the other leases
+                self._report_end(client_lease, "interrupted", STOPPED_REASON)
                 raise SourceBusy(STOPPED_REASON)
         log.info(
-            "seed assigned to stock client", rank=rank, source=grant.route.source_id,
+            "seed assigned to SGLang client", rank=rank, source=grant.route.source_id,
             session=grant.info.session, image_bytes=grant.info.image_bytes, fork_id=grant.fork_id,
         )  # fmt: skip
         return grant.info
 
     def poll(self) -> None:
-        """Renew the leases and return those that are no longer needed."""
-        with self._changing:
+        """Renew the leases and release those that are no longer needed."""
+        with self._lock:
             client_leases = list(self._client_leases.items())
-        # Query the engine after the leases are listed: a lease newer than the response must not be returned.
+        # Query the engine after the leases are listed: a lease newer than the response must not be released.
         now, is_healthy = time.monotonic(), self._engine_up()
-        for rank, each in client_leases:
-            if is_healthy and not each.was_healthy:
-                self._release(rank, each, "forked", UNVERIFIED_REASON)
-            elif now - each.began >= self._max_lease_s:
+        for rank, client_lease in client_leases:
+            if is_healthy and not client_lease.was_healthy:
+                self._release(rank, client_lease, "forked", UNVERIFIED_REASON)
+            elif now - client_lease.began_at >= self._max_lease_s:
                 reason = f"the client's engine was not healthy within {self._max_lease_s:g} s"
-                self._release(rank, each, "interrupted", reason)
-            elif now >= each.renew_at:
-                self._renew(rank, each)
+                self._release(rank, client_lease, "interrupted", reason)
+            elif now >= client_lease.renew_at:
+                self._renew(rank, client_lease)
 
     def stop(self) -> None:
-        """Return all leases and end all waits."""
+        """Release all leases and end all waits."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        with self._changing:
+        with self._lock:
             client_leases = list(self._client_leases.items())
-        for rank, each in client_leases:
-            self._release(rank, each, "interrupted", STOPPED_REASON)
+        for rank, client_lease in client_leases:
+            self._release(rank, client_lease, "interrupted", STOPPED_REASON)
 
     def _run(self) -> None:
         while not self._stopping.wait(POLL_INTERVAL_S):
             try:
                 self.poll()
             except Exception:  # top level of the thread: one failed poll must not end it
-                log.exception("lease poll failed")
+                log.exception("failed to check the leases of SGLang clients, retrying")
 
     def _renew(self, rank: int, client_lease: ClientLease) -> None:
         try:
@@ -166,7 +168,12 @@ class LeaseManager:
             return
         if lease is None:
             reason = "the seed left or changed its weights while they may have been read"
-            log.error("stock client may have torn weights", rank=rank, source=client_lease.source_id, reason=reason)
+            log.error(
+                "SGLang client may have a mixture of old and new weights",
+                rank=rank,
+                source=client_lease.source_id,
+                reason=reason,
+            )
             self._release(rank, client_lease, "failed", reason)
         else:
             client_lease.record_renewal(lease)
@@ -176,28 +183,27 @@ class LeaseManager:
 
         Raises PlannerUnreachable or _UnknownSeed; the current lease then stays valid until it expires.
         """
-        fork_id = client_lease.grant.fork_id
+        fork_id, source_id = client_lease.grant.fork_id, client_lease.source_id
         if not client_lease.planner_restarted:
             try:
-                return self._planner.progress(fork_id, UNKNOWN_PROGRESS).leases.get(client_lease.source_id)
+                return self._planner.progress(fork_id, UNKNOWN_PROGRESS).leases.get(source_id)
             except PlannerRejected as error:
                 if error.problem != "unknown-fork":
-                    log.warning("lease refused", fork_id=fork_id, reason=str(error))
+                    log.warning("planner refused to renew a lease", fork_id=fork_id, reason=str(error))
                     return None
             client_lease.planner_restarted = True
-        # The planner has restarted: report the current assignment again.
-        is_registered = self._is_registered(
-            client_lease.source_id
-        )  # check first: a seed that reports in between is found by the plan request
-        assignments = (ChunkAssignment(source_id=client_lease.source_id, chunks=SINGLE_CHUNK),)
+        # The planner has restarted: report the current assignment again. Check the seed's registration first,
+        # because the plan request finds a seed that reports in between.
+        is_registered = self._is_registered(source_id)
+        assignments = (ChunkAssignment(source_id=source_id, chunks=SINGLE_CHUNK),)
         request = ForkRequest(fork_id=fork_id, instance=client_lease.grant.target, current_assignments=assignments)
         try:
             routes = self._planner.request_plan(request).routes
         except PlannerRejected as error:
-            log.warning("lease refused", fork_id=fork_id, reason=str(error))
+            log.warning("planner refused to renew a lease", fork_id=fork_id, reason=str(error))
             client_lease.planner_restarted = False
             return None
-        expected = (client_lease.source_id, client_lease.grant.route.generation)
+        expected = (source_id, client_lease.grant.route.generation)
         leases = [route.lease for route in routes if (route.source_id, route.generation) == expected]
         if not leases and not is_registered and time.monotonic() < client_lease.expires_at:
             raise _UnknownSeed("the planner has restarted and does not know the seed yet")
@@ -212,23 +218,20 @@ class LeaseManager:
         return True
 
     def _release(self, rank: int, client_lease: ClientLease, outcome: Outcome, reason: str) -> None:
-        with self._changing:
+        """Release a lease, unless it has been released or replaced already."""
+        with self._lock:
             if self._client_leases.get(rank) is not client_lease:
                 return
             del self._client_leases[rank]
-        self._end(client_lease, outcome, reason)
+        self._report_end(client_lease, outcome, reason)
 
-    def _end(self, client_lease: ClientLease, outcome: Outcome, reason: str) -> None:
+    def _report_end(self, client_lease: ClientLease, outcome: Outcome, reason: str) -> None:
         target = client_lease.grant.target
-        finish = ForkResult(
+        result = ForkResult(
             outcome=outcome,
-            seconds=time.monotonic() - client_lease.began,
+            seconds=time.monotonic() - client_lease.began_at,
             bytes_read=target.image_bytes if outcome == "forked" else 0,
             reasons=(reason,),
         )
         log.info("lease released", source=client_lease.source_id, outcome=outcome, reason=reason)
-        self._selector.release(client_lease.grant.fork_id, target, finish)
-
-    def _pop_lease(self, rank: int) -> ClientLease | None:
-        with self._changing:
-            return self._client_leases.pop(rank, None)
+        self._selector.release(client_lease.grant.fork_id, target, result)

@@ -75,14 +75,14 @@ class Publisher:
         self._model = model
         self._address = address
         self._poll_interval_s = poll_interval_s
-        self._first: Version | None = None
-        self._last: Version | None = None
+        self._initial_version: Version | None = None
+        self._last_version: Version | None = None
         self._published = False
         self._generation = 0
         self._ranks: dict[str, _PublishedRank] = {}
         self._is_healthy = self._was_healthy = self._draining = self._version_in_doubt = False
         self._logged_reason = ""
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="rfork-sidecar-poll", daemon=True)
 
@@ -120,7 +120,7 @@ class Publisher:
         """
         published = self._ranks.get(wanted)
         if published is None:
-            raise SourceUnavailable(f"{wanted} is no longer published here")
+            raise SourceUnavailable(f"this sidecar no longer publishes {wanted}")
         if not published.keys and not published.heartbeat.wait_connected(KEYS_TIMEOUT_S):
             raise LeaseRejected("the planner has not acknowledged this seed's heartbeat yet")
         claims = verify(token, published.keys, source_id=wanted, leeway_s=CLOCK_SKEW_S, now=published.clock.now())
@@ -138,7 +138,7 @@ class Publisher:
 
     def drain(self, timeout_s: float) -> bool:
         """Stop accepting readers and wait until the planner has none for these ranks. Returns False on timeout."""
-        with self._changing:
+        with self._lock:
             self._draining = True
             ranks = dict(self._ranks)
             for each in ranks.values():
@@ -153,7 +153,7 @@ class Publisher:
                     return False
                 self._stopping.wait(min(DRAIN_POLL_INTERVAL_S, left_s))
         except NetworkError as error:
-            log.warning("drain failed", reason=str(error))
+            log.warning("failed to drain the seeds", reason=str(error))
             return False
         return True
 
@@ -170,7 +170,7 @@ class Publisher:
             try:
                 self.poll()
             except Exception:  # top level of the thread: one failed poll must not end it
-                log.exception("engine poll failed")
+                log.exception("failed to check the SGLang server, retrying")
             self._wake.wait(self._poll_interval_s)
             self._wake.clear()
 
@@ -180,20 +180,20 @@ class Publisher:
         Other endpoints are queried only then, because the engine handles them on its own event loop.
         """
         version = self._engine.version()
-        if self._published and self._last == version and not self._version_in_doubt:
+        if self._published and self._last_version == version and not self._version_in_doubt:
             return
         self._version_in_doubt = False
         description = self._engine.describe()
         _check(description)
         infos = tuple(self._engine.info(rank) for rank in range(description.tp_size))
-        self._first = self._first or version
-        if self._last not in (None, version):
+        self._initial_version = self._initial_version or version
+        if self._last_version not in (None, version):
             self._generation += 1
             log.warning("weights updated, stopping readers", generation=self._generation)
         model = self._model or description.served_name
-        self._last, self._published = version, True
-        weights = weights_id(model, self._first, version)
-        name = version_of(self._settings.version, weights, self._first, version)
+        self._last_version, self._published = version, True
+        weights = weights_id(model, self._initial_version, version)
+        name = version_of(self._settings.version, weights, self._initial_version, version)
         self._send_report(
             [
                 seed_report(
@@ -207,7 +207,7 @@ class Publisher:
     def _send_report(self, reports: list[InstanceReport]) -> None:
         """Replace the published ranks with `reports`."""
         names = {report.instance_id for report in reports}
-        with self._changing:
+        with self._lock:
             if self._stopping.is_set():
                 return
             removed = [self._ranks.pop(name) for name in list(self._ranks) if name not in names]
@@ -224,30 +224,31 @@ class Publisher:
         for each in removed:
             each.heartbeat.stop(remove=True)
         log.info(
-            "stock seed published", model=reports[0].model, instances=sorted(names), engine=self._engine.url,
+            "SGLang seed published", model=reports[0].model, instances=sorted(names), engine=self._engine.url,
             image_bytes=sum(report.image_bytes for report in reports), generation=self._generation,
         )  # fmt: skip
 
     def _unpublish(self) -> None:
         self._published = False
-        with self._changing:
+        with self._lock:
             ranks = dict(self._ranks)
             self._ranks.clear()
         for each in ranks.values():
             each.heartbeat.stop(remove=True)
         if ranks:
-            log.warning("stock seed unpublished", instances=sorted(ranks), engine=self._engine.url)
+            log.warning("SGLang seed no longer published", instances=sorted(ranks), engine=self._engine.url)
 
 
 def _check(description: EngineDescription) -> None:
     """Raise SettingsError for an engine whose info is ambiguous."""
     if description.pp_size > 1:
         raise SettingsError(
-            f"the engine has {description.pp_size} pipeline stages, but SGLang keys its info by tp_rank alone",
+            f"the engine has {description.pp_size} pipeline stages, but SGLang's R-Fork knows ranks by tp_rank only",
             hint="use rfork's SGLang plug-in, which distinguishes stages",
         )
     if description.speculative:
         raise SettingsError(
-            f"the engine has a draft model ({description.speculative}), whose info overwrites that of the main model",
+            f"the engine has a draft model ({description.speculative}), whose addresses replace the main model's in "
+            "SGLang's R-Fork",
             hint="use rfork's SGLang plug-in, which distinguishes the main model from its draft",
         )

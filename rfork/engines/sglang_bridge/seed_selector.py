@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rfork.engines.sglang_bridge.engine import WeightInfo
-from rfork.engines.sglang_bridge.identity import PREFIX, TRANSPORT, client_report
+from rfork.engines.sglang_bridge.identity import STOCK_PREFIX, STOCK_TRANSPORT, client_report
 from rfork.errors import (
     LayoutMismatch,
     LeaseRejected,
@@ -90,7 +90,9 @@ class SeedSelector:
                     try:
                         return SeedGrant(fork_id, target, route, self._fetch(route, rank))
                     except SourceError as error:
-                        log.warning("seed did not respond", rank=rank, source=route.source_id, reason=str(error))
+                        log.warning(
+                            "seed failed, requesting another", rank=rank, source=route.source_id, reason=str(error)
+                        )
                         faults, problem = (_fault(route.source_id, error),), error
                 elif is_avoiding:
                     continue  # no other seed: use the one to be avoided
@@ -115,30 +117,32 @@ class SeedSelector:
             self._planner.remove(target.instance_id)
         except NetworkError as error:
             # A lease that is not renewed expires automatically.
-            log.warning("lease not released", fork_id=fork_id, reason=str(error))
+            log.warning("lease not released, it expires by itself", fork_id=fork_id, reason=str(error))
 
     def _seed(self, rank: int) -> InstanceReport:
         """Return one seed of this rank as the template of the request."""
-        views = self._planner.instances(model=PREFIX + self._model, state="serving")
+        views = self._planner.instances(model=STOCK_PREFIX + self._model, state="serving")
         wanted = self._settings.version
         reports = [
-            view.report for view in views if TRANSPORT in view.report.transports and wanted in (None, view.version)
+            view.report
+            for view in views
+            if STOCK_TRANSPORT in view.report.transports and wanted in (None, view.version)
         ]
         found = {(report.rank.key, report.layout_id): report for report in reports if report.rank.tp == rank}
         if not found:
             ranks = sorted({report.rank.tp for report in reports})
             available = f"only ranks {ranks} are served" if ranks else "no rank is served"
-            raise NoSource(f"no stock seed of model {self._model} serves rank {rank}: {available}")
+            raise NoSource(f"no SGLang seed of model {self._model} serves rank {rank}: {available}")
         if len(found) > 1:
             names = " and ".join(sorted(report.instance_id for report in found.values()))
             raise LayoutMismatch(
-                f"stock seeds of model {self._model} serve rank {rank} in {len(found)} layouts: dtype, "
+                f"SGLang seeds of model {self._model} serve rank {rank} in {len(found)} layouts: dtype, "
                 f"quantisation or parallel sizes differ between {names}",
                 hint="use a separate model name for each layout (rfork sidecar --model)",
             )
         if len({(report.version, report.weights_id) for report in reports}) > 1:
             # A client requests its ranks one by one, so each could get another version.
-            raise SourceBusy(f"stock seeds of model {self._model} serve several versions of its weights")
+            raise SourceBusy(f"SGLang seeds of model {self._model} serve several versions of its weights")
         return next(iter(found.values()))
 
     def _no_route(self, plan: Plan) -> tuple[RforkError, float, float]:

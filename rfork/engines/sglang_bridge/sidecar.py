@@ -88,8 +88,8 @@ class Sidecar:
             if part is not None:
                 part.start()
         log.warning(
-            "stock R-Fork: weights are unverified and readable by any client that reaches an engine's TransferEngine",
-            over=self._own.mooncake_protocol,
+            "SGLang's weights are unverified, and any client that reaches an engine's TransferEngine can read them",
+            protocol=self._own.mooncake_protocol,
         )
         return self
 
@@ -101,7 +101,7 @@ class Sidecar:
             self._for_clients.close()
         if self.publisher is not None:
             if drain_s > 0 and not self.publisher.drain(drain_s):
-                log.warning("closing with readers still active", drain_s=drain_s)
+                log.warning("sidecar closes although clients still read from its engine", drain_s=drain_s)
             self.publisher.stop()
         if self._for_seeds is not None:
             self._for_seeds.close()
@@ -140,8 +140,9 @@ class Sidecar:
             )
             if own.bind not in LOOPBACK:
                 log.warning(
-                    "sidecar bound beyond loopback: any client that reaches it gets leases on the weights",
+                    "sidecar is open: any client that reaches it can get leases on the weights",
                     bind=own.bind,
+                    hint="set RFORK_SIDECAR_BIND=127.0.0.1 if all SGLang clients run on this machine",
                 )
 
 
@@ -151,11 +152,13 @@ def _check(settings: InstanceSettings, own: SidecarSettings) -> None:
         raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
     if own.engine_url is None and own.source_model is None:
         raise SettingsError(
-            "nothing to do",
-            hint="--engine URL publishes a seed, --client-of-model NAME serves a client; both may be set",
+            "the sidecar has nothing to do",
+            hint="set --engine URL to publish an SGLang server, --client-of-model NAME to serve SGLang clients, "
+            "or both",
         )
     if own.mooncake_protocol == "tcp" and not settings.allow_unauthenticated_tcp:
         raise SettingsError(
-            "over TransferEngine's plain TCP, any client that reaches an engine's port can read and write its weights",
+            "MOONCAKE_PROTOCOL is tcp: any client that reaches an engine's TransferEngine port can read and write its "
+            "weights",
             hint="set RFORK_ALLOW_UNAUTHENTICATED_TCP=1 if you fully trust the network",
         )

@@ -52,7 +52,10 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
         if reason := unsupported.unsupported_config(vllm_config, model_config):
             if self.settings.fail_if_not_forked:
-                raise ForkFailed(f"this server cannot be forked: {reason}", hint="unset RFORK_FAIL_IF_NOT_FORKED")
+                raise ForkFailed(
+                    f"this server cannot be forked: {reason}",
+                    hint="unset RFORK_FAIL_IF_NOT_FORKED to start it with vLLM's own loader",
+                )
             logger(__name__).warning("fork not supported, using vLLM's loader without seeding", reason=reason)
             return engine.load()
         install(worker_class())

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import (
 from vllm.model_executor.utils import weights_already_processed
 
 from rfork.engines.vllm import unsupported
-from rfork.errors import CheckpointError, UnsupportedTensor
+from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 
 log = logger(__name__)
@@ -56,7 +56,7 @@ class VllmEngine:
         with _gc_frozen():
             module = self._load_with(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
         if reason := unsupported.unsupported_model(module):
-            raise UnsupportedTensor("(all)", reason)
+            raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
 
     def load(self) -> nn.Module:

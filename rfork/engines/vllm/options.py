@@ -24,7 +24,10 @@ def settings_of(load_config: LoadConfig) -> InstanceSettings:
     """
     extra = load_config.model_loader_extra_config or {}
     if not isinstance(extra, dict):
-        raise SettingsError("--model-loader-extra-config must be a JSON object of rfork settings")
+        raise SettingsError(
+            "--model-loader-extra-config must be a JSON object of rfork settings",
+            hint="""e.g. '{"planner": "http://planner:8700"}'""",
+        )
     if unknown := sorted(extra.keys() - InstanceSettings.model_fields.keys()):
         near = get_close_matches(unknown[0], InstanceSettings.model_fields, 1)
         raise SettingsError(

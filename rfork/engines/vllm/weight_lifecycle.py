@@ -85,7 +85,7 @@ class WeightLifecycle:
         """
         if self._update_depth == 0:
             if not self._lost:
-                log.warning("weights loaded piece by piece, not seeding until a complete update")
+                log.warning("not seeding until the next complete weight update: only a part of the weights was loaded")
             self.mark_lost()
         yield
 
@@ -99,7 +99,7 @@ class WeightLifecycle:
         try:
             yield
         except BaseException:
-            log.warning("vLLM failed to put its weights to sleep, not seeding until they wake up")
+            log.warning("not seeding until the weights wake up: vLLM failed to put them to sleep")
             raise
 
     def sleep(self, kept: bool) -> None:
@@ -114,7 +114,7 @@ class WeightLifecycle:
         try:
             yield
         except BaseException:
-            log.warning("vLLM failed to wake its weights, not seeding")
+            log.warning("not seeding: vLLM failed to wake up its weights")
             raise
         self.wake()
 

@@ -17,7 +17,7 @@ from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.location import Location
 from rfork.storage.snapshots.entry import SnapshotEntry, read_entry
 from rfork.storage.snapshots.files import DATA_SUFFIX, MANIFEST_SUFFIX, snapshot_location
-from rfork.storage.snapshots.verify import Verifier
+from rfork.storage.snapshots.verifier import SnapshotVerifier
 from rfork.storage.tensorizer.encryption import Secret
 from rfork.storage.tensorizer.file_set import SUFFIX, is_template
 from rfork.storage.tensors import TensorSource
@@ -75,7 +75,7 @@ def verify(
         return
     folder, name = snapshot_location(input_source.uri)
     try:
-        result = Verifier(settings, progress).verify(SnapshotEntry(folder, name, None))
+        result = SnapshotVerifier(settings, progress).verify(SnapshotEntry(folder, name, None))
     except CheckpointError:  # there is no manifest
         return
     if result.mismatches:

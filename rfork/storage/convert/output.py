@@ -28,7 +28,7 @@ def format_of(destination: Location, max_shard_bytes: int | None) -> OutputForma
     """
     name = destination.name
     if destination.scheme in ("http", "https"):
-        raise SettingsError(f"{destination.uri}: web servers are read-only")
+        raise SettingsError(f"{destination.uri} is read-only: it is a web server", hint="write to s3:// or a path")
     if name.endswith(SUFFIX):
         return "tensors"
     if name.endswith(".safetensors"):
@@ -89,7 +89,10 @@ def check_not_existing(
         if exists and not force:
             raise SettingsError(f"{destination.uri} already exists", hint="use --force to replace it")
         if output_format == "snapshot" and exists and (_exists(store, INDEX) or _exists(store, SINGLE)):
-            raise SettingsError(f"{destination.uri} contains a checkpoint", hint="use another folder")
+            raise SettingsError(
+                f"{destination.uri} contains a checkpoint, which would be loaded instead of the snapshot",
+                hint="use another folder",
+            )
 
 
 def _file_set_exists(store: BlobStore, name: str) -> bool:

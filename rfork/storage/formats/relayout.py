@@ -22,7 +22,7 @@ MAX_ITEM_SIZE = 16
 
 
 def is_bytewise(location: TensorLocation, dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Return whether the stored bytes equal those of a tensor with this dtype, in one contiguous run."""
+    """Return True if the stored bytes equal those of a tensor with this dtype, in one contiguous run."""
     if location.dtype is not dtype:
         return False
     if location.stride is None:
@@ -82,14 +82,16 @@ def _pieces(pairs: Iterable[tuple[TensorLocation, torch.Tensor]], max_bytes: int
     for location, tensor in pairs:
         target = tensor.detach()
         if location.stride is None:
-            yield from _cut(location, target, location.offset, max_bytes)
+            yield from _split_tensor(location, target, location.offset, max_bytes)
         else:
             yield _ConvertPiece(
                 location.blob, location.offset, location.nbytes, location.dtype, location.stride, target
             )
 
 
-def _cut(location: TensorLocation, target: torch.Tensor, offset: int, max_bytes: int) -> Iterator[_ConvertPiece]:
+def _split_tensor(
+    location: TensorLocation, target: torch.Tensor, offset: int, max_bytes: int
+) -> Iterator[_ConvertPiece]:
     """Split a contiguous stored tensor into pieces of at most `max_bytes` bytes."""
     nbytes = target.numel() * location.dtype.itemsize
     if nbytes <= max_bytes or not target.dim():
@@ -100,7 +102,7 @@ def _cut(location: TensorLocation, target: torch.Tensor, offset: int, max_bytes:
     step = max(1, max_bytes // row)
     for first in range(0, target.shape[0], step):
         part = target[first] if row > max_bytes else target[first : first + step]
-        yield from _cut(location, part, offset + first * row, max_bytes)
+        yield from _split_tensor(location, part, offset + first * row, max_bytes)
 
 
 def _runs(pieces: Iterable[_ConvertPiece], gap: int, max_bytes: int) -> Iterator[_FileRun]:

@@ -73,7 +73,7 @@ def tensors_in(block: TensorBlock, memory: torch.Tensor) -> Iterator[tuple[str, 
 
 
 def aligned(location: TensorLocation) -> bool:
-    """Return whether a tensor's offset is a multiple of its item size."""
+    """Return True if a tensor's offset is a multiple of its item size."""
     return location.offset % location.dtype.itemsize == 0
 
 

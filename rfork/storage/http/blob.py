@@ -105,7 +105,8 @@ class RangedBlob:
         cursor = ScatterCursor(into)
         length = cursor.left
         if offset < 0 or offset + length > self.size:
-            raise StorageError(f"{self._uri} has {self.size} bytes, not [{offset}, {offset + length})")
+            end = offset + length
+            raise StorageError(f"{self._uri} has {self.size} bytes: there are no bytes [{offset}, {end})")
         self._check_open()
         cursor.write_bytes(self._head_bytes[offset : offset + length])
         while cursor.left:
@@ -125,7 +126,7 @@ class RangedBlob:
     def _first(self, front: int) -> ObjectVersion:
         """Request and keep the first bytes. Raises StorageError subclasses."""
         max_bytes = max(1, front)
-        attempts = self._attempts()
+        retry_budget = self._retry_budget()
         while True:
             with self._cancel_scope() as scope:
                 try:
@@ -137,18 +138,18 @@ class RangedBlob:
                         self._head_bytes = bytes(body) if front else b""
                         return identity
                 except (Cancelled, RetryableError, OSError) as error:
-                    self._back_off(attempts, 0, error, scope, "the first byte")
+                    self._back_off(retry_budget, 0, error, scope, "the first byte")
 
     def _read_range(self, cursor: ScatterCursor, offset: int, until: int) -> None:
         """Fill the cursor, which began at byte `offset`, up to `until` bytes."""
-        attempts = self._attempts()
+        retry_budget = self._retry_budget()
         what = f"bytes [{offset + cursor.done}, {offset + until})"
         while cursor.done < until:
             before = cursor.done
             with self._cancel_scope() as scope:
                 failed = self._attempt(cursor, offset, until, scope)
                 if failed is not None and cursor.done < until:
-                    self._back_off(attempts, cursor.done - before, failed, scope, what)
+                    self._back_off(retry_budget, cursor.done - before, failed, scope, what)
 
     def _attempt(self, cursor: ScatterCursor, offset: int, until: int, scope: CancelScope) -> Exception | None:
         """Request the missing bytes, hedged if slow; return the error, if any."""
@@ -198,20 +199,20 @@ class RangedBlob:
             return began - reply.timeout.began, time.monotonic() - reply.timeout.began
 
     def _back_off(
-        self, attempts: RetryBudget, transferred_bytes: int, failed: Exception, scope: CancelScope, what: str
+        self, retry_budget: RetryBudget, transferred_bytes: int, failed: Exception, scope: CancelScope, what: str
     ) -> None:
         """Wait before the next attempt. Raises StorageError after the last attempt, or after `close`."""
         self._check_open()
         cause = failed if isinstance(failed, RetryableError) else RetryableError(_describe(failed))
-        delay_s = attempts.failed(transferred_bytes, cause.after_s)
+        delay_s = retry_budget.failed(transferred_bytes, cause.after_s)
         if delay_s is None:
-            count = f"{attempts.made} attempt{'s' if attempts.made > 1 else ''}"
-            raise StorageError(f"{self._uri}: no success for {what} after {count}: {cause}")
+            count = f"{retry_budget.failed_attempts} attempt{'s' if retry_budget.failed_attempts > 1 else ''}"
+            raise StorageError(f"{self._uri}: failed to read {what} in {count}: {cause}")
         log.debug("retrying storage request", source=self._uri, what=what, reason=str(cause), wait_s=round(delay_s, 2))
         scope.wait(delay_s)
         self._check_open()
 
-    def _attempts(self) -> RetryBudget:
+    def _retry_budget(self) -> RetryBudget:
         return RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
 
     def _timeout(self) -> ReadTimeout:

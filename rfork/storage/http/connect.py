@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.settings import StorageSettings
 from rfork.storage.http.request import HttpOrigin
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
@@ -37,7 +37,7 @@ class CancelScope:
 
     @property
     def is_cancelled(self) -> bool:
-        """Return whether the attempt was cancelled."""
+        """True if the attempt was cancelled."""
         return self._ended.is_set()
 
     def wait(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ def client_context(settings: StorageSettings) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cafile=settings.ca)
     except OSError as error:  # includes ssl.SSLError
-        raise SettingsError(f"SSL_CERT_FILE: cannot use {settings.ca}: {error}") from error
+        raise SettingsError(f"SSL_CERT_FILE: cannot use {settings.ca}: {reason_of(error)}") from error
     return context
 
 

@@ -142,5 +142,5 @@ def _part(uri: str, head: ResponseHead, begin: int, end: int) -> int | None:
 
 def _unusable(uri: str, head: ResponseHead) -> StorageError:
     if head.status == 200:
-        return StorageError(f"{uri}: the server does not support range requests and sends the complete file")
+        return StorageError(f"{uri}: the server does not support range requests: it would send the complete file")
     return StorageError(f"{uri}: the server responded {status_line(head.status)} to a range request")

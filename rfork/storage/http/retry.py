@@ -46,26 +46,26 @@ class RetryBudget:
         self._random = random
         self._clock = clock
         self._fruitless_attempts = 0
-        self._progress = clock()
-        self.made = 0
+        self._progressed_at = clock()
+        self.failed_attempts = 0
 
     def failed(self, transferred_bytes: int, after_s: float = 0.0) -> float | None:
         """Record a failed attempt that transferred `transferred_bytes` bytes; return the delay in seconds, or None to
         give up.
         """
-        self.made += 1
+        self.failed_attempts += 1
         self._fruitless_attempts += 1
         now = self._clock()
         if transferred_bytes >= MIN_PROGRESS_BYTES:
-            self._fruitless_attempts, self._progress = 1, now
+            self._fruitless_attempts, self._progressed_at = 1, now
         wait_s = (0.5 + self._random() / 2) * min(
             MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._fruitless_attempts - 1, 30)
         )
         if self._fruitless_attempts >= self._min_attempts:
-            left_s = self._progress + self._min_retry_s - now
-            if left_s <= 0:
+            remaining_s = self._progressed_at + self._min_retry_s - now
+            if remaining_s <= 0:
                 return None
-            wait_s = min(wait_s, left_s)
+            wait_s = min(wait_s, remaining_s)
         return max(wait_s, min(after_s, MAX_RETRY_AFTER_S))
 
 

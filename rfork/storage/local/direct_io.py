@@ -139,7 +139,7 @@ class DirectFile:
             self._mode_selector.record(mode, (time.perf_counter() - began) / length)
 
     def cached(self, offset: int, length: int) -> bool:
-        """Return whether at least half of a range is known to be in the page cache."""
+        """Return True if at least half of a range is known to be in the page cache."""
         return 2 * (linux.resident(self._descriptor, offset, length) or 0) >= length
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ def _read_some(direct_fd: _DirectFd, offset: int, memory: memoryview, min_bytes:
 
 
 def _is_direct_readable(direct_fd: _DirectFd, offset: int, view: memoryview) -> bool:
-    """Return whether a view has the file's alignment and is (or can be) backed by huge pages."""
+    """Return True if a view has the file's alignment and is (or can be) backed by huge pages."""
     address = linux.address_of(view)
     if (address - offset) % direct_fd.alignment:
         return False

@@ -88,7 +88,7 @@ class LocalFile:
             self._release()
 
     def cached(self, offset: int, length: int) -> bool:
-        """Return whether most of this range is known to be in the page cache."""
+        """Return True if most of this range is known to be in the page cache."""
         with self.reading():
             return self._reader.cached(offset, length)
 

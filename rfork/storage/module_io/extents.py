@@ -44,7 +44,7 @@ def uncovered(names: Iterable[str], state: Mapping[str, torch.Tensor], filled: S
 
 
 def _is_written(tensor: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
-    """Return whether each element is filled. Exact; for the few tensors that are not dense."""
+    """Return True if each element is filled. Exact; for the few tensors that are not dense."""
     storage, size = tensor.untyped_storage(), tensor.itemsize
     written = torch.zeros(storage.nbytes() // size, dtype=torch.bool)
     for other in filled:
@@ -67,14 +67,14 @@ def extent_of(tensor: torch.Tensor) -> ranges.Range:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the extent, each byte once."""
+    """Return True if the elements fill the extent, each byte once."""
     if tensor.is_contiguous():
         return True
     return not overlaps_itself(tensor) and extent_of(tensor)[1] - tensor.data_ptr() == tensor.nbytes
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may share memory, as in an expanded tensor."""
+    """Return True if two elements may share memory, as in an expanded tensor."""
     reach = 0
     for step, size in sorted(
         (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
@@ -86,7 +86,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has its own bytes in memory, laid out by strides."""
+    """Return True if the tensor has its own bytes in memory, laid out by strides."""
     wraps: bool = type(tensor) not in BASE_TENSOR_TYPES and is_traceable_wrapper_subclass(tensor)
     return (
         not wraps and tensor.layout is torch.strided and (tensor.is_cpu or tensor.is_cuda) and not tensor.is_quantized

@@ -188,9 +188,11 @@ def _fill(
         return False
     # For a tied tensor, use the last stored name, like torch and like tensors with memory.
     named = {id(tensor): name for name, tensor in assigned.direct.items() if tensor.is_meta}
-    fresh, made = _fresh_memory(source, {name: assigned.direct[name] for name in named.values()}, dtype, device)
-    own = {name: tensor for name, tensor in assigned.direct.items() if not tensor.is_meta}
-    into = own | made
+    adopted_names, allocated = _allocate_memory(
+        source, {name: assigned.direct[name] for name in named.values()}, dtype, device
+    )
+    existing = {name: tensor for name, tensor in assigned.direct.items() if not tensor.is_meta}
+    into = existing | allocated
     found = restore() if _loads_all_tensors(module, source, assigned, into) else None
     if found is not None:
         with torch.inference_mode():  # parameters are written in place, inference tensors too
@@ -198,15 +200,15 @@ def _fill(
                 tensor.copy_(found[name])
             for name, tensor in assigned.staged.items():
                 copy_into(source.uri, name, tensor, found[name])
-        made |= {name: found[name] for name in fresh}
+        allocated |= {name: found[name] for name in adopted_names}
     else:
-        if made:
-            source.read_into(made, progress)
-        replace(assigned, direct=own).fill(source, progress)
-        if fresh and isinstance(source, SafetensorsSource):
-            made |= source.load(fresh, device, progress)
+        if allocated:
+            source.read_into(allocated, progress)
+        replace(assigned, direct=existing).fill(source, progress)
+        if adopted_names and isinstance(source, SafetensorsSource):
+            allocated |= source.load(adopted_names, device, progress)
     by_id = {id(tensor): tensor for tensor in empty.values()}
-    replace_tensors(module, {key: _replace_empty(by_id[key], made[name]) for key, name in named.items()})
+    replace_tensors(module, {key: _replace_empty(by_id[key], allocated[name]) for key, name in named.items()})
     for name, tensor in named_tensors(module).items():
         if tensor.is_meta and tensor.numel():
             raise CheckpointError(
@@ -219,7 +221,7 @@ def _fill(
 def _loads_all_tensors(
     module: nn.Module, source: TensorSource, assigned: TensorAssignment, into: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether a module loads all stored tensors unchanged, and no parameter has memory yet.
+    """Return True if a module loads all stored tensors unchanged, and no parameter has memory yet.
 
     `into` are its tensors that do not adopt the memory of the file.
     """
@@ -236,18 +238,18 @@ def _loads_all_tensors(
     )
 
 
-def _fresh_memory(
+def _allocate_memory(
     source: TensorSource,
     empty: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Return names that can adopt the memory their file is read into, and new tensors for all others."""
-    fresh: list[str] = []
-    made: dict[str, torch.Tensor] = {}
+    adopted_names: list[str] = []
+    allocated: dict[str, torch.Tensor] = {}
     seen: set[tuple[Blob, int]] = set()
     for name, tensor in empty.items():
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        new_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         location = source.locations[name] if isinstance(source, SafetensorsSource) else None
         shape = location.shape if location is not None else source.specs[name].shape
         if shape != tensor.shape:
@@ -255,12 +257,12 @@ def _fresh_memory(
                 f"{source.uri}: {name} has shape {list(shape)}, but {list(tensor.shape)} in the model"
             )
         # Tensors that are tied in storage but not in the model get separate memory.
-        if location is not None and location[1:3] not in seen and is_bytewise(location, wanted, tensor):
+        if location is not None and location[1:3] not in seen and is_bytewise(location, new_dtype, tensor):
             seen.add(location[1:3])
-            fresh.append(name)
+            adopted_names.append(name)
         else:
-            made[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
-    return fresh, made
+            allocated[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=new_dtype, device=device)
+    return adopted_names, allocated
 
 
 def _replace_empty(empty: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:

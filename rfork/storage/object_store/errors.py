@@ -29,7 +29,7 @@ _NO_CREDENTIALS = re.compile(r"metadata\.google\.internal|169\.254\.169\.254|cre
 
 
 def is_retryable(error: Exception) -> bool:
-    """Return whether a retry may succeed after this error."""
+    """Return True if a retry may succeed after this error."""
     if isinstance(error, FileNotFoundError):
         return False
     if isinstance(error, OSError):

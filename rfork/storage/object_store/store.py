@@ -49,7 +49,7 @@ class CloudStore:
         self._folder = folder.folder
         self._settings = settings
         self._lock = threading.Lock()
-        self._made: dict[bool, ObjectStore] = {}
+        self._stores: dict[bool, ObjectStore] = {}  # by whether obstore retries
 
     @property
     def uri(self) -> str:
@@ -97,16 +97,16 @@ class CloudStore:
     def close(self) -> None:
         """See `BlobStore`."""
         with self._lock:
-            self._made.clear()
+            self._stores.clear()
 
     def _store(self, *, retries: bool = True) -> ObjectStore:
         """Return a client; `retries`: whether it retries internally. Reads retry here instead, to resume
         where they were.
         """
         with self._lock:
-            if retries not in self._made:
-                self._made[retries] = _connect(self._folder, self._settings, retries=retries)
-            return self._made[retries]
+            if retries not in self._stores:
+                self._stores[retries] = _connect(self._folder, self._settings, retries=retries)
+            return self._stores[retries]
 
 
 class CloudBlob:
@@ -142,7 +142,7 @@ class CloudBlob:
         cursor = ScatterCursor(into)
         end = offset + cursor.left
         if offset < 0 or end > self._size:
-            raise StorageError(f"{self.uri} has {self._size} bytes, not [{offset}, {end})")
+            raise StorageError(f"{self.uri} has {self._size} bytes: there are no bytes [{offset}, {end})")
         attempts = self._attempts()
         while cursor.left:
             before, begin = cursor.done, end - cursor.left
@@ -214,11 +214,11 @@ def _connect(folder: Location, settings: StorageSettings, *, retries: bool) -> O
         try:
             options["root_certificate"] = settings.ca.read_text()
         except OSError as error:
-            raise SettingsError(f"SSL_CERT_FILE: cannot read {settings.ca}: {error.strerror}") from None
+            raise SettingsError(f"SSL_CERT_FILE: cannot use {settings.ca}: {error.strerror}") from None
     retry: RetryConfig = {
         "max_retries": settings.max_attempts - 1 if retries else 0,
         "retry_timeout": timedelta(seconds=settings.timeout_s * settings.max_attempts),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)},
     }
-    made: ObjectStore = from_url(f"{folder.scheme}://{folder.host}", client_options=options, retry_config=retry)
-    return made
+    store: ObjectStore = from_url(f"{folder.scheme}://{folder.host}", client_options=options, retry_config=retry)
+    return store

@@ -67,7 +67,7 @@ class CloudUpload:
         self._feed: _PartQueue | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._made = False
+        self._is_created = False
         self._already_exists = False
 
     def write(self, views: Sequence[memoryview]) -> None:
@@ -146,7 +146,7 @@ class CloudUpload:
                 chunk_size=self._size,
                 max_concurrency=in_flight,
             )
-            self._made = True
+            self._is_created = True
         except BaseException as error:  # re-raised in _join(); a panic in obstore is a BaseException
             self._error = error
         finally:
@@ -157,7 +157,7 @@ class CloudUpload:
             self._thread.join()
         if self._error is not None:
             raise to_storage_error(self._location.uri, self._error) from None
-        if not self._made:
+        if not self._is_created:
             raise StorageError(f"{self._location.uri}: the upload ended early")
 
     def _exists(self) -> bool:

@@ -1,5 +1,4 @@
-"""Typed access to one bucket through botocore: credentials, endpoints, signatures, retries; raises rfork
-errors.
+"""One S3 bucket through botocore: credentials, endpoints, signatures and retries, with rfork's errors.
 
 Runs wherever weights are read or written. botocore finds credentials like AWS's own tools: environment,
 profiles, web identity (IRSA), container and instance metadata.
@@ -11,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -31,7 +31,7 @@ from rfork.storage.s3.parts import ObjectHead, Part, PartBody
 URL_TTL_S: Final = 900
 """Validity of a presigned URL in seconds; each is used for only a fraction of it."""
 DEFAULT_REGION: Final = "us-east-1"
-_AWS = re.compile(r"\.amazonaws\.com(\.cn)?$")
+_AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 
 
 class S3Bucket:
@@ -41,7 +41,7 @@ class S3Bucket:
         self.name = name
         self._settings = settings
         self._lock = threading.Lock()
-        self._made: tuple[_Client, Path | None] | None = None
+        self._connection: _Connection | None = None
 
     def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
         """See `MultipartBucket`."""
@@ -53,7 +53,7 @@ class S3Bucket:
         """See `MultipartBucket`."""
         with self._storage_errors(key):
             response = self._client.create_multipart_upload(Bucket=self.name, Key=key)
-        return _object_head(response, "UploadId", key)
+        return _required_field(response, "UploadId", key)
 
     def put_part(self, key: str, upload: str, number: int, body: PartBody) -> Part:
         """See `MultipartBucket`."""
@@ -66,7 +66,7 @@ class S3Bucket:
             for name, value in response.items()
             if name.startswith("Checksum") and name != "ChecksumType"
         }
-        return Part(number, _object_head(response, "ETag", key), checksums)
+        return Part(number, _required_field(response, "ETag", key), checksums)
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
         """See `MultipartBucket`."""
@@ -78,7 +78,7 @@ class S3Bucket:
             response = self._client.complete_multipart_upload(
                 Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": part_list}, **condition
             )
-        return _object_head(response, "ETag", key)
+        return _required_field(response, "ETag", key)
 
     def abort(self, key: str, upload: str) -> None:
         """See `MultipartBucket`."""
@@ -124,32 +124,30 @@ class S3Bucket:
             )
 
     def find_region(self) -> None:
-        """Look up the bucket's region and use it from now on; changes nothing if the service does not report
-        it.
-        """
+        """Use the region that the service reports for the bucket from now on, if it reports one."""
         with self._storage_errors(""):
             try:
                 response = self._client.head_bucket(Bucket=self.name)
             except ClientError as error:
-                response = error.response  # error responses include the region too
+                response = error.response  # errors report the region too
             region = response["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             if region:
-                found = _connect(self._settings.model_copy(update={"s3_region": region}))
+                connection = _connect(self._settings.model_copy(update={"s3_region": region}))
                 with self._lock:
                     # The previous client may be in use: it is closed when it is garbage collected.
-                    self._made = found
+                    self._connection = connection
 
     @property
-    def authorities(self) -> Path | None:
-        """CA file used to verify the service, if it is not the default."""
+    def ca_file(self) -> Path | None:
+        """File of the authorities that the service is verified with, if it is not the default."""
         with self._storage_errors(""):
-            return self._connected()[1]
+            return self._connected().ca_file
 
     def close(self) -> None:
         """Close connections; they reopen on use."""
         with self._lock:
-            if self._made is not None:
-                self._made[0].close()
+            if self._connection is not None:
+                self._connection.client.close()
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
@@ -162,20 +160,68 @@ class S3Bucket:
 
     @property
     def _client(self) -> _Client:
-        return self._connected()[0]
+        return self._connected().client
 
-    def _connected(self) -> tuple[_Client, Path | None]:
+    def _connected(self) -> _Connection:
         with self._lock:
-            if self._made is None:
-                self._made = _connect(self._settings)
-            return self._made
+            if self._connection is None:
+                self._connection = _connect(self._settings)
+            return self._connection
 
 
-def _object_head(response: Mapping[str, str], name: str, key: str) -> str:
-    # botocore treats a connection that closes before any body as a response without fields.
+@dataclass(frozen=True)
+class _Connection:
+    client: _Client
+    ca_file: Path | None
+
+
+def _required_field(response: Mapping[str, str], name: str, key: str) -> str:
+    """Return a field of a response. Raises StorageError without it: botocore treats a connection that closes before
+    any body as a response without fields.
+    """
     if name not in response:
         raise StorageError(f"{key}: the service's response was incomplete")
     return str(response[name])
+
+
+def _connect(settings: StorageSettings) -> _Connection:
+    """Create a client configured by the settings, then by AWS's environment and files. Raises botocore's errors."""
+    session = Session()
+    session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
+    ca_file = session.get_config_variable("ca_bundle") or settings.ca
+
+    def create_client(addressing_style: str) -> _Client:
+        client = session.create_client(
+            "s3",
+            region_name=settings.s3_region or session.get_config_variable("region") or DEFAULT_REGION,
+            endpoint_url=settings.s3_endpoint,
+            verify=str(ca_file) if ca_file else None,
+            config=Config(
+                # botocore's default version for presigned URLs is rejected by newer regions.
+                signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
+                connect_timeout=settings.timeout_s,
+                read_timeout=settings.timeout_s,
+                retries={"mode": "standard", "total_max_attempts": settings.max_attempts},
+                # Concurrent uploads of several blobs share this client.
+                max_pool_connections=max(32, 2 * settings.concurrency),
+                user_agent_extra=f"rfork/{rfork.__version__}",
+                s3={} if addressing_style == "auto" else {"addressing_style": addressing_style},
+            ),
+        )
+        return cast(_Client, client)
+
+    client = create_client(settings.s3_addressing)
+    addressing_style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
+    if addressing_style == "auto" and _AWS_HOST.search(urlsplit(client.meta.endpoint_url).hostname or ""):
+        # Otherwise URLs use the global endpoint, which redirects for days after a bucket was created.
+        client = create_client("virtual")
+    return _Connection(client, Path(ca_file) if ca_file else None)
+
+
+@cache
+def _service_models(data_path: str | None) -> Loader:
+    """Return botocore's service models, parsed once for all clients because that takes 0.1 to 0.3 s."""
+    return create_loader(data_path)
 
 
 class _Client(Protocol):
@@ -212,45 +258,3 @@ class _Config(Protocol):
 
 class _Paginator(Protocol):
     def paginate(self, **parameters: str) -> Iterator[Mapping[str, Sequence[Mapping[str, str]]]]: ...
-
-
-def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
-    """Return a client configured by the settings, then by AWS's environment and files. Raises botocore's
-    errors.
-    """
-    session = Session()
-    session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
-    bundle = session.get_config_variable("ca_bundle") or settings.ca
-
-    def client(style: str) -> _Client:
-        made = session.create_client(
-            "s3",
-            region_name=settings.s3_region or session.get_config_variable("region") or DEFAULT_REGION,
-            endpoint_url=settings.s3_endpoint,
-            verify=str(bundle) if bundle else None,
-            config=Config(
-                # botocore's default version for presigned URLs is rejected by newer regions.
-                signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
-                connect_timeout=settings.timeout_s,
-                read_timeout=settings.timeout_s,
-                retries={"mode": "standard", "total_max_attempts": settings.max_attempts},
-                # Concurrent uploads of several blobs share this client.
-                max_pool_connections=max(32, 2 * settings.concurrency),
-                user_agent_extra=f"rfork/{rfork.__version__}",
-                s3={} if style == "auto" else {"addressing_style": style},
-            ),
-        )
-        return cast(_Client, made)
-
-    made = client(settings.s3_addressing)
-    chosen = (made.meta.config.s3 or {}).get("addressing_style", "auto")
-    if chosen == "auto" and _AWS.search(urlsplit(made.meta.endpoint_url).hostname or ""):
-        # Otherwise URLs use the global endpoint, which redirects for days after a bucket was created.
-        made = client("virtual")
-    return made, Path(bundle) if bundle else None
-
-
-@cache
-def _service_models(data_path: str | None) -> Loader:
-    """Return botocore's service models, parsed once for all clients because that takes 0.1 to 0.3 s."""
-    return create_loader(data_path)

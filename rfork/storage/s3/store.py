@@ -36,7 +36,7 @@ class S3Store:
         self._settings = settings
         self._bucket = S3Bucket(folder.host, settings)
         self._lock = threading.Lock()
-        self._made: HttpConnectionPool | None = None
+        self._http_pool: HttpConnectionPool | None = None
 
     @property
     def uri(self) -> str:
@@ -57,11 +57,11 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         """See `BlobStore`."""
-        begin = self._folder.path
-        found = (BlobEntry(key.removeprefix(begin), size) for key, size in self._bucket.objects(begin + prefix))
+        folder = self._folder.path
+        entries = (BlobEntry(key.removeprefix(folder), size) for key, size in self._bucket.objects(folder + prefix))
         # Not every service sorts them, and some consoles create empty objects for folders.
         yield from sorted(
-            (entry for entry in found if entry.name and not entry.name.endswith("/")),
+            (entry for entry in entries if entry.name and not entry.name.endswith("/")),
             key=lambda entry: entry.name,
         )
 
@@ -77,35 +77,35 @@ class S3Store:
     def close(self) -> None:
         """See `BlobStore`."""
         with self._lock:
-            if self._made is not None:
-                self._made.close()
+            if self._http_pool is not None:
+                self._http_pool.close()
         self._bucket.close()
 
     def _open(self, name: str, front: int) -> RangedBlob:
         location = self._folder.child(name)
 
-        def meaning(status: int, text: bytes) -> StorageError | None:
+        def explain_status(status: int, text: bytes) -> StorageError | None:
             return explain(location.uri, status, text)
 
         return RangedBlob.open(
             location.uri,
-            _Signed(self._bucket, location.path),
+            _RequestSigner(self._bucket, location.path),
             self._pool(),
             self._settings,
-            meaning,
+            explain_status,
             front=front,
         )
 
     def _pool(self) -> HttpConnectionPool:
-        authorities = self._bucket.authorities
+        ca_file = self._bucket.ca_file
         with self._lock:
-            if self._made is None:
-                self._made = HttpConnectionPool(self._settings.model_copy(update={"ca": authorities}))
-            return self._made
+            if self._http_pool is None:
+                self._http_pool = HttpConnectionPool(self._settings.model_copy(update={"ca": ca_file}))
+            return self._http_pool
 
 
-class _Signed:
-    """Creates the requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
+class _RequestSigner:
+    """Creates presigned requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
 
     def __init__(self, bucket: S3Bucket, key: str) -> None:
         self._bucket = bucket

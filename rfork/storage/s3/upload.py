@@ -154,7 +154,7 @@ class Upload:
         if self._replace:
             request(False)
             return
-        attempts = RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
+        retry_budget = RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
         while True:
             try:
                 request(True)
@@ -162,7 +162,7 @@ class Upload:
                 self.abort()
             except ConcurrentWriteConflict:
                 # Once the other writer has finished, the service responds that the object exists.
-                delay_s = attempts.failed(0)
+                delay_s = retry_budget.failed(0)
                 if delay_s is not None:
                     self._pause(delay_s)
                     continue
@@ -176,13 +176,13 @@ class Upload:
                     self.abort()
             except StorageError:
                 # A conflict may have removed this upload, so that the service no longer knows it.
-                if attempts.made == 0 or not self._exists():
+                if retry_budget.failed_attempts == 0 or not self._exists():
                     raise
                 self.abort()
             return
 
     def _exists(self) -> bool:
-        """Return whether another writer's object exists, as far as this writer may check."""
+        """Return True if another writer's object exists, as far as this writer may check."""
         try:
             return self._bucket.head(self._key) is not None
         except StorageAccessDenied:

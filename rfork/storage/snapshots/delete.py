@@ -40,11 +40,11 @@ def remove_snapshots(snapshots: Sequence[SnapshotEntry], settings: StorageSettin
     """
     removed = DeleteResult(len(snapshots), 0)
     shared: dict[Location, list[SnapshotEntry]] = {}
-    for found in snapshots:
-        if found.manifest_file is not None and found.manifest_file.chunks is not None:
-            shared.setdefault(chunk_folder(found.folder, found.manifest_file.chunks), []).append(found)
+    for entry in snapshots:
+        if entry.manifest_file is not None and entry.manifest_file.chunks is not None:
+            shared.setdefault(chunk_folder(entry.folder, entry.manifest_file.chunks), []).append(entry)
         else:
-            removed = removed.merge(_remove_file(found, settings))
+            removed = removed.merge(_remove_file(entry, settings))
     for chunks, group in shared.items():
         removed = removed.merge(_remove_shared(chunks, group, settings))
     return removed
@@ -74,31 +74,31 @@ def remove_leftovers(repository: Repository) -> DeleteResult:
     return DeleteResult(count, freed)
 
 
-def _remove_file(found: SnapshotEntry, settings: StorageSettings | None) -> DeleteResult:
-    with folder_store(found.folder, settings) as store:
-        store.remove(manifest_name(found.name))
+def _remove_file(entry: SnapshotEntry, settings: StorageSettings | None) -> DeleteResult:
+    with folder_store(entry.folder, settings) as store:
+        store.remove(manifest_name(entry.name))
         try:
-            blob = store.open(found.name)
+            blob = store.open(entry.name)
         except StorageNotFound:
             return DeleteResult(0, 0)
         blob.close()
-        store.remove(found.name)
+        store.remove(entry.name)
         return DeleteResult(0, blob.size)
 
 
 def _remove_shared(chunks: Location, group: Sequence[SnapshotEntry], settings: StorageSettings | None) -> DeleteResult:
-    deleted = {found.uri for found in group}
+    deleted = {entry.uri for entry in group}
     above = Location(chunks.scheme, chunks.host, chunks.path.rstrip("/").rpartition("/")[0]).folder
     with folder_store(chunks, settings) as objects, pending_delete(objects):
         # All snapshots that may reference these chunks are below the parent of the chunk folder.
         contents = Repository(above, settings).contents(strict=True)
-        remaining = [found for found in contents.snapshots if found.uri not in deleted]
-        needed = contents.pending.union(*(found.objects for found in remaining))
-        for found in group:
-            with folder_store(found.folder, settings) as store:
-                store.remove(manifest_name(found.name))
+        remaining = [entry for entry in contents.snapshots if entry.uri not in deleted]
+        needed = contents.pending.union(*(entry.objects for entry in remaining))
+        for entry in group:
+            with folder_store(entry.folder, settings) as store:
+                store.remove(manifest_name(entry.name))
         freed = retained_bytes = 0
-        for path, length in {path: size for found in group for path, size in found.objects.items()}.items():
+        for path, length in {path: size for entry in group for path, size in entry.objects.items()}.items():
             if path in needed:
                 retained_bytes += length
             else:

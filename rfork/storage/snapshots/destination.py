@@ -17,9 +17,9 @@ def validate_destination(uri: str | Path, settings: StorageSettings | None = Non
     """Raise SettingsError for read-only storage or the suffix of another format; MissingExtra."""
     location = Location.parse(uri)
     if location.scheme in ("http", "https"):
-        raise SettingsError(f"{location.uri}: web servers are read-only")
+        raise SettingsError(f"{location.uri} is read-only: it is a web server", hint="write to s3:// or a path")
     if location.name.endswith((*OTHER_FORMATS, ".tensors")):
         raise SettingsError(
-            f"{location.uri}: not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
+            f"{location.uri} is not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
         )
     registry.open_store(location.folder, settings).close()

@@ -57,8 +57,8 @@ class SnapshotEntry:
         """Path and size of each object in the shared form; empty for a single file."""
         if self.manifest_file is None or self.manifest_file.chunks is None:
             return {}
-        within = chunk_folder(self.folder, self.manifest_file.chunks).path
-        return {within + name: length for name, length in self.manifest_file.objects}
+        chunks_path = chunk_folder(self.folder, self.manifest_file.chunks).path
+        return {chunks_path + name: length for name, length in self.manifest_file.objects}
 
 
 def read_entry(folder: Location, name: str, settings: StorageSettings | None = None) -> SnapshotEntry:
@@ -78,7 +78,7 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
             if is_foreign_manifest(store, manifest, strict=False):
                 raise
             return SnapshotEntry(folder, name, None, str(error))
-        found = SnapshotEntry(folder, name, manifest_file)
+        entry = SnapshotEntry(folder, name, manifest_file)
         sizes: dict[str, int] = {}
         if manifest_file.chunks is None:
             try:
@@ -86,18 +86,18 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
                     sizes[folder.path + name] = blob.size
             except StorageNotFound:
                 pass
-            return with_problems(found, sizes, {})
+            return with_problems(entry, sizes, {})
     try:
         chunks = chunk_folder(folder, manifest_file.chunks)
         with folder_store(chunks, settings) as objects:
-            sizes = {chunks.path + entry.name: entry.size for entry in objects.list()}
+            sizes = {chunks.path + blob.name: blob.size for blob in objects.list()}
     except StorageCorrupt as error:
         return SnapshotEntry(folder, name, None, str(error))
     except StorageNotFound:
         pass
     except (SettingsError, StorageAccessDenied):
-        return found
-    return with_problems(found, sizes, Counter(found.objects))
+        return entry
+    return with_problems(entry, sizes, Counter(entry.objects))
 
 
 def _no_snapshot(store: BlobStore, folder: Location, name: str, missing: StorageNotFound) -> StorageNotFound:
@@ -110,7 +110,7 @@ def _no_snapshot(store: BlobStore, folder: Location, name: str, missing: Storage
 
 
 def is_foreign_manifest(store: BlobStore, manifest: str, *, strict: bool) -> bool:
-    """Return whether an unreadable manifest belongs to another program, rather than being damaged.
+    """Return True if an unreadable manifest belongs to another program, rather than being damaged.
 
     With `strict`, a file that is not JSON counts as damaged.
     """
@@ -128,22 +128,22 @@ def is_foreign_manifest(store: BlobStore, manifest: str, *, strict: bool) -> boo
     return True
 
 
-def with_problems(found: SnapshotEntry, there: Mapping[str, int], users: Mapping[str, int]) -> SnapshotEntry:
+def with_problems(entry: SnapshotEntry, sizes: Mapping[str, int], users: Mapping[str, int]) -> SnapshotEntry:
     """Return the entry with the problems that sizes reveal, and its shared bytes."""
-    if found.manifest_file is None:
-        return found
+    if entry.manifest_file is None:
+        return entry
     problem = None
-    if found.manifest_file.chunks is None:
-        size = there.get(found.folder.path + found.name)
+    if entry.manifest_file.chunks is None:
+        size = sizes.get(entry.folder.path + entry.name)
         if size is None:
             problem = "the data is missing"
-        elif size != found.size:
-            problem = f"the data has {size} bytes instead of {found.size}"
-        return SnapshotEntry(found.folder, found.name, found.manifest_file, problem)
-    objects = found.objects
-    wrong = [path for path, length in objects.items() if there.get(path) != length]
-    if wrong:
-        first = wrong[0].rpartition("/")[2]
-        problem = f"{len(wrong)} of {len(objects)} chunks are missing or truncated, first {first}"
+        elif size != entry.size:
+            problem = f"the data has {size} bytes instead of {entry.size}"
+        return SnapshotEntry(entry.folder, entry.name, entry.manifest_file, problem)
+    objects = entry.objects
+    damaged = [path for path, length in objects.items() if sizes.get(path) != length]
+    if damaged:
+        first = damaged[0].rpartition("/")[2]
+        problem = f"{len(damaged)} of {len(objects)} chunks are missing or truncated, first {first}"
     shared = sum(length for path, length in objects.items() if users[path] > 1)
-    return SnapshotEntry(found.folder, found.name, found.manifest_file, problem, shared)
+    return SnapshotEntry(entry.folder, entry.name, entry.manifest_file, problem, shared)

@@ -75,9 +75,8 @@ class ManifestFile(BaseModel):
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Digest and size of the header and of each chunk, in file order."""
-        cut = Chunks.of(self.image_bytes)
-        named = zip(self.digests, (end - begin for begin, end in cut), strict=True)
-        return ((self.header, self.header_bytes), *named)
+        sizes = (end - begin for begin, end in Chunks.of(self.image_bytes))
+        return ((self.header, self.header_bytes), *zip(self.digests, sizes, strict=True))
 
     @property
     def objects(self) -> tuple[tuple[str, int], ...]:
@@ -142,7 +141,7 @@ def snapshot_location(uri: str | Path, rank: Rank | None = None) -> tuple[Locati
 
 
 def is_file(uri: str | Path) -> bool:
-    """Return whether a URI refers to a file rather than a folder."""
+    """Return True if a URI refers to a file rather than a folder."""
     return Location.parse(uri).name.endswith(DATA_SUFFIX)
 
 

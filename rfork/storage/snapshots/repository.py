@@ -81,17 +81,17 @@ class Repository:
             if strict:
                 # A marker that disappeared belonged to a snapshot that exists by now.
                 sizes = {entry.name: entry.size for entry in store.list()}
-            named = [name for name in sizes if name.endswith(DATA_SUFFIX + MANIFEST_SUFFIX)]
-            manifests = self._read(store, named, strict)
-        found = [
-            self._found(name.removesuffix(MANIFEST_SUFFIX), manifest_file, strict)
+            manifest_names = [name for name in sizes if name.endswith(DATA_SUFFIX + MANIFEST_SUFFIX)]
+            manifests = self._read(store, manifest_names, strict)
+        entries = [
+            self._entry(name.removesuffix(MANIFEST_SUFFIX), manifest_file, strict)
             for name, manifest_file in manifests.items()
         ]
-        noted = [self._found(name, manifest_file, strict) for name, manifest_file in markers.items()]
-        pending = frozenset(path for each in noted for path in each.objects)
-        there = self._with_objects(found, sizes)
-        users = Counter(path for each in found for path in each.objects)
-        snapshots = tuple(with_problems(each, there, users) for each in found)
+        pending_entries = [self._entry(name, manifest_file, strict) for name, manifest_file in markers.items()]
+        pending = frozenset(path for each in pending_entries for path in each.objects)
+        object_sizes = self._object_sizes(entries, sizes)
+        users = Counter(path for each in entries for path in each.objects)
+        snapshots = tuple(with_problems(each, object_sizes, users) for each in entries)
         leftovers = (*self._leftovers(sizes, manifests, users, pending), *_unfinished(self.folder))
         return Listing(snapshots, leftovers, pending)
 
@@ -99,7 +99,7 @@ class Repository:
         """Return the snapshots in the folder itself."""
         return [each for each in contents.snapshots if each.folder == self.folder]
 
-    def _found(self, name: str, manifest_file: ManifestFile | str, strict: bool) -> SnapshotEntry:
+    def _entry(self, name: str, manifest_file: ManifestFile | str, strict: bool) -> SnapshotEntry:
         head, slash, last = name.rpartition("/")
         folder = self.folder.child(head + slash) if slash else self.folder
         if isinstance(manifest_file, str):
@@ -135,22 +135,22 @@ class Repository:
             results = list(pool.map(read, names))
         return {name: each for name, each in zip(names, results, strict=True) if each is not None}
 
-    def _with_objects(self, found: Sequence[SnapshotEntry], sizes: Mapping[str, int]) -> dict[str, int]:
+    def _object_sizes(self, entries: Sequence[SnapshotEntry], sizes: Mapping[str, int]) -> dict[str, int]:
         """Return sizes by path of all listed objects, and of those in chunk folders elsewhere."""
-        there = {self.folder.path + name: size for name, size in sizes.items()}
+        object_sizes = {self.folder.path + name: size for name, size in sizes.items()}
         elsewhere = {
             chunk_folder(each.folder, each.manifest_file.chunks)
-            for each in found
+            for each in entries
             if each.manifest_file is not None and each.manifest_file.chunks is not None
         }
         for chunks in elsewhere:
             if not chunks.path.startswith(self.folder.path):
                 with folder_store(chunks, self.settings) as store:
                     try:
-                        there |= {chunks.path + entry.name: entry.size for entry in store.list()}
+                        object_sizes |= {chunks.path + entry.name: entry.size for entry in store.list()}
                     except StorageNotFound:  # then all of its objects are missing
                         continue
-        return there
+        return object_sizes
 
     def _leftovers(
         self,

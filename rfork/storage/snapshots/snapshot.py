@@ -61,7 +61,10 @@ class Snapshot:
                 problem_text = (
                     f"first difference: {difference}" if difference else "its manifest has yet another layout"
                 )
-                raise CheckpointError(f"{files.uri} has another layout; {problem_text}")
+                raise CheckpointError(
+                    f"{files.uri} has another layout than the model; {problem_text}",
+                    hint="build the model exactly as when the snapshot was written, or write the snapshot again",
+                )
             return cls(files, layout, chosen)
         except BaseException:
             files.data.close()

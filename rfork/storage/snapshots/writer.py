@@ -113,7 +113,7 @@ def write_snapshot(
         header_bytes=len(head),
         header=digest_bytes([memoryview(head)]).hex(),
         digests=tuple(digest.hex() for digest in manifest.digests),
-        chunks=_within(folder, chunks) if shared else None,
+        chunks=_recorded_folder(folder, chunks) if shared else None,
     )
     with folder_store(folder, job.settings) as store:
         if manifest_file.chunks is not None:
@@ -204,11 +204,11 @@ class _WriteJob:
 
     def _write(self, writer: BlobWriter, chunk: int) -> None:
         begin, end = self.image.layout.chunks[chunk]
-        for low in range(begin, end, PIECE_BYTES):
-            high = min(low + PIECE_BYTES, end)
-            with self.image.readable(low, high) as views:
+        for offset in range(begin, end, PIECE_BYTES):
+            piece_end = min(offset + PIECE_BYTES, end)
+            with self.image.readable(offset, piece_end) as views:
                 writer.write(views)
-            self._report_progress(high - low)
+            self._report_progress(piece_end - offset)
 
     def _check(self, chunk: int) -> None:
         if self.image.digest(chunk) != self.manifest.digests[chunk]:
@@ -232,19 +232,19 @@ def _commit(store: BlobStore, name: str, manifest_file: ManifestFile) -> None:
     write_blob(store, manifest_name(name), manifest_file.model_dump_json(exclude_none=True).encode())
 
 
-def _within(folder: Location, chunks: str) -> str:
+def _recorded_folder(folder: Location, chunks: str) -> str:
     """Return the chunk folder as recorded in the manifest; the root of a bucket has no parent."""
     if not CHUNKS_FOLDER.fullmatch(chunks):
         raise SettingsError(
             f"{chunks!r} is not a valid folder for shared chunks",
             hint=f"use a name next to the snapshot's folder or one of its parents, e.g. {SHARED_CHUNKS_PATH}",
         )
-    within = chunks if folder.path.strip("/") else chunks.removeprefix("../")
+    recorded = chunks if folder.path.strip("/") else chunks.removeprefix("../")
     try:
-        chunk_folder(folder, within)
+        chunk_folder(folder, recorded)
     except StorageCorrupt as error:
         raise SettingsError(str(error)) from None
-    return within
+    return recorded
 
 
 def _length(image: ImageReader, chunk: int) -> int:
@@ -266,14 +266,14 @@ def _size(store: BlobStore, name: str) -> int | None:
 
 def _digest(store: BlobStore, name: str) -> str | None:
     """Return the digest of a blob, or None if it cannot be read completely."""
-    state = RunningDigest()
+    digest = RunningDigest()
     with closing(store.open(name)) as blob:
         buffer = memoryview(bytearray(min(PIECE_BYTES, blob.size)))
-        for low in range(0, blob.size, PIECE_BYTES):
-            piece = buffer[: min(PIECE_BYTES, blob.size - low)]
+        for offset in range(0, blob.size, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, blob.size - offset)]
             try:
-                blob.read(low, [piece])
+                blob.read(offset, [piece])
             except StorageCorrupt:
                 return None
-            state.update(piece)
-    return state.digest().hex()
+            digest.update(piece)
+    return digest.digest().hex()

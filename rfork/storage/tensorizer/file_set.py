@@ -69,7 +69,7 @@ def resolve_template(uri: str, rank: Rank) -> str:
 
 
 def is_template(uri: str) -> bool:
-    """Return whether a URI is a template for the files of several ranks: ``….tensors`` or ``….safetensors``
+    """Return True if a URI is a template for the files of several ranks: ``….tensors`` or ``….safetensors``
     with ``%03d``.
     """
     name = uri.rpartition("/")[2]

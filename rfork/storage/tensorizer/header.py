@@ -70,7 +70,7 @@ class TensorHeader:
     crypt: bytes
 
     def fits(self, data: memoryview) -> bool:
-        """Return whether header and (decrypted) data match the hash in the header.
+        """Return True if header and (decrypted) data match the hash in the header.
 
         Checks SHA-256 if present, otherwise the CRC, because checking both would double the time.
         """

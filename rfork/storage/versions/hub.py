@@ -44,7 +44,7 @@ def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | 
 
 
 def is_hub_id(source: str | Path) -> bool:
-    """Return whether this can only be a hub id: it has the form of one, and no local file or folder has this
+    """Return True if this can only be a hub id: it has the form of one, and no local file or folder has this
     name.
     """
     return (
@@ -56,7 +56,7 @@ def is_hub_id(source: str | Path) -> bool:
 
 
 def is_complete_snapshot(source: str | Path) -> bool:
-    """Return whether this is a commit's folder in a Hugging Face cache, rather than something below it."""
+    """Return True if this is a commit's folder in a Hugging Face cache, rather than something below it."""
     found = _in_cache(source)
     return found is not None and found["below"] is None
 

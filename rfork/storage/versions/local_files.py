@@ -36,7 +36,7 @@ class LocalFiles:
         except OSError as error:
             raise storage_error(path, error) from None
         if "\0" in str(path):
-            raise StorageNotFound(f"{str(path)!r}: no such file or folder")
+            raise StorageNotFound(f"{str(path)!r}: No such file or directory")
         self._folder = path if self._name is None else path.parent
         self.found = self._find()
         self._states = self._find_states(self.found.all)
@@ -73,7 +73,7 @@ class LocalFiles:
             raise changed(self._folder)
 
     def _find(self) -> WeightFiles:
-        missing = StorageNotFound(f"{self._path}: no such file or folder")
+        missing = StorageNotFound(f"{self._path}: No such file or directory")
         try:
             names = frozenset(entry.name for entry in self._folder.iterdir())
         except FileNotFoundError:

@@ -96,12 +96,12 @@ def select_named(name: str, names: Collection[str]) -> WeightFiles:
 
 
 def has_weight_suffix(name: str) -> bool:
-    """Return whether a name is that of a weight file or an index, rather than of a folder."""
+    """Return True if a name is that of a weight file or an index, rather than of a folder."""
     return name.endswith((*FORMATS, *PICKLES, INDEX_SUFFIX))
 
 
 def is_set(name: str) -> bool:
-    """Return whether the name of one file may refer to several; see `select_named`."""
+    """Return True if the name of one file may refer to several; see `select_named`."""
     return name.endswith(TENSORIZER) or _GGUF_PART.fullmatch(name) is not None or _TEMPLATE.search(name) is not None
 
 

@@ -31,7 +31,7 @@ class BlockTensors:
             return parts[0]
         block = self._block(end - begin)
         with torch.no_grad():
-            torch._foreach_copy_(_cut(block, parts), parts)
+            torch._foreach_copy_(_split_block(block, parts), parts)
         return block
 
     def destination(self, begin: int, end: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class BlockTensors:
             return
         parts = self._image.tensor_slices(begin, end)
         with torch.no_grad():
-            torch._foreach_copy_(parts, _cut(block, parts))
+            torch._foreach_copy_(parts, _split_block(block, parts))
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -62,6 +62,6 @@ class BlockTensors:
         return self._staging[:nbytes]
 
 
-def _cut(block: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+def _split_block(block: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Split the block into pieces with the sizes of `parts`."""
     return list(torch.split(block, [part.numel() for part in parts]))

@@ -57,8 +57,10 @@ class CollectiveExporter:
         """Broadcast pieces of all closed groups."""
         self.sends = 0
         log.warning(
-            f"{backend.name}: its ports do not check leases; {backend.open_to} can read the weights or crash "
-            "this process; remove it from RFORK_TRANSPORTS unless all of them are trusted"
+            "ports of this transport do not check leases: clients can read the weights or crash this process",
+            transport=backend.name,
+            clients=backend.open_to,
+            hint="remove it from RFORK_TRANSPORTS unless all of them are trusted",
         )
 
     def endpoint(self) -> Endpoint:

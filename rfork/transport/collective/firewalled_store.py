@@ -51,7 +51,7 @@ class FirewalledStore:
     def _install_filter(self, value: bytes) -> None:
         own_address = self._read(value)
         self.port.add(own_address.port)
-        if self.port.cut():
+        if self.port.close_unauthorized():
             raise SourceUnavailable(
                 "an unauthenticated client connected to the port of a gloo group before it was filtered"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +20,14 @@ from rfork.transport.base import (
     OpenControlStream,
     Reader,
     TokenSource,
+    Transport,
     no_control_stream,
 )
 
 if TYPE_CHECKING:  # imports torch.distributed, which some builds of torch lack
     from rfork.transport.collective.group import Backend
 
-WILDCARDS = frozenset({"", "0.0.0.0", "::"})
+WILDCARD_ADDRESSES = frozenset({"", "0.0.0.0", "::"})
 
 
 class GlooTransport:
@@ -44,7 +44,7 @@ class GlooTransport:
 
     def availability(self) -> Availability:
         """See `Transport.availability`."""
-        if not _has_distributed() or not torch.distributed.is_gloo_available():
+        if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
             return Availability(False, "this torch was built without gloo", "install a torch with gloo")
         if not sys.platform.startswith("linux"):
             return Availability(False, "needs Linux: a packet filter protects its ports")
@@ -66,11 +66,11 @@ class GlooTransport:
         return _connect(self._settings, self._backend(), endpoint, image, token, deadline, open_control_stream)
 
     def _backend(self) -> Backend:
-        _require(self.name, self.availability)
+        _require_available(self)
         from rfork.transport.collective.gloo import GlooBackend
 
         settings = self._settings
-        return GlooBackend(own_address() if settings.bind in WILDCARDS else settings.bind)
+        return GlooBackend(own_address() if settings.bind in WILDCARD_ADDRESSES else settings.bind)
 
 
 class NcclTransport:
@@ -91,7 +91,7 @@ class NcclTransport:
 
     def availability(self) -> Availability:
         """See `Transport.availability`."""
-        if not _has_distributed() or not torch.distributed.is_nccl_available():
+        if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
             return Availability(False, "this torch was built without NCCL", "install a torch for CUDA")
         if not torch.cuda.is_available():
             return Availability(False, "no CUDA device", "use http or gloo for weights in host memory")
@@ -113,20 +113,16 @@ class NcclTransport:
         return _connect(self._settings, self._backend(), endpoint, image, token, deadline, open_control_stream)
 
     def _backend(self) -> Backend:
-        _require(self.name, self.availability)
+        _require_available(self)
         from rfork.transport.collective.nccl import NcclBackend
 
         return NcclBackend()
 
 
-def _has_distributed() -> bool:
-    return torch.distributed.is_available()
-
-
-def _require(name: str, availability: Callable[[], Availability]) -> None:
-    available = availability()
-    if not available.usable:
-        raise TransportUnavailable(f"{name}: {available.reason}", hint=available.hint)
+def _require_available(transport: Transport) -> None:
+    availability = transport.availability()
+    if not availability.usable:
+        raise TransportUnavailable(f"{transport.name}: {availability.reason}", hint=availability.hint)
 
 
 def _export(settings: InstanceSettings, backend: Backend, image: Image, gate: AccessGate) -> Exporter:
@@ -150,7 +146,8 @@ def _connect(
     from rfork.transport.collective.reader import CollectiveReader
 
     device = backend.device(image)
-    source_version, block_bytes = endpoint.parameters.get("version", ""), endpoint.parameters.get("block", "")
+    source_version = endpoint.parameters.get("version", "")
+    block_bytes = endpoint.parameters.get("block", "")
     if not backend.is_compatible(source_version):
         raise VersionMismatch(
             f"{backend.name}: the source has version {source_version[:40] or 'none'}, here {backend.version()}",

@@ -111,7 +111,7 @@ class CudaIpcExporter(StatelessExporter):
         fork_id = self._gate.authorize(token, 0, 0)
         if operation == "pin":
             if not self._server.pin(connection, fork_id):
-                raise SourceBusy("too many pins of this fork")
+                raise SourceBusy("this fork already has as many connections to the source as allowed")
             self._serve_pin(connection, fork_id)
             return False
         self._acquire_slot(connection, fork_id)
@@ -210,7 +210,7 @@ class CudaIpcExporter(StatelessExporter):
                 return
 
     def _grant_range(self, connection: UnixSocketConnection, token: str, begin: int, end: int) -> None:
-        """Grant the first bytes of a range until the reader releases them, the grant is cut, or it times out."""
+        """Grant the first bytes of a range until the reader releases them, the read is aborted, or it times out."""
         if not 0 <= begin < end <= self._image.layout.image_bytes:
             raise SourceCorrupt(f"a reader requested [{begin}, {end}), which is not within the image")
         fork_id = self._gate.authorize(token, begin, end)
@@ -230,7 +230,7 @@ class CudaIpcExporter(StatelessExporter):
         close_all(received)
         if get_str(reply, "operation") != "release":
             raise SourceCorrupt("a reader sent another request before releasing its range")
-        # The guard was not cut, so the reader read the granted bytes.
+        # The read was not aborted, so the reader read the granted bytes.
         self._reply(connection, {"released": 1})
 
     @contextlib.contextmanager

@@ -167,7 +167,7 @@ class CudaIpcReader:
     def _allocations(self, deadline: float) -> AllocationTable:
         """Return the source's allocations; the first call pins the source."""
         if not self._pin_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise SourceTimeout("the source was not pinned in time")
+            raise SourceTimeout("the source did not confirm in time that it keeps its memory")
         try:
             if self._source_pin is None:
                 self._source_pin = SourcePin(self._connections, self._token, self._remaining(deadline), self._fail)

@@ -78,7 +78,7 @@ class SourcePin:
                 try:
                     raise_error(reply)
                     if len(descriptors) != 1:
-                        raise SourceCorrupt("the source sent no descriptor for the pin")
+                        raise SourceCorrupt("the source sent no descriptor that keeps its memory")
                 except BaseException:
                     close_all(descriptors)
                     raise
@@ -92,6 +92,6 @@ class SourcePin:
             else:
                 self._pinned.set_exception(error)
         except Exception as error:  # an unexpected error must reach the caller that waits for the pin
-            log.exception("pin failed")
+            log.exception("unexpected error in the connection that keeps a source's memory")
             if not self._pinned.done():
                 self._pinned.set_exception(error)

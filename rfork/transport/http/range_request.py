@@ -197,7 +197,7 @@ def error_from_response(stream: Stream, response: ResponseHead, body: bytes, idl
     """Return the error for a response other than 206, with the server's reason if it is plain text."""
     location, status = idle_timeout.location, response.status
     if status == 200:
-        return SourceCorrupt(f"{location} ignores Range: it would send the complete file")
+        return SourceCorrupt(f"{location} does not support range requests: it would send the complete file")
     fields = response.fields
     length = fields.get("content-length", "")
     if fields.get("content-type", "").startswith("text/plain") and length.isdecimal() and len(length) < 10:
@@ -206,7 +206,7 @@ def error_from_response(stream: Stream, response: ResponseHead, body: bytes, idl
             body += data
     reason = " ".join(body[:MAX_ERROR_BODY].decode("utf-8", "replace").split()) if length else ""
     error_type = _MEANING.get(status, SourceUnavailable if status >= 500 else SourceCorrupt)
-    return error_type(f"{location} answers {status}: {reason or 'no reason given'}")
+    return error_type(f"{location} responded {status}: {reason or 'no reason stated'}")
 
 
 def _receive(stream: Stream, max_bytes: int, idle_timeout: IdleTimeout) -> bytes:

@@ -48,10 +48,10 @@ class ImageResource:
         header_bytes = len(self.header)
         return self.gate.authorize(token, max(0, begin - header_bytes), max(0, end - header_bytes))
 
-    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
+    def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> AbstractContextManager[None]:
         """See `AccessGate.read_guard`; for file range `[begin, end)`."""
         header_bytes = len(self.header)
-        return self.gate.read_guard(token, max(0, begin - header_bytes), max(0, end - header_bytes), cut)
+        return self.gate.read_guard(token, max(0, begin - header_bytes), max(0, end - header_bytes), abort)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,21 @@ cannot keep readers out. If all slots, or those of its fork, are in use, the nex
 from __future__ import annotations
 
 import errno
-import logging
+import os
 import socket
 import ssl
 import threading
 from collections.abc import Sequence
 
-from rfork.errors import LeaseRejected, PortInUse, SettingsError, SourceBusy, SourceWeightsChanged
+from rfork.errors import LeaseRejected, PortInUse, SettingsError, SourceBusy, SourceWeightsChanged, reason_of
+from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority
 from rfork.transport.base import Endpoint, StatelessExporter
 from rfork.transport.http.connection import ServerConnection
 from rfork.transport.http.responses import PATH, ImageResource
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 MAX_UNAUTHENTICATED = 128
 """Maximum number of connections without a valid token."""
@@ -102,14 +103,14 @@ class HttpExporter(StatelessExporter):
                 if self._closing.is_set():
                     return
                 # Out of descriptors or memory: close idle connections and continue.
-                log.warning("cannot accept a connection: %s", error)
+                log.warning("cannot accept a connection", reason=str(error))
                 self._evict_oldest(0)
                 self._closing.wait(ACCEPT_RETRY_S)
                 continue
             try:
                 stream = self._stream(client_socket)
             except OSError as error:
-                log.debug("client disconnected before it was served: %s", error)
+                log.debug("client disconnected before it was served", reason=str(error))
                 client_socket.close()
                 continue
             self._evict_oldest(MAX_UNAUTHENTICATED - 1)
@@ -132,7 +133,7 @@ class HttpExporter(StatelessExporter):
             try:
                 thread.start()
             except RuntimeError as error:  # the thread could not be started
-                log.warning("cannot serve a connection: %s", error)
+                log.warning("cannot serve a connection", reason=str(error))
                 stream.close()
                 return
             self._unauthenticated[connection] = None
@@ -144,12 +145,12 @@ class HttpExporter(StatelessExporter):
             connection.run()
         except TimeoutError as error:
             # Timeouts of unauthenticated clients are not logged as info.
-            is_authorized = connection in self._slots
-            log.log(logging.INFO if is_authorized else logging.DEBUG, "connection timed out: %s", error)
+            report = log.info if connection in self._slots else log.debug
+            report("connection timed out", reason=str(error))
         except OSError as error:
-            log.debug("connection closed: %s", error)
+            log.debug("connection closed", reason=str(error))
         except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-            log.info("reader disconnected during a response: %s", error)
+            log.info("reader disconnected during a response", reason=str(error))
         finally:
             connection.stream.close()
             with self._lock:
@@ -189,5 +190,8 @@ def _listen(bind: str, ports: Sequence[int]) -> socket.socket:
             return socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise SettingsError(f"RFORK_BIND: cannot listen on {bind}:{port}: {error.strerror}") from None
+                raise SettingsError(
+                    f"cannot listen on {bind}:{port}: {os.strerror(error.errno) if error.errno else reason_of(error)}",
+                    hint="set RFORK_BIND to an address of this machine",
+                ) from None
     raise PortInUse(bind, ports[0], last=ports[-1], setting="RFORK_HTTP_PORT")

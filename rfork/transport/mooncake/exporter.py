@@ -130,12 +130,19 @@ class TransferEngineExporter(StatelessExporter):
             self._record_failure(error)
             return
         seconds = round(time.monotonic() - started_at, 3)
-        log.info("memory registered", protocol=protocol, devices=devices, areas=len(regions), seconds=seconds)
+        log.info(
+            "weights registered for transfer_engine",
+            protocol=protocol,
+            devices=devices,
+            areas=len(regions),
+            seconds=seconds,
+        )
         if protocol == "tcp":
             log.warning(
-                "transfer_engine over plain TCP: while a reader has a channel, every process on its host can read "
-                "AND WRITE the weights; unset RFORK_ALLOW_UNAUTHENTICATED_TCP unless those hosts are fully trusted",
+                "transfer_engine over plain TCP: while a fork reads, every process on its host can read and write the "
+                "weights",
                 session=engine.session,
+                hint="unset RFORK_ALLOW_UNAUTHENTICATED_TCP unless these hosts are fully trusted",
             )
         with self._changed:
             self._engine, self._endpoint = engine, endpoint

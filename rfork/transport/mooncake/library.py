@@ -175,7 +175,9 @@ def library_state() -> LibraryState:
     try:
         engine = importlib.import_module("mooncake.engine")
     except ImportError as error:
-        return LibraryState(wheels, str(error), import_hint(str(error), wheels))
+        is_absent = isinstance(error, ModuleNotFoundError) and not wheels
+        problem = "is not installed" if is_absent else f"cannot be imported: {error}"
+        return LibraryState(wheels, f"the Mooncake library {problem}", import_hint(str(error), wheels))
     if len(wheels) > 1:
         names = " and ".join(wheels)
         return LibraryState(

@@ -125,7 +125,7 @@ def plan_reads(pieces: Sequence[ContiguousPiece], *, gather: bool, max_bytes: in
         if gather and piece.length < DIRECT_BYTES:
             small.append(piece)
         else:
-            reads.extend(_cut(piece, max_bytes))
+            reads.extend(_split_piece(piece, max_bytes))
     group: list[ContiguousPiece] = []
     for piece in sorted(small, key=lambda piece: piece.remote):
         if group and not _can_coalesce(group, piece):
@@ -151,7 +151,7 @@ def split_head(request: RemoteRead, max_bytes: int) -> tuple[RemoteRead, RemoteR
     return _coalesce([*request.pieces[:count]]), _coalesce([*request.pieces[count:]])
 
 
-def _cut(piece: ContiguousPiece, max_bytes: int) -> Iterator[RemoteRead]:
+def _split_piece(piece: ContiguousPiece, max_bytes: int) -> Iterator[RemoteRead]:
     for offset in range(0, piece.length, max_bytes):
         length = min(max_bytes, piece.length - offset)
         yield RemoteRead(piece.remote + offset, length, piece.local + offset)

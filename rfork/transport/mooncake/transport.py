@@ -57,7 +57,7 @@ class TransferEngineTransport:
 
     def _availability(self, state: LibraryState, found: Sequence[topology.RdmaDevice]) -> Availability:
         if state.error:
-            return Availability(False, f"mooncake cannot be used: {state.error}", state.hint)
+            return Availability(False, state.error, state.hint)
         if self._protocol(found) == "rdma":
             try:
                 devices = topology.select_devices(found, self._settings.rdma_devices, ())
@@ -69,11 +69,13 @@ class TransferEngineTransport:
             missing = f"no usable RDMA device ({faults})" if faults else "no RDMA device"
             return Availability(
                 False,
-                f"{missing}, and over plain TCP a lease lets its complete host read and write",
+                f"{missing}; over plain TCP, any process on a reader's host could read and write the weights",
                 "set RFORK_ALLOW_UNAUTHENTICATED_TCP=1 if the hosts of all readers are fully trusted",
             )
         return Availability(
-            True, "over plain TCP, allowed by RFORK_ALLOW_UNAUTHENTICATED_TCP: a lease admits its complete host"
+            True,
+            "over plain TCP, allowed by RFORK_ALLOW_UNAUTHENTICATED_TCP: any process on a reader's host can read and "
+            "write the weights",
         )
 
     def export(self, image: Image, gate: AccessGate) -> TransferEngineExporter:
@@ -111,7 +113,7 @@ class TransferEngineTransport:
             )
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         if not endpoint.segments:
-            raise SourceUnavailable(f"{session} exports an image without bytes")
+            raise SourceUnavailable(f"{session} serves no memory of its weights")
         found = regions_within_limit(image, len(devices.split(","))) if protocol == "rdma" else []
         engine = connect_engine(
             session,

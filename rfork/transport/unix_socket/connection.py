@@ -16,18 +16,18 @@ from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable, Target
 from rfork.transport.unix_socket.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 
 MAX_FDS: Final = 64
-"""Maximum descriptors per message."""
-_MAX_FDS_PER_MESSAGE: Final = 253
-"""Kernel limit per message. With space for all of them, the kernel never closes any, which could block."""
-_ITEM = array.array("i").itemsize
+"""Maximum number of descriptors in a valid message."""
+_SCM_MAX_FD: Final = 253
+"""Linux's own maximum. With space for all of them, the kernel never closes any, which could block."""
+_FD_BYTES: Final = array.array("i").itemsize
 
 
 class UnixSocketConnection:
     """A connected Unix socket of type SOCK_SEQPACKET. Used by one thread at a time; any thread may `abort`
     it.
 
-    Both sides use it; the source also raises SourceUnavailable and so on for failures of the reader. Owns the
-    socket.
+    Owns the socket. Both sides use it: on the source, SourceUnavailable, SourceTimeout and SourceCorrupt are failures
+    of the reader.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -41,10 +41,10 @@ class UnixSocketConnection:
         Raises SourceUnavailable, SourceTimeout at the deadline, or ValueError for a message that is too
         large.
         """
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             self._socket.settimeout(_remaining(deadline))
-            self._socket.sendmsg([encode(message)], [rights] if descriptors else [], socket.MSG_NOSIGNAL)
+            self._socket.sendmsg([encode(message)], ancillary, socket.MSG_NOSIGNAL)
         except TimeoutError:
             raise SourceTimeout("the other side did not accept a message in time") from None
         except OSError as error:
@@ -62,7 +62,7 @@ class UnixSocketConnection:
             # One byte more than allowed, to detect a message that is too large.
             packet, ancillary, flags, _ = self._socket.recvmsg(
                 MAX_MESSAGE_BYTES + 1,
-                socket.CMSG_SPACE(_MAX_FDS_PER_MESSAGE * _ITEM),
+                socket.CMSG_SPACE(_SCM_MAX_FD * _FD_BYTES),
                 socket.MSG_CMSG_CLOEXEC,
             )
         except TimeoutError:
@@ -108,13 +108,14 @@ class UnixSocketConnection:
     def close(self) -> None:
         """Close the socket, on the thread that uses it. Idempotent.
 
-        May block if an unauthenticated client sent descriptors that were never received, so no lock is kept
-        while closing.
+        May block if an unauthenticated client sent descriptors that were never received, so the lock is released
+        first.
         """
         with self._lock:
-            is_first, self._closed = not self._closed, True
-        if is_first:
-            self._socket.close()
+            if self._closed:
+                return
+            self._closed = True
+        self._socket.close()
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -128,7 +129,7 @@ def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
     found = array.array("i")
     for level, message_type, data in ancillary:
         if level == socket.SOL_SOCKET and message_type == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _ITEM])
+            found.frombytes(data[: len(data) - len(data) % _FD_BYTES])
     return list(found)
 
 

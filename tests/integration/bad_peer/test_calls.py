@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rfork.peer.servicer import MAX_STREAMS
+from rfork.peer.servicer import MAX_PROGRESS_STREAMS
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.source.leases import MAX_CHANNELS_PER_FORK
 from tests.integration.bad_peer.attacked_seed import (
@@ -136,11 +136,11 @@ def test_500_unread_progress_streams(attacked_seed: AttackedSeed) -> None:
         for stream in streams:
             stack.callback(stream.cancel)
         assert attacked_seed.fork() == FORKED
-        wait_for(lambda: sum(stream.is_active() for stream in streams) <= MAX_STREAMS)
+        wait_for(lambda: sum(stream.is_active() for stream in streams) <= MAX_PROGRESS_STREAMS)
         ended = [stream.code() for stream in streams if not stream.is_active()]
     # Refused by the service, or by gRPC itself if one connection has too many.
     refusals = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
-    assert (True, set()) == (500 - MAX_STREAMS <= len(ended) < 500, {*ended} - refusals)
+    assert (True, set()) == (500 - MAX_PROGRESS_STREAMS <= len(ended) < 500, {*ended} - refusals)
 
 
 def test_malformed_requests(attacked_seed: AttackedSeed) -> None:

@@ -120,7 +120,7 @@ def test_a_fence_does_not_wait_for_a_slow_copy(start: StartNode) -> None:
     reader = side.connect(endpoint_from_json(source.read_message()))
     thread, raised = start_blocked_read(side, reader)
     source.send_line("fence")
-    assert {"cut": 1} == source.read_message()
+    assert {"aborted": 1} == source.read_message()
     side.driver.running.set()
     thread.join()
     reader.close()
@@ -141,7 +141,7 @@ def test_a_closing_source_waits_until_its_memory_is_unmapped(start: StartNode) -
 
 
 def test_a_stopped_reader_blocks_no_one_else(start: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader stopped during a copy is cut by a fence, or otherwise after the response timeout.
+    """A reader stopped during a copy is aborted by a fence, or otherwise after the response timeout.
 
     A closing source does not wait for it forever.
     """

@@ -103,7 +103,7 @@ def test_a_stalled_reader_is_logged(caplog: pytest.LogCaptureFixture) -> None:
             for thread in connection_threads():
                 if thread.name == "rfork-http":
                     thread.join(30)
-    messages = [record.getMessage().partition(":")[0] for record in caplog.records]
+    messages = [record.getMessage().partition(" reason=")[0] for record in caplog.records]
     assert ["connection timed out"] == messages
 
 

@@ -31,7 +31,7 @@ from tests.processes import RforkProcess
 from tests.unit.planner.integrations.keda.fakes import MODEL, engine, instance
 
 
-async def test_a_planner_that_dies(
+async def test_a_planner_that_dies_is_unavailable_until_it_returns(
     rfork_process: StartRfork, free_port: int, engines: EngineServers, scaler_port: int
 ) -> None:
     """Calls report UNAVAILABLE and a stream stays open; when it is back, engines count before they report to
@@ -70,12 +70,14 @@ async def test_shutdown_is_reported(scaler: RunningScaler) -> None:
     states, before = [await next_state(stream)], scaler.status.not_ready_reason
     scaler.task.cancel()
     states += [each.result async for each in stream]
-    assert ([1, 1], [False], grpc.StatusCode.OK, None, "stopping") == (
-        healthy, states, await stream.code(), before, scaler.status.not_ready_reason,
-    )  # fmt: skip
+    assert [1, 1] == healthy
+    assert [False] == states
+    assert grpc.StatusCode.OK == await stream.code()
+    assert before is None
+    assert "stopping" == scaler.status.not_ready_reason
 
 
-async def test_an_unusable_listen_address(scaler: RunningScaler, scaler_port: int) -> None:
+async def test_an_unusable_listen_address_is_an_error(scaler: RunningScaler, scaler_port: int) -> None:
     """A port in use, and an address of another machine."""
     fleet = PlannerRestClient(InstanceSettings(planner="http://127.0.0.1:1"))
     with pytest.raises(PortInUse, match=f"127.0.0.1:{scaler_port}: the address is in use"):
@@ -103,7 +105,7 @@ async def test_the_scaler_runs_as_a_process(
         scaled_object = pb.ScaledObjectRef(name="llama", namespace="default", scalerMetadata=metadata)
         response = await ExternalScalerStub(channel).GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled_object))
     process.signal(signal.SIGTERM)
-    assert ([("rfork-waiting-5bc623025e", 4, 4.0)], 0) == (
-        [(each.metricName, each.metricValue, each.metricValueFloat) for each in response.metricValues],
-        await asyncio.to_thread(process.wait),
-    )
+    assert [("rfork-waiting-5bc623025e", 4, 4.0)] == [
+        (each.metricName, each.metricValue, each.metricValueFloat) for each in response.metricValues
+    ]
+    assert 0 == await asyncio.to_thread(process.wait)

@@ -21,7 +21,9 @@ from tests.integration.keda.scaler_harness import (
 from tests.unit.planner.integrations.keda.fakes import SGLANG, VLLM, engine, instance
 
 
-async def test_pull(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
+async def test_keda_reads_the_spec_the_value_and_the_active_state(
+    planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
+) -> None:
     """The spec, the value over both engines, and whether there is work."""
     planner.report(*map(instance, HOSTS))
     engines.pages = {HOSTS[0]: VLLM, HOSTS[1]: SGLANG}
@@ -30,13 +32,13 @@ async def test_pull(planner: ReportingPlanner, engines: EngineServers, scaler: R
         (await scaler.value(metric=metric), await scaler.active(metric=metric))
         for metric in ("waiting", "running", "kv_cache", "forks", "expected")
     ]
-    assert (
-        [("rfork-waiting-5bc623025e", 1, 0.5)],
-        [(25.0, True), (16.0, True), (0.78, True), (0.0, False), (0.0, False)],
-    ) == ([(each.metricName, each.targetSize, each.targetSizeFloat) for each in spec], values)
+    assert [("rfork-waiting-5bc623025e", 1, 0.5)] == [
+        (each.metricName, each.targetSize, each.targetSizeFloat) for each in spec
+    ]
+    assert [(25.0, True), (16.0, True), (0.78, True), (0.0, False), (0.0, False)] == values
 
 
-async def test_engines_that_do_not_respond(
+async def test_engines_that_do_not_respond_are_left_out(
     planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:
     """One of two is left out; with none the value is unknown, and KEDA's fallback applies."""
@@ -48,11 +50,9 @@ async def test_engines_that_do_not_respond(
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await scaler.active()
     url = f"http://{HOSTS[0]}:{engines.port}/metrics"
-    assert ([7.0], grpc.StatusCode.UNAVAILABLE, True) == (
-        values,
-        unknown.value.code(),
-        f"waiting of org/llama is unknown: {HOSTS[0]} returned HTTP 302 at {url}" in str(unknown.value.details()),
-    )
+    assert [7.0] == values
+    assert grpc.StatusCode.UNAVAILABLE == unknown.value.code()
+    assert f"waiting of org/llama is unknown: {HOSTS[0]} returned HTTP 302 at {url}" in str(unknown.value.details())
 
 
 async def test_endless_responses_delay_no_one_else(
@@ -79,10 +79,11 @@ async def test_endless_responses_delay_no_one_else(
         ended.set()
         accepting.join()
     silent = scaler.status.registry.get_sample_value("rfork_scaler_engine_requests_total", {"result": "failed"})
-    assert (8.0, 2.0) == (value, silent)
+    assert 8.0 == value
+    assert 2.0 == silent
 
 
-async def test_invalid_metadata(scaler: RunningScaler) -> None:
+async def test_each_call_rejects_invalid_metadata(scaler: RunningScaler) -> None:
     """Each call reports the error that KEDA's log and the ScaledObject's events show."""
     scaled_object = scaler.scaled_object(port="http")
     calls = (

@@ -15,7 +15,9 @@ from tests.integration.keda.scaler_harness import (
 from tests.unit.planner.integrations.keda.fakes import engine, instance
 
 
-async def test_push(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
+async def test_a_stream_sends_the_current_state_and_then_changes(
+    planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
+) -> None:
     """The current state first, then each change and nothing else."""
     planner.report(*map(instance, HOSTS))
     engines.pages = dict.fromkeys(HOSTS, engine(1))
@@ -40,9 +42,10 @@ async def test_a_model_at_zero_is_woken(planner: ReportingPlanner, scaler: Runni
     before = [await next_state(stream) for stream in streams]
     planner.announce(3)
     after = [await next_state(stream) for stream in streams]
-    assert ([False, False], [True, True], 0.0, 3.0) == (
-        before, after, await scaler.value(), await scaler.value(metric="expected"),
-    )  # fmt: skip
+    assert [False, False] == before
+    assert [True, True] == after
+    assert 0.0 == await scaler.value()
+    assert 3.0 == await scaler.value(metric="expected")
 
 
 async def test_hundreds_of_streams_share_their_polls(
@@ -59,9 +62,10 @@ async def test_hundreds_of_streams_share_their_polls(
     )
     engines.pages = {HOSTS[0]: engine(1)}
     after = await asyncio.gather(*(next_state(stream) for stream in streams))
-    assert ({False}, {True}, 300.0, True) == (
-        set(before), set(after), open_streams, max(requests_before, engines.request_count - requests_before) < 30,
-    )  # fmt: skip
+    assert {False} == set(before)
+    assert {True} == set(after)
+    assert 300.0 == open_streams
+    assert max(requests_before, engines.request_count - requests_before) < 30
     for stream in streams:
         stream.cancel()
     await scaler.until(lambda: open_stream_count(scaler.status), 0.0)

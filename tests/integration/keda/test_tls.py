@@ -63,7 +63,7 @@ async def test_a_certificate_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         await unauthenticated_channel.close(None)
 
 
-def test_files_that_change_while_they_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_that_change_while_they_are_checked_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A matching pair of key and certificate is used, not the files written right after the check."""
     authority, load_chain = trustme.CA(), ssl.SSLContext.load_cert_chain
     write_certificate(authority, tmp_path)

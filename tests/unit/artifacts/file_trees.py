@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir
-from rfork.artifacts.file_names import META
+from rfork.artifacts.file_names import METADATA_TENSOR
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata, read_metadata
 from rfork.artifacts.pack import Packed, pack
@@ -45,10 +45,10 @@ def read_tree(folder: Path) -> Tree:
 def pack_tree(
     folder: Path, type_name: str = "triton", settings: ArtifactSettings = SETTINGS, max_files: int = MAX_FILES
 ) -> Packed:
-    made = pack([cache_dir(folder, type_name)], KEY, settings, max_files)
-    if made is None:
+    packed = pack([cache_dir(folder, type_name)], KEY, settings, max_files)
+    if packed is None:
         raise ValueError("nothing to pack")
-    return made
+    return packed
 
 
 def unpack_tree(image: Image, folder: Path, type_name: str = "triton") -> Unpacked:
@@ -60,7 +60,7 @@ def image_with(files: Tree, key: ArtifactKey | None = None) -> Image:
     metadata = ArtifactMetadata(
         key=asdict(key) if key else {}, cache_paths={"triton": "/a"}, files=dict.fromkeys(files, (True, 0))
     )
-    contents = {**files, META: metadata.model_dump_json().encode()}
+    contents = {**files, METADATA_TENSOR: metadata.model_dump_json().encode()}
     return image_from_tensors(
         {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in contents.items()}
     )

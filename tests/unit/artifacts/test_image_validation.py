@@ -11,7 +11,7 @@ import torch
 
 from rfork.artifacts.cache_types import CACHE_TYPES
 from rfork.artifacts.client import install_image
-from rfork.artifacts.file_names import META
+from rfork.artifacts.file_names import METADATA_TENSOR
 from rfork.artifacts.metadata import check_layout
 from rfork.artifacts.report import ArtifactReport
 from rfork.errors import LayoutMismatch, SourceCorrupt
@@ -30,7 +30,7 @@ from tests.unit.artifacts.file_trees import (
 
 
 def test_a_group_without_its_files_is_rejected(tmp_path: Path) -> None:
-    """Nothing of that image is installed, whatever its source is."""
+    """Nothing of the image is installed: Triton would count the incomplete group as a cache hit and fail."""
     group = json.dumps({"child_paths": {"k.cubin": "k.cubin", "k.json": "k.json"}}).encode()
     image = image_with({"triton/AB/__grp__k.json": group, "triton/AB/k.json": b"{}"}, KEY)
     with pytest.raises(SourceCorrupt, match=r"lacks 'k.cubin'"):
@@ -40,7 +40,7 @@ def test_a_group_without_its_files_is_rejected(tmp_path: Path) -> None:
 
 def test_the_metadata_size_is_limited() -> None:
     """The limit is about 1.2 KiB per file and is checked before any byte is requested."""
-    specs = [("triton/a", "uint8", (1,), (1,), 0), (META, "uint8", (1 << 20,), (1,), 1)]
+    specs = [("triton/a", "uint8", (1,), (1,), 0), (METADATA_TENSOR, "uint8", (1 << 20,), (1,), 1)]
     layout = Layout((TensorSpec(*spec) for spec in specs), (1 << 20) + 1)
     with pytest.raises(SourceCorrupt, match="metadata of the artifacts is too large"):
         check_layout(layout, CACHE_TYPES, 100, 1 << 30)
@@ -66,26 +66,26 @@ def test_a_file_cannot_also_be_a_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_files", "max_bytes", "named"),
-    [(1, 1 << 20, "2 files of artifacts, more than 1"), (100, 10, "exceed RFORK_ARTIFACTS_MAX_BYTES")],
+    ("max_files", "max_bytes", "message"),
+    [(1, 1 << 20, "have 2 files, more than 1"), (100, 10, "more than RFORK_ARTIFACTS_MAX_BYTES")],
 )
-def test_an_oversized_image_is_rejected(max_files: int, max_bytes: int, named: str) -> None:
+def test_an_oversized_image_is_rejected(max_files: int, max_bytes: int, message: str) -> None:
     """It is rejected before memory is allocated; the error names the limit."""
     layout = image_with({"triton/a": b"1", "triton/b": b"2"}).layout
-    with pytest.raises(SourceCorrupt, match=named):
+    with pytest.raises(SourceCorrupt, match=message):
         check_layout(layout, CACHE_TYPES, max_files, max_bytes)
 
 
 @pytest.mark.parametrize(("shape", "offset"), [((9,), 0), ((1,), 8), ((1,), -1), ((-1,), 0), ((8,), 0)], ids=str)
 def test_a_file_outside_the_image_is_rejected(shape: tuple[int], offset: int) -> None:
-    """It lies outside the image's bytes, or (the last case) on the bytes of another file."""
-    specs = [("triton/a", "uint8", shape, (1,), offset), (META, "uint8", (4,), (1,), 0)]
+    """A file outside the image's bytes, or (the last case) on the bytes of another file, is corrupt."""
+    specs = [("triton/a", "uint8", shape, (1,), offset), (METADATA_TENSOR, "uint8", (4,), (1,), 0)]
     with pytest.raises(SourceCorrupt):
         check_layout(Layout((TensorSpec(*spec) for spec in specs), 8), CACHE_TYPES, 100, 1 << 20)
 
 
-def test_weights_are_not_artifacts() -> None:
-    """An image of a model is rejected with the reason."""
+def test_an_image_of_weights_is_rejected() -> None:
+    """The error names a tensor that is not a file."""
     with pytest.raises(SourceCorrupt, match="which is not a file"):
         check_layout(image_from_tensors({"weight": torch.zeros(2, 2)}).layout, CACHE_TYPES, 100, 1 << 20)
 
@@ -93,9 +93,9 @@ def test_weights_are_not_artifacts() -> None:
 def test_another_key_is_rejected_with_the_differences(tmp_path: Path) -> None:
     """Each value that differs is named with both sides."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k"})).image
-    here = replace(KEY, driver="560.1", torch="2.14.0")
+    own_key = replace(KEY, driver="560.1", torch="2.14.0")
     with pytest.raises(LayoutMismatch) as caught:
-        install_image(image, [cache_dir(tmp_path / "b")], here, SETTINGS, FOREVER, ArtifactReport("m", here.id))
+        install_image(image, [cache_dir(tmp_path / "b")], own_key, SETTINGS, FOREVER, ArtifactReport("m", own_key.id))
     differences = "driver: here 560.1, there 550.54; torch: here 2.14.0, there 2.13.0"
     assert f"these artifacts were built for another machine: {differences}" == str(caught.value)
     assert not (tmp_path / "b").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rfork.artifacts.cache_types import CACHE_TYPES, cache_dirs
-from rfork.artifacts.file_names import META
+from rfork.artifacts.file_names import METADATA_TENSOR
 from rfork.artifacts.metadata import MAX_FILES, check_layout
 from rfork.settings import ArtifactSettings, load
 from tests.unit.artifacts.file_trees import cache_dir, pack_tree, read_tree, unpack_tree, write_tree
@@ -33,11 +33,9 @@ def test_an_unpacked_cache_equals_the_packed_one(tmp_path: Path) -> None:
         (target / "CD/launch.so").stat().st_mode & 0o7777,
         (target / "AB/kernel.json").stat().st_mtime_ns,
     )
-    assert (files, 4, (0o755, 1_700_000_000_123_456_789)) == (
-        read_tree(target),
-        done.files,
-        restored_metadata,
-    )
+    assert files == read_tree(target)
+    assert 4 == done.files
+    assert (0o755, 1_700_000_000_123_456_789) == restored_metadata
 
 
 def test_a_fetched_cache_packs_to_the_same_image(tmp_path: Path) -> None:
@@ -60,17 +58,18 @@ def test_locks_links_and_unfinished_files_are_skipped(tmp_path: Path) -> None:
     )  # fmt: skip
     (source / "AB/link").symlink_to("/etc/passwd")
     os.mkfifo(source / "AB/pipe")
-    made = pack_tree(source)
-    unpack_tree(made.image, tmp_path / "b")
-    assert ({"AB/k": b"k"}, {"not a regular file": 2}) == (read_tree(tmp_path / "b"), made.skipped)
+    packed = pack_tree(source)
+    unpack_tree(packed.image, tmp_path / "b")
+    assert {"AB/k": b"k"} == read_tree(tmp_path / "b")
+    assert {"not a regular file": 2} == packed.skipped
 
 
 def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
     """Content outside a cache's folder is not served."""
     source = write_tree(tmp_path / "a", {"AB/k": b"k"})
     (source / "home").symlink_to(write_tree(tmp_path / "secret", {"id_rsa": b"s"}))
-    assert ["triton/AB/k", META] == sorted(
-        (spec.name for spec in pack_tree(source).image.layout.tensors), key=lambda name: name == META
+    assert ["triton/AB/k", METADATA_TENSOR] == sorted(
+        (spec.name for spec in pack_tree(source).image.layout.tensors), key=lambda name: name == METADATA_TENSOR
     )
 
 
@@ -86,12 +85,10 @@ def test_a_file_that_changes_during_the_read_is_skipped(tmp_path: Path, monkeypa
         return read(descriptor, count)
 
     monkeypatch.setattr(os, "read", grows)
-    made = pack_tree(source)
-    unpack_tree(made.image, tmp_path / "b")
-    assert ({"CD/k": b"k"}, {"changed while being read": 1, "same entry as a skipped file": 1}) == (
-        read_tree(tmp_path / "b"),
-        made.skipped,
-    )
+    packed = pack_tree(source)
+    unpack_tree(packed.image, tmp_path / "b")
+    assert {"CD/k": b"k"} == read_tree(tmp_path / "b")
+    assert {"changed while being read": 1, "same entry as a skipped file": 1} == packed.skipped
 
 
 def test_a_recently_changed_file_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +98,10 @@ def test_a_recently_changed_file_is_skipped(tmp_path: Path, monkeypatch: pytest.
     os.utime(source / "CD/old", (0, 0))
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    made = pack_tree(source, settings=load(ArtifactSettings, quiet_period_s=600.0))
-    assert (1, {"recently changed": 1, "same entry as a skipped file": 1}, True) == (
-        made.files,
-        made.skipped,
-        480 < waited[0] <= 600,
-    )
+    packed = pack_tree(source, settings=load(ArtifactSettings, quiet_period_s=600.0))
+    assert 1 == packed.files
+    assert {"recently changed": 1, "same entry as a skipped file": 1} == packed.skipped
+    assert 480 < waited[0] <= 600
 
 
 def test_the_size_limits_are_respected(tmp_path: Path) -> None:
@@ -115,9 +110,9 @@ def test_the_size_limits_are_respected(tmp_path: Path) -> None:
     source = write_tree(tmp_path / "a", {name: bytes(10_000) for name in names})
     few = pack_tree(source, max_files=3)
     small = pack_tree(source, settings=load(ArtifactSettings, quiet_period_s=0, max_bytes=55_000))
-    for made, count in ((few, 2), (small, 4)):
+    for packed, count in ((few, 2), (small, 4)):
         target = tmp_path / str(count)
-        unpack_tree(made.image, target)
+        unpack_tree(packed.image, target)
         assert names[:count] == sorted(read_tree(target))
 
 
@@ -127,17 +122,17 @@ def test_an_entry_is_packed_completely_or_not_at_all(tmp_path: Path) -> None:
     group = json.dumps({"child_paths": children}).encode()
     files = {"AB/__grp__k.json": group, "AB/k.cubin": bytes(200_000), "AB/k.json": b"{}", "CD/k": b"k"}
     small = load(ArtifactSettings, quiet_period_s=0, max_bytes=100_000)
-    made = pack_tree(write_tree(tmp_path / "a", files), settings=small)
-    unpack_tree(made.image, tmp_path / "b")
+    packed = pack_tree(write_tree(tmp_path / "a", files), settings=small)
+    unpack_tree(packed.image, tmp_path / "b")
     assert {"CD/k": b"k"} == read_tree(tmp_path / "b")
-    assert {"too many or too large": 1, "same entry as a skipped file": 2} == made.skipped
+    assert {"too many or too large": 1, "same entry as a skipped file": 2} == packed.skipped
 
 
 def test_an_incomplete_group_is_skipped_with_its_entry(tmp_path: Path) -> None:
     """Half of an entry would crash the engine that finds it."""
     group = json.dumps({"child_paths": {"k.cubin": str(tmp_path / "a/AB/k.cubin")}}).encode()
-    made = pack_tree(write_tree(tmp_path / "a", {"AB/__grp__k.json": group, "AB/k.json": b"{}", "CD/k": b"k"}))
-    unpack_tree(made.image, tmp_path / "b")
+    packed = pack_tree(write_tree(tmp_path / "a", {"AB/__grp__k.json": group, "AB/k.json": b"{}", "CD/k": b"k"}))
+    unpack_tree(packed.image, tmp_path / "b")
     assert {"CD/k": b"k"} == read_tree(tmp_path / "b")
 
 
@@ -155,7 +150,7 @@ def test_an_incomplete_group_is_skipped_with_its_entry(tmp_path: Path) -> None:
         ("tvm_ffi", "alone.so", "alone.so"),
     ],
 )
-def test_entries_of_files(type_name: str, path: str, entry: str) -> None:
+def test_an_entry_is_the_output_of_one_compilation(type_name: str, path: str, entry: str) -> None:
     """An entry is the output of one compilation, not a folder of many."""
     assert entry == CACHE_TYPES[type_name].entry_of(path)
 

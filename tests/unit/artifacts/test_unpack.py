@@ -40,7 +40,9 @@ def test_a_link_in_the_target_is_not_written_through(tmp_path: Path) -> None:
     write_tree(tmp_path / "b", {})
     (tmp_path / "b" / "AB").symlink_to(outside)
     done = unpack_tree(image, tmp_path / "b")
-    assert ({}, 1, 1) == (read_tree(outside), done.files, done.kept_existing)
+    assert {} == read_tree(outside)
+    assert 1 == done.files
+    assert 1 == done.kept_existing
 
 
 def test_existing_files_are_kept(tmp_path: Path) -> None:
@@ -49,7 +51,9 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
     target = write_tree(tmp_path / "b", {"AB/same": b"1", "AB/other": b"mine"})
     done = unpack_tree(image, target)
     assert {"AB/same": b"1", "AB/other": b"mine", "AB/new": b"3"} == read_tree(target)
-    assert (1, 1, 1) == (done.files, done.already_present, done.kept_existing)
+    assert 1 == done.files
+    assert 1 == done.already_present
+    assert 1 == done.kept_existing
 
 
 def test_an_existing_build_folder_gets_no_other_files(tmp_path: Path) -> None:
@@ -65,7 +69,8 @@ def test_a_path_bound_cache_is_accepted_only_at_the_same_path(tmp_path: Path) ->
     """vLLM looks up graphs by absolute paths: at another path the cache is skipped with a reason."""
     image = pack_tree(write_tree(tmp_path / "a", {"hash/rank_0_0/graph": b"g"}), "vllm").image
     done = unpack_tree(image, tmp_path / "b", "vllm")
-    assert (0, False) == (done.files, (tmp_path / "b").exists())
+    assert 0 == done.files
+    assert not (tmp_path / "b").exists()
     assert (f"vllm is valid only at {tmp_path}/a, but is at {tmp_path}/b here",) == done.skipped
 
 
@@ -94,10 +99,10 @@ def test_only_selected_cache_types_are_installed(tmp_path: Path) -> None:
         cache_dir(write_tree(tmp_path / "a", {"AB/k": b"k"})),
         cache_dir(write_tree(tmp_path / "i", {"x/y.so": b"s"}), "inductor"),
     ]
-    made = pack(both, KEY, SETTINGS)
-    if made is None:
+    packed = pack(both, KEY, SETTINGS)
+    if packed is None:
         raise ValueError("nothing to pack")
-    unpack(made.image, read_metadata(made.image), [cache_dir(tmp_path / "b")], FOREVER)
+    unpack(packed.image, read_metadata(packed.image), [cache_dir(tmp_path / "b")], FOREVER)
     assert {"AB/k": b"k"} == read_tree(tmp_path / "b")
 
 
@@ -125,8 +130,8 @@ def test_installed_files_are_reported_after_a_failure(tmp_path: Path, monkeypatc
         cache_dir(write_tree(tmp_path / "a", {"AB/k": b"kernel"})),
         cache_dir(write_tree(tmp_path / "i", {"x/y.so": b"s"}), "inductor"),
     ]
-    made = pack(both, KEY, SETTINGS)
-    assert made is not None
+    packed = pack(both, KEY, SETTINGS)
+    assert packed is not None
     utime = os.utime
 
     def full(file: int, *, ns: tuple[int, int]) -> None:
@@ -137,11 +142,12 @@ def test_installed_files_are_reported_after_a_failure(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "utime", full)
     targets = [cache_dir(tmp_path / "b"), cache_dir(tmp_path / "j", "inductor")]
     initial_report = ArtifactReport("m", KEY.id, source="other")
-    report = install_image(made.image, targets, KEY, SETTINGS, FOREVER, initial_report)
-    assert ({"AB/k": b"kernel"}, 1, 6, "other", True) == (
-        read_tree(tmp_path / "b"), report.files, report.bytes, report.source,
-        (report.reason or "").startswith("StorageFull: "),
-    )  # fmt: skip
+    report = install_image(packed.image, targets, KEY, SETTINGS, FOREVER, initial_report)
+    assert {"AB/k": b"kernel"} == read_tree(tmp_path / "b")
+    assert 1 == report.files
+    assert 6 == report.bytes
+    assert "other" == report.source
+    assert (report.reason or "").startswith("StorageFull: ")
 
 
 def test_stale_folders_are_removed_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +161,9 @@ def test_stale_folders_are_removed_without_locks_too(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    assert (1, False, True) == (remove_stale(tmp_path), old.exists(), young.exists())
+    assert 1 == remove_stale(tmp_path)
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_a_staging_folder_removed_by_another_process_is_created_again(
@@ -163,18 +171,20 @@ def test_a_staging_folder_removed_by_another_process_is_created_again(
 ) -> None:
     """Until it is locked, it looks like the leftover of a dead process."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k"})).image
-    swept: list[int] = []
+    removed: list[int] = []
     mkdtemp = tempfile.mkdtemp
 
-    def at_once(**named: str) -> str:
-        made = mkdtemp(**named)
-        if not swept:
-            swept.append(remove_stale(tmp_path / "b"))
-        return made
+    def mkdtemp_then_remove_stale(**named: str) -> str:
+        folder = mkdtemp(**named)
+        if not removed:
+            removed.append(remove_stale(tmp_path / "b"))
+        return folder
 
-    monkeypatch.setattr(tempfile, "mkdtemp", at_once)
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp_then_remove_stale)
     done = unpack_tree(image, tmp_path / "b")
-    assert ([1], 1, {"AB/k": b"k"}) == (swept, done.files, read_tree(tmp_path / "b"))
+    assert [1] == removed
+    assert 1 == done.files
+    assert {"AB/k": b"k"} == read_tree(tmp_path / "b")
 
 
 def test_artifacts_are_always_verified() -> None:

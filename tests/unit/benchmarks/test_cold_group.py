@@ -29,21 +29,20 @@ def test_the_command_line_selects_cases() -> None:
     among them.
     """
     _, size, rate, cases = parse(["--quick", "--count", "3"])
-    assert (24 << 20, 200e6, ["one, snapshot", "3 alone, snapshot", "group of 3, snapshot"]) == (
-        size,
-        rate,
-        [case.name for case in cases[:3]],
-    )
+    assert 24 << 20 == size
+    assert 200e6 == rate
+    assert ["one, snapshot", "3 alone, snapshot", "group of 3, snapshot"] == [case.name for case in cases[:3]]
     assert ["group of 3, snapshot, one killed", "group of 3, checkpoint"] == [case.name for case in cases[3:]]
     assert ["4 alone, snapshot"] == [case.name for case in parse(["--only", "alone"])[3]]
 
 
-def test_the_minimum_time_of_each_case() -> None:
+def test_the_stores_link_sets_the_minimum_time() -> None:
     """The store's link sends each byte once to a group, and once to each independent process."""
-    assert [1.0, 1.0, 4.0] == [
-        case.min_time for case in (ColdGroupCase(1), ColdGroupCase(4), ColdGroupCase(4, independent=True))
-    ]
-    assert (None, "h4") == (ColdGroupCase(4).killed_host, ColdGroupCase(4, kills_member=True).killed_host)
+    assert 1.0 == ColdGroupCase(1).min_time
+    assert 1.0 == ColdGroupCase(4).min_time
+    assert 4.0 == ColdGroupCase(4, independent=True).min_time
+    assert ColdGroupCase(4).killed_host is None
+    assert "h4" == ColdGroupCase(4, kills_member=True).killed_host
 
 
 def test_figures_are_medians_relative_to_independent_loads() -> None:
@@ -64,12 +63,15 @@ def test_figures_are_medians_relative_to_independent_loads() -> None:
     } == figures(runs, SIZE, 2.0)
 
 
-def test_rows_of_the_table() -> None:
+def test_rows_are_in_units_of_one_transfer() -> None:
     """Times are in S/B, bytes in S; the limit has no fork reports."""
     row = row_of(ColdGroupCase(2), [outcome(3.0, 50, 50, sent=110)], SIZE, 2.0)
-    assert ("group of 2, snapshot", 3.0, 1.5, 1.1, 1.0, 0.5) == tuple(
-        row[name] for name in ("case", "seconds", "T in S/B", "store sent", "reported", "host sent")
-    )
+    assert "group of 2, snapshot" == row["case"]
+    assert 3.0 == row["seconds"]
+    assert 1.5 == row["T in S/B"]
+    assert 1.1 == row["store sent"]
+    assert 1.0 == row["reported"]
+    assert 0.5 == row["host sent"]
     assert row_of(LIMIT, [outcome(2.0, 0)], SIZE, 2.0)["reported"] is None
 
 

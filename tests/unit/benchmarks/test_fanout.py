@@ -42,10 +42,11 @@ def test_doubling_serves_every_target_once(targets: int) -> None:
     )
 
 
-def test_late_and_slow_targets_of_a_case() -> None:
+def test_the_last_targets_are_late_and_the_middle_ones_slow() -> None:
     """The last targets are late, those in the middle are slow."""
     case = FanoutCase("rfork", 5, late=2, slow=1)
-    assert (("t03", "t04"), ("t02",)) == (case.late_hosts, case.slow_hosts)
+    assert ("t03", "t04") == case.late_hosts
+    assert ("t02",) == case.slow_hosts
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,10 @@ def test_figures_are_medians_in_units_of_one_transfer() -> None:
 def test_a_row_has_efficiency_and_maximum_traffic() -> None:
     """They are multiples of S/B and S."""
     (row,) = rows_of(FanoutCase("rfork", 1), [outcome({"t00": (0, 2.5)}, sent=1100)], SIZE, UNIT_S)
-    assert (1.25, 0.8, 1.1, 1.0) == (row["T in S/B"], row["eta"], row["sent"], row["received"])
+    assert 1.25 == row["T in S/B"]
+    assert 0.8 == row["eta"]
+    assert 1.1 == row["sent"]
+    assert 1.0 == row["received"]
 
 
 @pytest.mark.parametrize(("busy", "lines"), [(0.89, 0), (0.95, 1)])
@@ -119,7 +123,10 @@ def test_busy_cpus_are_a_warning(busy: float, lines: int) -> None:
 def test_the_quick_form_is_small() -> None:
     """It has a smaller image, few cases and one round, unless other options are passed."""
     options, links, cases = parse(["--quick", "--rate", "100"])
-    assert (1, 64 << 20, 100e6, quick_cases()) == (options.rounds, links.size, links.rate, cases)
+    assert 1 == options.rounds
+    assert 64 << 20 == links.size
+    assert 100e6 == links.rate
+    assert quick_cases() == cases
 
 
 def test_cases_can_be_selected_by_name() -> None:
@@ -137,17 +144,16 @@ def test_a_module_has_the_requested_size(size: int) -> None:
 def test_seeds_have_equal_bytes_and_targets_none() -> None:
     """Filled modules are equal, empty ones differ from them; all have the same layout."""
     one, two, empty = (capture(module_of(5 << 20, filled=filled)) for filled in (True, True, False))
-    assert (image_sha256(one), one.layout) == (image_sha256(two), empty.layout)
+    assert image_sha256(one) == image_sha256(two)
+    assert one.layout == empty.layout
     assert image_sha256(one) != image_sha256(empty)
 
 
 def test_messages_survive_encoding() -> None:
     """Commands and responses decode to the same values."""
     command, response = FanoutCommand("fork", "model"), FanoutResponse(ended=2.0, points=((1.0, 5), (2.0, 9)))
-    assert (command, response) == (
-        fanout_messages.parse_command(fanout_messages.encode_line(command)),
-        fanout_messages.parse_response(fanout_messages.encode_line(response)),
-    )
+    assert command == fanout_messages.parse_command(fanout_messages.encode_line(command))
+    assert response == fanout_messages.parse_response(fanout_messages.encode_line(response))
 
 
 def test_the_physical_limit_has_a_row() -> None:

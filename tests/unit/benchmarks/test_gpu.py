@@ -47,57 +47,60 @@ def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
-@pytest.mark.parametrize("wanted", [16 << 30, 2 << 30, 256 * MIB, 64 * MIB])
-def test_a_dense_image_has_about_the_requested_size(wanted: int) -> None:
+@pytest.mark.parametrize("nbytes", [16 << 30, 2 << 30, 256 * MIB, 64 * MIB])
+def test_a_dense_image_has_about_the_requested_size(nbytes: int) -> None:
     """The difference is at most one layer, for any width."""
-    assert 0.85 < size_of(dense_shapes(wanted)) / wanted < 1.15
+    assert 0.85 < size_of(dense_shapes(nbytes)) / nbytes < 1.15
 
 
-@pytest.mark.parametrize(("wanted", "tensors"), [(1 << 30, 20_000), (256 * MIB, 20_000), (8 * MIB, 1024)])
-def test_a_small_image_has_very_many_tensors(wanted: int, tensors: int) -> None:
+@pytest.mark.parametrize(("nbytes", "tensors"), [(1 << 30, 20_000), (256 * MIB, 20_000), (8 * MIB, 1024)])
+def test_a_small_image_has_very_many_tensors(nbytes: int, tensors: int) -> None:
     """It has 20,000, but fewer if each would have less than a few rows."""
-    shapes = small_shapes(wanted)
+    shapes = small_shapes(nbytes)
     assert tensors == len(shapes)
-    assert 0.85 < size_of(shapes) / wanted < 1.15
+    assert 0.85 < size_of(shapes) / nbytes < 1.15
 
 
 def test_modules_of_equal_shapes_have_equal_bytes() -> None:
     """Two modules of the same shapes are the same image."""
     shapes = small_shapes(MIB)
-    one, other = (capture(module_of(shapes, torch.device("cpu"))).manifest().weights_id for _ in range(2))
-    assert one == other
+    first, second = (capture(module_of(shapes, torch.device("cpu"))).manifest().weights_id for _ in range(2))
+    assert first == second
 
 
 def failing(error: Exception) -> float:
-    """Return a contender that fails."""
+    """Raise an error, as a contender that fails."""
     raise error
 
 
 def test_a_failing_contender_is_a_row_and_affects_no_other() -> None:
     """One cannot be prepared, one fails in a round, and one runs."""
-    field = GpuContenders()
-    field.add("absent", lambda: failing(NotSameHost("two hosts", hint="use http")))  # type: ignore[arg-type, return-value]
-    field.add("fails", lambda: lambda: failing(ModuleNotFoundError("No module", name="kvikio")))
-    field.add("runs", lambda: lambda: 2.0)
-    seconds = field.run(3)
+    contenders = GpuContenders()
+    contenders.add("absent", lambda: failing(NotSameHost("two hosts", hint="use http")))  # type: ignore[arg-type, return-value]
+    contenders.add("fails", lambda: lambda: failing(ModuleNotFoundError("No module", name="kvikio")))
+    contenders.add("runs", lambda: lambda: 2.0)
+    seconds = contenders.run(3)
     assert {"runs": [2.0, 2.0, 2.0]} == seconds
-    rows = rows_of(seconds, {"runs": 4_000_000_000}, field)
-    assert [("runs", ""), ("absent", "two hosts (use http)"), ("fails", "not installed: kvikio")] == [
-        (row["contender"], row["note"]) for row in rows
-    ]
+    rows = rows_of(seconds, {"runs": 4_000_000_000}, contenders)
+    assert {"runs": "", "absent": "two hosts (use http)", "fails": "not installed: kvikio"} == {
+        row["contender"]: row["note"] for row in rows
+    }
     assert 2.0 == rows[0]["GB/s"]
 
 
 def test_wrong_bytes_are_counted() -> None:
     """Wrong bytes are no result, and never just a note."""
-    field = GpuContenders()
-    field.add("liar", lambda: lambda: failing(VerificationError("dense")))
-    assert ({}, 1, {"liar": "WRONG BYTES"}) == (field.run(2), field.wrong, field.notes)
+    contenders = GpuContenders()
+    contenders.add("liar", lambda: lambda: failing(VerificationError("dense")))
+    assert {} == contenders.run(2)
+    assert 1 == contenders.wrong
+    assert {"liar": "WRONG BYTES"} == contenders.notes
 
 
 def test_every_byte_is_compared() -> None:
     """A copy that copies nothing is detected; one that does is timed."""
-    shapes, cpu = small_shapes(MIB), torch.device("cpu")
+    shapes = small_shapes(MIB)
+    cpu = torch.device("cpu")
     target = GpuPullTarget("small", shapes, cpu)
     with pytest.raises(VerificationError):
         target.run_checked(lambda: None)()
@@ -106,9 +109,9 @@ def test_every_byte_is_compared() -> None:
 
 def test_slow_contenders_run_in_few_rounds() -> None:
     """They run three rounds after the warm-up round."""
-    field = GpuContenders()
-    field.add("slow", lambda: lambda: 1.0, aside=True)
-    assert {"slow": [1.0, 1.0, 1.0]} == field.run(5)
+    contenders = GpuContenders()
+    contenders.add("slow", lambda: lambda: 1.0, aside=True)
+    assert {"slow": [1.0, 1.0, 1.0]} == contenders.run(5)
 
 
 def test_a_row_has_only_the_first_line_of_an_error() -> None:
@@ -131,21 +134,20 @@ def test_figures_are_ratios_of_medians() -> None:
 
 def test_the_worst_governed_transport_is_the_figure() -> None:
     """Ungoverned transports and the stand-in for NCCL have separate figures."""
-    cases = [
-        GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2),
-        GpuDisturbCase("http", 2), GpuDisturbCase("cuda_ipc", 2),
-             GpuDisturbCase("http", 2, governed=False), GpuDisturbCase("kernel copies", 2)]  # fmt: skip
-    tokens = [100, 100, 90, 80, 50, 10]
-    results = {
-        case.name: SlotResult(tokens=[0.01] * count, seconds=1.0) for case, count in zip(cases, tokens, strict=True)
+    tokens = {
+        GpuDisturbCase("idle", slot=1): 100,
+        GpuDisturbCase("idle", slot=2): 100,
+        GpuDisturbCase("http", 2): 90,
+        GpuDisturbCase("cuda_ipc", 2): 80,
+        GpuDisturbCase("http", 2, governed=False): 50,
+        GpuDisturbCase("kernel copies", 2): 10,
     }
-    found = disturb_figures(results, cases)
-    assert (0.8, 0.9, 0.1, 1.0) == (
-        found["gpu_disturb_tokens_per_s"],
-        found["gpu_disturb_tokens_http_governed_2"],
-        found["gpu_disturb_tokens_kernel_copies_2"],
-        found["gpu_disturb_idle_vs_idle"],
-    )
+    results = {case.name: SlotResult(tokens=[0.01] * count, seconds=1.0) for case, count in tokens.items()}
+    found = disturb_figures(results, list(tokens))
+    assert 0.8 == found["gpu_disturb_tokens_per_s"]
+    assert 0.9 == found["gpu_disturb_tokens_http_governed_2"]
+    assert 0.1 == found["gpu_disturb_tokens_kernel_copies_2"]
+    assert 1.0 == found["gpu_disturb_idle_vs_idle"]
 
 
 def test_every_chunk_is_read_once() -> None:
@@ -181,7 +183,7 @@ def test_the_results_folder_is_named_after_the_machine(gpus: list[str], cpu: str
     assert expected == folder_name(gpus, cpu, cores)
 
 
-def test_installing_packages_keeps_the_image_s_torch() -> None:
+def test_installing_packages_keeps_the_installed_torch() -> None:
     """It installs everything that rfork needs except torch, and the Mooncake wheel for the image's CUDA."""
     assert "torch" not in map(name_of, base())
     assert {"pydantic", "grpcio", "xxhash"} <= set(map(name_of, base()))
@@ -207,7 +209,7 @@ def test_a_captured_graph_owns_its_output_tensors(monkeypatch: pytest.MonkeyPatc
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
 
-    def stepping() -> tuple[Callable[[], None], weakref.ref[torch.Tensor]]:
+    def capture_step() -> tuple[Callable[[], None], weakref.ref[torch.Tensor]]:
         buffer = torch.zeros(1)
 
         def step() -> None:
@@ -215,7 +217,7 @@ def test_a_captured_graph_owns_its_output_tensors(monkeypatch: pytest.MonkeyPatc
 
         return _capture(step), weakref.ref(buffer)
 
-    replay, buffer = stepping()
+    replay, buffer = capture_step()
     gc.collect()
     assert buffer() is not None
     replay()
@@ -262,8 +264,9 @@ def test_a_venv_without_ensurepip_is_made_without_pip(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(packages, "VENV", venv)
     monkeypatch.setattr(packages, "_quiet", quiet)
-    assert ("", 2) == (packages._missing_after_install(sys.executable, 60.0), len(commands))
-    assert packages.is_made()
+    assert "" == packages._missing_after_install(sys.executable, 60.0)
+    assert 2 == len(commands)
+    assert packages.is_complete()
 
 
 def test_a_failed_venv_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +280,9 @@ def test_a_failed_venv_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(packages, "VENV", venv)
     monkeypatch.setattr(packages, "_quiet", quiet)
-    assert ("no", False, False) == (
-        packages._missing_after_install(sys.executable, 60.0),
-        venv.exists(),
-        packages.is_made(),
-    )
+    assert "no" == packages._missing_after_install(sys.executable, 60.0)
+    assert not venv.exists()
+    assert not packages.is_complete()
 
 
 def test_warnings_of_other_packages_do_not_fail_tests_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,11 +313,9 @@ def test_the_output_of_a_timed_out_benchmark_is_kept(tmp_path: Path, monkeypatch
     monkeypatch.setattr(subprocess, "Popen", PopenAfterOutput)
     slow = "import time; print('half', flush=True); time.sleep(600)"
     status = run.call([sys.executable, "-c", slow], 0.1, tmp_path / "gpu_pull.txt")
-    assert (True, "half\n", False) == (
-        status != 0,
-        (tmp_path / "gpu_pull.partial.txt").read_text(),
-        (tmp_path / "gpu_pull.txt").exists(),
-    )
+    assert status != 0
+    assert "half\n" == (tmp_path / "gpu_pull.partial.txt").read_text()
+    assert not (tmp_path / "gpu_pull.txt").exists()
 
 
 def test_tests_and_benchmarks_end_within_ten_minutes() -> None:
@@ -332,4 +331,5 @@ def test_an_old_python_is_one_clear_error() -> None:
         "print(run.main(['test']))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ("python3 is Python 3.10; Python 3.11 or newer is required\n1\n", "") == (done.stdout, done.stderr)
+    assert "python3 is Python 3.10; Python 3.11 or newer is required\n1\n" == done.stdout
+    assert "" == done.stderr

@@ -37,7 +37,8 @@ from rfork.errors import RforkError
 def test_images_have_the_documented_size(name: str, quick: bool, tensors: int, size: int) -> None:
     """The size is in tensors, and in bytes of bfloat16."""
     shapes = shapes_of(name, quick)
-    assert (tensors, size) == (len(shapes), bytes_of(shapes))
+    assert tensors == len(shapes)
+    assert size == bytes_of(shapes)
 
 
 def test_shards_have_every_tensor_once_and_similar_sizes() -> None:
@@ -108,7 +109,8 @@ def test_views_of_a_file_are_detected(tmp_path: Path) -> None:
     path.write_bytes(bytes(4 * PAGE))
     mapped = torch.from_file(str(path), size=4 * PAGE, dtype=torch.uint8)
     own = {"own": torch.zeros(4 * PAGE)}
-    assert (False, True) == (are_mapped(own), are_mapped(own | {"tail": mapped[3 * PAGE :]}))
+    assert not are_mapped(own)
+    assert are_mapped(own | {"tail": mapped[3 * PAGE :]})
 
 
 def test_files_can_be_dropped_from_and_read_into_the_page_cache(tmp_path: Path) -> None:
@@ -123,7 +125,8 @@ def test_files_can_be_dropped_from_and_read_into_the_page_cache(tmp_path: Path) 
     make_cold([path])
     cold = cached_bytes(path)
     make_warm([path])
-    assert (0, 64 * PAGE) == (cold, cached_bytes(path))
+    assert 0 == cold
+    assert 64 * PAGE == cached_bytes(path)
 
 
 @pytest.mark.parametrize(

@@ -237,10 +237,12 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
 
 
 @pytest.mark.parametrize(("fork", "cause", "text", "advice"), CASES.values(), ids=CASES)
-def test_diagnoses(fork: ForkInfo, cause: str, text: str, advice: str) -> None:
+def test_a_diagnosis_names_the_largest_cause_and_its_remedy(fork: ForkInfo, cause: str, text: str, advice: str) -> None:
     """Each fork has its largest cause and matching advice."""
     diagnosis = diagnose(ForkStats.of(fork))
-    assert (cause, text, advice) == (diagnosis.cause, diagnosis.text, diagnosis.advice)
+    assert cause == diagnosis.cause
+    assert text == diagnosis.text
+    assert advice == diagnosis.advice
 
 
 @pytest.mark.parametrize(
@@ -307,12 +309,12 @@ def test_a_slow_relay_is_traced_to_the_first_relay() -> None:
         seconds=10.0, link=5e8, sources={RELAY: 4 * GB}, transports={RELAY: "http"}, age_s=19
     )
     diagnosis = diagnose(stats_with_upstream(downstream_fork, [downstream_fork, upstream_fork], None))
+    assert "relay" == diagnosis.cause
     assert (
-        "relay",
         "It read from bbbbbbbb, which was still receiving, at 400.0 MB/s. First relay in the chain (bbbbbbbb): "
-        "aaaaaaaa limited its readers to 400.0 MB/s: sending 4.00 GB took 9.80 s of 10.0 s.",
-        RAISE_LIMIT,
-    ) == (diagnosis.cause, diagnosis.text, diagnosis.advice)
+        "aaaaaaaa limited its readers to 400.0 MB/s: sending 4.00 GB took 9.80 s of 10.0 s."
+    ) == diagnosis.text
+    assert RAISE_LIMIT == diagnosis.advice
 
 
 def test_a_relay_that_finished_earlier_counts_as_a_seed() -> None:
@@ -375,7 +377,9 @@ def test_resumed_chunks_do_not_count_as_transferred() -> None:
         (2.0, 40.0, "2.0x the median fork (2.00 s), 0.1x the median load from storage (40.0 s)"),
     ],
 )
-def test_comparison_with_other_forks(fork_s: float | None, storage_s: float | None, expected: str) -> None:
+def test_a_fork_is_compared_with_the_known_medians(
+    fork_s: float | None, storage_s: float | None, expected: str
+) -> None:
     """The duration is compared with the medians of the model that are known."""
     assert expected == comparison(ForkStats.of(finished_fork(), model(fork_s=fork_s, storage_s=storage_s)))
 

@@ -30,7 +30,7 @@ RATES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), RATES)
-def test_rate_formats(text: str, expected: float) -> None:
+def test_a_rate_is_in_bytes_or_bits(text: str, expected: float) -> None:
     """A capital B means bytes, a small one or "bit" means bits; a plain number is bytes."""
     assert expected == pytest.approx(rate_of(text))
 
@@ -118,7 +118,8 @@ def test_only_the_first_replicas_are_drawn() -> None:
     """The tree is limited, and the rest is counted."""
     plan_preview = preview(*(target(number, number, 4.0, s=ALL) for number in range(1, 101)))
     lines = rendered_tree(plan_preview)
-    assert (67, "└── and 36 more: use --json to list all") == (len(lines), lines[-1])
+    assert 67 == len(lines)
+    assert "└── and 36 more: use --json to list all" == lines[-1]
 
 
 def test_replicas_without_a_source_have_a_reason() -> None:
@@ -127,7 +128,7 @@ def test_replicas_without_a_source_have_a_reason() -> None:
     assert ["└── 2 replicas without a source", "    └── no instance has it"] == rendered_tree(plan_preview)[1:]
 
 
-def test_summary() -> None:
+def test_the_summary_compares_the_total_time() -> None:
     """The total time is compared with the lower bound and with reading from storage."""
     assert [
         "all complete after 5.00 s: 1.25 times the lower bound of 4.00 s, one image over one link",
@@ -181,9 +182,8 @@ def test_options_are_sent_to_the_planner(plan_requests: list[PreviewRequest]) ->
     """All options are sent; the default model is the only one that the planner knows."""
     arguments = "plan --dry-run --targets 16 --per-host 8 --cold --rank r --rack a --zone z --link 8Gbit/s"
     run = CliRunner().invoke(app, [*arguments.split(), "--storage", "3GB/s", "--json"])
-    assert (0, "preview-1") == (
-        run.exit_code, PreviewPage.model_validate_json(run.stdout).items[0].targets[0].instance_id,
-    )  # fmt: skip
+    assert 0 == run.exit_code
+    assert "preview-1" == PreviewPage.model_validate_json(run.stdout).items[0].targets[0].instance_id
     assert [
         PreviewRequest(
             model="m", rank_key="r", targets=16, per_host=8, rack="a", zone="z", cold=True,
@@ -210,7 +210,7 @@ INVALID_ARGUMENTS = [
     (["m", "--version", "v9"], "no such version"),
     (["other"], "no instance of this model"),
     (["m", "--link", "fast"], "'fast' is not a rate"),
-    (["m" * 513], "model: "),
+    (["m" * 513], "MODEL: "),
 ]
 
 
@@ -220,4 +220,5 @@ def test_invalid_arguments_are_user_errors(
 ) -> None:
     """Each prints one line and exits with code 2."""
     run = CliRunner().invoke(app, ["plan", *arguments])
-    assert (2, True) == (run.exit_code, f"error: {message}" in run.stderr.replace("\n", " "))
+    assert 2 == run.exit_code
+    assert f"error: {message}" in run.stderr.replace("\n", " ")

@@ -61,7 +61,7 @@ def test_the_screen_fits_any_terminal(width: int, height: int) -> None:
     assert all(len(line) <= width for line in lines)
 
 
-def test_screen_content() -> None:
+def test_the_screen_shows_forks_problems_models_and_sources() -> None:
     """The screen shows running forks, problems, models, sources, finished forks and fallbacks."""
     text = "\n".join(screen(160, 60))
     expected = [
@@ -90,10 +90,11 @@ def test_a_rollout_shows_each_version() -> None:
     assert 5 == text.count(f" {new}  ")
     assert 2 == text.count("files:91bc01f2  ")
     assert {"first of its version": 1} == overview(seen).fallbacks
-    assert (new, old) == (overview(seen).running[0].version, overview(seen).models[0].version)
+    assert new == overview(seen).running[0].version
+    assert old == overview(seen).models[0].version
 
 
-def test_rates_of_sources() -> None:
+def test_a_source_has_the_total_rate_of_its_readers() -> None:
     """Each of several sources of a fork has its reported rate; a source has the total of its readers."""
     reported_rates = {SEED: 6e8, RELAY: 4e8}
     fork = running_fork(sources={SEED: GB, RELAY: GB}, rates=reported_rates)
@@ -138,7 +139,7 @@ def test_rows_are_distributed_over_sections(requested_rows: list[int], height: i
     assert rows == rows_for(requested_rows, height)
 
 
-def test_json_of_a_sample() -> None:
+def test_a_sample_is_one_json_line() -> None:
     """The JSON line has these fields; models are rows of `/v1/models`."""
     line = json.loads(json.dumps(sample_to_dict(FleetSample(FLEET, 100.0), URL)))
     assert {
@@ -155,7 +156,7 @@ def test_json_of_a_sample() -> None:
     } == set(line["running"][0])  # fmt: skip
 
 
-def test_order_of_rows() -> None:
+def test_rows_are_sorted_by_readers_and_time() -> None:
     """Sources with most readers come first, and the forks that finished last."""
     seen = overview(FLEET)
     assert [SEED, "corrupt", "silent"] == [source.instance_id for source in seen.sources]
@@ -166,7 +167,7 @@ def test_order_of_rows() -> None:
     ("keys_read", "quits"),
     [("", False), ("q", True), ("Q", True), ("\x1b", True), ("\x1b[A", False), ("x", False), ("xq", True)],
 )
-def test_quit_keys(keys_read: str, quits: bool) -> None:
+def test_q_and_escape_quit(keys_read: str, quits: bool) -> None:
     """q and Escape quit; arrow keys, which begin with Escape, do not."""
     assert quits == is_quit_key(keys_read)
 

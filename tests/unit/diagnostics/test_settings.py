@@ -41,7 +41,7 @@ from rfork.settings.unknown_variables import find_typos, variables
         ("PLANNER", None),
     ],
 )
-def test_misspelt_variables(name: str, suggestion: str | None) -> None:
+def test_a_misspelt_variable_is_found_with_the_intended_setting(name: str, suggestion: str | None) -> None:
     """A typo is reported with the intended setting; unrelated names and those of Kubernetes are ignored."""
     assert ({name: suggestion} if suggestion else {}) == find_typos({name: "x"})
 
@@ -56,7 +56,7 @@ def test_a_misspelt_variable_is_a_warning() -> None:
     expected = CheckResult(
         "variables",
         "warn",
-        "RFORK_PLANER is not a setting",
+        "not a setting, so ignored: RFORK_PLANER",
         "did you mean RFORK_PLANNER?",
     )
     assert expected == check_unknown_variables({"RFORK_PLANER": "RFORK_PLANNER"})
@@ -72,12 +72,12 @@ def test_a_misspelt_variable_is_a_warning() -> None:
         ("10.0.0.7", "http://planner:8700", "ok"),
     ],
 )
-def test_reachability(bind: str, planner: str | None, status: Status) -> None:
+def test_a_loopback_address_with_a_remote_planner_is_a_warning(bind: str, planner: str | None, status: Status) -> None:
     """A loopback address with a remote planner is a warning: other hosts cannot read from it."""
     assert status == check_reachability(InstanceSettings(bind=bind, planner=planner)).status
 
 
-def test_resume_folder(tmp_path: Path) -> None:
+def test_a_resume_folder_must_be_writable(tmp_path: Path) -> None:
     """The folder exists or can be created; a file in its place is a failure."""
     file = tmp_path / "file"
     file.write_text("")

@@ -46,7 +46,8 @@ def test_floats_are_transferred_in_the_image() -> None:
     hidden_state = HiddenState(target, (), OWN)
     for region, filled in zip(capture(source).regions, capture(target).regions, strict=True):
         filled.copy_(region)
-    assert (2, [2.5, math.inf]) == (hidden_state.apply(), [vars(layer)["scale"] for layer in target])
+    assert 2 == hidden_state.apply()
+    assert [2.5, math.inf] == [vars(layer)["scale"] for layer in target]
     assert 0 == hidden_state.apply()
 
 
@@ -82,13 +83,13 @@ def test_helper_classes_and_their_options_are_facts() -> None:
 def test_tensors_of_nested_helpers_are_captured(path: str) -> None:
     """Tensors of a method's kernel, its experts and their scales are captured, with and without cycles."""
     layer = Layer()
-    holder: Layer | Helper = layer
+    owner: Layer | Helper = layer
     for key in path.split("."):
-        made = Helper(layer.weight.data[1:3])
-        setattr(holder, key, made)
-        holder = made
-    vars(holder)["scale"] = torch.ones(2)
-    vars(holder)["back"] = layer.impl
+        helper = Helper(layer.weight.data[1:3])
+        setattr(owner, key, helper)
+        owner = helper
+    vars(owner)["scale"] = torch.ones(2)
+    vars(owner)["back"] = layer.impl
     HiddenState(layer, (), OWN)
     assert f"{path}.scale" in own_tensors(layer)
 

@@ -42,7 +42,8 @@ S = "sglang.launch_server"
 def test_a_command_gets_the_load_format(command: str, engine: str, expected: str) -> None:
     """Each known way to start an engine is recognised, and only the load format is added."""
     launch = rewrite_command(command.split(), {})
-    assert (engine, expected.split()) == (launch.engine, list(launch.command))
+    assert engine == launch.engine
+    assert expected.split() == list(launch.command)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,8 @@ def test_an_unsupported_command_is_rejected(command: str, part: str) -> None:
     """One line names what is wrong with the command."""
     with pytest.raises(SettingsError) as caught:
         rewrite_command(command.split(), {})
-    assert (True, 1) == (part in str(caught.value), len(str(caught.value).splitlines()))
+    assert part in str(caught.value)
+    assert 1 == len(str(caught.value).splitlines())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,8 @@ def test_the_server_does_not_drain_again(before: dict[str, str], after: dict[str
 def test_each_start_has_its_own_replica_name() -> None:
     """An unnamed replica gets a unique and valid name."""
     one, other = replica_name(), replica_name()
-    assert (True, one) == (one != other, load(InstanceSettings, replica=one).replica)
+    assert one != other
+    assert one == load(InstanceSettings, replica=one).replica
 
 
 def test_launch_options_precede_the_command() -> None:
@@ -143,14 +146,17 @@ def test_entry_points_are_those_of_the_package() -> None:
 def test_the_plug_in_is_found_without_installation() -> None:
     """A folder on PYTHONPATH has the entry points and the package, and is removed afterwards."""
     with with_plugin_path({"PYTHONPATH": "/before"}) as environment:
-        folder, rest = environment["PYTHONPATH"].split(":")
+        folder, previous_path = environment["PYTHONPATH"].split(":")
         found = {
             point.group: point.value
             for distribution in importlib.metadata.distributions(path=[folder])
             for point in distribution.entry_points
         }
-        there = (Path(folder) / "rfork" / "engines" / "launch.py").exists()
-    assert (dict(ENTRY_POINTS), "/before", True, False) == (found, rest, there, Path(folder).exists())
+        is_linked = (Path(folder) / "rfork" / "engines" / "launch.py").exists()
+    assert dict(ENTRY_POINTS) == found
+    assert "/before" == previous_path
+    assert is_linked
+    assert not Path(folder).exists()
 
 
 def test_a_copied_rfork_has_the_entry_points_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,12 @@ def test_a_snapshot_needs_no_planner(toy: Toy, snapshot: str, required: bool) ->
         raise LookupError("there is no instance")
     instance.close(0.0)
     weight = module.get_parameter("weight").unique().tolist()
-    assert (0, [3.0], SCALE) == (toy.loads, weight, vars(module)["scale"])
+    assert 0 == toy.loads
+    assert [3.0] == weight
+    assert SCALE == vars(module)["scale"]
 
 
-def test_a_missing_snapshot(toy: Toy, tmp_path: Path) -> None:
+def test_a_missing_snapshot_is_replaced_by_the_engines_loader(toy: Toy, tmp_path: Path) -> None:
     """The engine loads instead, unless a fork is required."""
     missing = f"file://{tmp_path}/none.safetensors"
     with pytest.raises(AllSourcesFailed):
@@ -93,15 +95,17 @@ def test_a_missing_snapshot(toy: Toy, tmp_path: Path) -> None:
     module = load_or_fork(toy, lambda: IDENTITY, InstanceSettings(snapshot=missing, transports=("http",)))
     if (instance := served_model(module)) is not None:
         instance.close(0.0)
-    assert (1, [1.0]) == (toy.loads, module.get_parameter("weight").unique().tolist())
+    assert 1 == toy.loads
+    assert [1.0] == module.get_parameter("weight").unique().tolist()
 
 
-def test_neither_planner_nor_snapshot(toy: Toy) -> None:
+def test_without_planner_and_snapshot_the_engine_loads(toy: Toy) -> None:
     """The engine loads as without rfork; if a fork is required, this is an error."""
     with pytest.raises(SettingsError, match="neither a planner nor a snapshot"):
         load_or_fork(toy, lambda: IDENTITY, InstanceSettings(fail_if_not_forked=True))
     module = load_or_fork(toy, lambda: IDENTITY, InstanceSettings())
-    assert (1, None) == (toy.loads, served_model(module))
+    assert 1 == toy.loads
+    assert served_model(module) is None
 
 
 def broken(module: nn.Module) -> None:

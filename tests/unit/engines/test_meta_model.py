@@ -120,7 +120,7 @@ def test_the_empty_model_equals_that_of_from_pretrained(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16], ids=str)
-def test_a_requested_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
+def test_a_requested_dtype_is_that_of_from_pretrained(tmp_path: Path, dtype: str | torch.dtype) -> None:
     """The model has the dtype that `from_pretrained` would choose."""
     folder = tmp_path / "model"
     save_model(folder, "kept in float32")
@@ -129,7 +129,7 @@ def test_a_requested_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
     assert state_of(loaded, folder) == state_of(MetaModel.of(config_only, dtype=dtype).empty(), config_only)
 
 
-def test_a_config_without_a_dtype(tmp_path: Path) -> None:
+def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path: Path) -> None:
     """It is that of the weights if there are any, else float32."""
     save_model(tmp_path / "model", "tied", torch.bfloat16)
     config = tmp_path / "model" / "config.json"
@@ -140,7 +140,7 @@ def test_a_config_without_a_dtype(tmp_path: Path) -> None:
     assert [torch.bfloat16, torch.float32] == found
 
 
-def test_a_requested_attention_implementation(tmp_path: Path) -> None:
+def test_a_requested_attention_implementation_is_used(tmp_path: Path) -> None:
     """Both build paths use it."""
     save_model(tmp_path, "tied")
     meta_model = MetaModel.of(tmp_path, attn_implementation="eager")
@@ -148,7 +148,7 @@ def test_a_requested_attention_implementation(tmp_path: Path) -> None:
     assert ["eager", "eager"] == [model.config._attn_implementation for model in models]
 
 
-def test_a_requested_class(tmp_path: Path) -> None:
+def test_a_requested_class_replaces_that_of_the_config(tmp_path: Path) -> None:
     """A class or an Auto class replaces the one named by the config."""
     save_model(tmp_path, "tied")
     class_names = [
@@ -158,7 +158,7 @@ def test_a_requested_class(tmp_path: Path) -> None:
     assert ["LlamaForSequenceClassification", "LlamaModel"] == class_names
 
 
-def test_the_generation_config_of_the_folder(tmp_path: Path) -> None:
+def test_the_generation_config_of_the_folder_is_read(tmp_path: Path) -> None:
     """generation_config.json is read in addition to the model's config."""
     model = save_model(tmp_path, "tied")
     model.generation_config.repetition_penalty = 1.5
@@ -197,7 +197,7 @@ def test_quantised_models_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [Path("/nowhere"), "/nowhere", "no such/model/at all"])
-def test_a_missing_model(source: str | Path) -> None:
+def test_a_missing_model_is_a_one_line_error(source: str | Path) -> None:
     """The error is one line with the model's name."""
     with pytest.raises(ModelError, match=str(source)):
         MetaModel.of(source)

@@ -25,10 +25,10 @@ class ResolvedRevision(str):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a checkpoint folder."""
-    made = tmp_path / "model"
-    made.mkdir()
-    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
-    return made
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    save_file({"weight": torch.zeros(4)}, model_dir / "model.safetensors")
+    return model_dir
 
 
 def test_a_reload_of_unchanged_files_has_their_version(folder: Path) -> None:

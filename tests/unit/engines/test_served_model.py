@@ -36,9 +36,9 @@ def current(module: nn.Module, instance: ServedModel) -> bool:
 @pytest.fixture
 def module() -> nn.Module:
     """Return a model."""
-    made = nn.Linear(16, 16)
-    made.scale = 1.0  # type: ignore[assignment]
-    return made
+    linear = nn.Linear(16, 16)
+    linear.scale = 1.0  # type: ignore[assignment]
+    return linear
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
     identity = InstanceIdentity("model", rank, version="files:old", replica="replica-1")
     seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=image.manifest()).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
-    made = ServedModel(module, seed, report, hidden_state)
-    setattr(module, ATTRIBUTE, made)
-    yield made
-    made.close(0.0)
+    served = ServedModel(module, seed, report, hidden_state)
+    setattr(module, ATTRIBUTE, served)
+    yield served
+    served.close(0.0)
 
 
 def test_an_update_is_served_after_the_block(module: nn.Module, instance: ServedModel) -> None:
@@ -70,7 +70,9 @@ def test_an_update_is_served_after_the_block(module: nn.Module, instance: Served
         vars(module)["scale"] = 2.0
     join_renewals(instance)
     floats = vars(module)["rfork"]["floats"]
-    assert (None, True, [2.0]) == (within, current(module, instance), next(iter(floats.values())).tolist())
+    assert within is None
+    assert current(module, instance)
+    assert [2.0] == next(iter(floats.values())).tolist()
 
 
 def test_a_late_renewal_serves_nothing(module: nn.Module, instance: ServedModel) -> None:
@@ -159,7 +161,8 @@ def test_a_failing_exporter_does_not_fail_the_engine(
         within = instance.seed.manifest
     instance.renew()
     join_renewals(instance)
-    assert (None, True) == (within, current(module, instance))
+    assert within is None
+    assert current(module, instance)
 
 
 def test_a_seed_that_still_serves_after_a_failure_is_closed(
@@ -184,9 +187,9 @@ def test_a_closed_served_model_does_nothing(module: nn.Module, instance: ServedM
     instance.fence()
     instance.suspend()
     instance.renew()
-    assert (generation, instance, None) == (
-        instance.seed.generation, served_model(module), served_model(nn.Linear(1, 1))
-    )  # fmt: skip
+    assert generation == instance.seed.generation
+    assert instance == served_model(module)
+    assert served_model(nn.Linear(1, 1)) is None
 
 
 def fill(module: nn.Module, value: float) -> None:

@@ -16,7 +16,7 @@ from planner.app import create_app
 from rfork.engines.sglang_bridge.engine import EngineDescription, StockEngine, Version, WeightInfo
 from rfork.engines.sglang_bridge.http_servers import InfoClient
 from rfork.engines.sglang_bridge.identity import (
-    PREFIX,
+    STOCK_PREFIX,
     client_report,
     instance_id,
     layout_id,
@@ -77,9 +77,9 @@ def test_an_engine_is_queried_by_new_or_old_endpoint_names(old: bool) -> None:
     endpoints = FakeSglangEndpoints()
     endpoints.only_legacy_paths = old
     engine = engine_with_endpoints(endpoints)
-    assert (True, replace(DESCRIPTION, dtype="auto"), WeightInfo("127.0.0.1:15001", TENSORS)) == (
-        engine.healthy(), engine.describe(), engine.info(0),
-    )  # fmt: skip
+    assert engine.healthy()
+    assert replace(DESCRIPTION, dtype="auto") == engine.describe()
+    assert WeightInfo("127.0.0.1:15001", TENSORS) == engine.info(0)
     assert old == any(path.startswith("/get_") for path in endpoints.requested_paths)
 
 
@@ -162,7 +162,8 @@ def test_seeds_match_by_what_a_client_compares_and_by_dtype() -> None:
         layout_id(DESCRIPTION, WeightInfo("s", {**TENSORS, "more": (1, 1, 2)})),
         layout_id(DESCRIPTION, WeightInfo("s", halved)),
     }
-    assert (6, False) == (len(others), same in others)
+    assert 6 == len(others)
+    assert same not in others
 
 
 def test_weights_are_identified_by_name_and_version() -> None:
@@ -175,7 +176,8 @@ def test_weights_are_identified_by_name_and_version() -> None:
         weights_id("m", VERSION, Version("/models/m", "2")),
         weights_id("m", VERSION, Version("/models/m2", "default")),
     }
-    assert (3, False) == (len(others), same in others)
+    assert 3 == len(others)
+    assert same not in others
 
 
 @pytest.mark.parametrize("session", ["10.0.0.7:15001", "[fd00::7]:15001", "høst name:1", "x" * 256])
@@ -187,7 +189,9 @@ def test_a_seeds_report_is_valid_for_any_session(session: str) -> None:
         weights="0" * 32, generation=0, address="h:1",
     )  # fmt: skip
     other = WeightInfo(session, {"other.weight": (1, 1, 2)})
-    assert (PREFIX, f"{PREFIX}m", 2080) == (report.instance_id[:7], report.model, report.image_bytes)
+    assert STOCK_PREFIX == report.instance_id[:7]
+    assert f"{STOCK_PREFIX}m" == report.model
+    assert 2080 == report.image_bytes
     assert report.instance_id != instance_id(SETTINGS, 0, other)
 
 
@@ -286,7 +290,7 @@ FIRST = Version("/models/m", "default")
         ("v1", Version("/models/m", "step-5"), f"weights:{WEIGHTS}"),
     ],
 )
-def test_the_version_of_a_stock_engine(stated: str | None, now: Version, expected: str) -> None:
+def test_a_stock_engine_has_its_stated_version_until_an_update(stated: str | None, now: Version, expected: str) -> None:
     """A stated version holds until the weights are updated; files invisible to the sidecar have none."""
     assert expected == version_of(stated, WEIGHTS, FIRST, now)
 

@@ -11,7 +11,7 @@ import pytest
 from planner.app import create_app
 from rfork.engines.sglang_bridge import lease_manager
 from rfork.engines.sglang_bridge.engine import EngineDescription, Version, WeightInfo
-from rfork.engines.sglang_bridge.identity import PREFIX, seed_report
+from rfork.engines.sglang_bridge.identity import STOCK_PREFIX, seed_report
 from rfork.engines.sglang_bridge.lease_manager import LeaseManager
 from rfork.engines.sglang_bridge.seed_selector import SeedSelector
 from rfork.errors import (
@@ -96,16 +96,15 @@ def _seed(name: str, **changes: object) -> InstanceReport:
         SETTINGS, model="m", version="v", rank=0, description=DESCRIPTION,
         info=WeightInfo(f"{name}:1", TENSORS), weights="0" * 32, generation=0, address=f"{name}:9",
     )  # fmt: skip
-    return report.model_copy(update={"instance_id": f"{PREFIX}{name}", **changes})
+    return report.model_copy(update={"instance_id": f"{STOCK_PREFIX}{name}", **changes})
 
 
 def test_an_unresponsive_seed_is_replaced_by_another() -> None:
     """The first seed is unreachable for this client only."""
     harness = SidecarHarness(a=_seed("a"), b=_seed("b"))
-    harness.fails = {f"{PREFIX}a": SourceUnavailable("refused")}
-    assert (f"{PREFIX}b", [f"{PREFIX}a", f"{PREFIX}b"]) == (
-        harness.seed_selector(wait_s=5.0).acquire(0, None).route.source_id, harness.fetched,
-    )  # fmt: skip
+    harness.fails = {f"{STOCK_PREFIX}a": SourceUnavailable("refused")}
+    assert f"{STOCK_PREFIX}b" == harness.seed_selector(wait_s=5.0).acquire(0, None).route.source_id
+    assert [f"{STOCK_PREFIX}a", f"{STOCK_PREFIX}b"] == harness.fetched
     assert [] == [view for view in harness.planner.instances() if view.quarantined]
 
 
@@ -143,10 +142,11 @@ def test_an_unreachable_planner_is_waited_for_and_then_named() -> None:
 def test_a_failed_seed_is_avoided_unless_it_is_the_last() -> None:
     """No seed is blamed for a client that did not start."""
     harness = SidecarHarness(a=_seed("a"), b=_seed("b"))
-    first = harness.seed_selector().acquire(0, f"{PREFIX}a").route.source_id
-    harness.planner.remove(f"{PREFIX}b")
-    again = harness.seed_selector().acquire(0, f"{PREFIX}a").route.source_id
-    assert (f"{PREFIX}b", f"{PREFIX}a") == (first, again)
+    first = harness.seed_selector().acquire(0, f"{STOCK_PREFIX}a").route.source_id
+    harness.planner.remove(f"{STOCK_PREFIX}b")
+    again = harness.seed_selector().acquire(0, f"{STOCK_PREFIX}a").route.source_id
+    assert f"{STOCK_PREFIX}b" == first
+    assert f"{STOCK_PREFIX}a" == again
     assert [] == [view for view in harness.planner.instances() if view.quarantined]
 
 
@@ -173,19 +173,20 @@ def test_a_lease_expires_after_the_hold_time(max_lease_s: float, expected: str) 
 
 def test_a_lease_that_the_planner_refuses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed changed its weights in place, so the generation that was read no longer exists."""
-    monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
+    monkeypatch.setattr(lease_manager, "RENEWALS_PER_TTL", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
     manager.weight_info_for(0)
     harness.planner.report(_seed("a", generation=1))
     manager.poll()
     (fork,) = harness.planner.forks()
-    assert ("failed", True) == (fork.state, "changed its weights" in str(fork.finish))
+    assert "failed" == fork.state
+    assert "changed its weights" in str(fork.finish)
 
 
 def test_a_restarted_planner_may_learn_of_the_seed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease stays valid until it expires, because the seed's heartbeat may follow the client's renewal."""
-    monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
+    monkeypatch.setattr(lease_manager, "RENEWALS_PER_TTL", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
     manager.weight_info_for(0)
@@ -201,7 +202,7 @@ def test_a_restarted_planner_may_learn_of_the_seed_last(monkeypatch: pytest.Monk
 
 def test_a_seed_that_a_restarted_planner_never_learns_of_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the lease has expired, the seed may have changed its weights."""
-    monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
+    monkeypatch.setattr(lease_manager, "RENEWALS_PER_TTL", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
     manager.weight_info_for(0)
@@ -215,7 +216,7 @@ def test_a_seed_with_other_weights_at_a_restarted_planner_is_dropped_immediately
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The seed has reported since and has other weights, so waiting is pointless."""
-    monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
+    monkeypatch.setattr(lease_manager, "RENEWALS_PER_TTL", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
     manager.weight_info_for(0)
@@ -264,6 +265,5 @@ def test_two_ranks_have_separate_leases() -> None:
     manager = harness.manager()
     for rank in (0, 1, 1):
         manager.weight_info_for(rank)
-    assert (["failed", "running", "running"], [f"{PREFIX}r0", f"{PREFIX}r1", f"{PREFIX}r1"]) == (
-        harness.states(), harness.fetched,
-    )  # fmt: skip
+    assert ["failed", "running", "running"] == harness.states()
+    assert [f"{STOCK_PREFIX}r0", f"{STOCK_PREFIX}r1", f"{STOCK_PREFIX}r1"] == harness.fetched

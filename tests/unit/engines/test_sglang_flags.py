@@ -31,12 +31,12 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [])
     monkeypatch.setattr(drain_on_sigterm, "install", lambda settings: None)
-    made = argparse.ArgumentParser()
-    made.add_argument("--load-format", default="auto")
-    made.add_argument("--model-path", default="org/model")
-    made.add_argument("--cpu-offload-gb", type=int, default=0)
-    flags.add(made)
-    return made
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--model-path", default="org/model")
+    parser.add_argument("--cpu-offload-gb", type=int, default=0)
+    flags.add(parser)
+    return parser
 
 
 def parse_flags(parser: argparse.ArgumentParser, *arguments: str) -> argparse.Namespace:

@@ -269,7 +269,7 @@ def test_a_failed_drain_does_not_prevent_the_exit(
     with caplog.at_level(logging.INFO, "rfork"):
         one._drain()
     assert one._drained.is_set()
-    assert 1 == caplog.text.count("exiting without draining reason=")
+    assert 1 == caplog.text.count("failed to drain the seeds, exiting reason=")
 
 
 def install_fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:

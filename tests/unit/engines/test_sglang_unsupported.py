@@ -19,23 +19,22 @@ from rfork.settings import InstanceSettings
 
 
 class RadioModel(nn.Module):
-    """Has the name of an SGLang class."""
+    """Has the name of an unsupported SGLang class."""
 
 
 class Vision(RadioModel):
-    """A subclass of it."""
+    """Subclass of an unsupported class."""
 
 
 def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
     """They are rejected by class name, wherever the class or a subclass occurs in the model."""
     assert unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2))) is None
-    assert (
-        "loading the weights of RadioModel sets more than tensors: whether it embeds videos"
-    ) == unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Vision())))
+    reason = unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Vision())))
+    assert "loading the weights of RadioModel sets more than tensors: whether it embeds videos" == reason
 
 
 @pytest.mark.parametrize(
-    ("is_draft", "algorithm", "is_refused"),
+    ("is_draft", "algorithm", "is_rejected"),
     [
         (False, "EAGLE", False),
         (True, "STANDALONE", False),
@@ -45,25 +44,25 @@ def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
         (True, None, True),
     ],
 )
-def test_drafts_that_share_tensors_are_rejected(is_draft: bool, algorithm: str | None, is_refused: bool) -> None:
+def test_drafts_that_share_tensors_are_rejected(is_draft: bool, algorithm: str | None, is_rejected: bool) -> None:
     """Only a standalone draft is forked: an update of the main model would change the tensors of other drafts."""
-    assert is_refused == (unsupported.unsupported_draft(is_draft, algorithm) is not None)
+    assert is_rejected == (unsupported.unsupported_draft(is_draft, algorithm) is not None)
 
 
 def test_scratch_is_excluded_from_images() -> None:
     """Tensors overwritten by each forward pass and addresses are excluded; strides and weights are not."""
 
-    class Method:
-        """The tensors of SGLang's fp8 method for experts."""
+    class Fp8MoEMethod:
+        """Has tensors like those of SGLang's fp8 method for experts."""
 
         def __init__(self) -> None:
             for key in ("ab_strides1", "workspace", "a_ptr", "b_scales_ptr", "expert_offsets"):
                 setattr(self, key, torch.ones(4))
             self.problem_sizes1 = torch.ones(4, 3)
 
-    Method.__module__ = "sglang.srt.layers.quantization.fp8"
+    Fp8MoEMethod.__module__ = "sglang.srt.layers.quantization.fp8"
     module = nn.Sequential(nn.Linear(2, 2))
-    vars(module[0])["quant_method"] = Method()
+    vars(module[0])["quant_method"] = Fp8MoEMethod()
     vars(module[0])["workspace"] = torch.zeros(8)
     HiddenState(module, (), ("sglang",))
     names = [spec.name for spec in capture(module, exclude=unsupported.SCRATCH).layout.tensors]
@@ -90,23 +89,23 @@ class Config:
 
 def test_configurations_are_compared_by_content() -> None:
     """Another rotary base is another configuration; another folder or library version is not."""
-    one = Config(rope_theta=1e4, text=Config(a=1), _name_or_path="/a", transformers_version="4", file="/a/x")
-    same = Config(file="/b/x", _name_or_path="/b", transformers_version="5", text=Config(a=1), rope_theta=1e4)
-    other = Config(rope_theta=1e6, text=Config(a=1), file="/b/x")
-    assert compat.digest(one, "/a") == compat.digest(same, "/b")
-    assert compat.digest(same, "/b") != compat.digest(other, "/b")
+    original = Config(rope_theta=1e4, text=Config(a=1), _name_or_path="/a", transformers_version="4", file="/a/x")
+    moved = Config(file="/b/x", _name_or_path="/b", transformers_version="5", text=Config(a=1), rope_theta=1e4)
+    changed = Config(rope_theta=1e6, text=Config(a=1), file="/b/x")
+    assert compat.digest(original, "/a") == compat.digest(moved, "/b")
+    assert compat.digest(moved, "/b") != compat.digest(changed, "/b")
     assert compat.digest({"x": object()}) == compat.digest({"x": object()})
 
 
-def test_quantisation_and_kernels_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quantisation method and its kernel options are facts too."""
-    for name, content in (
-        ("sglang.srt.runtime_context", {"get_server_args": lambda: None}),
-        (
-            "sglang.srt.arg_groups.overrides",
-            {"resolving_view": lambda _: SimpleNamespace(fp8_gemm_runner_backend="deep_gemm")},
-        ),
-    ):
+def test_the_quantisation_method_and_kernel_options_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They belong to the facts in which source and target must agree, like the configuration."""
+    modules: dict[str, dict[str, object]] = {
+        "sglang.srt.runtime_context": {"get_server_args": lambda: None},
+        "sglang.srt.arg_groups.overrides": {
+            "resolving_view": lambda _: SimpleNamespace(fp8_gemm_runner_backend="deep_gemm")
+        },
+    }
+    for name, content in modules.items():
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -132,4 +131,4 @@ def test_a_deadline_beyond_the_wait_of_other_ranks_is_reduced(
         assert 100 == cap_deadline(InstanceSettings(deadline_s=100)).deadline_s
         assert "" == caplog.text
         assert 240 == cap_deadline(InstanceSettings(deadline_s=600)).deadline_s
-    assert 1 == caplog.text.count("other ranks wait no longer deadline_s=240")
+    assert 1 == caplog.text.count("ranks wait for each other deadline_s=240")

@@ -86,7 +86,7 @@ def failing_update(*_: object, **__: object) -> tuple[bool, str]:
         ),
     ],
 )
-def test_updates_from_disk(
+def test_only_a_partial_update_from_disk_stops_serving(
     update: Callable[..., tuple[bool, str]], expected: list[str], instance: RecordingInstance
 ) -> None:
     """Weights are served again after an update and after a failure that wrote nothing, but not after a partial one."""
@@ -161,7 +161,7 @@ EARLY_FAILURE = update_returning(False, "Failed to get weights iterator: no such
         (EARLY_FAILURE, EARLY_FAILURE, ["update", "renew", "update", "renew", "update", "renew updated"]),
     ],
 )
-def test_two_failures_and_an_update(
+def test_weights_are_invalid_until_an_update_succeeds(
     first: Callable[..., tuple[bool, str]],
     second: Callable[..., tuple[bool, str]],
     expected: list[str],
@@ -174,7 +174,7 @@ def test_two_failures_and_an_update(
     assert expected == instance.calls
 
 
-def test_a_failed_step_and_an_update_that_fails_early(instance: RecordingInstance) -> None:
+def test_an_incomplete_update_does_not_make_weights_valid(instance: RecordingInstance) -> None:
     """Neither an update that fails before writing nor one that has only begun makes them valid."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
@@ -185,7 +185,7 @@ def test_a_failed_step_and_an_update_that_fails_early(instance: RecordingInstanc
     assert 0 == instance.renewals
 
 
-def test_an_update_from_disk_between_steps(instance: RecordingInstance) -> None:
+def test_a_failed_update_between_steps_does_not_resume_serving(instance: RecordingInstance) -> None:
     """While steps are written, an update that fails early does not make the weights served."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
@@ -247,11 +247,11 @@ def test_an_update_while_memory_is_released_names_the_weights_after_the_resume(
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scheduler's own settings: ``serving.weight_version`` is the previous version."""
-    made = SimpleNamespace(weight_version="default")
+    serving_args = SimpleNamespace(weight_version="default")
     module = ModuleType("sglang.srt.runtime_context")
-    module.__dict__["get_serving"] = lambda: made
+    module.__dict__["get_serving"] = lambda: serving_args
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return made
+    return serving_args
 
 
 def request(updates: WeightUpdateHooks, weight_version: str | None, work: Callable[[], object]) -> None:
@@ -262,10 +262,10 @@ def request(updates: WeightUpdateHooks, weight_version: str | None, work: Callab
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a checkpoint folder."""
-    made = tmp_path / "model"
-    made.mkdir()
-    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
-    return made
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    save_file({"weight": torch.zeros(4)}, model_dir / "model.safetensors")
+    return model_dir
 
 
 def test_an_update_from_disk_has_the_version_of_its_files(

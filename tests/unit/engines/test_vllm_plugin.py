@@ -27,7 +27,7 @@ from rfork.settings import InstanceSettings
         ("org/draft", None, True, "org/draft"),
     ],
 )
-def test_names(model: str, configured_name: str | None, draft: bool, expected: str) -> None:
+def test_a_hub_id_is_the_model_name(model: str, configured_name: str | None, draft: bool, expected: str) -> None:
     """A hub id is kept; a setting names the main model and distinguishes drafts."""
     assert expected == model_name(model, configured_name, draft)
 
@@ -35,7 +35,8 @@ def test_names(model: str, configured_name: str | None, draft: bool, expected: s
 def test_command_line_options_are_settings() -> None:
     """They override the environment; an unknown name is one clear error."""
     parsed = settings_of(SimpleNamespace(model_loader_extra_config={"planner": "http://a:1", "drain_timeout_s": 3}))
-    assert ("http://a:1", 3.0) == (parsed.planner, parsed.drain_timeout_s)
+    assert "http://a:1" == parsed.planner
+    assert 3.0 == parsed.drain_timeout_s
     with pytest.raises(SettingsError, match="unknown rfork setting 'planer'") as caught:
         settings_of(SimpleNamespace(model_loader_extra_config={"planer": "http://a:1"}))
     assert "did you mean 'planner'?" == caught.value.hint
@@ -180,7 +181,8 @@ def test_a_servers_seeds_are_drained_before_its_engines_exit(monkeypatch: pytest
     second = manager_class(vllm_config=config("rfork"))
     ours.shutdown(2.0)
     ours.shutdown()
-    assert ([1.0], [2.0, None]) == (other.stopped, ours.stopped)
+    assert [1.0] == other.stopped
+    assert [2.0, None] == ours.stopped
     assert [ours.name_of_children] == seen
     second.shutdown()
     assert [ours.name_of_children, second.name_of_children] == seen

@@ -137,13 +137,14 @@ def worker() -> Worker:
     worker_class = type("Worker", (Worker,), dict(vars(Worker)))
     hooks.install(worker_class)
     hooks.install(worker_class)
-    made: Worker = worker_class()
-    return made
+    created: Worker = worker_class()
+    return created
 
 
 def test_steps_are_measured_as_the_seeds_work(worker: Worker) -> None:
     """Each step of the engine is measured for its model and returns its result unchanged."""
-    assert [2, 3] == [worker.execute_model(1), worker.execute_model(scheduler_output=2)]
+    assert 2 == worker.execute_model(1)
+    assert 3 == worker.execute_model(scheduler_output=2)
     assert (["serving", "serving"], []) == worker.pop_calls()
 
 
@@ -229,7 +230,8 @@ def test_weights_loaded_without_the_worker_are_detected(worker: Worker, caplog: 
     worker.sleep()
     worker.wake_up()
     assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.pop_calls()
-    assert ["weights loaded piece by piece, not seeding until a complete update"] == caplog.messages
+    event = "not seeding until the next complete weight update: only a part of the weights was loaded"
+    assert [event] == caplog.messages
     worker.reload_weights([])
     assert (["update", "renew updated"], []) == worker.pop_calls()
 
@@ -248,10 +250,10 @@ def test_an_update_while_asleep_names_the_weights_after_waking(worker: Worker) -
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a checkpoint folder."""
-    made = tmp_path / "model"
-    made.mkdir()
-    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
-    return made
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    save_file({"weight": torch.zeros(4)}, model_dir / "model.safetensors")
+    return model_dir
 
 
 def test_a_reload_from_another_folder_has_the_version_of_its_files(worker: Worker, folder: Path) -> None:
@@ -290,7 +292,7 @@ def test_a_failed_sleep_is_logged(worker: Worker, caplog: pytest.LogCaptureFixtu
     worker.fails = True
     with pytest.raises(OSError, match="more memory"):
         worker.sleep()
-    assert 2 * ["vLLM failed to put its weights to sleep, not seeding until they wake up"] == caplog.messages
+    assert 2 * ["not seeding until the weights wake up: vLLM failed to put them to sleep"] == caplog.messages
     worker.fails = False
     worker.wake_up()
     assert 2 * (["suspend", "renew"],) == worker.pop_calls()
@@ -314,5 +316,6 @@ def test_the_shutdown_closes_both_models(worker: Worker) -> None:
 
 def test_models_of_other_loaders_are_not_affected() -> None:
     """A model that rfork did not load has no lifecycle, and its methods run unchanged."""
-    assert [None, None] == [lifecycle_of(None), lifecycle_of(nn.Linear(1, 1))]
+    assert lifecycle_of(None) is None
+    assert lifecycle_of(nn.Linear(1, 1)) is None
     assert isinstance(attach_lifecycle(nn.Linear(1, 1), FakeInstance()), WeightLifecycle)  # type: ignore[arg-type]

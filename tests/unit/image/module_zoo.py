@@ -61,18 +61,23 @@ def filled(value: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return random > 0.5 if dtype is torch.bool else (random * 10 + value).to(dtype)
 
 
-class Holder(nn.Module):
+class LayerWithAttribute(nn.Module):
     """A layer with one attribute of any type."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(2, 2))
-        vars(self)["held"] = value
+        vars(self)["attribute"] = value
 
 
 def attribute_case(name: str, make: Callable[[int], object], read: Read, refused: str = "") -> None:
     """Add a case that keeps its state in an attribute; `read` receives the attribute."""
-    module_case(f"attribute: {name}", lambda value: Holder(make(value)), lambda module: read(module.held), refused)
+    module_case(
+        f"attribute: {name}",
+        lambda value: LayerWithAttribute(make(value)),
+        lambda module: read(module.attribute),
+        refused,
+    )
 
 
 def layer_case(name: str, make: Callable[[], nn.Module], *inputs: torch.Tensor, refused: str = "") -> None:

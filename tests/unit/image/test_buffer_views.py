@@ -39,7 +39,8 @@ def test_values_and_aliases_are_restored() -> None:
         tensors = tensor_views(image.layout, torch.frombuffer(bytearray(b"".join(views)), dtype=torch.uint8))
     assert element_bytes(matrix.t()) == element_bytes(tensors["transposed"])
     tensors["matrix"][0, 2] = 50.0
-    assert (50.0, 7) == (tensors["transposed"][2, 0].item(), tensors["one"].item())
+    assert 50.0 == tensors["transposed"][2, 0].item()
+    assert 7 == tensors["one"].item()
 
 
 def test_an_unaligned_tensor_is_still_a_view() -> None:
@@ -60,7 +61,7 @@ def test_unsuitable_buffers_are_rejected(buffer: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "why"),
+    ("spec", "reason"),
     [
         (TensorSpec("a", "float3", (1,), (1,), 0), "no dtype 'float3'"),
         (TensorSpec("a", "nn", (1,), (1,), 0), "no dtype 'nn'"),
@@ -70,7 +71,7 @@ def test_unsuitable_buffers_are_rejected(buffer: torch.Tensor) -> None:
     ],
     ids=["dtype", "attribute", "end", "begin", "stride"],
 )
-def test_an_external_layout_cannot_reach_outside_the_buffer(spec: TensorSpec, why: str) -> None:
+def test_an_external_layout_cannot_reach_outside_the_buffer(spec: TensorSpec, reason: str) -> None:
     """A layout from a file or a peer that does not fit is rejected with the tensor's name."""
-    with pytest.raises(UnsupportedTensor, match=f"'a'.*{why}"):
+    with pytest.raises(UnsupportedTensor, match=f"'a'.*{reason}"):
         allocate_buffer(Layout((spec,), 8))

@@ -60,7 +60,8 @@ def test_layout_of_a_module_is_stable_across_releases() -> None:
     caches = [{"key": torch.zeros(5, dtype=torch.complex64)}, (torch.tensor(True),)]
     object.__setattr__(root, "caches", caches)  # a plain attribute, which nn.Module has no type for
     layout = capture(root).layout
-    assert ("7e8f9b65ffe1757e279bbc449cffe302", 338) == (layout.layout_id, layout.image_bytes)
+    assert "7e8f9b65ffe1757e279bbc449cffe302" == layout.layout_id
+    assert 338 == layout.image_bytes
 
 
 @settings(max_examples=150, deadline=None)
@@ -164,7 +165,8 @@ def test_attributes_of_a_reference_layout_are_kept() -> None:
 def test_a_module_without_tensors_has_an_empty_image() -> None:
     """Its layout has no tensors and no bytes."""
     layout = capture(nn.Module()).layout
-    assert ([], 0) == (list(layout.tensors), layout.image_bytes)
+    assert [] == list(layout.tensors)
+    assert 0 == layout.image_bytes
 
 
 def test_tied_weights_are_one_region_with_two_names() -> None:
@@ -340,7 +342,7 @@ def test_excluded_tensors_covered_by_another_are_accepted(kept: str) -> None:
     assert "right" not in names(module, exclude=["right"])
 
 
-def test_attributes_contain_value_and_holders() -> None:
+def test_attributes_contain_value_and_owners() -> None:
     """Plain values are part of the layout, with one line for each value of each attribute."""
     module = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1), nn.Dropout(0.2))
     expected = ["inplace=False at 0 and 2 more", "p=0.1 at 0 and 1 more", "p=0.2 at 2"]
@@ -464,7 +466,7 @@ def test_strides_of_single_element_dimensions_do_not_matter() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "reason"),
     [
         (lambda: torch.zeros(2, device="meta"), "device meta"),
         (lambda: torch.zeros(2, 2).to_sparse(), "sparse_coo"),
@@ -479,12 +481,12 @@ def test_strides_of_single_element_dimensions_do_not_matter() -> None:
     ],
     ids=["meta", "coo", "csr", "quantized", "lazy", "conj", "neg", "nested", "shrunk", "fake"],
 )
-def test_tensors_without_bytes_are_rejected_by_name(make: Any, why: str) -> None:
+def test_tensors_without_bytes_are_rejected_by_name(make: Any, reason: str) -> None:
     """The error names the tensor and the reason."""
     module = nn.Module()
     module.layer = nn.Module()
     module.layer.weight = make()
-    with pytest.raises(UnsupportedTensor, match=rf"'layer\.weight'.*{why}"):
+    with pytest.raises(UnsupportedTensor, match=rf"'layer\.weight'.*{reason}"):
         capture(module)
 
 

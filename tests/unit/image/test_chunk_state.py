@@ -13,13 +13,19 @@ CHUNKS = Chunks(45, 10)
 def test_a_new_state_has_no_chunks() -> None:
     """Nothing is verified at first."""
     state = ChunkState(CHUNKS)
-    assert ((), 0, False, False) == (state.verified, len(state), state.complete, 0 in state)
+    assert () == state.verified
+    assert 0 == len(state)
+    assert not state.complete
+    assert 0 not in state
 
 
 def test_a_full_state_has_every_chunk() -> None:
     """A seed has every chunk from the start."""
     state = ChunkState.full(CHUNKS)
-    assert (((0, 5),), 5, True, True) == (state.verified, len(state), state.complete, 4 in state)
+    assert ((0, 5),) == state.verified
+    assert 5 == len(state)
+    assert state.complete
+    assert 4 in state
 
 
 def test_an_empty_image_is_complete() -> None:
@@ -31,7 +37,7 @@ def test_an_empty_image_is_complete() -> None:
     ("begin", "end", "expected"),
     [(0, 20, True), (0, 21, False), (20, 30, False), (30, 40, True), (39, 41, False)],
 )
-def test_contains_range(begin: int, end: int, expected: bool) -> None:
+def test_a_range_is_contained_if_all_its_chunks_are_verified(begin: int, end: int, expected: bool) -> None:
     """A byte range is contained if every chunk that it overlaps is verified."""
     assert expected == ChunkState(CHUNKS, [0, 1, 3]).contains_range(begin, end)
 
@@ -55,7 +61,8 @@ def test_an_invalidated_chunk_is_not_contained() -> None:
     state.mark_verified(1, b"one")
     state.mark_verified(2, b"two")
     state.invalidate([1, 4])
-    assert (((2, 3),), {2: b"two"}) == (state.verified, state.digests)
+    assert ((2, 3),) == state.verified
+    assert {2: b"two"} == state.digests
 
 
 def test_the_provisional_id_is_cleared_with_the_chunks() -> None:
@@ -65,4 +72,5 @@ def test_the_provisional_id_is_cleared_with_the_chunks() -> None:
     state.mark_verified(3, b"three")
     before = state.provisional_state
     state.clear()
-    assert (("files", {3: b"three"}), (None, {})) == (before, state.provisional_state)
+    assert ("files", {3: b"three"}) == before
+    assert (None, {}) == state.provisional_state

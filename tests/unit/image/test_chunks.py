@@ -21,7 +21,7 @@ from rfork.image.chunks import MAX_CHUNK_BYTES, MAX_CHUNKS, MIB, Chunks, chunk_s
         (1 << 40, 256 * MIB),
     ],
 )
-def test_chunk_size(image_bytes: int, size: int) -> None:
+def test_the_chunk_size_is_a_power_of_two(image_bytes: int, size: int) -> None:
     """Chunk sizes grow by powers of two up to 256 MiB, so that there are at most 128 chunks."""
     assert size == chunk_size_for(image_bytes)
 
@@ -41,13 +41,13 @@ def test_chunks_cover_the_image_in_order(image_bytes: int) -> None:
     ("begin", "end", "expected"),
     [(0, 1, [0]), (0, 10, [0]), (9, 11, [0, 1]), (10, 20, [1]), (0, 25, [0, 1, 2]), (5, 5, [0])],
 )
-def test_covering(begin: int, end: int, expected: list[int]) -> None:
+def test_a_range_is_covered_by_all_chunks_that_it_overlaps(begin: int, end: int, expected: list[int]) -> None:
     """A byte range is covered by every chunk that it overlaps."""
     assert expected == list(Chunks(25, 10).covering(begin, end))
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_a_missing_chunk(index: int) -> None:
+def test_an_index_outside_the_image_is_an_error(index: int) -> None:
     """An index outside the image raises IndexError."""
     with pytest.raises(IndexError, match=f"chunk {index} of 3"):
         Chunks(25, 10)[index]

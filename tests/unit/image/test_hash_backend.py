@@ -35,7 +35,8 @@ def test_wrong_hashes_fail_the_self_test() -> None:
 def test_a_device_has_one_hash_backend() -> None:
     """Every call returns the same backend; on the CPU it uses torch operations."""
     backend = leaf_hasher(CPU)
-    assert (True, False) == (backend is leaf_hasher(torch.device("cpu")), backend.is_ready())
+    assert backend is leaf_hasher(torch.device("cpu"))
+    assert not backend.wait_until_ready()
 
 
 class FailingKernelModule(ModuleType):
@@ -66,6 +67,7 @@ def test_a_kernel_that_cannot_be_imported_falls_back(
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
     backend = HashBackend(torch.device("cuda"))
     data = torch.zeros(5000, dtype=torch.uint8)
-    assert (False, xxh3_torch.leaf_hashes([data], 2048)) == (backend.is_ready(), backend([data], 2048))
+    assert not backend.wait_until_ready()
+    assert xxh3_torch.leaf_hashes([data], 2048) == backend([data], 2048)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert is_logged == any("hash kernel failed" in message for message in warnings)

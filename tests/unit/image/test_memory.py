@@ -35,7 +35,8 @@ def test_views_are_the_tensors_own_memory() -> None:
     with image_from_tensors(tensors).writable(2, 6) as views:
         for view in views:
             view[:] = b"\x09" * view.nbytes
-    assert ([0, 0, 9, 9], [9, 9, 0, 0]) == (tensors["a"].tolist(), tensors["b"].tolist())
+    assert [0, 0, 9, 9] == tensors["a"].tolist()
+    assert [9, 9, 0, 0] == tensors["b"].tolist()
 
 
 def test_views_are_plain_bytes() -> None:
@@ -86,7 +87,8 @@ def test_ranges_outside_the_image_are_rejected(begin: int, end: int) -> None:
 
 def test_an_empty_range_has_no_segments() -> None:
     """An empty range, also at the image's end, has no memory."""
-    assert [[], []] == [scattered(8).segments(8, 8), scattered(8).segments(0, 0)]
+    assert [] == scattered(8).segments(8, 8)
+    assert [] == scattered(8).segments(0, 0)
 
 
 def test_regions_must_match_the_layout_size() -> None:
@@ -97,7 +99,8 @@ def test_regions_must_match_the_layout_size() -> None:
 
 def test_the_device_is_that_of_the_bytes() -> None:
     """An image of CPU tensors is on the CPU, and so is an empty one."""
-    assert ["cpu", "cpu"] == [scattered(3).device.type, image_from_tensors({}).device.type]
+    assert "cpu" == scattered(3).device.type
+    assert "cpu" == image_from_tensors({}).device.type
 
 
 def test_the_digest_of_a_chunk_depends_on_its_bytes() -> None:

@@ -37,10 +37,8 @@ def test_steps_cover_the_range(step: int) -> None:
     copier = FakeDeviceCopier(host=[tensors["b"]])
     with image_on(copier, tensors).reading(3, 990, step) as steps:
         found = [b"".join(views) for views in steps]
-    assert ([image_bytes[low : min(low + step, 990)] for low in range(3, 990, step)], []) == (
-        found,
-        copier.pending,
-    )
+    assert [image_bytes[low : min(low + step, 990)] for low in range(3, 990, step)] == found
+    assert [] == copier.pending
 
 
 @pytest.mark.parametrize("step", [1, 77, 450, SIZE, 2 * SIZE])
@@ -55,7 +53,8 @@ def test_written_bytes_are_in_the_tensors(step: int) -> None:
                 view[:] = expected[at : at + view.nbytes]
                 at += view.nbytes
     actual = b"".join(bytes(tensor.tolist()) for tensor in tensors.values())
-    assert (before[:3] + expected[3:990] + before[990:], []) == (actual, copier.pending)
+    assert before[:3] + expected[3:990] + before[990:] == actual
+    assert [] == copier.pending
 
 
 def test_the_next_step_is_copied_while_one_is_read() -> None:
@@ -81,7 +80,8 @@ def test_nothing_is_read_outside_the_range() -> None:
         next(steps)
         tensor[500:] = 0
         assert 2 == copier.started_count
-        assert (100, []) == (sum(view.nbytes for view in next(steps)), copier.pending)
+        assert 100 == sum(view.nbytes for view in next(steps))
+        assert [] == copier.pending
 
 
 def test_a_pass_uses_two_buffers_and_the_next_reuses_them() -> None:
@@ -127,7 +127,8 @@ def test_a_step_that_was_not_filled_is_not_written() -> None:
 
     with pytest.raises(ConnectionError):
         write_and_fail()
-    assert ([7] * 100 + [0] * 200, []) == (tensor.tolist(), copier.pending)
+    assert [7] * 100 + [0] * 200 == tensor.tolist()
+    assert [] == copier.pending
 
 
 @pytest.mark.parametrize("direction", ["reading", "writing"])
@@ -171,7 +172,8 @@ def test_all_copies_are_waited_for_if_one_fails(direction: str) -> None:
     for first in (0, 2):
         with pytest.raises(RuntimeError, match=f"copy {first} failed"):
             walk()
-    assert ([], 4) == (copier.pending, len(copier.pinned_bytes))
+    assert [] == copier.pending
+    assert 4 == len(copier.pinned_bytes)
 
 
 def test_copies_on_two_devices_are_both_waited_for() -> None:
@@ -193,7 +195,8 @@ def test_an_empty_range_is_one_empty_step(staged: bool) -> None:
     copier = FakeDeviceCopier(host=() if staged else [tensor := noise()])
     image = image_on(copier, {"a": noise() if staged else tensor})
     with image.reading(5, 5) as steps, image.writing(5, 5) as write_steps:
-        assert ([[]], [[]]) == (list(map(list, steps)), list(map(list, write_steps)))
+        assert [[]] == list(map(list, steps))
+        assert [[]] == list(map(list, write_steps))
     assert [] == copier.pinned_bytes
 
 

@@ -26,13 +26,15 @@ def members(pairs: list[ranges.Range] | tuple[ranges.Range, ...]) -> set[int]:
         ([(0, 9), (2, 4)], ((0, 9),)),
     ],
 )
-def test_normalise(input_ranges: list[ranges.Range], expected: tuple[ranges.Range, ...]) -> None:
+def test_normalised_ranges_are_sorted_and_merged(
+    input_ranges: list[ranges.Range], expected: tuple[ranges.Range, ...]
+) -> None:
     """Ranges are sorted, non-empty, and merged if they touch."""
     assert expected == ranges.normalise(input_ranges)
 
 
 @given(some_ranges)
-def test_indices_and_back(pairs: list[ranges.Range]) -> None:
+def test_ranges_survive_conversion_to_indices(pairs: list[ranges.Range]) -> None:
     """Converting ranges to integers and back normalises them, and count counts the integers."""
     normal = ranges.normalise(pairs)
     assert normal == ranges.from_indices(ranges.indices(normal))

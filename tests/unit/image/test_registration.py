@@ -92,19 +92,21 @@ CASES: dict[str, tuple[list[ContiguousRun], list[AllocatorSegment], list[Region]
 
 
 @pytest.mark.parametrize(("runs", "segments", "expected"), CASES.values(), ids=CASES)
-def test_regions(runs: list[ContiguousRun], segments: list[AllocatorSegment], expected: list[Region]) -> None:
+def test_regions_lie_inside_one_allocation(
+    runs: list[ContiguousRun], segments: list[AllocatorSegment], expected: list[Region]
+) -> None:
     """They are few, sorted, and each inside one allocation as far as the allocator reports."""
     assert expected == merge_regions(runs, segments)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("host, ", "empty", "no "))])
-def test_regions_of_host_memory_only(name: str) -> None:
+def test_the_shortcut_for_host_memory_has_the_same_result(name: str) -> None:
     """The shortcut for host memory has the same result."""
     runs, _, expected = CASES[name]
     assert expected == merge_host_regions([run.address for run in runs], [run.length for run in runs])
 
 
-def test_regions_of_an_image_in_host_memory() -> None:
+def test_tensors_less_than_a_page_apart_are_one_region() -> None:
     """Tensors of one buffer less than a page apart are one region, those a page apart are two."""
     buffer = torch.zeros(16384, dtype=torch.uint8)
     address = buffer.data_ptr()

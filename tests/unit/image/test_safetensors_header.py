@@ -53,7 +53,8 @@ def test_plain_tensors_keep_name_type_shape_and_values(tmp_path: Path) -> None:
     loaded = load_file(path)
     assert sorted(tensors) == sorted(loaded)
     for name, tensor in tensors.items():
-        assert (tensor.dtype, tensor.shape) == (loaded[name].dtype, loaded[name].shape)
+        assert tensor.dtype == loaded[name].dtype
+        assert tensor.shape == loaded[name].shape
         assert torch.equal(tensor.view(torch.uint8) if tensor.dim() else tensor,
                            loaded[name].view(torch.uint8) if tensor.dim() else loaded[name])  # fmt: skip
 
@@ -91,13 +92,15 @@ def test_a_fused_tensor_and_its_parts_are_the_fused_tensor() -> None:
 def test_data_starts_on_a_page(count: int) -> None:
     """The header is a multiple of the page size, so chunks are page-aligned in the file."""
     prefix = header(image_from_tensors({f"t{index}": torch.zeros(1) for index in range(count)}).layout)
-    assert (0, len(prefix)) == (len(prefix) % 4096, header_length(prefix[:8]))
+    assert 0 == len(prefix) % 4096
+    assert len(prefix) == header_length(prefix[:8])
 
 
 def test_weights_id_is_kept() -> None:
     """The header contains the weights_id it was written with, or none."""
     layout = image_from_tensors({"a": torch.zeros(1)}).layout
-    assert ("ab" * 16, None) == (weights_id_of(header(layout, "ab" * 16)), weights_id_of(header(layout)))
+    assert "ab" * 16 == weights_id_of(header(layout, "ab" * 16))
+    assert weights_id_of(header(layout)) is None
 
 
 def test_attributes_are_kept() -> None:
@@ -111,7 +114,7 @@ def wrapped(text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "error_type", "why"),
+    ("data", "error_type", "reason"),
     [
         (b"", StorageCorrupt, "it has 0 bytes"),
         (b"\xff" * 16, StorageCorrupt, "a header of 18446744073709551615 bytes"),
@@ -128,9 +131,9 @@ def wrapped(text: bytes) -> bytes:
     ],
     ids=["empty", "noise", "cut", "text", "list", "foreign", "metadata", "layout"],
 )
-def test_an_invalid_snapshot_is_one_clear_error(data: bytes, error_type: type[RforkError], why: str) -> None:
+def test_an_invalid_snapshot_is_one_clear_error(data: bytes, error_type: type[RforkError], reason: str) -> None:
     """A damaged file is a fault of the storage, a foreign one of the user; both errors contain the reason."""
-    with pytest.raises(error_type, match=why):
+    with pytest.raises(error_type, match=reason):
         layout_of(data)
 
 

@@ -18,7 +18,11 @@ SPECS = TensorSpecTable(ALL)
 
 def test_specs_are_a_sequence() -> None:
     """Iteration, indexing and slicing return the original specs."""
-    assert (ALL, 4, A, EMPTY, ALL[1:3]) == (tuple(SPECS), len(SPECS), SPECS[0], SPECS[-1], SPECS[1:3])
+    assert ALL == tuple(SPECS)
+    assert 4 == len(SPECS)
+    assert A == SPECS[0]
+    assert EMPTY == SPECS[-1]
+    assert ALL[1:3] == SPECS[1:3]
     with pytest.raises(IndexError):
         SPECS[4]
 
@@ -27,7 +31,8 @@ def test_equal_specs_are_equal() -> None:
     """They are equal if their content and order are, also as dict keys."""
     same = TensorSpecTable(ALL[:2])
     same.extend(ALL[2:])
-    assert (True, hash(SPECS)) == (same == SPECS, hash(same))
+    assert same == SPECS
+    assert hash(SPECS) == hash(same)
     assert [False, False, False] == [
         SPECS == TensorSpecTable(other) for other in (ALL[:3], ALL[::-1], (A, B, C._replace(offset=1), EMPTY))
     ]
@@ -48,7 +53,7 @@ def test_the_json_equals_that_of_the_standard_library(comma: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "expected"),
+    ("other_specs", "expected"),
     [
         ((A, B), []),
         ((B, A), []),
@@ -60,7 +65,7 @@ def test_the_json_equals_that_of_the_standard_library(comma: str) -> None:
     ids=["equal", "order", "offset", "dtype", "name", "none"],
 )
 def test_differences_are_found_by_name(
-    there: tuple[TensorSpec, ...], expected: list[tuple[TensorSpec | None, TensorSpec | None]]
+    other_specs: tuple[TensorSpec, ...], expected: list[tuple[TensorSpec | None, TensorSpec | None]]
 ) -> None:
     """Pairs of equal names come in own order, followed by specs that only the other has."""
-    assert expected == list(TensorSpecTable((A, B)).differences(TensorSpecTable(there)))
+    assert expected == list(TensorSpecTable((A, B)).differences(TensorSpecTable(other_specs)))

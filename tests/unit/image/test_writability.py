@@ -43,11 +43,11 @@ def protected(tmp_path: Path) -> Iterator[torch.Tensor]:
 @pytest.fixture
 def module(protected: torch.Tensor) -> nn.Module:
     """Return a module with a buffer in read-only memory between two others."""
-    made = nn.Module()
-    made.register_buffer("first", torch.zeros(4))
-    made.register_buffer("mapped", protected)
-    made.register_buffer("other", torch.zeros(4))
-    return made
+    layers = nn.Module()
+    layers.register_buffer("first", torch.zeros(4))
+    layers.register_buffer("mapped", protected)
+    layers.register_buffer("other", torch.zeros(4))
+    return layers
 
 
 def test_a_tensor_over_a_read_only_file_is_named(module: nn.Module) -> None:
@@ -72,7 +72,7 @@ def test_a_fork_fails_before_it_contacts_the_planner(module: nn.Module) -> None:
         rfork.fork(module, model="m", planner="http://127.0.0.1:9")
 
 
-def test_a_load_fails(module: nn.Module, tmp_path: Path) -> None:
+def test_a_load_into_read_only_memory_fails(module: nn.Module, tmp_path: Path) -> None:
     """No file is read into read-only memory."""
     path = tmp_path / "model.safetensors"
     save_file({"first": torch.ones(4), "mapped": torch.ones(8), "other": torch.ones(4)}, path)

@@ -31,30 +31,33 @@ from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
 Parts = list[peer_pb2.GetManifestResponse]
+"""The messages that carry one manifest."""
 
 
-def layout(tensors: int = 3, image_bytes: int = 2 * MIB) -> Layout:
-    specs = (TensorSpec(f"t.{index}", "float32", (index, 2), (2, 1), index) for index in range(tensors))
+def layout(tensor_count: int = 3, image_bytes: int = 2 * MIB) -> Layout:
+    """Return a layout with this number of tensors."""
+    specs = (TensorSpec(f"t.{index}", "float32", (index, 2), (2, 1), index) for index in range(tensor_count))
     return Layout(tuple(specs), image_bytes)
 
 
-def manifest(base: Layout | None = None) -> Manifest:
-    base_layout = base or layout()
-    return Manifest(base_layout, tuple(bytes([index]) * 16 for index in range(len(base_layout.chunks))))
+def manifest(of_layout: Layout | None = None) -> Manifest:
+    """Return a manifest with a different digest for each chunk."""
+    described = of_layout or layout()
+    return Manifest(described, tuple(bytes([index]) * 16 for index in range(len(described.chunks))))
 
 
-def parts(base: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
+def parts(original: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
     """Return the encoded messages as the other side decodes them."""
     return [
         peer_pb2.GetManifestResponse.FromString(part.SerializeToString())
-        for part in codec.manifest_parts(base or manifest(), 4, include_tensors=include_tensors)
+        for part in codec.manifest_parts(original or manifest(), 4, include_tensors=include_tensors)
     ]
 
 
-@pytest.mark.parametrize("tensors", [0, 1, 2000, 2001, 50_000])
-def test_a_manifest_survives_encoding(tensors: int) -> None:
-    """Any number of tensors, in messages far smaller than gRPC's limit of 4 MiB."""
-    original = manifest(layout(tensors))
+@pytest.mark.parametrize("tensor_count", [0, 1, 2000, 2001, 50_000])
+def test_a_manifest_survives_encoding(tensor_count: int) -> None:
+    """Any number of tensors is sent in messages far smaller than gRPC's limit of 4 MiB."""
+    original = manifest(layout(tensor_count))
     sent = parts(original)
     assert original == codec.manifest_from(sent, None)
     assert max(part.ByteSize() for part in sent) < MIB
@@ -62,7 +65,7 @@ def test_a_manifest_survives_encoding(tensors: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2000, 2001])
 def test_attributes_are_sent_with_the_tensors(count: int) -> None:
-    """Any number of lines."""
+    """Any number of attributes survives encoding."""
     lines = tuple(f"attribute{index}=1 at layer" for index in range(count))
     original = manifest(Layout(layout(3).tensors, layout(3).image_bytes, lines))
     assert original == codec.manifest_from(parts(original), None)
@@ -71,7 +74,8 @@ def test_attributes_are_sent_with_the_tensors(count: int) -> None:
 def test_a_manifest_without_tensors_uses_the_readers_layout() -> None:
     """A reader with the same layout receives only the summary and the digests."""
     sent = parts(include_tensors=False)
-    assert (manifest(), 2) == (codec.manifest_from(sent, layout()), len(sent))
+    assert manifest() == codec.manifest_from(sent, layout())
+    assert 2 == len(sent)
 
 
 def test_a_manifest_of_an_empty_image_survives_encoding() -> None:
@@ -83,14 +87,12 @@ def test_a_manifest_of_an_empty_image_survives_encoding() -> None:
 def test_the_summary_describes_the_image() -> None:
     """The first message contains ids, sizes, counts and the generation."""
     summary = parts()[0].summary
-    assert (layout().layout_id, manifest().weights_id, 2 * MIB, 4, 3, 2) == (
-        summary.layout_id,
-        summary.weights_id,
-        summary.image_bytes,
-        summary.generation,
-        summary.tensor_count,
-        summary.chunk_count,
-    )
+    assert layout().layout_id == summary.layout_id
+    assert manifest().weights_id == summary.weights_id
+    assert 2 * MIB == summary.image_bytes
+    assert 4 == summary.generation
+    assert 3 == summary.tensor_count
+    assert 2 == summary.chunk_count
 
 
 def without_summary(sent: Parts) -> None:
@@ -113,11 +115,11 @@ def other_digest(sent: Parts) -> None:
     sent[-1].digests = b"x" * len(sent[-1].digests)
 
 
-def one_digest_less(sent: Parts) -> None:
+def missing_digest(sent: Parts) -> None:
     sent[-1].digests = sent[-1].digests[:-16]
 
 
-def one_digest_more(sent: Parts) -> None:
+def additional_digest(sent: Parts) -> None:
     sent[-1].digests += b"x" * 16
 
 
@@ -135,8 +137,8 @@ CORRUPTIONS = [
     other_tensor,
     other_size,
     other_digest,
-    one_digest_less,
-    one_digest_more,
+    missing_digest,
+    additional_digest,
     half_a_digest,
     other_weights_id,
 ]
@@ -151,9 +153,9 @@ def test_an_inconsistent_manifest_is_source_corrupt(corrupt: Callable[[Parts], N
         codec.manifest_from(sent, None)
 
 
-@pytest.mark.parametrize("corrupt", [other_digest, one_digest_less, one_digest_more, half_a_digest, other_weights_id])
+@pytest.mark.parametrize("corrupt", [other_digest, missing_digest, additional_digest, half_a_digest, other_weights_id])
 def test_an_inconsistent_manifest_without_tensors_is_source_corrupt(corrupt: Callable[[Parts], None]) -> None:
-    """Also if the reader's layout replaces the tensors."""
+    """A reader that uses its own layout still checks the summary and the digests."""
     sent = parts(include_tensors=False)
     corrupt(sent)
     with pytest.raises(SourceCorrupt):
@@ -177,7 +179,9 @@ def test_an_endpoint_survives_encoding(endpoint: Endpoint) -> None:
     """Parameters and memory addresses are unchanged."""
     message = codec.endpoint_message("c1", endpoint, 3)
     received = peer_pb2.OpenChannelResponse.FromString(message.SerializeToString())
-    assert ("c1", 3, endpoint) == (received.channel_id, received.generation, codec.endpoint_of(received))
+    assert "c1" == received.channel_id
+    assert 3 == received.generation
+    assert endpoint == codec.endpoint_of(received)
 
 
 def test_segment_lists_of_different_length_are_source_corrupt() -> None:
@@ -197,13 +201,14 @@ def test_segment_lists_of_different_length_are_source_corrupt() -> None:
         Progress((), draining=False, storage_activity=StorageActivity(0.0, relayed=True)),
         Progress((), draining=False, rate=5_000_000),
     ],
-    ids=["keep-alive", "sealed", "draft", "relayed", "rate"],
+    ids=["keep-alive", "complete", "provisional", "relayed", "rate"],
 )
 def test_progress_survives_encoding(progress: Progress) -> None:
     """Chunks, digests, ids and flags are unchanged."""
     message = codec.progress_message(progress, 7)
     received = peer_pb2.WatchProgressResponse.FromString(message.SerializeToString())
-    assert (7, progress) == (received.generation, codec.progress_of(received))
+    assert 7 == received.generation
+    assert progress == codec.progress_of(received)
 
 
 def test_a_rate_of_zero_is_raised_to_one() -> None:
@@ -255,7 +260,8 @@ class FailedCall(grpc.RpcError, grpc.Call):
 def test_an_error_of_the_source_keeps_its_type(error: type[RforkError]) -> None:
     """The target raises the same error as the source."""
     received = codec.error_from_call(FailedCall(codec.STATUS_OF[error], "why"), "host:1")
-    assert (error, "host:1: why") == (type(received), str(received))
+    assert type(received) is error
+    assert "host:1: why" == str(received)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +291,6 @@ def test_a_closed_channel_is_source_unavailable() -> None:
 def test_a_transport_failure_on_the_source_is_a_network_fault(error: type[RforkError]) -> None:
     """All subclasses become TransportUnavailable on the target."""
     received = codec.error_from_call(FailedCall(codec.STATUS_OF[error], "no memory"), "host:1")
-    assert (TransportUnavailable, "network", "host:1: no memory") == (
-        type(received),
-        received.fault,
-        str(received),
-    )
+    assert type(received) is TransportUnavailable
+    assert "network" == received.fault
+    assert "host:1: no memory" == str(received)

@@ -101,7 +101,7 @@ def common_transports(source: Source, target: Source) -> tuple[str, ...]:
 
 
 def is_same_host_read(source: Source, target: Source) -> bool:
-    """Return whether the target reads from the source over a same-host transport."""
+    """Return True if the target reads from the source over a same-host transport."""
     return common_transports(source, target)[:1] in (("cuda_ipc",), ("shared_memory",))
 
 

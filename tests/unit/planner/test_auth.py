@@ -1,3 +1,5 @@
+"""Tokens, their roles, and the rights of each role."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -141,9 +143,9 @@ def test_a_denial_names_the_required_role(auth: Auth) -> None:
     """It names both roles, and no token."""
     problem = auth.check("PATCH", "/v1/models", TOKENS["instance"])
     assert problem is not None
-    assert (403, "forbidden", "this requires the role operator; the token has the role instance") == (
-        problem.status, problem.slug, problem.detail,
-    )  # fmt: skip
+    assert 403 == problem.status
+    assert "forbidden" == problem.slug
+    assert "this requires the role operator; the token has the role instance" == problem.detail
 
 
 DRAINS = [
@@ -198,15 +200,15 @@ HEADERS = [
 def test_only_a_valid_bearer_token_is_accepted(auth: Auth, header: bytes | None, expected: int) -> None:
     """The scheme is case-insensitive, the token is exact; 401 includes WWW-Authenticate."""
     problem = auth.check("GET", "/v1/models", header)
-    assert (expected, {"WWW-Authenticate": "Bearer"} if expected == 401 else None) == (
-        problem.status if problem else 200, problem.headers if problem else None,
-    )  # fmt: skip
+    assert expected == (problem.status if problem else 200)
+    assert ({"WWW-Authenticate": "Bearer"} if expected == 401 else None) == (problem.headers if problem else None)
 
 
 def test_without_tokens_everything_is_open() -> None:
     """This is the default, for a planner on loopback."""
     auth = Auth(PlannerSettings())
-    assert (False, 200) == (auth.guarded, status(auth, "POST", "/v1/instances/s/drain", None))
+    assert not auth.guarded
+    assert 200 == status(auth, "POST", "/v1/instances/s/drain", None)
 
 
 def test_the_token_from_the_settings_has_full_access(tokens: Path) -> None:
@@ -228,11 +230,11 @@ MALFORMED = [
     (b"\n\nsecret-1\n", ":3: expected `ROLE TOKEN`"),
     (b"reader secret-1 secret-2\n", ":1: expected `ROLE TOKEN`"),
     (b"reader # secret-1\n", ":1: expected `ROLE TOKEN`"),
-    ("reader sécret-1\n".encode(), ":1: the token has characters"),
-    (b"reader secret-1\noperator secret-1\n", ":2: duplicate token"),
-    (b"# no entries\n\n", ": no tokens"),
-    (b"", ": no tokens"),
-    (b"reader secret-\xff\n", ": not UTF-8 text"),
+    ("reader sécret-1\n".encode(), ":1: the token contains characters"),
+    (b"reader secret-1\noperator secret-1\n", ":2: an earlier line has the same token"),
+    (b"# no entries\n\n", " contains no token"),
+    (b"", " contains no token"),
+    (b"reader secret-\xff\n", ": it is not UTF-8 text"),
     (None, ": No such file or directory"),
 ]
 
@@ -246,7 +248,8 @@ def test_a_malformed_tokens_file_is_a_settings_error(tmp_path: Path, content: by
     with pytest.raises(SettingsError) as error:
         Auth(settings(tokens_file=path))
     message = f"{error.value} {error.value.hint}"
-    assert (True, False) == (f"{path}{reason}" in message, "cret-" in message)
+    assert f"{path}{reason}" in message
+    assert "cret-" not in message
 
 
 def test_a_changed_tokens_file_is_reloaded(auth: Auth, tokens: Path, time: FakeTime) -> None:
@@ -266,10 +269,8 @@ def test_a_replaced_tokens_file_is_reloaded(auth: Auth, tokens: Path, time: Fake
     (tokens.parent / "next").write_text(ROTATED)
     (tokens.parent / "next").replace(tokens)
     time.now += 1
-    assert (before.st_size, 200) == (
-        tokens.stat().st_size,
-        status(auth, "POST", "/v1/forks", b"Bearer work-2"),
-    )
+    assert before.st_size == tokens.stat().st_size
+    assert 200 == status(auth, "POST", "/v1/forks", b"Bearer work-2")
 
 
 @pytest.mark.parametrize("broken", [b"reader\n", b"", None])
@@ -289,4 +290,7 @@ def test_an_invalid_tokens_file_keeps_the_previous_tokens(
     tokens.write_text(ROTATED)
     time.now += 1
     mended = [status(auth, "POST", "/v1/forks", token) for token in (b"Bearer work-1", b"Bearer work-2")]
-    assert ([200, 200, 200], 1, True, [401, 200]) == (seen, len(errors), str(tokens) in errors[0], mended)
+    assert [200, 200, 200] == seen
+    assert 1 == len(errors)
+    assert str(tokens) in errors[0]
+    assert [401, 200] == mended

@@ -59,7 +59,7 @@ SURPLUS: dict[str, tuple[list[ConnectionState], list[int]]] = {
 
 
 @pytest.mark.parametrize("case", SURPLUS)
-def test_connections_closed_to_accept_one_more(case: str) -> None:
+def test_a_waiting_connection_is_closed_to_accept_one_more(case: str) -> None:
     """Waiting connections are closed before idle ones."""
     seen, expected = SURPLUS[case]
     assert expected == surplus(seen, LIMITS)

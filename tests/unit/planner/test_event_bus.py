@@ -1,3 +1,5 @@
+"""Events of forks: one queue per subscriber, and the stream over HTTP."""
+
 from __future__ import annotations
 
 import asyncio
@@ -129,7 +131,8 @@ async def test_closing_wakes_waiting_readers() -> None:
     await asyncio.sleep(0)
     subscription.close()
     subscription.put(planned("a"))
-    assert ([], []) == (await waiting, await subscription.next_events(9, 60.0))
+    assert [] == await waiting
+    assert [] == await subscription.next_events(9, 60.0)
 
 
 async def test_a_subscription_starts_with_the_running_forks() -> None:
@@ -158,9 +161,11 @@ def test_the_number_of_subscribers_is_limited() -> None:
     events.unsubscribe(third)
     with pytest.raises(ProblemError) as stopping:
         events.subscribe()
-    assert (503, "too-many-streams", 503, "not-ready", True) == (
-        many.value.status, many.value.slug, stopping.value.status, stopping.value.slug, second.closed,
-    )  # fmt: skip
+    assert 503 == many.value.status
+    assert "too-many-streams" == many.value.slug
+    assert 503 == stopping.value.status
+    assert "not-ready" == stopping.value.slug
+    assert second.closed
 
 
 def test_an_unsubscribed_reader_receives_nothing() -> None:
@@ -221,15 +226,18 @@ async def test_the_stream_uses_the_server_sent_events_format() -> None:
     [second] = await planner.body(1)
     planner.events.close()
     await serving
-    assert (200, b"text/event-stream; charset=utf-8", b"no-store", "retry: 2000\n\n") == (
-        head["status"], headers[b"content-type"], headers[b"cache-control"], retry,
-    )  # fmt: skip
+    assert 200 == head["status"]
+    assert b"text/event-stream; charset=utf-8" == headers[b"content-type"]
+    assert b"no-store" == headers[b"cache-control"]
+    assert "retry: 2000\n\n" == retry
     for number, event_type, text in ((1, "planned", first), (2, "ended", second)):
         id_line, event_line, data_line, *rest = text.split("\n")
         data = json.loads(data_line.removeprefix("data: "))
-        assert (f"id: {number}", f"event: {event_type}", event_type, "a", ["", ""]) == (
-            id_line, event_line, data["kind"], data["fork"]["fork_id"], rest,
-        )  # fmt: skip
+        assert f"id: {number}" == id_line
+        assert f"event: {event_type}" == event_line
+        assert event_type == data["kind"]
+        assert "a" == data["fork"]["fork_id"]
+        assert ["", ""] == rest
 
 
 async def test_an_idle_stream_sends_comments() -> None:
@@ -250,7 +258,8 @@ async def test_a_planner_shutdown_ends_its_streams() -> None:
     await planner.sent.get()
     planner.events.close()
     await serving
-    assert (b"", False) == ((last := await planner.sent.get())["body"], last["more_body"])
+    assert b"" == (last := await planner.sent.get())["body"]
+    assert last["more_body"] is False
 
 
 async def test_a_disconnected_reader_frees_its_slot() -> None:
@@ -273,6 +282,6 @@ def test_one_reader_too_many_must_retry() -> None:
     """The response is a problem with `Retry-After`."""
     planner = EventStreamServer(max_subscribers=0)
     response = httpx.Client(base_url="http://planner", transport=AppTransport(planner.app)).get("/v1/events")
-    assert (503, "https://rfork.dev/problems/too-many-streams", "10") == (
-        response.status_code, response.json()["type"], response.headers["retry-after"],
-    )  # fmt: skip
+    assert 503 == response.status_code
+    assert "https://rfork.dev/problems/too-many-streams" == response.json()["type"]
+    assert "10" == response.headers["retry-after"]

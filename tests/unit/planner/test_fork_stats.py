@@ -48,7 +48,7 @@ def stats_after(*finishes: ForkResult) -> tuple[float | None, float | None, floa
         "incomplete image", "median",
     ],
 )  # fmt: skip
-def test_time_saved_by_forking_from_peers(
+def test_saved_time_is_relative_to_the_median_storage_read(
     finishes: list[ForkResult], expected: tuple[float | None, float | None, float]
 ) -> None:
     """It is relative to the median of storage reads known when each fork ended."""
@@ -73,12 +73,12 @@ def test_an_image_of_unknown_size_is_not_counted() -> None:
     [({}, "nothing"), ({"s": 0}, "nothing"), ({"s": 1}, "peers"), ({"storage": 1}, "storage"),
      ({"s": 1, "storage": 1}, "both")],
 )  # fmt: skip
-def test_origin_of_a_fork(sources: dict[str, int], expected: str) -> None:
+def test_sources_that_sent_nothing_are_no_origin(sources: dict[str, int], expected: str) -> None:
     """A source that sent nothing does not count."""
     assert expected == origin_of(finish(1.0, "forked", **sources))
 
 
-def test_rate_limits_of_a_forks_sources() -> None:
+def test_rate_limits_of_removed_sources_come_from_the_forks_record() -> None:
     """They come from the latest reports, or from the fork's record for removed sources."""
     known = {"s": instance("s", egress_rate=7), "free": instance("free")}
     reads = tuple(RouteRecord(name, ((0, 1),), ("http",), 0) for name in ("s", "free", "gone", "unknown"))

@@ -85,17 +85,19 @@ def contents(*forks: ForkRecord) -> StoreSnapshot:
 @pytest.mark.parametrize("store_type", ["memory", "followed", "loaded"])
 async def test_a_model_scaled_back_up_keeps_its_statistics(store_type: str) -> None:
     """This holds without and with a new instance, in every store, and for late replicas."""
-    made = await live_in_memory() if store_type == "memory" else None
-    state = made or (live_in_a_replica() if store_type == "followed" else load_in_a_replica())
-    after_removal = (
-        summary(state.group(GROUP).history),
-        [history.seconds_saved for history in state.histories()],
-        state.groups(),
-    )
+    match store_type:
+        case "memory":
+            state = await live_in_memory()
+        case "followed":
+            state = live_in_a_replica()
+        case _:
+            state = load_in_a_replica()
+    assert KNOWN == summary(state.group(GROUP).history)
+    assert [7.0] == [history.seconds_saved for history in state.histories()]
+    assert [] == state.groups()
     state.apply([instance("new")])
-    assert ((KNOWN, [7.0], []), KNOWN, [7.0]) == (
-        after_removal, summary(state.group(GROUP).history), [history.seconds_saved for history in state.histories()],
-    )  # fmt: skip
+    assert KNOWN == summary(state.group(GROUP).history)
+    assert [7.0] == [history.seconds_saved for history in state.histories()]
 
 
 def test_a_fork_that_outlives_its_group_is_counted_once() -> None:
@@ -107,9 +109,8 @@ def test_a_fork_that_outlives_its_group_is_counted_once() -> None:
     abandoned = summary(state.group(GROUP).history)
     for _ in range(2):
         state.apply(forks=[ended("a", 9.0, CHECKPOINT)])
-    assert ((None, None, 0.0, 0, 0), (9.0, None, 0.0, SIZE, 0)) == (
-        abandoned, summary(state.group(GROUP).history),
-    )  # fmt: skip
+    assert (None, None, 0.0, 0, 0) == abandoned
+    assert (9.0, None, 0.0, SIZE, 0) == summary(state.group(GROUP).history)
 
 
 def test_clearing_removes_histories() -> None:
@@ -154,7 +155,8 @@ def test_groups_without_forks_are_not_kept() -> None:
     groups.keep(GROUP._replace(model=model), history)
     for number in range(MAX_RETAINED):
         groups.keep(GROUP._replace(model=f"other-{number}"), GroupHistory())
-    assert (["model-0"], 1) == (remembered_models(groups, [model]), len(groups.all()))
+    assert ["model-0"] == remembered_models(groups, [model])
+    assert 1 == len(groups.all())
 
 
 def test_savings_need_both_durations() -> None:
@@ -163,7 +165,8 @@ def test_savings_need_both_durations() -> None:
     history.record(*_ending(ended("a", 9.0, CHECKPOINT)))
     before = history.seconds_saved
     history.record(*_ending(ended("b", 10.0, "s")))
-    assert (None, -1.0) == (before, history.seconds_saved)
+    assert before is None
+    assert -1.0 == history.seconds_saved
 
 
 async def test_after_a_scale_to_zero_previews_and_metrics_use_the_history() -> None:
@@ -178,6 +181,5 @@ async def test_after_a_scale_to_zero_previews_and_metrics_use_the_history() -> N
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=SIZE, sources={"new": SIZE})
     await registry.finish("fork-b", finish)
     text = registry._metrics.exposition((), ()).decode()
-    assert (SIZE / 4, True) == (
-        build_scenario(snapshot).storage_rate if snapshot else None, "rfork_planner_saved_seconds_total 3.0" in text,
-    )  # fmt: skip
+    assert SIZE / 4 == (build_scenario(snapshot).storage_rate if snapshot else None)
+    assert "rfork_planner_saved_seconds_total 3.0" in text

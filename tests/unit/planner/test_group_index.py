@@ -1,3 +1,5 @@
+"""The index of a group: candidates, readers and orphaned groups."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -234,7 +236,9 @@ def test_random_fleets_have_no_cycles_and_a_consistent_index(rng: SeededRandom, 
 def test_an_empty_group_has_no_candidates() -> None:
     """It has no holders either."""
     view = GroupIndex(GroupKey("m", VERSION, "r")).view([demand(loading("t"))])
-    assert ((), {}, {}) == (view.candidates, view.holders, view.other_layouts)
+    assert () == view.candidates
+    assert {} == view.holders
+    assert {} == view.other_layouts
 
 
 def test_the_candidates_are_few() -> None:
@@ -269,7 +273,8 @@ def test_one_member_of_another_layout_is_a_candidate() -> None:
     members = [loading(f"a{index}", layout_id=OTHER_LAYOUT) for index in range(3)]
     members.append(seed("z", layout_id=OTHER_LAYOUT))
     view = build_index(*members).view([demand(loading("t"))])
-    assert (("z",), {OTHER_LAYOUT: 4}) == (view.candidates, view.other_layouts)
+    assert ("z",) == view.candidates
+    assert {OTHER_LAYOUT: 4} == view.other_layouts
 
 
 def test_unplanned_readers_occupy_slots_until_they_leave() -> None:
@@ -278,7 +283,8 @@ def test_unplanned_readers_occupy_slots_until_they_leave() -> None:
     index.put(seed("s"), unplanned_readers=("x", "y"))
     before = set(index.readers["s"])
     index.put(seed("s"), unplanned_readers=("y",))
-    assert ({"x", "y"}, {"y"}) == (before, set(index.readers["s"]))
+    assert {"x", "y"} == before
+    assert {"y"} == set(index.readers["s"])
 
 
 def test_an_unplanned_reader_that_gets_a_plan_is_counted_normally() -> None:
@@ -305,7 +311,9 @@ def test_bytes_are_counted_when_forks_end() -> None:
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "checkpoint:file:///c": 4})
     index.end_fork(record("t", {}, finish=finish))
     index.end_fork(record("t", {}, finish=finish))
-    assert (4, 5, {}) == (index.history.storage_bytes, index.history.forked_bytes, index.readers["s"])
+    assert 4 == index.history.storage_bytes
+    assert 5 == index.history.forked_bytes
+    assert {} == index.readers["s"]
 
 
 def test_a_group_is_orphaned_without_its_last_seed() -> None:
@@ -342,7 +350,8 @@ def test_a_loader_without_a_seed_is_remembered_until_a_seed_exists() -> None:
     index.end_fork(record("t", {}, storage=reads, finish=finish))
     before = index.loader_only
     index.put(seed("s"))
-    assert (True, False) == (before, index.loader_only)
+    assert before
+    assert not index.loader_only
 
 
 def test_same_host_readers_are_tracked() -> None:
@@ -355,11 +364,9 @@ def test_same_host_readers_are_tracked() -> None:
     )
     during = {name: set(forks) for name, forks in index.view(()).same_host_readers.items()}
     index.end_fork(record("t", {}))
-    assert ({"s": {"fork-t"}}, {}, {"fork-u": 1.0}) == (
-        during,
-        index.view(()).same_host_readers,
-        index.readers["s"],
-    )
+    assert {"s": {"fork-t"}} == during
+    assert {} == index.view(()).same_host_readers
+    assert {"fork-u": 1.0} == index.readers["s"]
 
 
 def test_a_same_host_only_source_does_not_hide_others() -> None:

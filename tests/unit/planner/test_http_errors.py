@@ -58,10 +58,11 @@ def test_every_error_is_a_problem_document(
     """Each has media type, type, status and the first error (RFC 9457)."""
     response = web.request(method, path, json=body)
     problem = response.json()
-    assert (status, "application/problem+json") == (response.status_code, response.headers["content-type"])
-    assert (f"https://rfork.dev/problems/{slug}", status, detail) == (
-        problem["type"], problem["status"], problem["detail"],
-    )  # fmt: skip
+    assert status == response.status_code
+    assert "application/problem+json" == response.headers["content-type"]
+    assert f"https://rfork.dev/problems/{slug}" == problem["type"]
+    assert status == problem["status"]
+    assert detail == problem["detail"]
 
 
 def test_all_bad_fields_are_listed_and_no_value_is_repeated(web: httpx.Client) -> None:
@@ -74,7 +75,8 @@ def test_all_bad_fields_are_listed_and_no_value_is_repeated(web: httpx.Client) -
 def test_broken_json_is_a_problem_too(web: httpx.Client) -> None:
     """The position in the body is named instead of a field."""
     response = web.post("/v1/forks", content=b"{", headers={"Content-Type": "application/json"})
-    assert (422, "1: JSON decode error") == (response.status_code, response.json()["detail"])
+    assert 422 == response.status_code
+    assert "1: JSON decode error" == response.json()["detail"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -83,17 +85,16 @@ def test_a_body_that_is_too_large_is_refused(web: httpx.Client, announced: bool)
     body = b" " * (MAX_BODY_BYTES + 1)
     content = body if announced else iter([body])
     response = web.put("/v1/instances/s", content=content, headers={"Content-Type": "application/json"})
-    assert (413, "https://rfork.dev/problems/body-too-large") == (
-        response.status_code,
-        response.json()["type"],
-    )
+    assert 413 == response.status_code
+    assert "https://rfork.dev/problems/body-too-large" == response.json()["type"]
 
 
 def test_an_unexpected_error_reveals_no_details() -> None:
     """The response is 500 with a request id that is in the log."""
     app = create_app(PlannerSettings(), store=BrokenStore())
     response = http_client(app).put("/v1/instances/s", json=SEED_REPORT, headers={"X-Request-Id": "find-me"})
-    assert (500, "internal error; see the planner's log") == (response.status_code, response.json()["detail"])
+    assert 500 == response.status_code
+    assert "internal error; see the planner's log" == response.json()["detail"]
     assert "find-me" == response.headers["x-request-id"]
     assert "hunter2" not in response.text
 
@@ -102,7 +103,8 @@ def test_readiness_follows_the_store() -> None:
     """The planner is alive, but not ready."""
     app = create_app(PlannerSettings(), store=BrokenStore())
     statuses = [http_client(app).get(path).status_code for path in ("/healthz", "/readyz")]
-    assert ([200, 503], False) == (statuses, PlannerClient("http://x", transport=AppTransport(app)).ready())
+    assert [200, 503] == statuses
+    assert not PlannerClient("http://x", transport=AppTransport(app)).ready()
 
 
 AUTH = [
@@ -127,9 +129,8 @@ def test_a_token_protects_everything_but_health_checks_and_pages(
     """Unknown paths need a token too."""
     app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
     response = http_client(app).get(path, headers={} if authorization is None else {"Authorization": authorization})
-    assert (status, "Bearer" if status == 401 else None) == (
-        response.status_code, response.headers.get("www-authenticate"),
-    )  # fmt: skip
+    assert status == response.status_code
+    assert ("Bearer" if status == 401 else None) == response.headers.get("www-authenticate")
 
 
 @pytest.mark.parametrize(("sent", "kept"), [("abc.1-2_3", True), ("bad id", False), ("x" * 65, False)])

@@ -1,3 +1,5 @@
+"""Signed leases: their claims, keys, and the rotation of secrets."""
+
 from __future__ import annotations
 
 import jwt
@@ -33,7 +35,8 @@ def test_a_source_verifies_a_lease_with_its_keys() -> None:
     minted = mint(NEW)
     lease = lease_of(minted)
     expected = LeaseClaims("fork-a", "s", LAYOUT, WEIGHTS, 3, NOW + 30)
-    assert (30.0, expected) == (lease.expires_in_s, claims(lease, minted.keys_of("s")))
+    assert 30.0 == lease.expires_in_s
+    assert expected == claims(lease, minted.keys_of("s"))
 
 
 ROTATIONS = [
@@ -63,7 +66,8 @@ def test_the_first_secret_signs_and_all_verify(
 def test_keys_are_published_newest_first_without_duplicates() -> None:
     """`NEW,OLD,NEW` publishes the key of NEW, then that of OLD."""
     expected = (*mint(NEW).keys_of("s"), *mint(OLD).keys_of("s"))
-    assert (2, expected) == (len(set(expected)), mint(NEW, OLD, NEW).keys_of("s"))
+    assert 2 == len(set(expected))
+    assert expected == mint(NEW, OLD, NEW).keys_of("s")
 
 
 def test_a_source_cannot_sign_leases_of_another() -> None:

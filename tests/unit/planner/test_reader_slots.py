@@ -23,9 +23,9 @@ def test_a_fork_has_a_slot_at_each_source_of_its_plan() -> None:
     """Its load on each is the fraction of its chunks from there; same-host reads load no link."""
     slots = ReaderSlots()
     slots.add_reader(READING, CHUNKS, 1.0)
-    assert ({"near": {"f": 0.5}, "far": {"f": 0.5}}, 0, 0.5) == (
-        slots.readers, slots.load("near"), slots.load("far"),
-    )  # fmt: skip
+    assert {"near": {"f": 0.5}, "far": {"f": 0.5}} == slots.readers
+    assert 0 == slots.load("near")
+    assert 0.5 == slots.load("far")
 
 
 def test_a_straggler_uses_less() -> None:
@@ -40,9 +40,10 @@ def test_a_slot_is_released_once() -> None:
     slots = ReaderSlots()
     slots.set_unplanned_readers("far", ())
     slots.add_reader(READING, CHUNKS, 1.0)
-    assert (["near", "far"], [], {"far": {}}, {}) == (
-        slots.release(READING), slots.release(READING), slots.readers, slots.local,
-    )  # fmt: skip
+    assert ["near", "far"] == slots.release(READING)
+    assert [] == slots.release(READING)
+    assert {"far": {}} == slots.readers
+    assert {} == slots.local
 
 
 def test_unplanned_readers_have_slots_while_reported() -> None:
@@ -53,11 +54,9 @@ def test_unplanned_readers_have_slots_while_reported() -> None:
     slots.add_reader(READING, CHUNKS, 1.0)
     planned = slots.unplanned_readers("far")
     slots.set_unplanned_readers("far", ())
-    assert ({"f": UNPLANNED_SHARE, "x": UNPLANNED_SHARE}, ("x",), {"f": 0.5}) == (
-        before,
-        planned,
-        slots.readers["far"],
-    )
+    assert {"f": UNPLANNED_SHARE, "x": UNPLANNED_SHARE} == before
+    assert ("x",) == planned
+    assert {"f": 0.5} == slots.readers["far"]
 
 
 def test_planned_readers_outlive_the_member() -> None:
@@ -66,7 +65,8 @@ def test_planned_readers_outlive_the_member() -> None:
     slots.set_unplanned_readers("far", ("x",))
     slots.add_reader(READING, CHUNKS, 1.0)
     slots.remove_member("far")
-    assert ({"f": 0.5}, None) == (slots.readers["far"], slots.unplanned_readers("far"))
+    assert {"f": 0.5} == slots.readers["far"]
+    assert slots.unplanned_readers("far") is None
 
 
 def test_holders_are_counted_by_layout_and_content() -> None:
@@ -80,11 +80,9 @@ def test_holders_are_counted_by_layout_and_content() -> None:
         counts.add(each)
     initial = dict(counts.counts_for(LAYOUT))
     counts.remove(seed("s"))
-    assert (
-        {(WEIGHTS, None): HolderCount(1, 2), (None, ORIGIN): HolderCount(0, 1)},
-        {(WEIGHTS, None): HolderCount(0, 1), (None, ORIGIN): HolderCount(0, 1)},
-        False,
-    ) == (initial, counts.counts_for(LAYOUT), counts.any_seed)
+    assert {(WEIGHTS, None): HolderCount(1, 2), (None, ORIGIN): HolderCount(0, 1)} == initial
+    assert {(WEIGHTS, None): HolderCount(0, 1), (None, ORIGIN): HolderCount(0, 1)} == counts.counts_for(LAYOUT)
+    assert not counts.any_seed
 
 
 def test_removed_holders_leave_nothing() -> None:
@@ -93,4 +91,5 @@ def test_removed_holders_leave_nothing() -> None:
     counts.add(seed("s"))
     had = counts.any_seed
     counts.remove(seed("s"))
-    assert (True, {}) == (had, counts.counts_for(LAYOUT))
+    assert had
+    assert {} == counts.counts_for(LAYOUT)

@@ -1,3 +1,5 @@
+"""Fork requests that arrive together are planned together."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planner.policy import group_plan
 from planner.registry import Registry
 from planner.store.base import StoreChange, StoreUnavailable
 from planner.store.memory import MemoryStore
@@ -27,18 +30,19 @@ ALL = ((0, 12),)
 
 
 class FlakyStore(MemoryStore):
-    """Counts plans, and fails for a number of them."""
+    """Counts plans, and fails for the next `failures_left` of them."""
 
     def __init__(self, time: FakeTime) -> None:
         super().__init__(time.clock, max_finished_forks=100)
         self.plans: list[int] = []
-        self.lost = 0
+        """Number of forks in each plan."""
+        self.failures_left = 0
 
     async def commit(self, change: StoreChange) -> None:
         """Count the change if it is a plan, and apply it."""
         if change.group is not None:
-            if self.lost:
-                self.lost -= 1
+            if self.failures_left:
+                self.failures_left -= 1
                 raise StoreUnavailable("redis is unavailable")
             self.plans.append(len(change.forks))
         await super().commit(change)
@@ -49,7 +53,8 @@ class SlowStore(MemoryStore):
 
     def __init__(self, time: FakeTime) -> None:
         super().__init__(time.clock, max_finished_forks=100)
-        self.began, self.released = asyncio.Event(), asyncio.Event()
+        self.began = asyncio.Event()
+        self.released = asyncio.Event()
 
     async def commit(self, change: StoreChange) -> None:
         """Wait if the change is a plan."""
@@ -83,7 +88,8 @@ async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: 
     names = [f"t{index}" for index in range(10)]
     plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in names))
     expected = [{"s": ALL}] + [{before: ALL} for before in names[:-1]]
-    assert ([10], expected) == (store.plans, [parts(plan) for plan in plans])
+    assert [10] == store.plans
+    assert expected == [parts(plan) for plan in plans]
 
 
 async def test_finishing_waits_for_a_plan_in_progress(time: FakeTime) -> None:
@@ -98,7 +104,8 @@ async def test_finishing_waits_for_a_plan_in_progress(time: FakeTime) -> None:
     await asyncio.sleep(0)
     store.released.set()
     await asyncio.gather(plan_task, ended)
-    assert ("failed", []) == (registry.fork("fork-a").state, registry.state.live_forks())
+    assert "failed" == registry.fork("fork-a").state
+    assert [] == registry.state.live_forks()
 
 
 async def test_groups_do_not_wait_for_one_another(registry: Registry, store: FlakyStore) -> None:
@@ -115,7 +122,8 @@ async def test_replans_and_started_forks_do_not_wait(registry: Registry, store: 
     await registry.request_plan(fork_request("c", faults=(fault("x", "SourceUnavailable"),)))
     waiting = not first.done()
     await first
-    assert (True, [1, 1, 1]) == (waiting, store.plans)
+    assert waiting
+    assert [1, 1, 1] == store.plans
 
 
 async def test_a_disconnected_caller_does_not_cancel_the_others_plan(registry: Registry) -> None:
@@ -133,12 +141,13 @@ async def test_a_disconnected_caller_does_not_cancel_the_others_plan(registry: R
 async def test_a_failed_plan_fails_for_its_complete_batch(registry: Registry, store: FlakyStore) -> None:
     """Each caller gets the error, and the next window is a new one."""
     await registry.report(seed_report("s"))
-    store.lost = 1
+    store.failures_left = 1
     results = await asyncio.gather(
         *(registry.request_plan(fork_request(name)) for name in "ab"), return_exceptions=True
     )
     again = await registry.request_plan(fork_request("a"))
-    assert ([StoreUnavailable] * 2, {"s": ALL}) == ([type(result) for result in results], parts(again))
+    assert [StoreUnavailable] * 2 == [type(result) for result in results]
+    assert {"s": ALL} == parts(again)
 
 
 async def test_the_same_request_twice_in_one_window_is_one_fork(registry: Registry, store: FlakyStore) -> None:
@@ -147,7 +156,8 @@ async def test_the_same_request_twice_in_one_window_is_one_fork(registry: Regist
     first, second = await asyncio.gather(
         registry.request_plan(fork_request("a")), registry.request_plan(fork_request("a"))
     )
-    assert ([1], parts(first)) == (store.plans, parts(second))
+    assert [1] == store.plans
+    assert parts(first) == parts(second)
 
 
 COLD = [
@@ -195,8 +205,9 @@ async def test_a_missing_leader_is_replaced_by_a_follower(time: FakeTime) -> Non
     faults = (fault("a", "SourceUnavailable"),)
     first = await registry.request_plan(fork_request("b", (0, 5), faults=faults, **report_fields))
     second = await registry.request_plan(fork_request("c", (0, 4), **report_fields))
-    assert [{"checkpoint": ((5, 12),)}, {"b": ((4, 12),)}] == [parts(first), parts(second)]
-    assert [ORIGIN, ORIGIN] == [first.provisional_id, second.provisional_id]
+    assert {"checkpoint": ((5, 12),)} == parts(first)
+    assert {"b": ((4, 12),)} == parts(second)
+    assert ORIGIN == first.provisional_id == second.provisional_id
 
 
 async def test_an_elected_reader_whose_storage_fails_is_replaced(time: FakeTime) -> None:
@@ -208,21 +219,23 @@ async def test_an_elected_reader_whose_storage_fails_is_replaced(time: FakeTime)
     unplanned = await registry.request_plan(fork_request("a", faults=failed, storage=storage_candidates(CHECKPOINT)))
     elected = await registry.request_plan(fork_request("b", storage=storage_candidates(CHECKPOINT)))
     follower = await registry.request_plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
-    assert [{}, {"checkpoint": ALL}, {"b": ALL}] == [parts(each) for each in (unplanned, elected, follower)]
+    assert {} == parts(unplanned)
+    assert {"checkpoint": ALL} == parts(elected)
+    assert {"b": ALL} == parts(follower)
 
 
 async def test_without_storage_no_target_is_elected(registry: Registry) -> None:
     """Each gets the reason immediately."""
     plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in "ab"))
-    assert [({}, None)] * 2 == [(parts(plan), plan.retry_after_s) for plan in plans]
+    for plan in plans:
+        assert {} == parts(plan)
+        assert plan.retry_after_s is None
 
 
 async def test_a_request_that_cannot_be_planned_does_not_fail_the_others(
     time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The requests are planned separately, and only the faulty one fails."""
-    from planner.policy import group_plan
-
     original_plan = group_plan.plan
 
     def plan(group: Any, demands: Any, now: float) -> Any:
@@ -239,7 +252,8 @@ async def test_a_request_that_cannot_be_planned_does_not_fail_the_others(
         return_exceptions=True,
     )
     assert isinstance(good, Plan)
-    assert ({"s": ALL}, OverflowError) == (parts(good), type(bad))
+    assert {"s": ALL} == parts(good)
+    assert OverflowError is type(bad)
 
 
 WAITS = [

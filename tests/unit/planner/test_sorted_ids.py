@@ -29,4 +29,5 @@ def test_clear_removes_all_ids() -> None:
     left = list(sorted_ids.after(None))
     for name in "ba":
         sorted_ids.add(name)
-    assert ([], ["a", "b"]) == (left, list(sorted_ids.after(None)))
+    assert [] == left
+    assert ["a", "b"] == list(sorted_ids.after(None))

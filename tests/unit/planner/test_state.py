@@ -1,3 +1,5 @@
+"""The planner's records of instances and forks, and the indices over them."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -127,7 +129,8 @@ def test_readers_from_before_a_restart_count_until_they_replan() -> None:
     unplanned = set(known.group(GROUP).readers["s"])
     known.apply([instance("of-x")], [reading("x", "t")])
     known.apply([instance("s", readers=("x", "y"))])
-    assert ({"x", "y"}, {"y"}) == (unplanned, set(known.group(GROUP).readers["s"]))
+    assert {"x", "y"} == unplanned
+    assert {"y"} == set(known.group(GROUP).readers["s"])
 
 
 def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
@@ -138,7 +141,8 @@ def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
     during = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
     known.apply(forks=[reading("x", "t", ended=True)])
     after = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
-    assert ({"t": {"x"}}, {}) == (during, after)
+    assert {"t": {"x"}} == during
+    assert {} == after
 
 
 def test_the_running_fork_of_an_instance_is_found() -> None:
@@ -160,7 +164,8 @@ def test_progress_alone_moves_no_reader() -> None:
     known.apply(forks=[reading("x", "s", seen_at=3.0)])
     stop()
     known.apply(forks=[reading("x", "s", seen_at=4.0)])
-    assert ([0.0, 3.0], {"x": 1.0}) == ([each.seen_at for each in notified], known.group(GROUP).readers["s"])
+    assert [0.0, 3.0] == [each.seen_at for each in notified]
+    assert {"x": 1.0} == known.group(GROUP).readers["s"]
 
 
 def test_bytes_of_forks_are_summed_by_group() -> None:
@@ -170,7 +175,8 @@ def test_bytes_of_forks_are_summed_by_group() -> None:
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
     known.apply(forks=[replace(reading("x", "s"), finish=finish)])
     group = known.group(GROUP)
-    assert (5, 4) == (group.history.forked_bytes, group.history.storage_bytes)
+    assert 5 == group.history.forked_bytes
+    assert 4 == group.history.storage_bytes
 
 
 def test_clearing_removes_everything() -> None:
@@ -179,7 +185,11 @@ def test_clearing_removes_everything() -> None:
     known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
     known.clear()
     view = known.group(GROUP).view([demand(loading("t"))])
-    assert ([], [], [], {}) == (known.instances(), known.forks(), known.groups(), view.holders)
-    assert ([], []) == (list(known.instances_after(None)), list(known.forks_after(None)))
+    assert [] == known.instances()
+    assert [] == known.forks()
+    assert [] == known.groups()
+    assert {} == view.holders
+    assert [] == list(known.instances_after(None))
+    assert [] == list(known.forks_after(None))
     known.apply([instance("s")])
     assert 1 == sum(each.seeds for each in known.group(GROUP).holders_of(LAYOUT).values())

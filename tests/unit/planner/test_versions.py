@@ -133,7 +133,7 @@ def test_a_speculative_model_follows_its_main_model() -> None:
         (None, "(none)"),
     ],
 )
-def test_short_versions(version: str | None, expected: str) -> None:
+def test_only_computed_versions_are_shortened(version: str | None, expected: str) -> None:
     """A version stated by a user is shown unchanged."""
     assert expected == short(version)
 
@@ -143,7 +143,8 @@ async def test_a_fork_reads_only_from_its_own_version(time: FakeTime) -> None:
     registry = make_registry(time)
     await registry.report(seed_report("old", version="v1"))
     plan = await registry.request_plan(fork_request("t", version="v2"))
-    assert ((), "first of version v2 of model m; 1 instance serves v1") == (plan.routes, plan.reason)
+    assert () == plan.routes
+    assert "first of version v2 of model m; 1 instance serves v1" == plan.reason
 
 
 async def test_a_target_without_files_receives_its_version(time: FakeTime) -> None:
@@ -151,7 +152,8 @@ async def test_a_target_without_files_receives_its_version(time: FakeTime) -> No
     registry = make_registry(time)
     await registry.report(seed_report("old", version="v1"))
     plan = await registry.request_plan(fork_request("t", version=None))
-    assert ("v1", ["old"]) == (plan.version, [route.source_id for route in plan.routes])
+    assert "v1" == plan.version
+    assert ["old"] == [route.source_id for route in plan.routes]
 
 
 async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
@@ -167,7 +169,8 @@ async def test_a_target_that_adopts_a_version_reads_no_storage(time: FakeTime) -
     registry = make_registry(time)
     await registry.report(seed_report("full", version="v1", max_readers=0))
     plan = await registry.request_plan(fork_request("t", version=None, storage=(StorageCandidate(kind="loader"),)))
-    assert ("v1", ()) == (plan.version, plan.storage)
+    assert "v1" == plan.version
+    assert () == plan.storage
 
 
 async def test_a_target_whose_version_is_no_longer_served_reads_storage_under_another_name(time: FakeTime) -> None:
@@ -175,7 +178,8 @@ async def test_a_target_whose_version_is_no_longer_served_reads_storage_under_an
     registry = make_registry(time)
     loader = (StorageCandidate(kind="loader"),)
     plan = await registry.request_plan(fork_request("t", version="v1", any_version=True, replica="r", storage=loader))
-    assert (unnamed("r"), 1) == (plan.version, len(plan.storage))
+    assert unnamed("r") == plan.version
+    assert 1 == len(plan.storage)
 
 
 async def test_an_in_place_update_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
@@ -187,7 +191,8 @@ async def test_an_in_place_update_moves_a_seed_to_its_new_version(time: FakeTime
         await registry.request_plan(fork_request("t", version="v1")),
         await registry.request_plan(fork_request("u", version="update:r:1")),
     )
-    assert ((), ["s"]) == (old.routes, [route.source_id for route in new.routes])
+    assert () == old.routes
+    assert ["s"] == [route.source_id for route in new.routes]
 
 
 async def test_a_fork_whose_version_changes_releases_its_slot(time: FakeTime) -> None:
@@ -199,7 +204,8 @@ async def test_a_fork_whose_version_changes_releases_its_slot(time: FakeTime) ->
     await registry.report(seed_report("two", version="v2"))
     again = await registry.request_plan(fork_request("t", (0, 4), version="v1", any_version=True))
     groups = {group.version: set(group.shares) for group in registry.state.groups()}
-    assert ("v2", {"v2": {"t"}}) == (again.version, groups)
+    assert "v2" == again.version
+    assert {"v2": {"t"}} == groups
 
 
 async def test_a_conflict_within_a_replica_is_a_problem(time: FakeTime) -> None:
@@ -220,10 +226,10 @@ async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: Fak
     time.now += 5.0
     await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
     late = await registry.request_plan(_rank(1, None))
-    assert ((None, True), ("v1", ())) == (
-        (early.version, early.retry_after_s is not None),
-        (late.version, late.routes),
-    )
+    assert early.version is None
+    assert early.retry_after_s is not None
+    assert "v1" == late.version
+    assert () == late.routes
 
 
 def _rank(tp: int, version: str | None) -> ForkRequest:

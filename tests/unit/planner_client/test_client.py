@@ -1,3 +1,5 @@
+"""The planner client: requests, responses, errors and event streams."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -47,7 +49,8 @@ def test_unexpected_responses_are_rejected(response: httpx.Response, problem: st
     """Problem documents are reported by their type, anything else as not a planner's."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: response).fork("f")
-    assert (response.status_code, problem) == (refused.value.status, refused.value.problem)
+    assert response.status_code == refused.value.status
+    assert problem == refused.value.problem
 
 
 TRANSPORT_ERRORS = [
@@ -166,7 +169,8 @@ def test_lists_are_fetched_page_by_page() -> None:
         return httpx.Response(200, json=pages[after])
 
     found = [each.report.instance_id for each in client_of(handler).instances(model="m")]
-    assert (["a", "b", "c"], [("m", None), ("m", "b"), ("m", "c")]) == (found, calls)
+    assert ["a", "b", "c"] == found
+    assert [("m", None), ("m", "b"), ("m", "c")] == calls
 
 
 def test_the_ranks_of_a_replica_are_requested() -> None:
@@ -179,7 +183,8 @@ def test_the_ranks_of_a_replica_are_requested() -> None:
 
     with client_of(handler) as client:
         found = [each.report.instance_id for each in client.instances(replica="pod")]
-    assert (["pod-main-tp0"], ["replica=pod&limit=1000"]) == (found, seen)
+    assert ["pod-main-tp0"] == found
+    assert ["replica=pod&limit=1000"] == seen
 
 
 def test_repeating_pages_are_rejected() -> None:
@@ -241,7 +246,9 @@ def test_a_planner_that_stays_busy_is_an_error(
 
     with pytest.raises(PlannerRejected) as refused:
         client_of(handler).request_plan(ForkRequest(fork_id="f", instance=REPORT))
-    assert (status, requests, hint) == (refused.value.status, len(calls), refused.value.hint)
+    assert status == refused.value.status
+    assert requests == len(calls)
+    assert hint == refused.value.hint
 
 
 def test_only_reports_and_plan_requests_are_retried() -> None:
@@ -319,9 +326,9 @@ def test_too_many_event_streams_are_rejected() -> None:
     """The problem is raised by `events` itself, not by the first event."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: busy(503, "10")).events()
-    assert (503, "busy", "retry in 10 s") == (
-        refused.value.status, refused.value.problem, refused.value.hint,
-    )  # fmt: skip
+    assert 503 == refused.value.status
+    assert "busy" == refused.value.problem
+    assert "retry in 10 s" == refused.value.hint
 
 
 SKEWED = [

@@ -1,3 +1,5 @@
+"""The heartbeat: registration, outages, rejected tokens and clock differences."""
+
 from __future__ import annotations
 
 import logging
@@ -36,36 +38,36 @@ def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 class FakePlanner:
-    """Responds to each request as configured; requests can be waited for."""
+    """Acknowledges reports while it is reachable, and records the method of each request."""
 
     def __init__(self, *, heartbeat_s: float = 3600.0) -> None:
-        self.seen: queue.Queue[str] = queue.Queue()
-        self.away = threading.Event()
+        self.methods: queue.Queue[str] = queue.Queue()
+        self.unreachable = threading.Event()
         self.heartbeat_s = heartbeat_s
         self.client = PlannerClient("http://p", transport=httpx.MockTransport(self._handle))
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
-        self.seen.put(request.method)
-        if self.away.is_set():
+        self.methods.put(request.method)
+        if self.unreachable.is_set():
             raise httpx.ConnectError("refused")
         if request.method == "DELETE":
             return httpx.Response(204)
         return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_keys": ["a2V5"]})
 
-    def next(self) -> str:
-        """Return the method of the next request."""
-        return self.seen.get(timeout=WAIT_S)
+    def next_method(self) -> str:
+        """Wait for the next request and return its method."""
+        return self.methods.get(timeout=WAIT_S)
 
 
-def running_heartbeat(planner: FakePlanner, acks: queue.Queue[InstanceAck]) -> Heartbeat:
-    """Return a heartbeat with short pauses."""
+def fast_heartbeat(planner: FakePlanner, acks: queue.Queue[InstanceAck]) -> Heartbeat:
+    """Return a heartbeat, not yet started, that reports and retries without pauses."""
     return Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=0.001, min_interval_s=0.0)
 
 
 def test_it_reports_at_start_and_on_request_and_removes_at_the_end() -> None:
     """With an interval of an hour, only start, send_now and stop send requests."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
-    heartbeat = running_heartbeat(planner, acks)
+    heartbeat = fast_heartbeat(planner, acks)
     heartbeat.start()
     assert ("a2V5",) == acks.get(timeout=WAIT_S).lease_keys
     heartbeat.send_now()
@@ -73,28 +75,28 @@ def test_it_reports_at_start_and_on_request_and_removes_at_the_end() -> None:
     assert heartbeat.is_registered
     heartbeat.stop(remove=True)
     heartbeat.stop(remove=True)
-    assert ["PUT", "PUT", "DELETE"] == list(planner.seen.queue)
+    assert ["PUT", "PUT", "DELETE"] == list(planner.methods.queue)
 
 
 def test_it_reports_within_the_planners_interval() -> None:
     """A short interval causes report after report, without send_now."""
     planner, acks = FakePlanner(heartbeat_s=0.001), queue.Queue[InstanceAck]()
-    heartbeat = running_heartbeat(planner, acks)
+    heartbeat = fast_heartbeat(planner, acks)
     heartbeat.start()
-    assert ["PUT"] * 5 == [planner.next() for _ in range(5)]
+    assert ["PUT"] * 5 == [planner.next_method() for _ in range(5)]
     heartbeat.stop(remove=False)
 
 
 def test_an_outage_is_logged_once(events: Callable[[], list[str]]) -> None:
-    """It is logged at its begin and end, however many reports failed."""
+    """Its begin and its end are logged, however many reports failed."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
-    planner.away.set()
-    heartbeat = running_heartbeat(planner, acks)
+    planner.unreachable.set()
+    heartbeat = fast_heartbeat(planner, acks)
     heartbeat.start()
     for _ in range(3):
-        planner.next()
+        planner.next_method()
     assert not heartbeat.is_registered
-    planner.away.clear()
+    planner.unreachable.clear()
     assert heartbeat.wait_connected(WAIT_S)
     heartbeat.stop(remove=False)
     assert ["planner unreachable, retrying", "planner reachable again"] == events()
@@ -103,10 +105,10 @@ def test_an_outage_is_logged_once(events: Callable[[], list[str]]) -> None:
 def test_stopping_without_a_planner_logs_a_warning(events: Callable[[], list[str]]) -> None:
     """The planner removes a silent instance after a timeout."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
-    heartbeat = running_heartbeat(planner, acks)
+    heartbeat = fast_heartbeat(planner, acks)
     heartbeat.start()
     acks.get(timeout=WAIT_S)
-    planner.away.set()
+    planner.unreachable.set()
     heartbeat.stop(remove=True)
     assert ["instance not removed"] == events()
 
@@ -133,9 +135,9 @@ def test_a_report_that_raises_does_not_stop_the_heartbeat(events: Callable[[], l
 def test_a_heartbeat_that_was_never_started_stops(remove: bool) -> None:
     """There is nothing to join and nothing to remove."""
     planner = FakePlanner()
-    running_heartbeat(planner, queue.Queue()).stop(remove=remove)
+    fast_heartbeat(planner, queue.Queue()).stop(remove=remove)
     Heartbeat(planner.client, lambda: REPORT, lambda ack: None, instance_id="i").stop(remove=remove)
-    assert [] == list(planner.seen.queue)
+    assert [] == list(planner.methods.queue)
 
 
 def test_a_heartbeat_that_stops_before_its_first_report_still_removes_the_instance() -> None:
@@ -150,7 +152,7 @@ def test_a_heartbeat_that_stops_before_its_first_report_still_removes_the_instan
     heartbeat = DelayedHeartbeat(planner.client, lambda: REPORT, acks.put, instance_id="i")
     heartbeat.start()
     heartbeat.stop(remove=True)
-    assert ["DELETE"] == list(planner.seen.queue)
+    assert ["DELETE"] == list(planner.methods.queue)
 
 
 def test_waiting_for_a_report_skips_the_minimum_interval() -> None:
@@ -168,16 +170,16 @@ def test_waiting_for_a_report_skips_the_minimum_interval() -> None:
 def test_waiting_for_a_report_fails_immediately_without_a_planner() -> None:
     """After a failed report, the call returns False without waiting."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
-    planner.away.set()
+    planner.unreachable.set()
     heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=3600.0)
     heartbeat.start()
-    assert "PUT" == planner.next()
+    assert "PUT" == planner.next_method()
     assert not heartbeat.wait_acked(threading.TIMEOUT_MAX)
     heartbeat.stop(remove=False)
 
 
 class TokenCheckingPlanner(httpx.BaseTransport):
-    """A planner that accepts some tokens."""
+    """A planner that accepts only `tokens`, and counts the requests with other tokens in `refused`."""
 
     def __init__(self, *tokens: str) -> None:
         self.tokens = set(tokens)
@@ -197,9 +199,10 @@ class TokenCheckingPlanner(httpx.BaseTransport):
 
 
 def replace_file(file: Path, token: str) -> None:
-    following = file.with_suffix(".next")
-    following.write_text(token)
-    following.rename(file)
+    """Replace a token file atomically, as Kubernetes does."""
+    new_file = file.with_suffix(".new")
+    new_file.write_text(token)
+    new_file.rename(file)
 
 
 def test_a_replaced_token_is_used_immediately(tmp_path: Path) -> None:
@@ -268,7 +271,7 @@ def test_a_persistent_rejection_is_logged_repeatedly(events: Callable[[], list[s
 
 
 def test_a_clock_difference_is_logged_once(events: Callable[[], list[str]]) -> None:
-    """It is logged once, however many reports are acknowledged."""
+    """Later acknowledgements with the same difference are not logged."""
     ack = {"heartbeat_s": 3600.0, "lease_keys": [], "unix_s": 1.0}
     client = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=ack)))
     clock = PlannerClock()

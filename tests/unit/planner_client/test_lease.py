@@ -1,3 +1,5 @@
+"""Lease tokens: keys, claims, and the tokens that are rejected."""
+
 from __future__ import annotations
 
 import base64
@@ -72,11 +74,9 @@ def test_without_keys_all_tokens_are_rejected() -> None:
 def test_each_instance_has_its_own_key_of_256_bits() -> None:
     """The key depends only on the secret and the instance."""
     keys = [derive_key(SECRET, "s"), derive_key(SECRET, "t"), derive_key(b"other", "s")]
-    assert (3, {32}, keys[0]) == (
-        len(set(keys)),
-        {len(decode_key(key)) for key in keys},
-        derive_key(SECRET, "s"),
-    )
+    assert 3 == len(set(keys))
+    assert {32} == {len(decode_key(key)) for key in keys}
+    assert keys[0] == derive_key(SECRET, "s")
 
 
 def test_an_invalid_key_is_rejected() -> None:

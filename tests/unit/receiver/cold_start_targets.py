@@ -107,7 +107,7 @@ def failing_leader(fleet: Fleet, source_image: Image) -> RelayTarget:
     """Return a leader that dies after it has served three chunks, before it has read all of them."""
     files = Files(source_image, fails_at=4 * MIB)
     script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="no other source"))
-    return RelayTarget(fleet, "leader", script, [files], faults=FaultInjection(dies_after=3 * MIB))
+    return RelayTarget(fleet, "leader", script, [files], faults=FaultInjection(dies_after_bytes=3 * MIB))
 
 
 def provisional_relay(fleet: Fleet, name: str, source_image: Image, provisional_id: str, chunks: Sequence[int]) -> Seed:

@@ -15,18 +15,16 @@ from tests.unit.receiver.sessions import Model
 
 @pytest.fixture(autouse=True)
 def _long_flush_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the flush timeout, because the spool writer runs at low priority and the test machine may be
-    busy.
-    """
+    """Raise the flush timeout: the spool writer has a low priority, and the test machine may be busy."""
     monkeypatch.setattr(chunk_persister, "FLUSH_TIMEOUT_S", NEVER_S)
 
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     """Yield an empty fleet and check that the test leaves no transfer thread running."""
-    made = Fleet()
-    yield made
-    made.close()
+    empty_fleet = Fleet()
+    yield empty_fleet
+    empty_fleet.close()
     assert [] == live_transfer_threads()
 
 

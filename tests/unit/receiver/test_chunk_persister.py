@@ -63,7 +63,7 @@ def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 def test_a_failed_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process resumes from it."""
     source, module = Model(1), Model()
-    seed, _ = seed_and_planner(fleet, source, FaultInjection(dies_after=3 * MIB))
+    seed, _ = seed_and_planner(fleet, source, FaultInjection(dies_after_bytes=3 * MIB))
     count = count_records(monkeypatch)
 
     def no_source_plan() -> Plan:
@@ -85,7 +85,9 @@ def test_a_failed_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path, monkeypatc
         scripted_planner(lambda: plan(route(second_source, ALL))),
         settings_with_resume_dir(tmp_path),
     )
-    assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+    assert source.bytes == module.bytes
+    assert 3 * MIB == report.resumed_bytes
+    assert 3 * MIB == report.bytes_read
 
 
 def test_an_interrupted_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path) -> None:
@@ -112,7 +114,9 @@ def test_a_successful_fallback_removes_the_spool(fleet: Fleet, tmp_path: Path) -
         settings_with_resume_dir(tmp_path),
         ZEROS,
     )
-    assert (bytes(CHUNKS * MIB), "fallback", []) == (module.bytes, report.outcome, os.listdir(tmp_path))
+    assert bytes(CHUNKS * MIB) == module.bytes
+    assert "fallback" == report.outcome
+    assert [] == os.listdir(tmp_path)
 
 
 def persister_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -134,7 +138,9 @@ def test_an_unusable_folder_does_not_fail_the_fork(
     source, module = Model(1), Model()
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(folder))
-    assert (source.bytes, "forked", 1) == (module.bytes, report.outcome, len(persister_warnings(caplog)))
+    assert source.bytes == module.bytes
+    assert "forked" == report.outcome
+    assert 1 == len(persister_warnings(caplog))
 
 
 @pytest.mark.parametrize(
@@ -149,9 +155,7 @@ def test_a_failed_write_stops_spooling(
     error: int,
     keeps_spool: bool,
 ) -> None:
-    """It costs one warning. A full disk gets its space back; after other errors the spool stays for the next
-    process.
-    """
+    """One warning is logged. A spool on a full disk is removed; otherwise the next process can use it."""
     target_image = capture(Model(1))
     write, tried = Spool.write, threading.Event()
 
@@ -168,10 +172,8 @@ def test_a_failed_write_stops_spooling(
         chunk_state.mark_verified(chunk, target_image.digest(chunk))
     tried.wait(NEVER_S)
     persister.close(remove=False)
-    assert ([0] if keeps_spool else [], 1) == (
-        spooled_chunks(tmp_path, target_image),
-        len(persister_warnings(caplog)),
-    )
+    assert ([0] if keeps_spool else []) == spooled_chunks(tmp_path, target_image)
+    assert 1 == len(persister_warnings(caplog))
 
 
 def test_close_does_not_wait_for_a_writer_that_failed_to_start(
@@ -190,10 +192,8 @@ def test_close_does_not_wait_for_a_writer_that_failed_to_start(
     persister = ChunkPersister(tmp_path, IDENTITY, target_image, ChunkState.full(target_image.layout.chunks)).start()
     assert persister.spool is not None
     persister.close(remove=False)
-    assert (["chunks are not spooled"], []) == (
-        persister_warnings(caplog),
-        spooled_chunks(tmp_path, target_image),
-    )
+    assert [f"verified chunks are not kept for a restart folder={tmp_path}"] == persister_warnings(caplog)
+    assert [] == spooled_chunks(tmp_path, target_image)
 
 
 def test_a_folder_without_enough_space_is_not_used(
@@ -206,7 +206,8 @@ def test_a_folder_without_enough_space_is_not_used(
     persister = ChunkPersister(tmp_path, IDENTITY, target_image, ChunkState.full(target_image.layout.chunks)).start()
     reserve_called.wait(NEVER_S)
     persister.close(remove=False)
-    assert ([], 1) == (os.listdir(tmp_path), len(persister_warnings(caplog)))
+    assert [] == os.listdir(tmp_path)
+    assert 1 == len(persister_warnings(caplog))
 
 
 def test_spooling_stops_when_the_image_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +243,8 @@ def test_spooling_stops_when_the_image_changes(tmp_path: Path, monkeypatch: pyte
     pausing.join()
     chunk_state.mark_verified(2, target_image.digest(2))
     persister.close(remove=False)
-    assert (True, []) == (is_waiting, spooled_chunks(tmp_path, target_image))
+    assert is_waiting
+    assert [] == spooled_chunks(tmp_path, target_image)
 
 
 def test_a_chunk_dropped_during_its_write_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +291,8 @@ def test_without_a_folder_the_persister_does_nothing() -> None:
     spool, new_threads = persister.spool, set(threading.enumerate()) - before
     persister.pause()
     persister.close(remove=True)
-    assert (None, set()) == (spool, new_threads)
+    assert spool is None
+    assert set() == new_threads
 
 
 @pytest.mark.parametrize(
@@ -307,8 +310,7 @@ def test_each_rank_of_each_model_has_its_own_spool_file(
     one: InstanceIdentity, other: InstanceIdentity, same: bool
 ) -> None:
     """The name is stable across restarts and always a valid file name."""
-    assert (same, one.instance_id == other.instance_id, False) == (
-        spool_name(one) == spool_name(other),
-        False,
-        "/" in spool_name(one) or spool_name(one).startswith("."),
-    )
+    assert same == (spool_name(one) == spool_name(other))
+    assert one.instance_id != other.instance_id
+    assert "/" not in spool_name(one)
+    assert not spool_name(one).startswith(".")

@@ -24,10 +24,8 @@ def test_a_plan_does_not_change_reservations() -> None:
     scheduler.mark_available("b", [ALL])
     others = [scheduler.next_read() for _ in range(CHUNKS - 1)]
     next_reads = [scheduler.next_reserved() for _ in range(3)]
-    assert ([ChunkRead("here", 1), ChunkRead("here", 4), None], [0, 2, 3, 5, None]) == (
-        next_reads,
-        [read.chunk if read else None for read in others],
-    )
+    assert [ChunkRead("here", 1), ChunkRead("here", 4), None] == next_reads
+    assert [0, 2, 3, 5, None] == [read.chunk if read else None for read in others]
 
 
 def test_chunks_in_flight_or_verified_cannot_be_reserved() -> None:
@@ -38,7 +36,8 @@ def test_chunks_in_flight_or_verified_cannot_be_reserved() -> None:
     assert second is not None
     scheduler.verified(first)
     scheduler.reserve("here", [first.chunk, second.chunk])
-    assert (None, False) == (scheduler.next_reserved(), scheduler.unassigned)
+    assert scheduler.next_reserved() is None
+    assert not scheduler.unassigned
 
 
 @pytest.mark.parametrize("chunks", [None, [1]])
@@ -49,11 +48,13 @@ def test_an_unreserved_chunk_needs_a_plan(chunks: list[int] | None) -> None:
     assert read is not None
     scheduler.dropped(read)
     scheduler.unreserve(chunks)
-    before = (scheduler.unassigned, scheduler.next_reserved(), scheduler.in_flight)
+    assert scheduler.unassigned
+    assert scheduler.next_reserved() is None
+    assert 0 == scheduler.in_flight
     scheduler.assign({"a": [ALL]})
     scheduler.mark_available("a", [ALL])
     next_reads = [scheduler.next_read() for _ in range(CHUNKS)]
-    assert ((True, None, 0), False) == (before, None in next_reads)
+    assert None not in next_reads
 
 
 def test_reserved_chunks_complete_an_image() -> None:
@@ -61,4 +62,5 @@ def test_reserved_chunks_complete_an_image() -> None:
     scheduler = scheduled(*range(CHUNKS))
     while (read := scheduler.next_reserved()) is not None:
         scheduler.verified(read)
-    assert (True, {}) == (scheduler.complete, scheduler.rereads)
+    assert scheduler.complete
+    assert {} == scheduler.rereads

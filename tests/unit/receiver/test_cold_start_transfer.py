@@ -1,5 +1,6 @@
-"""Transfers of images that no instance serves yet: one target reads storage, and the others read from it
-meanwhile.
+"""Transfers of images that no instance serves yet.
+
+One target reads storage, and the others read from it meanwhile.
 """
 
 from __future__ import annotations
@@ -43,26 +44,23 @@ from tests.unit.receiver.fleet import (
 
 
 def test_the_elected_target_reads_its_files(fleet: Fleet) -> None:
-    """Every byte comes from the files, the manifest is computed from them, and the bytes are reported under
-    their name.
+    """Every byte comes from the files and is reported under their name.
+
+    The manifest is computed from them.
     """
     source_image = image(1)
     files = Files(source_image)
     target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), files=[files])
     stats = target.run()
-    assert (content_hash(source_image), [source_image.manifest()]) == (
-        content_hash(target.image),
-        target.serving_state.manifests,
-    )
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [source_image.manifest()] == target.serving_state.manifests
     assert [("checkpoint:file:///files", "node", "checkpoint", CHUNKS, CHUNKS * MIB)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
         for share in stats.sources
     ]
-    assert (list(range(CHUNKS)), CHUNKS * MIB, ORIGIN) == (
-        sorted(files.chunks_read),
-        stats.bytes_read,
-        target.chunk_state.provisional_id,
-    )
+    assert list(range(CHUNKS)) == sorted(files.chunks_read)
+    assert CHUNKS * MIB == stats.bytes_read
+    assert ORIGIN == target.chunk_state.provisional_id
 
 
 def test_a_target_reports_storage_activity_until_it_has_all_chunks(fleet: Fleet) -> None:
@@ -90,8 +88,9 @@ def test_a_target_reports_storage_activity_until_it_has_all_chunks(fleet: Fleet)
 
 
 def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
-    """The leader's disk returns a chunk only once the follower has the previous one, so neither waits for the
-    complete image.
+    """Neither waits for the complete image.
+
+    The leader's disk returns a chunk only once the follower has the previous one.
     """
     source_image = image(1)
     files = Files(source_image)
@@ -100,14 +99,10 @@ def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
     steps: list[bool] = []
     files.before_read = lambda chunk: steps.append(wait_for_chunks(follower.target.chunk_state, chunk))
     run_concurrently(leader, follower)
-    assert ([True] * CHUNKS, [content_hash(source_image)] * 2) == (
-        steps,
-        [content_hash(leader.image), content_hash(follower.image)],
-    )
-    assert ({"leader": CHUNKS}, [source_image.manifest().weights_id] * 2) == (
-        verified_by_source(follower.target),
-        [leader.weights_id, follower.weights_id],
-    )
+    assert [True] * CHUNKS == steps
+    assert [content_hash(source_image)] * 2 == [content_hash(leader.image), content_hash(follower.image)]
+    assert {"leader": CHUNKS} == verified_by_source(follower.target)
+    assert [source_image.manifest().weights_id] * 2 == [leader.weights_id, follower.weights_id]
 
 
 def test_digests_are_forwarded_from_relay_to_relay(fleet: Fleet) -> None:
@@ -119,11 +114,9 @@ def test_digests_are_forwarded_from_relay_to_relay(fleet: Fleet) -> None:
     third = RelayTarget(fleet, "third", planner_script(plan(route(second.relay, ALL))))
     files.before_read = lambda chunk: wait_for_chunks(third.target.chunk_state, chunk)
     run_concurrently(first, second, third)
-    assert ([content_hash(source_image)] * 3, {"second": CHUNKS}, CHUNKS) == (
-        [content_hash(member.image) for member in (first, second, third)],
-        verified_by_source(third.target),
-        len(files.chunks_read),
-    )
+    assert [content_hash(source_image)] * 3 == [content_hash(member.image) for member in (first, second, third)]
+    assert {"second": CHUNKS} == verified_by_source(third.target)
+    assert CHUNKS == len(files.chunks_read)
 
 
 def test_a_relay_that_serves_corrupt_provisional_chunks_is_blamed(fleet: Fleet) -> None:
@@ -141,7 +134,8 @@ def test_a_relay_that_serves_corrupt_provisional_chunks_is_blamed(fleet: Fleet) 
     follower = RelayTarget(fleet, "follower", script)
     files.before_read = lambda chunk: wait_for_chunks(follower.target.chunk_state, chunk) if chunk < 3 else True
     ended = run_concurrently(leader, follower)[1]
-    assert ([("leader", "source", "SourceCorrupt")], 2) == (script.faults, len(follower.target.chunk_state))
+    assert [("leader", "source", "SourceCorrupt")] == script.faults
+    assert 2 == len(follower.target.chunk_state)
     assert NoSource is type(ended)
 
 
@@ -153,14 +147,10 @@ def test_a_failure_of_local_files_is_reported_as_a_storage_fault(fleet: Fleet) -
     script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
     target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
     target.run()
-    assert ([("target", "storage", "StorageError")], content_hash(source_image)) == (
-        script.faults,
-        content_hash(target.image),
-    )
-    assert ({"checkpoint:file:///files": 3, "seed": 3}, []) == (
-        verified_by_source(target),
-        target.serving_state.dropped,
-    )
+    assert [("target", "storage", "StorageError")] == script.faults
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"checkpoint:file:///files": 3, "seed": 3} == verified_by_source(target)
+    assert [] == target.serving_state.dropped
 
 
 @pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["user error", "bug"])
@@ -182,14 +172,10 @@ def test_chunks_of_a_snapshot_are_verified(fleet: Fleet) -> None:
     script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
     target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
     target.run()
-    assert ([("target", "storage", "StorageError")], content_hash(source_image)) == (
-        script.faults,
-        content_hash(target.image),
-    )
-    assert ({"snapshot:file:///files": 3, "seed": 3}, None) == (
-        verified_by_source(target),
-        target.chunk_state.provisional_id,
-    )
+    assert [("target", "storage", "StorageError")] == script.faults
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"snapshot:file:///files": 3, "seed": 3} == verified_by_source(target)
+    assert target.chunk_state.provisional_id is None
 
 
 def test_two_targets_share_a_snapshot(fleet: Fleet) -> None:
@@ -218,17 +204,13 @@ def test_a_follower_continues_when_the_leader_dies(fleet: Fleet) -> None:
     script = planner_script(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(follower_files, (3, 6))]))
     follower = RelayTarget(fleet, "follower", script, [follower_files])
     run_concurrently(leader, follower)
-    assert (content_hash(source_image), {"leader": 3, "checkpoint:file:///files": 3}) == (
-        content_hash(follower.image),
-        verified_by_source(follower.target),
-    )
+    assert content_hash(source_image) == content_hash(follower.image)
+    assert {"leader": 3, "checkpoint:file:///files": 3} == verified_by_source(follower.target)
     # Chunks are compared one by one; after that, several threads read.
-    assert ([0, 1, 2], [3, 4, 5], 0, source_image.manifest().weights_id) == (
-        follower_files.chunks_read[:3],
-        sorted(follower_files.chunks_read[3:]),
-        follower.relay.generation,
-        follower.weights_id,
-    )
+    assert [0, 1, 2] == follower_files.chunks_read[:3]
+    assert [3, 4, 5] == sorted(follower_files.chunks_read[3:])
+    assert 0 == follower.relay.generation
+    assert source_image.manifest().weights_id == follower.weights_id
 
 
 def test_two_assignments_of_one_storage_are_merged(fleet: Fleet) -> None:
@@ -237,7 +219,8 @@ def test_two_assignments_of_one_storage_are_merged(fleet: Fleet) -> None:
     files = Files(source_image)
     script = planner_script(plan(storage=[reads(files, (0, 3)), reads(files, (3, CHUNKS))]))
     Target(fleet, script, files=[files]).run()
-    assert (1, list(range(CHUNKS))) == (len(script.faults_by_request), sorted(files.chunks_read))
+    assert 1 == len(script.faults_by_request)
+    assert list(range(CHUNKS)) == sorted(files.chunks_read)
 
 
 def test_current_assignments_are_reported_to_the_planner(fleet: Fleet) -> None:
@@ -271,10 +254,8 @@ def test_a_plan_with_an_unknown_storage_is_rejected(fleet: Fleet) -> None:
     script = planner_script(plan(storage=[reads(Files(image(1)), ALL)]), plan(reason="no other source"))
     with pytest.raises(NoSource):
         Target(fleet, script).run()
-    assert ([("target", "storage")], []) == (
-        [(name, fault) for name, fault, _ in script.faults],
-        live_transfer_threads(),
-    )
+    assert [("target", "storage")] == [(name, fault) for name, fault, _ in script.faults]
+    assert [] == live_transfer_threads()
 
 
 def test_only_a_reader_of_the_files_completes_the_manifest(fleet: Fleet) -> None:
@@ -297,8 +278,8 @@ def test_only_a_reader_of_the_files_completes_the_manifest(fleet: Fleet) -> None
     for channel in list(leader._leases._channels):
         leader.close_channel(channel)
     running.join()
-    assert (True, None, source_image.manifest().weights_id) == (complete, before, follower.weights_id)
-    assert ({"leader": CHUNKS, "checkpoint:file:///files": 1}, [*range(CHUNKS)]) == (
-        verified_by_source(follower.target),
-        follower_files.chunks_read,
-    )
+    assert complete
+    assert before is None
+    assert source_image.manifest().weights_id == follower.weights_id
+    assert {"leader": CHUNKS, "checkpoint:file:///files": 1} == verified_by_source(follower.target)
+    assert [*range(CHUNKS)] == follower_files.chunks_read

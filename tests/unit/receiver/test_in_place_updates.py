@@ -167,7 +167,7 @@ def test_a_fenced_seed_that_never_returns_ends_the_fork(fleet: Fleet) -> None:
 
 def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
     """Without new weights to expect, the fork ends immediately and keeps its verified chunks."""
-    seed = fleet.source("seed", image(1), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("seed", image(1), FaultInjection(dies_after_bytes=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), plan])
     target = Target(
         fleet, script, settings(max_inflight_chunks=1)

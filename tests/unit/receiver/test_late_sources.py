@@ -23,8 +23,9 @@ Window = Callable[[str], int]
 
 
 def shared_scheduler(late: str | None = None) -> ChunkScheduler:
-    """Return a scheduler that assigns two of four chunks to each of two sources; only `a` offers its chunks,
-    and it offers all.
+    """Return a scheduler that assigns two of four chunks to each of two sources.
+
+    Only `a` offers its chunks, and it offers all four.
     """
     scheduler = ChunkScheduler(4)
     scheduler.assign({"a": [(0, 2)], "b": [(2, 4)]})

@@ -75,30 +75,26 @@ def test_the_replacement_model_is_served() -> None:
     harness = ReplacementHarness()
     loaded = Model(2.0, harness.table)
     harness.load(lambda: loaded)
-    assert (True, True, capture(loaded).manifest().weights_id, True) == (
-        harness.replacement.replaced,
-        harness.replacement.can_serve,
-        harness.seed.manifest.weights_id if harness.seed.manifest else None,
-        harness.image.shares_memory_with(capture(loaded)),
+    assert harness.replacement.replaced
+    assert harness.replacement.can_serve
+    assert capture(loaded).manifest().weights_id == (
+        harness.seed.manifest.weights_id if harness.seed.manifest else None
     )
+    assert harness.image.shares_memory_with(capture(loaded))
 
 
 def test_a_replacement_with_another_layout_is_not_served_to_peers() -> None:
     """The engine uses its model, but no other instance can read it."""
     harness = ReplacementHarness()
     harness.load(lambda: Model(2.0, harness.table, size=9))
-    assert (True, False, None) == (
-        harness.replacement.replaced,
-        harness.replacement.can_serve,
-        harness.seed.manifest,
-    )
+    assert harness.replacement.replaced
+    assert not harness.replacement.can_serve
+    assert harness.seed.manifest is None
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), StorageError("bucket"), KeyError("bug")])
 def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> None:
-    """The exception is passed on unchanged, even an rfork error: the first model is released, so no fallback
-    can follow.
-    """
+    """The exception is raised unchanged, even an rfork error: no fallback can follow without the first model."""
     harness = ReplacementHarness()
 
     def build_replacement() -> nn.Module:
@@ -106,6 +102,6 @@ def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> N
 
     with pytest.raises(LoaderError) as caught:
         harness.load(build_replacement)
-    assert (error, False, False) == (
-        caught.value.error, isinstance(caught.value, RforkError), harness.replacement.replaced
-    )  # fmt: skip
+    assert error == caught.value.error
+    assert not isinstance(caught.value, RforkError)
+    assert not harness.replacement.replaced

@@ -39,7 +39,7 @@ FALLBACK = replace(
 )
 
 
-def test_the_summary_of_a_fork() -> None:
+def test_the_summary_of_a_fork_is_one_line() -> None:
     """It contains size, duration, speed, sources, verification and repeated bytes."""
     assert (
         "forked 3.000 GB in 2.50 s (2.00 GB/s) from 01234567@node-1 (http); "
@@ -47,7 +47,7 @@ def test_the_summary_of_a_fork() -> None:
     )
 
 
-def test_the_summary_of_a_fallback() -> None:
+def test_the_summary_of_a_fallback_names_the_reason() -> None:
     """It contains the fallback and the decisive reason."""
     assert "loaded 3.000 GB from checkpoint /m in 2.50 s; reason: NoSource: b" == FALLBACK.line()
 
@@ -71,21 +71,24 @@ def test_the_summary_names_an_unexpected_version(changes: dict[str, Any], words:
 
 def test_the_summary_of_a_fallback_names_its_version_once() -> None:
     """The version is not repeated if the reason contains it."""
-    why = "NoSource: first of version v2 of model m; 1 instance serves v1"
+    reason = "NoSource: first of version v2 of model m; 1 instance serves v1"
     first = replace(FALLBACK, version="v2", first=True)
-    assert 1 == replace(first, reasons=(why,)).line().count("first of version v2")
+    assert 1 == replace(first, reasons=(reason,)).line().count("first of version v2")
     assert "in 2.50 s, first of version v2; reason: NoSource: b" in first.line()
 
 
 def test_a_fallback_has_no_transfer_speed() -> None:
     """A speed is reported only for a fork."""
-    assert (2.0, 0.0) == (FORKED.gb_per_s, FALLBACK.gb_per_s)
+    assert 2.0 == FORKED.gb_per_s
+    assert 0.0 == FALLBACK.gb_per_s
 
 
 def test_the_report_can_be_serialized_as_json() -> None:
     """It contains every value except the live seed, plus the speed."""
     values = json.loads(json.dumps(FORKED.to_dict()))
-    assert (True, 2.0, "node-1") == ("seed" not in values, values["gb_per_s"], values["sources"][0]["host"])
+    assert "seed" not in values
+    assert 2.0 == values["gb_per_s"]
+    assert "node-1" == values["sources"][0]["host"]
 
 
 def test_phases_entered_twice_add_up() -> None:
@@ -96,7 +99,8 @@ def test_phases_entered_twice_add_up() -> None:
     once = timer.phases["plan"]
     with timer.phase("plan"):
         pass
-    assert (True, ["plan"]) == (once <= timer.phases["plan"] <= timer.seconds, list(timer.phases))
+    assert once <= timer.phases["plan"] <= timer.seconds
+    assert ["plan"] == list(timer.phases)
 
 
 def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +128,17 @@ def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPat
 
 
 def test_transports_are_reported_for_peers_only() -> None:
-    """Storage and resumed chunks have no transport; if there are too many peers, those that sent the most
-    bytes are reported.
+    """Storage and resumed chunks have no transport.
+
+    If there are too many peers, those that sent the most bytes are reported.
     """
     peers = [SourceShare(f"p{number}", "h", "http", 1, number) for number in range(70)]
     stored = SourceShare("snapshot:file:///s", "h", "snapshot", 9, 900)
     others = [stored, SourceShare("resume", "h", "resume", 9, 900)]
     transports = transports_by_source([*others, *peers])
-    assert (64, "p69", {"http"}) == (len(transports), next(iter(transports)), set(transports.values()))
+    assert 64 == len(transports)
+    assert "p69" == next(iter(transports))
+    assert {"http"} == set(transports.values())
 
 
 def test_a_failed_fork_reports_its_phases() -> None:
@@ -145,12 +152,10 @@ def test_a_failed_fork_reports_its_phases() -> None:
     for at, total in ((0.0, 0), (1.0, 7)):
         meter.add(at, total, {"peer-1": min(5, total)})
     finish = build_fork_result("failed", timer, stats, meter, [ValueError("no")], None)
-    assert (["resume", "capture"], {"peer-1": 5.0}, {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
-        list(finish.phases),
-        finish.source_bytes_per_s,
-        finish.transports,
-        finish.bytes_repeated,
-        finish.replans,
-        finish.link_bytes_per_s,
-        finish.reasons,
-    )
+    assert ["resume", "capture"] == list(finish.phases)
+    assert {"peer-1": 5.0} == finish.source_bytes_per_s
+    assert {"peer-1": "http"} == finish.transports
+    assert 4 == finish.bytes_repeated
+    assert 2 == finish.replans
+    assert 7.0 == finish.link_bytes_per_s
+    assert ("ValueError: no",) == finish.reasons

@@ -190,7 +190,7 @@ def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pyt
     """The loader writes every byte, and no late spool read may overwrite it."""
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
-    seed = fleet.source("a", capture(source), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("a", capture(source), FaultInjection(dies_after_bytes=2 * MIB))
     loader_elected, loaded = threading.Event(), threading.Event()
     read = Spool.read
 

@@ -55,7 +55,7 @@ def test_a_planner_that_does_not_respond_delays_no_read(fleet: Fleet) -> None:
     """The open sources serve the rest of the chunks meanwhile."""
     source_image = image(1)
     manifest = source_image.manifest()
-    a = fleet.source("a", source_image, FaultInjection(dies_after=0), manifest=manifest)
+    a = fleet.source("a", source_image, FaultInjection(dies_after_bytes=0), manifest=manifest)
     b = fleet.source("b", source_image, manifest=manifest)
     requests: list[tuple[SourceFault, ...]] = []
     served = threading.Event()

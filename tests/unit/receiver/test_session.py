@@ -170,7 +170,7 @@ def test_a_partly_written_model_is_loaded_again(fleet: Fleet) -> None:
     """When the only source dies mid-fork, its partial data does not survive the fallback."""
     source, module = Model(0.0), Model(1.0)
     source.get_buffer("table").fill_(9.0)
-    seed = fleet.source("a", capture(source), FaultInjection(dies_after=4 * MIB + 1))
+    seed = fleet.source("a", capture(source), FaultInjection(dies_after_bytes=4 * MIB + 1))
     planner = scripted_planner(lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left"))
     report = session(fleet, module, planner, TWOS).run()
     assert (True, list(range(8))) == (bool((module.weight == 2.0).all()), module.get_buffer("table").tolist())

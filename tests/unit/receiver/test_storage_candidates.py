@@ -47,14 +47,10 @@ def test_storage_candidates_keep_their_order(fleet: Fleet, checkpoint: Path, tmp
     uris = [("snapshot", path.as_uri()), ("checkpoint", checkpoint.as_uri()), ("loader", "")]
     candidates = planner.requests[-1].instance.storage
     weights_ids = [offer.weights_id for offer in candidates]
-    assert (uris, [snapshot_image.manifest().weights_id, None, None]) == (
-        storage_candidates(planner),
-        weights_ids,
-    )
-    assert (snapshot_image.manifest().weights_id, report.image_bytes) == (
-        report.weights_id,
-        report.storage_bytes,
-    )
+    assert uris == storage_candidates(planner)
+    assert [snapshot_image.manifest().weights_id, None, None] == weights_ids
+    assert snapshot_image.manifest().weights_id == report.weights_id
+    assert report.image_bytes == report.storage_bytes
 
 
 def test_a_checkpoint_that_needs_conversion_is_offered_as_a_loader(fleet: Fleet, checkpoint: Path) -> None:
@@ -62,11 +58,9 @@ def test_a_checkpoint_that_needs_conversion_is_offered_as_a_loader(fleet: Fleet,
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("loader", checkpoint.as_uri()))
     module = Model(1.0, dtype=torch.bfloat16)
     report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)])
-    assert ([("loader", checkpoint.as_uri())], "forked", report.image_bytes) == (
-        storage_candidates(planner),
-        report.outcome,
-        report.storage_bytes,
-    )
+    assert [("loader", checkpoint.as_uri())] == storage_candidates(planner)
+    assert "forked" == report.outcome
+    assert report.image_bytes == report.storage_bytes
     assert torch.equal(Model(7.0).weight.to(torch.bfloat16), module.weight)
 
 
@@ -75,7 +69,9 @@ def test_a_missing_checkpoint_is_not_offered(fleet: Fleet, tmp_path: Path) -> No
     seed = fleet.source("seed", capture(Model(0.0)))
     planner = scripted_planner(plan(route(seed, ALL)))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(tmp_path / "nothing")])
-    assert ([], "forked", 0) == (storage_candidates(planner), report.outcome, report.storage_bytes)
+    assert [] == storage_candidates(planner)
+    assert "forked" == report.outcome
+    assert 0 == report.storage_bytes
 
 
 def test_an_unusable_candidate_is_reported(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:
@@ -83,23 +79,19 @@ def test_an_unusable_candidate_is_reported(fleet: Fleet, checkpoint: Path, tmp_p
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     fallbacks = [snapshot_fallback(tmp_path / "nothing.safetensors"), checkpoint_fallback(checkpoint)]
     report = run_fork(fleet, Model(1.0), planner, fallbacks)
-    assert ("forked", report.image_bytes, ["StorageNotFound", "NoSource"]) == (
-        report.outcome,
-        report.storage_bytes,
-        [reason.partition(":")[0] for reason in report.reasons],
-    )
+    assert "forked" == report.outcome
+    assert report.image_bytes == report.storage_bytes
+    assert ["StorageNotFound", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
 
 
 def test_an_independent_cold_start_offers_no_storage(fleet: Fleet, checkpoint: Path) -> None:
     """With `cold_start` set to independent, the checkpoint is only a fallback."""
     planner, module = scripted_planner(plan(reason="no source")), Model(1.0)
     report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)], cold_start="independent")
-    assert ([], "fallback", 1, True) == (
-        storage_candidates(planner),
-        report.outcome,
-        len(planner.requests),
-        torch.equal(Model(7.0).weight, module.weight),
-    )
+    assert [] == storage_candidates(planner)
+    assert "fallback" == report.outcome
+    assert 1 == len(planner.requests)
+    assert torch.equal(Model(7.0).weight, module.weight)
 
 
 def test_a_failed_candidate_is_not_offered_again(fleet: Fleet, checkpoint: Path) -> None:
@@ -140,7 +132,8 @@ def test_an_invalid_snapshot_uri_is_a_settings_error(uri: str, message: str) -> 
 def test_a_snapshot_is_named_by_its_file(uri: str, rank: Rank, redacted_uri: str) -> None:
     """In a folder, each rank has a separate file; the signature of a presigned URL is not disclosed."""
     fallback = snapshot_fallback(uri, rank=rank)
-    assert (redacted_uri, f"snapshot {redacted_uri}") == (fallback.uri, fallback.name)
+    assert redacted_uri == fallback.uri
+    assert f"snapshot {redacted_uri}" == fallback.name
 
 
 def test_storage_is_offered_only_while_the_fork_runs(fleet: Fleet, checkpoint: Path) -> None:
@@ -154,7 +147,8 @@ def test_storage_is_offered_only_while_the_fork_runs(fleet: Fleet, checkpoint: P
         uri=checkpoint.as_uri(),
         origin=planner.requests[-1].instance.storage[0].origin,
     )
-    assert ((expected,), ()) == (planner.requests[-1].instance.storage, report.seed.storage)
+    assert (expected,) == planner.requests[-1].instance.storage
+    assert () == report.seed.storage
 
 
 def test_a_fork_with_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> None:
@@ -167,12 +161,10 @@ def test_a_fork_with_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> 
     seed = fleet.source("seed", capture(Model(0.0)))
     planner = scripted_planner(plan(route(seed, ALL)))
     report = run_fork(fleet, Model(1.0), planner, [Fallback("blocked", load_twos, open=hang)])
-    assert ("forked", [], 1, ()) == (
-        report.outcome,
-        opened,
-        len(planner.requests),
-        planner.requests[0].instance.storage,
-    )
+    assert "forked" == report.outcome
+    assert [] == opened
+    assert 1 == len(planner.requests)
+    assert () == planner.requests[0].instance.storage
 
 
 def test_files_are_offered_when_no_source_exists(fleet: Fleet, checkpoint: Path) -> None:
@@ -180,7 +172,8 @@ def test_files_are_offered_when_no_source_exists(fleet: Fleet, checkpoint: Path)
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
     offered_types = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
-    assert ("forked", [[], ["checkpoint"]]) == (report.outcome, offered_types)
+    assert "forked" == report.outcome
+    assert [[], ["checkpoint"]] == offered_types
 
 
 def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, checkpoint: Path) -> None:
@@ -194,4 +187,5 @@ def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, check
     fallbacks = [Fallback("blocked", load_twos, open=hang), checkpoint_fallback(checkpoint)]
     report = run_fork(fleet, Model(1.0), planner, fallbacks, storage_idle_timeout_s=0.5)
     proceed.set()
-    assert ("forked", [("checkpoint", checkpoint.as_uri())]) == (report.outcome, storage_candidates(planner))
+    assert "forked" == report.outcome
+    assert [("checkpoint", checkpoint.as_uri())] == storage_candidates(planner)

@@ -60,9 +60,11 @@ def test_the_blocks_make_up_the_requested_range(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(storage_prefetch, "BLOCK_BYTES", block_bytes)
     reads = reader()
     before = time.monotonic()
-    got = dict(sorted((at, bytes(block)) for at, block in reads.read(Files(STORED_IMAGE), MIB, SIZE)))
-    assert (stored_bytes(MIB, SIZE), MIB) == (b"".join(got.values()), min(got))
-    assert (True, 0.0) == (before <= (reads.last_block_at or 0.0), reads.idle_seconds(time.monotonic() + 9.0))
+    blocks = dict(sorted((offset, bytes(block)) for offset, block in reads.read(Files(STORED_IMAGE), MIB, SIZE)))
+    assert stored_bytes(MIB, SIZE) == b"".join(blocks.values())
+    assert MIB == min(blocks)
+    assert before <= (reads.last_block_at or 0.0)
+    assert 0.0 == reads.idle_seconds(time.monotonic() + 9.0)
 
 
 def test_a_storage_error_is_raised_to_the_reader() -> None:
@@ -93,7 +95,8 @@ def test_a_blocked_read_can_be_abandoned() -> None:
     thread.join()
     gate.open()
     assert pytest.approx(7.0) == idle_s
-    assert ([SourceUnavailable], None) == (errors, reads.last_block_at)
+    assert [SourceUnavailable] == errors
+    assert reads.last_block_at is None
 
 
 def test_upcoming_chunks_are_prefetched() -> None:
@@ -101,11 +104,11 @@ def test_upcoming_chunks_are_prefetched() -> None:
     files = Files(STORED_IMAGE)
     gate = ReadGate(files)
     reads = reader()
-    got: list[bytes] = []
+    blocks: list[bytes] = []
 
     def read(chunk: int, coming: Sequence[Range]) -> None:
         begin, end = chunk * MIB, (chunk + 1) * MIB
-        got.extend(bytes(block) for _, block in reads.read(files, begin, end, lambda: ([], coming)))
+        blocks.extend(bytes(block) for _, block in reads.read(files, begin, end, lambda: ([], coming)))
 
     thread = threading.Thread(target=read, args=(0, [(MIB, 2 * MIB)]))
     thread.start()
@@ -113,11 +116,9 @@ def test_upcoming_chunks_are_prefetched() -> None:
     gate.open()
     thread.join()
     read(1, [])
-    assert (True, [stored_bytes(0, MIB), stored_bytes(MIB, 2 * MIB)], [0, 1]) == (
-        both_inflight,
-        got,
-        sorted(files.chunks_read),
-    )
+    assert both_inflight
+    assert [stored_bytes(0, MIB), stored_bytes(MIB, 2 * MIB)] == blocks
+    assert [0, 1] == sorted(files.chunks_read)
 
 
 def test_obsolete_ranges_are_not_prefetched() -> None:
@@ -129,8 +130,10 @@ def test_obsolete_ranges_are_not_prefetched() -> None:
     list(reads.read(files, *parts[4], lambda: ([parts[1]], [])))
     list(reads.read(files, *parts[1]))
     list(reads.read(files, *parts[2]))
-    counts = [files.chunks_read.count(chunk) for chunk in range(5)]
-    assert ([1, 1, 0, 1], True) == ([*counts[:2], counts[3], counts[4]], counts[2] in (1, 2))
+    reads_by_chunk = [files.chunks_read.count(chunk) for chunk in range(5)]
+    assert [1, 1] == reads_by_chunk[:2]
+    assert reads_by_chunk[2] in (1, 2)
+    assert [0, 1] == reads_by_chunk[3:]
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +145,10 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = reads.read(files, 0, MIB, lambda: ([], ahead))
     first = [bytes(block) for _, block in stream]
     unexpected = [bytes(block) for _, block in reads.read(files, SIZE - MIB, SIZE, lambda: (ahead, []))]
-    rest = {at: bytes(block) for at, block in reads.read(files, *ahead[0])}
-    assert (MIB, MIB, stored_bytes(MIB, SIZE)) == (
-        sum(map(len, first)),
-        sum(map(len, unexpected)),
-        b"".join(data for _, data in sorted(rest.items())),
-    )
+    remaining = {offset: bytes(block) for offset, block in reads.read(files, *ahead[0])}
+    assert MIB == sum(map(len, first))
+    assert MIB == sum(map(len, unexpected))
+    assert stored_bytes(MIB, SIZE) == b"".join(data for _, data in sorted(remaining.items()))
 
 
 def test_a_closed_prefetcher_rejects_reads() -> None:

@@ -1,4 +1,4 @@
-"""ThroughputMeter: current rates, peak rates and the efficiency of the transfer."""
+"""Current and maximum rates of a fork, and its efficiency."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import pytest
 from rfork.receiver.throughput import ThroughputMeter, measurable_bytes, top_rates
 
 RateSamples = list[tuple[float, int]]
+"""Times, and the bytes that had arrived by then."""
+SourceSamples = list[tuple[float, dict[str, int]]]
+"""Times, and the bytes that had arrived from each source by then."""
 
 
 @pytest.mark.parametrize(
@@ -21,12 +24,12 @@ RateSamples = list[tuple[float, int]]
     ],
     ids=["no data", "too short", "one window", "a burst", "between windows", "late"],
 )
-def test_the_peak_rate(samples: RateSamples, expected: float | None) -> None:
-    """It is the fastest of all windows of at least one second."""
+def test_the_max_rate_is_that_of_the_fastest_window(samples: RateSamples, expected: float | None) -> None:
+    """Only windows of at least one second count."""
     meter = ThroughputMeter(window_s=1.0)
     for now, total in samples:
         meter.add(now, total)
-    assert expected == (None if meter.best is None else round(meter.best, 2))
+    assert expected == (None if meter.max_bytes_per_s is None else round(meter.max_bytes_per_s, 2))
 
 
 @pytest.mark.parametrize(
@@ -42,12 +45,12 @@ def test_the_peak_rate(samples: RateSamples, expected: float | None) -> None:
     ],
     ids=["no data", "just started", "too short", "steady", "one window", "silent", "again"],
 )
-def test_the_current_rate(samples: RateSamples, expected: float) -> None:
-    """It covers the last second, so a silent source has rate 0; before that, it is the mean so far."""
+def test_the_current_rate_covers_the_last_second(samples: RateSamples, expected: float) -> None:
+    """A silent source has rate 0. In the first second, the rate is the mean so far."""
     meter = ThroughputMeter(window_s=1.0)
     for now, total in samples:
         meter.add(now, total)
-    assert expected == meter.last
+    assert expected == meter.bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_the_current_rate(samples: RateSamples, expected: float) -> None:
     ],
     ids=["measured", "too short", "zero duration"],
 )
-def test_efficiency_compares_mean_and_peak_rate(
+def test_efficiency_compares_mean_and_maximum_rate(
     samples: RateSamples, nbytes: int, seconds: float, expected: float | None
 ) -> None:
     """It is None unless both are known."""
@@ -69,11 +72,8 @@ def test_efficiency_compares_mean_and_peak_rate(
     assert expected == meter.efficiency(nbytes, seconds)
 
 
-SourceSamples = list[tuple[float, dict[str, int]]]
-
-
 @pytest.mark.parametrize(
-    ("samples", "now", "best"),
+    ("samples", "current", "maximum"),
     [
         ([(0.0, {})], {}, {}),
         ([(0.0, {}), (0.5, {"a": 100})], {"a": 200.0}, {}),
@@ -87,12 +87,15 @@ SourceSamples = list[tuple[float, dict[str, int]]]
     ],
     ids=["no data", "too short", "two", "sequential", "silent"],
 )
-def test_rates_by_source(samples: SourceSamples, now: dict[str, float], best: dict[str, float]) -> None:
-    """They use the same windows as the total rate; a source without current traffic keeps only its peak rate."""
+def test_rates_by_source_use_the_same_windows(
+    samples: SourceSamples, current: dict[str, float], maximum: dict[str, float]
+) -> None:
+    """A source without current traffic keeps only its maximum rate."""
     meter = ThroughputMeter(window_s=1.0)
-    for at, sources in samples:
-        meter.add(at, sum(sources.values()), sources)
-    assert (now, best) == (meter.last_sources, meter.best_sources)
+    for now, by_source in samples:
+        meter.add(now, sum(by_source.values()), by_source)
+    assert current == meter.source_bytes_per_s
+    assert maximum == meter.max_source_bytes_per_s
 
 
 def test_a_loader_has_no_rate() -> None:
@@ -103,4 +106,6 @@ def test_a_loader_has_no_rate() -> None:
 def test_only_the_fastest_sources_are_reported() -> None:
     """Rates are integers in bytes per second, and their number is limited by the message format."""
     rates = top_rates({f"s{number}": number + 0.4 for number in range(100)})
-    assert (64, ("s99", 99.0), "s36") == (len(rates), next(iter(rates.items())), list(rates)[-1])
+    assert 64 == len(rates)
+    assert ("s99", 99.0) == next(iter(rates.items()))
+    assert "s36" == list(rates)[-1]

@@ -76,7 +76,7 @@ def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
     """Verified chunks are kept, no more than the window is read again, and the dead source is reported."""
     source_image = image(1)
     manifest = source_image.manifest()
-    a = fleet.source("a", source_image, FaultInjection(dies_after=3 * MIB), manifest=manifest)
+    a = fleet.source("a", source_image, FaultInjection(dies_after_bytes=3 * MIB), manifest=manifest)
     b = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
@@ -116,7 +116,7 @@ def test_a_stalled_source_is_replaced(fleet: Fleet) -> None:
     """It stays connected but sends no more bytes."""
     source_image = image(1)
     manifest = source_image.manifest()
-    a = fleet.source("a", source_image, FaultInjection(stalls_after=2 * MIB), manifest=manifest)
+    a = fleet.source("a", source_image, FaultInjection(stalls_after_bytes=2 * MIB), manifest=manifest)
     b = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script, settings(source_idle_timeout_s=1.0))
@@ -204,7 +204,7 @@ def test_a_fenced_relay_does_not_end_a_downstream_fork(fleet: Fleet) -> None:
 def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
     """All chunks come from holders of the weights that the first source named."""
     source_image = image(1)
-    a = fleet.source("a", source_image, FaultInjection(dies_after=2 * MIB))
+    a = fleet.source("a", source_image, FaultInjection(dies_after_bytes=2 * MIB))
     b = fleet.source("b", image(2))
     c = fleet.source("c", source_image)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL)), lambda: plan(route(c, ALL))])

@@ -17,11 +17,12 @@ from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, raise_plan_er
 
 
 def test_a_lease_rejected_three_times_excludes_the_source(fleet: Fleet) -> None:
-    """The target blames itself for two rejections; after the third it requests another source, without
-    blaming this one.
+    """The target blames itself for two rejections.
+
+    After the third it requests another source, without blaming this one.
     """
     source_image = image(1)
-    a = fleet.source("a", source_image, FaultInjection(refuses=True))
+    a = fleet.source("a", source_image, FaultInjection(rejects_leases=True))
     b = fleet.source("b", source_image)
 
     def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
@@ -56,7 +57,8 @@ def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> No
     target = Target(fleet, script)
     target.run()
     expected = ("source", "SourceWeightsChanged") if lost == "generation" else ("target", "LeaseRejected")
-    assert ([("a", *expected)], content_hash(source_image)) == (script.faults, content_hash(target.image))
+    assert [("a", *expected)] == script.faults
+    assert content_hash(source_image) == content_hash(target.image)
 
 
 def test_renewed_leases_are_used_immediately(fleet: Fleet) -> None:
@@ -78,7 +80,8 @@ def test_renewed_leases_are_used_immediately(fleet: Fleet) -> None:
 
     target.chunk_state.subscribe(rotate)
     target.run()
-    assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [] == target.reasons
 
 
 def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
@@ -96,17 +99,15 @@ def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
     )
     target = Target(fleet, script)
     target.run()
-    assert (content_hash(source_image), {"a": 3, "b": 3}, []) == (
-        content_hash(target.image),
-        verified_by_source(target),
-        target.reasons,
-    )
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"a": 3, "b": 3} == verified_by_source(target)
+    assert [] == target.reasons
 
 
 def test_faults_are_reported_after_a_planner_outage(fleet: Fleet) -> None:
     """A fault that could not be reported is sent with the next request."""
     source_image = image(1)
-    a = fleet.source("a", source_image, FaultInjection(dies_after=MIB))
+    a = fleet.source("a", source_image, FaultInjection(dies_after_bytes=MIB))
     b = fleet.source("b", source_image)
     script = Script(
         [
@@ -136,11 +137,9 @@ def test_request_replan_plans_the_rest_again(fleet: Fleet) -> None:
         lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
     )
     stats = target.run()
-    assert (content_hash(source_image), IMAGE_BYTES, 1) == (
-        content_hash(target.image),
-        stats.bytes_read,
-        stats.replans,
-    )
+    assert content_hash(source_image) == content_hash(target.image)
+    assert IMAGE_BYTES == stats.bytes_read
+    assert 1 == stats.replans
 
 
 def test_the_old_plan_stays_valid_while_a_restarted_planner_knows_no_source(fleet: Fleet) -> None:
@@ -159,4 +158,5 @@ def test_the_old_plan_stays_valid_while_a_restarted_planner_knows_no_source(flee
         lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
     )
     target.run()
-    assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [] == target.reasons

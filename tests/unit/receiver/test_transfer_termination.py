@@ -63,7 +63,7 @@ def test_the_no_source_timeout_ends_the_transfer(fleet: Fleet) -> None:
 
 def test_the_loss_of_the_last_source_ends_the_transfer(fleet: Fleet) -> None:
     """When the only source dies and no other is known, the error contains the reason."""
-    seed = fleet.source("a", image(1), FaultInjection(dies_after=2 * MIB))
+    seed = fleet.source("a", image(1), FaultInjection(dies_after_bytes=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left")])
     target = Target(fleet, script)
     with pytest.raises(NoSource, match="no source left"):
@@ -73,7 +73,7 @@ def test_the_loss_of_the_last_source_ends_the_transfer(fleet: Fleet) -> None:
 
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
     """After the deadline no thread can write to the image."""
-    seed = fleet.source("a", image(1), FaultInjection(stalls_after=2 * MIB))
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=2 * MIB))
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=0.5)
     with pytest.raises(DeadlineExceeded, match="of 6 chunks"):
         target.run()
@@ -83,7 +83,7 @@ def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
 
 def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
     """An interrupt in the caller's thread leaves no thread running and releases the reader slot."""
-    seed = fleet.source("a", image(1), FaultInjection(stalls_after=MIB))
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=MIB))
     script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
     target = Target(fleet, script)
     with pytest.raises(KeyboardInterrupt):

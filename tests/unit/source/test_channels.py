@@ -76,11 +76,9 @@ def test_a_reader_is_authorized_from_open_to_close() -> None:
     harness.channels.close(channel)
     harness.exporter.revoked.wait(60)
     harness.channels.stop()
-    assert ({channel: "10.0.0.1"}, {}, ()) == (
-        authorized,
-        harness.exporter.authorized,
-        harness.leases.readers,
-    )
+    assert {channel: "10.0.0.1"} == authorized
+    assert {} == harness.exporter.authorized
+    assert () == harness.leases.readers
 
 
 def test_closing_a_channel_does_not_wait_for_the_revocation() -> None:
@@ -94,7 +92,9 @@ def test_closing_a_channel_does_not_wait_for_the_revocation() -> None:
     harness.exporter.may_revoke.set()
     harness.exporter.revoked.wait(60)
     harness.channels.stop()
-    assert ((), {channel: "10.0.0.1"}, {}) == (readers, authorized, harness.exporter.authorized)
+    assert () == readers
+    assert {channel: "10.0.0.1"} == authorized
+    assert {} == harness.exporter.authorized
 
 
 def test_close_all_revokes_every_reader() -> None:
@@ -102,8 +102,10 @@ def test_close_all_revokes_every_reader() -> None:
     harness = ChannelHarness()
     harness.open()
     harness.open("fork-2", "10.0.0.2")
-    closed = [harness.channels.close_all(), harness.channels.close_all()]
-    assert ([True, False], {}, ()) == (closed, harness.exporter.authorized, harness.leases.readers)
+    assert harness.channels.close_all()
+    assert not harness.channels.close_all()
+    assert {} == harness.exporter.authorized
+    assert () == harness.leases.readers
 
 
 def test_a_failed_revocation_does_not_affect_other_channels() -> None:
@@ -135,7 +137,9 @@ def test_sweeping_continues_after_a_callback_error() -> None:
     harness.now = 1060.0
     second = second_call.wait(60)
     channels.stop()
-    assert (True, True, {}) == (first, second, harness.exporter.authorized)
+    assert first
+    assert second
+    assert {} == harness.exporter.authorized
 
 
 def test_readers_are_counted_by_transport() -> None:
@@ -143,10 +147,8 @@ def test_readers_are_counted_by_transport() -> None:
     harness = ChannelHarness()
     for fork_id in ("fork-1", "fork-1", "fork-2"):
         harness.open(fork_id)
-    assert (2, 0) == (
-        harness.channels.reader_count({"fake"}),
-        harness.channels.reader_count({"unknown"}),
-    )
+    assert 2 == harness.channels.reader_count({"fake"})
+    assert 0 == harness.channels.reader_count({"unknown"})
 
 
 def test_an_expired_reader_is_revoked_automatically() -> None:
@@ -157,7 +159,8 @@ def test_an_expired_reader_is_revoked_automatically() -> None:
     harness.now = 1030.0
     was_swept = harness.swept.wait(60)
     harness.channels.stop()
-    assert (True, {}) == (was_swept, harness.exporter.authorized)
+    assert was_swept
+    assert {} == harness.exporter.authorized
 
 
 def test_an_expired_reader_is_revoked_after_readers_were_counted() -> None:
@@ -169,7 +172,8 @@ def test_an_expired_reader_is_revoked_after_readers_were_counted() -> None:
     harness.channels.start()
     harness.swept.wait(60)
     harness.channels.stop()
-    assert ((), {}) == (readers, harness.exporter.authorized)
+    assert () == readers
+    assert {} == harness.exporter.authorized
 
 
 def test_a_rejected_reader_occupies_no_slot() -> None:
@@ -188,7 +192,8 @@ def test_a_reader_without_an_endpoint_occupies_no_slot() -> None:
     with pytest.raises(SourceBusy, match="not ready"):
         harness.open()
     harness.channels.close_all()
-    assert ((), {}) == (harness.leases.readers, harness.exporter.authorized)
+    assert () == harness.leases.readers
+    assert {} == harness.exporter.authorized
 
 
 def test_an_unknown_transport_is_rejected() -> None:

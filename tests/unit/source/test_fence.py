@@ -1,4 +1,4 @@
-"""Changing weights: which reads are cut, which chunks are dropped, and what is served afterwards."""
+"""Changing weights: which reads are aborted, which chunks are dropped, and what is served afterwards."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ def test_a_fenced_seed_serves_again_after_publish() -> None:
         seed.fence()
         fenced = seed.report()
         seed.publish()
-        report = seed.report()
-    assert [("loading", 1, (), None), ("serving", 1, ((0, 3),), compute_manifest(IMAGE).weights_id)] == [
-        (summary.state, summary.generation, summary.verified, summary.weights_id) for summary in (fenced, report)
-    ]
+        published = seed.report()
+    assert "loading" == fenced.state
+    assert () == fenced.verified
+    assert fenced.weights_id is None
+    assert "serving" == published.state
+    assert ((0, 3),) == published.verified
+    assert compute_manifest(IMAGE).weights_id == published.weights_id
+    assert 1 == fenced.generation == published.generation
 
 
 def test_a_fence_rejects_reads() -> None:
@@ -47,16 +51,14 @@ def test_a_fence_rejects_reads() -> None:
         with pytest.raises(SourceBusy):
             seed.authorize(token(generation=1), 0, 1)
         report = seed.report()
-    assert (1, "loading", (), None, True) == (
-        report.generation,
-        report.state,
-        report.verified,
-        report.weights_id,
-        before != seed.version_tag(),
-    )
+    assert 1 == report.generation
+    assert "loading" == report.state
+    assert () == report.verified
+    assert report.weights_id is None
+    assert before != seed.version_tag()
 
 
-def test_a_fence_during_the_admission_of_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_during_the_admission_of_a_read_rejects_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is that the weights changed, not that the chunk is missing."""
     contains_range = ChunkState.contains_range
 
@@ -73,16 +75,16 @@ def test_a_fence_during_the_admission_of_a_read(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_fence_waits_for_inflight_reads() -> None:
-    """A reader that does not finish is cut; nothing is read after the fence."""
+    """A reader that does not finish is aborted; nothing is read after the fence."""
     events: list[str] = []
     started, ended = threading.Event(), threading.Event()
 
-    def cut() -> None:
-        events.append("cut")
+    def abort() -> None:
+        events.append("aborted")
         ended.set()
 
     def read() -> None:
-        with seed.read_guard(token(), 0, MIB, cut):
+        with seed.read_guard(token(), 0, MIB, abort):
             started.set()
             ended.wait(60)
             events.append("read")
@@ -93,10 +95,10 @@ def test_a_fence_waits_for_inflight_reads() -> None:
         assert started.wait(60)
         seed.fence()
         events.append("fenced")
-        with pytest.raises(SourceWeightsChanged), seed.read_guard(token(), 0, MIB, cut):
+        with pytest.raises(SourceWeightsChanged), seed.read_guard(token(), 0, MIB, abort):
             events.append("read after the fence")
         thread.join()
-    assert ["cut", "read", "fenced"] == events
+    assert ["aborted", "read", "fenced"] == events
 
 
 @pytest.mark.parametrize("change", [Seed.fence, lambda seed: seed.invalidate([0])], ids=["fence", "invalidate"])
@@ -117,7 +119,9 @@ def test_changing_bytes_closes_all_channels(change: Callable[[Seed], None], monk
             next(updates)
         assert () == seed.report().readers
     revoked_at = events.index("revoked")
-    assert ({"notified of 1"}, 1, "changed") == ({*events[:revoked_at]}, events.count("revoked"), events[-1])
+    assert {"notified of 1"} == {*events[:revoked_at]}
+    assert 1 == events.count("revoked")
+    assert "changed" == events[-1]
 
 
 def test_invalidating_chunks_waits_for_inflight_reads() -> None:
@@ -150,10 +154,12 @@ def test_an_update_serves_the_new_bytes() -> None:
             inside = seed.report()
             image.regions[0].fill_(1)
         after = seed.report()
-    assert (before != after.weights_id, compute_manifest(image).weights_id) == (True, after.weights_id)
-    assert [("loading", 1, None), ("serving", 1, after.weights_id)] == [
-        (summary.state, summary.generation, summary.weights_id) for summary in (inside, after)
-    ]
+    assert before != after.weights_id
+    assert compute_manifest(image).weights_id == after.weights_id
+    assert "loading" == inside.state
+    assert inside.weights_id is None
+    assert "serving" == after.state
+    assert 1 == inside.generation == after.generation
 
 
 def test_a_failed_update_leaves_the_seed_fenced() -> None:
@@ -164,14 +170,17 @@ def test_a_failed_update_leaves_the_seed_fenced() -> None:
         failed = seed.report()
         with seed.updating():
             pass
-        report = seed.report()
-    assert [("loading", 1, ()), ("serving", 2, ((0, 3),))] == [
-        (summary.state, summary.generation, summary.verified) for summary in (failed, report)
-    ]
+        updated = seed.report()
+    assert "loading" == failed.state
+    assert () == failed.verified
+    assert 1 == failed.generation
+    assert "serving" == updated.state
+    assert ((0, 3),) == updated.verified
+    assert 2 == updated.generation
 
 
-def test_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests may cover bytes that have changed since, so they are not published."""
+def test_digests_of_a_fenced_generation_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence during the computation means that the bytes may have changed since."""
     with build_seed() as seed:
 
         def digest_then_fence(image: Image) -> Manifest:
@@ -182,13 +191,16 @@ def test_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(image_state, "compute_manifest", digest_then_fence)
         seed.publish()
         report = seed.report()
-    assert ("loading", (), None) == (report.state, report.verified, report.weights_id)
+    assert "loading" == report.state
+    assert () == report.verified
+    assert report.weights_id is None
 
 
 def test_invalidated_chunks_fence_their_readers() -> None:
     """A reader of a chunk that turned out to be wrong sees a new generation."""
     with build_seed(ChunkState(IMAGE.layout.chunks, [0, 1])) as seed:
         seed.invalidate([1])
-        assert (1, ((0, 1),)) == (seed.generation, seed.report().verified)
+        assert 1 == seed.generation
+        assert ((0, 1),) == seed.report().verified
         with pytest.raises(SourceWeightsChanged):
             seed.authorize(token(generation=0), 0, 1)

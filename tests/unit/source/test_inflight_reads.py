@@ -16,17 +16,17 @@ NEVER_S = 60.0
 
 @contextlib.contextmanager
 def blocked_read(inflight: InflightReads, events: list[str], name: str) -> Iterator[threading.Event]:
-    """Read on a separate thread until the read is cut or the yielded event is set."""
+    """Read on a separate thread until the read is aborted or the yielded event is set."""
     started, ended = threading.Event(), threading.Event()
 
     def read() -> None:
-        with inflight.track(cut):
+        with inflight.track(abort):
             started.set()
             ended.wait(NEVER_S)
             events.append(f"{name} ended")
 
-    def cut() -> None:
-        events.append(f"{name} cut")
+    def abort() -> None:
+        events.append(f"{name} aborted")
         ended.set()
 
     thread = threading.Thread(target=read)
@@ -44,26 +44,28 @@ def test_draining_without_reads_returns_immediately() -> None:
     assert 0 == InflightReads().drain(NEVER_S)
 
 
-def test_a_read_that_ends_in_time_is_not_cut() -> None:
+def test_a_read_that_ends_in_time_is_not_aborted() -> None:
     """`drain` waits for it."""
     events: list[str] = []
     inflight = InflightReads()
     with blocked_read(inflight, events, "one") as ended:
         threading.Timer(0.01, ended.set).start()
-        cut = inflight.drain(NEVER_S)
-    assert (0, ["one ended"]) == (cut, events)
+        aborted = inflight.drain(NEVER_S)
+    assert 0 == aborted
+    assert ["one ended"] == events
 
 
-def test_reads_that_do_not_end_in_time_are_cut() -> None:
-    """`drain` cuts all of them and returns after they have ended."""
+def test_reads_that_do_not_end_in_time_are_aborted() -> None:
+    """`drain` aborts all of them and returns after they have ended."""
     events: list[str] = []
     inflight = InflightReads()
     with blocked_read(inflight, events, "one"), blocked_read(inflight, events, "two"):
-        cut = inflight.drain(0.0)
-        assert (2, 4) == (cut, len(events))
+        aborted = inflight.drain(0.0)
+        assert 2 == aborted
+        assert 4 == len(events)
 
 
-def test_a_read_that_continues_after_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_continues_after_its_abort_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """`drain` waits for it without a limit and logs a warning; here the warning ends the read."""
     events: list[str] = []
     started, ended = threading.Event(), threading.Event()
@@ -73,7 +75,7 @@ def test_a_read_that_continues_after_its_cut(monkeypatch: pytest.MonkeyPatch) ->
     inflight = InflightReads()
 
     def read() -> None:
-        with inflight.track(lambda: events.append("cut")):
+        with inflight.track(lambda: events.append("aborted")):
             started.set()
             ended.wait(NEVER_S)
             events.append("ended")
@@ -83,7 +85,7 @@ def test_a_read_that_continues_after_its_cut(monkeypatch: pytest.MonkeyPatch) ->
     assert started.wait(NEVER_S)
     inflight.drain(0.0)
     thread.join()
-    assert ["cut", "warned", "ended"] == events
+    assert ["aborted", "warned", "ended"] == events
 
 
 class EndingLog:
@@ -100,19 +102,20 @@ class EndingLog:
 
 
 def test_a_later_read_is_not_waited_for() -> None:
-    """A read that begins after the fence reads no changing bytes. Here the cut of the first read begins a
+    """A read that begins after the fence reads no changing bytes. Here the abort of the first read begins a
     later one.
     """
     events: list[str] = []
     inflight = InflightReads()
     with contextlib.ExitStack() as first, contextlib.ExitStack() as later:
 
-        def cut() -> None:
-            later.enter_context(inflight.track(lambda: events.append("later cut")))
+        def abort() -> None:
+            later.enter_context(inflight.track(lambda: events.append("later read aborted")))
             first.close()
 
-        first.enter_context(inflight.track(cut))
-        assert (1, []) == (inflight.drain(0.0), events)
+        first.enter_context(inflight.track(abort))
+        assert 1 == inflight.drain(0.0)
+        assert [] == events
 
 
 def test_a_failed_read_has_ended() -> None:

@@ -142,7 +142,7 @@ def test_reader_slots_are_counted_by_fork() -> None:
     leases = build_verifier(max_readers=2)
     for fork in ("fork-1", "fork-1", "fork-2"):
         open_channel(leases, fork)
-    with pytest.raises(SourceBusy, match="all 2 reader slots"):
+    with pytest.raises(SourceBusy, match="reader slots are used: the source's RFORK_MAX_READERS is 2"):
         open_channel(leases, "fork-3")
     assert ("fork-1", "fork-2") == leases.readers
 
@@ -155,7 +155,8 @@ def test_closing_frees_a_reader_slot() -> None:
     remaining_readers = leases.readers
     leases.close(channels[1])
     leases.close(channels[1])
-    assert (("fork-1",), ()) == (remaining_readers, leases.readers)
+    assert ("fork-1",) == remaining_readers
+    assert () == leases.readers
     assert leases.has_channel(open_channel(leases, "fork-2"), "fork-2")
 
 
@@ -163,11 +164,9 @@ def test_a_channel_belongs_to_its_fork() -> None:
     """The id of another fork's channel is rejected."""
     leases = build_verifier()
     channel = open_channel(leases, "fork-1")
-    assert (True, False, False) == (
-        leases.has_channel(channel, "fork-1"),
-        leases.has_channel(channel, "fork-2"),
-        leases.has_channel("other", "fork-1"),
-    )
+    assert leases.has_channel(channel, "fork-1")
+    assert not leases.has_channel(channel, "fork-2")
+    assert not leases.has_channel("other", "fork-1")
 
 
 def test_expiry_frees_a_reader_slot() -> None:
@@ -177,11 +176,9 @@ def test_expiry_frees_a_reader_slot() -> None:
     channel = open_channel(leases, "fork-1")
     clock.now = 1030.0
     again = open_channel(leases, "fork-2", expires_at=1060.0)
-    assert (False, True, ("fork-2",)) == (
-        leases.has_channel(channel, "fork-1"),
-        leases.has_channel(again, "fork-2"),
-        leases.readers,
-    )
+    assert not leases.has_channel(channel, "fork-1")
+    assert leases.has_channel(again, "fork-2")
+    assert ("fork-2",) == leases.readers
 
 
 def test_a_renewed_lease_keeps_the_reader_slot() -> None:
@@ -216,7 +213,9 @@ def test_a_channel_that_expired_is_swept_once() -> None:
     before = leases.readers
     swept = [leases.sweep(), leases.sweep()]
     clock.now = 1060.0
-    assert (("fork-2",), [(first,), ()], (second,)) == (before, swept, leases.sweep())
+    assert ("fork-2",) == before
+    assert [(first,), ()] == swept
+    assert (second,) == leases.sweep()
 
 
 THESE_WEIGHTS, OTHER_WEIGHTS = "1" * 32, "2" * 32

@@ -82,7 +82,9 @@ def test_changes_are_notified_automatically() -> None:
     was_notified = notified.wait(30)
     reader_rate = advisor.per_reader_rate()
     advisor.close()
-    assert (1000, True, 10) == (first_rate, was_notified, reader_rate)
+    assert 1000 == first_rate
+    assert was_notified
+    assert 10 == reader_rate
 
 
 def test_a_rate_read_by_one_reader_is_notified_to_all() -> None:
@@ -99,7 +101,8 @@ def test_a_rate_read_by_one_reader_is_notified_to_all() -> None:
     reader_rates.append(second_advisor.per_reader_rate())
     was_notified = notified.wait(30)
     second_advisor.close()
-    assert ([1000, 500, 500], True) == (reader_rates, was_notified)
+    assert [1000, 500, 500] == reader_rates
+    assert was_notified
 
 
 def test_closing_ends_the_advisor_thread() -> None:

@@ -30,22 +30,23 @@ def test_each_start_has_a_unique_instance_id() -> None:
     rank = Rank(tp=1, tp_size=2, dp=3)
     one, other = (InstanceIdentity.of("model", rank, "pod-7").instance_id for _ in range(2))
     standalone = InstanceIdentity.of("model", rank, None).instance_id
-    start = "pod-7-main-tp1of2-pp0of1-ep0of1-dp3-"
-    begin = [each.startswith(start) for each in (one, other, standalone)]
-    assert ([True, True, False], True, 32) == (begin, one != other, len(standalone))
+    prefix = "pod-7-main-tp1of2-pp0of1-ep0of1-dp3-"
+    assert one.startswith(prefix)
+    assert other.startswith(prefix)
+    assert one != other
+    assert 32 == len(standalone)
+    assert not standalone.startswith(prefix)
 
 
 def test_a_seed_reports_a_complete_image() -> None:
     """It reports all chunks, its weights, transports and host, and that it is serving."""
     with build_seed() as seed:
         report = seed.report()
-    assert ("serving", ((0, 3),), compute_manifest(IMAGE).weights_id, ("memory",), "node") == (
-        report.state,
-        report.verified,
-        report.weights_id,
-        report.transports,
-        report.placement.host,
-    )
+    assert "serving" == report.state
+    assert ((0, 3),) == report.verified
+    assert compute_manifest(IMAGE).weights_id == report.weights_id
+    assert ("memory",) == report.transports
+    assert "node" == report.placement.host
 
 
 def test_a_read_without_a_lease_is_rejected() -> None:
@@ -85,7 +86,8 @@ def test_draining_waits_for_readers_and_admits_no_more() -> None:
                 seed.open_channel(seed.check(token("fork-2")), LAYOUT_ID, ["memory"], "127.0.0.1")
             seed.close_channel(channel)
             thread.join()
-    assert ([True], "draining") == (drained, seed.report().state)
+    assert [True] == drained
+    assert "draining" == seed.report().state
 
 
 def test_draining_stops_at_its_timeout() -> None:
@@ -110,14 +112,15 @@ def test_closing_leaves_nothing_open() -> None:
     seed = build_seed(network=network).start()
     seed.close()
     seed.close()
-    assert ({}, "closed:0") == (network.exports, seed.report().address)
+    assert {} == network.exports
+    assert "closed:0" == seed.report().address
 
 
 def test_a_failed_start_leaves_nothing_open() -> None:
     """If the peer service cannot start, the exporters that already run are closed."""
     network = InMemoryNetwork()
 
-    def failing_peer_service(host: PeerBackend, settings: InstanceSettings) -> PeerService:
+    def failing_peer_service(backend: PeerBackend, settings: InstanceSettings) -> PeerService:
         raise OSError("taken")
 
     seed = Seed(
@@ -174,9 +177,10 @@ def test_a_transport_that_cannot_export_the_image_is_omitted(caplog: pytest.LogC
     """The others are offered, and one warning names the transport with a hint."""
     with seed_offering(UnusableTransport("cuda_ipc"), InMemoryTransport(InMemoryNetwork())) as seed:
         offered = seed.report().transports
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    is_explained = ["cuda_ipc: not for this image" in line and "use another transport" in line for line in warnings]
-    assert (("memory",), [True]) == (offered, is_explained)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ("memory",) == offered
+    assert "cuda_ipc: not for this image" in warning
+    assert "use another transport" in warning
 
 
 def test_a_seed_that_no_transport_can_export_does_not_start() -> None:

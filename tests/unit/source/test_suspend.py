@@ -53,7 +53,9 @@ def test_suspended_weights_can_be_released() -> None:
         del image
         seed.suspend()
         gc.collect()
-        assert (None, {}, SIZE) == (memory(), network.exports, seed.image.layout.image_bytes)
+        assert memory() is None
+        assert {} == network.exports
+        assert SIZE == seed.image.layout.image_bytes
 
 
 def test_resumed_weights_are_served_from_their_new_memory() -> None:
@@ -65,7 +67,9 @@ def test_resumed_weights_are_served_from_their_new_memory() -> None:
         seed.resume(other)
         summary, opened = report_summary(seed), open_channel(seed, 1)
         (exporter,) = network.exports.values()
-        assert (serving_summary(1, other), "memory", other) == (summary, opened, exporter.image)
+        assert serving_summary(1, other) == summary
+        assert "memory" == opened
+        assert other == exporter.image
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -79,20 +83,19 @@ def test_suspend_and_resume_are_idempotent(times: int) -> None:
         suspended_report = report_summary(seed)
         for _ in range(times):
             seed.resume(image)
-        assert (suspended_summary(1), serving_summary(1, image), ["memory-2"]) == (
-            suspended_report,
-            report_summary(seed),
-            [*network.exports],
-        )
+        assert suspended_summary(1) == suspended_report
+        assert serving_summary(1, image) == report_summary(seed)
+        assert ["memory-2"] == [*network.exports]
 
 
-def test_resuming_at_other_addresses_without_suspending() -> None:
+def test_weights_that_moved_without_suspending_are_served_from_their_new_memory() -> None:
     """The engine has moved the weights, so the previous exporter is replaced."""
     network = InMemoryNetwork()
     other = image_with(2)
     with build_seed(InMemoryTransport(network)) as seed:
         seed.resume(other)
-        assert (serving_summary(1, other), ["memory-2"]) == (report_summary(seed), [*network.exports])
+        assert serving_summary(1, other) == report_summary(seed)
+        assert ["memory-2"] == [*network.exports]
 
 
 def test_another_layout_is_not_resumed() -> None:
@@ -104,11 +107,12 @@ def test_another_layout_is_not_resumed() -> None:
             seed.resume(image_from_tensors({"b": torch.zeros(8)}))
         refused = report_summary(seed)
         seed.resume(image)
-        assert (suspended_summary(1), serving_summary(1, image)) == (refused, report_summary(seed))
+        assert suspended_summary(1) == refused
+        assert serving_summary(1, image) == report_summary(seed)
 
 
 def test_suspending_waits_for_inflight_reads() -> None:
-    """A reader that does not finish is cut; the memory is not read afterwards."""
+    """A reader that does not finish is aborted; the memory is not read afterwards."""
     events: list[str] = []
     started, ended = threading.Event(), threading.Event()
 
@@ -153,7 +157,8 @@ def test_suspending_waits_for_a_running_digest(monkeypatch: pytest.MonkeyPatch) 
         threads[1].start()
         for thread in threads:
             thread.join()
-        assert (["digested", "suspended"], suspended_summary(2)) == (events, report_summary(seed))
+        assert ["digested", "suspended"] == events
+        assert suspended_summary(2) == report_summary(seed)
 
 
 @pytest.mark.parametrize("change", [Seed.serve, Seed.publish, Seed.fence])
@@ -162,8 +167,11 @@ def test_only_resuming_ends_a_suspension(change: Callable[[Seed], None]) -> None
     with build_seed() as seed:
         seed.suspend()
         change(seed)
-        state, _, *rest = report_summary(seed)
-    assert ("loading", [(), None, ()]) == (state, rest)
+        report = seed.report()
+    assert "loading" == report.state
+    assert () == report.verified
+    assert report.weights_id is None
+    assert () == report.transports
 
 
 def test_a_draining_seed_stays_draining() -> None:
@@ -180,11 +188,9 @@ def test_a_draining_seed_stays_draining() -> None:
             thread.join()
         suspended_report = report_summary(seed)
         seed.resume(image_with(1))
-        assert ([True], suspended_summary(1, "draining"), "draining") == (
-            drained,
-            suspended_report,
-            report_summary(seed)[0],
-        )
+        assert [True] == drained
+        assert suspended_summary(1, "draining") == suspended_report
+        assert "draining" == report_summary(seed)[0]
 
 
 def test_a_closed_seed_opens_nothing() -> None:
@@ -196,7 +202,8 @@ def test_a_closed_seed_opens_nothing() -> None:
     seed.resume(image_with(1))
     seed.suspend()
     seed.close()
-    assert ({}, suspended_summary(1)) == (network.exports, report_summary(seed))
+    assert {} == network.exports
+    assert suspended_summary(1) == report_summary(seed)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +233,7 @@ def failing_digest(image: Image) -> Manifest:
     raise EngineFailure
 
 
-def test_resuming_again_after_the_digest_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_succeeds_after_a_failed_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed attempt does not count as resumed."""
     image = image_with(1)
     with build_seed() as seed:
@@ -239,7 +246,7 @@ def test_resuming_again_after_the_digest_failed(monkeypatch: pytest.MonkeyPatch)
         assert serving_summary(1, image) == report_summary(seed)
 
 
-def test_resuming_after_a_failed_update() -> None:
+def test_resuming_serves_repaired_weights_after_a_failed_update() -> None:
     """An engine that has repaired its weights resumes them in memory that never moved."""
     image = image_with(1)
     with build_seed(seed_image=image) as seed:
@@ -249,7 +256,7 @@ def test_resuming_after_a_failed_update() -> None:
         assert serving_summary(1, image) == report_summary(seed)
 
 
-def test_resuming_after_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_succeeds_after_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that were fenced during the first attempt are served after the second."""
     image = image_with(1)
 
@@ -264,7 +271,8 @@ def test_resuming_after_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatc
         state_after_fence = report_summary(seed)[0]
         monkeypatch.undo()
         seed.resume(image)
-        assert ("loading", serving_summary(2, image)) == (state_after_fence, report_summary(seed))
+        assert "loading" == state_after_fence
+        assert serving_summary(2, image) == report_summary(seed)
 
 
 def test_concurrent_state_changes_are_safe() -> None:
@@ -295,10 +303,8 @@ def test_concurrent_state_changes_are_safe() -> None:
             thread.join()
         seed.resume(images[2])
         state, _, verified, weights_id, transports = report_summary(seed)
-    assert ("serving", ((0, 3),), compute_manifest(images[2]).weights_id, ("memory",)) == (
-        state,
-        verified,
-        weights_id,
-        transports,
-    )
+    assert "serving" == state
+    assert ((0, 3),) == verified
+    assert compute_manifest(images[2]).weights_id == weights_id
+    assert ("memory",) == transports
     assert {} == network.exports

@@ -65,10 +65,11 @@ def test_resuming_memory_that_no_transport_can_export_fails() -> None:
         refused = report_summary(seed)
         transport.can_export = True
         seed.resume(image)
-        assert (suspended_summary(1), serving_summary(1, image)) == (refused, report_summary(seed))
+        assert suspended_summary(1) == refused
+        assert serving_summary(1, image) == report_summary(seed)
 
 
-def test_a_transport_that_fails_after_it_was_offered() -> None:
+def test_a_transport_that_fails_after_it_was_offered_is_skipped() -> None:
     """The first reader that requests it uses the next one, and it is no longer offered."""
     network = InMemoryNetwork()
     with build_seed(
@@ -77,12 +78,10 @@ def test_a_transport_that_fails_after_it_was_offered() -> None:
         before = seed.report().transports
         opened = open_channel(seed, 0, "first", "second")
         after = seed.report()
-    assert (("first", "second"), "memory", ("second",), ("fork-1",)) == (
-        before,
-        opened,
-        after.transports,
-        after.readers,
-    )
+    assert ("first", "second") == before
+    assert "memory" == opened
+    assert ("second",) == after.transports
+    assert ("fork-1",) == after.readers
 
 
 def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,11 +95,12 @@ def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCapture
                 open_channel(seed, 0, "first")
         with pytest.raises(SourceWeightsChanged, match="offers"):
             open_channel(seed, 0, "unknown")
-        assert ((), ()) == (seed.report().transports, seed.report().readers)
+        assert () == seed.report().transports
+        assert () == seed.report().readers
     assert 1 == sum("no transport is left" in record.getMessage() for record in caplog.records)
 
 
-def test_a_transport_that_cannot_be_used_at_the_start() -> None:
+def test_a_transport_that_cannot_be_used_at_the_start_is_omitted() -> None:
     """The others are offered without it."""
     with build_seed(
         ConfigurableTransport(InMemoryNetwork(), "first", can_export=False),
@@ -140,7 +140,9 @@ def test_an_unready_transport_is_skipped() -> None:
         readers, transports = seed.report().readers, seed.report().transports
         unready.ready = True
         opened.append(open_channel(seed, 0, "first", "memory"))
-    assert (["memory", "first"], ("fork-1",), ("first", "memory")) == (opened, readers, transports)
+    assert ["memory", "first"] == opened
+    assert ("fork-1",) == readers
+    assert ("first", "memory") == transports
 
 
 class PreparingTransport(ConfigurableTransport):
@@ -187,7 +189,7 @@ def test_the_wait_for_a_preferred_transport_is_bounded(monkeypatch: pytest.Monke
     assert "memory" == opened
 
 
-def test_suspending_when_an_exporter_cannot_be_closed() -> None:
+def test_suspending_releases_the_image_even_if_an_exporter_cannot_be_closed() -> None:
     """The error is raised, but the memory is released and resumed weights are served."""
     image, other = image_with(1), image_with(2)
     memory = weakref.ref(image)
@@ -199,7 +201,8 @@ def test_suspending_when_an_exporter_cannot_be_closed() -> None:
     gc.collect()
     leaked_image = memory()
     seed.resume(other)
-    assert (None, serving_summary(1, other)) == (leaked_image, report_summary(seed))
+    assert leaked_image is None
+    assert serving_summary(1, other) == report_summary(seed)
     with pytest.raises(OSError, match="busy"):
         seed.close()
 
@@ -226,7 +229,8 @@ def test_an_exporter_that_cannot_be_closed_does_not_affect_other_exporters() -> 
     exporters.open(image_with(1), build_seed())
     with pytest.raises(OSError, match="busy"):
         exporters.close()
-    assert ({}, []) == (network.exports, [*exporters])
+    assert {} == network.exports
+    assert [] == [*exporters]
 
 
 def test_an_exporter_that_cannot_be_opened_closes_all_exporters() -> None:
@@ -240,4 +244,5 @@ def test_an_exporter_that_cannot_be_opened_closes_all_exporters() -> None:
     exporters = ExporterSet([ConfigurableTransport(network, "first"), UnopenableTransport(network, "second")])
     with pytest.raises(OSError, match="taken"):
         exporters.open(image_with(1), build_seed())
-    assert ({}, []) == (network.exports, [*exporters])
+    assert {} == network.exports
+    assert [] == [*exporters]

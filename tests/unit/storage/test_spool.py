@@ -63,10 +63,8 @@ def reopened(spool: Spool, of: Layout | None = None) -> Spool:
 def test_the_next_process_finds_the_chunks(spool: Spool) -> None:
     """It finds records and bytes; chunks without a record are missing."""
     found = reopened(spool)
-    assert ({0: DIGESTS[0], 2: DIGESTS[2]}, [bytes_of(0), bytes_of(2)]) == (
-        found.records,
-        [content(found, 0), content(found, 2)],
-    )
+    assert {0: DIGESTS[0], 2: DIGESTS[2]} == found.records
+    assert [bytes_of(0), bytes_of(2)] == [content(found, 0), content(found, 2)]
     found.close()
 
 
@@ -78,7 +76,8 @@ def test_a_spool_is_private_to_its_user(spool: Spool) -> None:
 def test_missing_chunks_use_no_space(spool: Spool) -> None:
     """Missing chunks are holes in the file."""
     status = spool.path.stat()
-    assert (True, True) == (status.st_size > CHUNKS * MIB, status.st_blocks * 512 < CHUNKS * MIB)
+    assert status.st_size > CHUNKS * MIB
+    assert status.st_blocks * 512 < CHUNKS * MIB
 
 
 def test_an_erased_chunk_is_missing(spool: Spool) -> None:
@@ -132,21 +131,22 @@ def test_a_record_in_another_slot_is_invalid(spool: Spool) -> None:
     [(0, [], []), (PAGE + 40, [0], [0]), (2 * PAGE + MIB + 5, [0, 2], [MIB, 0])],
     ids=["empty", "within the records", "within the data"],
 )
-def test_a_truncated_file(spool: Spool, size: int, records: list[int], allocated_bytes: list[int]) -> None:
+def test_the_remaining_chunks_of_a_truncated_file_count(
+    spool: Spool, size: int, records: list[int], allocated_bytes: list[int]
+) -> None:
     """Remaining chunks count, and missing bytes are never zeros."""
     os.truncate(spool.path, size)
     found = reopened(spool)
-    assert (records, allocated_bytes) == (
-        sorted(found.records),
-        [len(content(found, chunk)) for chunk in sorted(found.records)],
-    )
+    assert records == sorted(found.records)
+    assert allocated_bytes == [len(content(found, chunk)) for chunk in sorted(found.records)]
     found.close()
 
 
-def test_a_file_truncated_while_open(spool: Spool) -> None:
+def test_a_file_truncated_while_open_is_read_up_to_its_end(spool: Spool) -> None:
     """It is read up to its end, and the process is not killed by a signal."""
     os.truncate(spool.path, 2 * PAGE + MIB)
-    assert (bytes_of(0), b"") == (content(spool, 0), content(spool, 2))
+    assert bytes_of(0) == content(spool, 0)
+    assert b"" == content(spool, 2)
 
 
 @pytest.mark.parametrize("other", [layout("b"), layout(chunks=CHUNKS + 1)], ids=["names", "size"])
@@ -156,12 +156,10 @@ def test_another_layout_replaces_a_spool(spool: Spool, other: Layout) -> None:
     empty, used_bytes = found.records, found.path.stat().st_blocks * 512
     fill(found, 1)
     found = reopened(found, other)
-    assert ({}, True, {1: DIGESTS[1]}, ["rank.0.partial"]) == (
-        empty,
-        used_bytes < MIB,
-        found.records,
-        sorted(os.listdir(spool.path.parent)),
-    )
+    assert {} == empty
+    assert used_bytes < MIB
+    assert {1: DIGESTS[1]} == found.records
+    assert ["rank.0.partial"] == sorted(os.listdir(spool.path.parent))
     found.close()
 
 
@@ -169,13 +167,12 @@ def test_a_spool_in_use_is_not_opened_again(spool: Spool) -> None:
     """A second process of the rank gets another spool; each finds one again."""
     second = acquire_spool(spool.path.parent, NAME, layout())
     fill(second, 1)
-    assert (["rank.0.partial", "rank.1.partial"], [0, 2], [1]) == (
-        sorted(os.listdir(spool.path.parent)),
-        sorted(spool.records),
-        sorted(second.records),
-    )
+    assert ["rank.0.partial", "rank.1.partial"] == sorted(os.listdir(spool.path.parent))
+    assert [0, 2] == sorted(spool.records)
+    assert [1] == sorted(second.records)
     found = reopened(second)
-    assert (second.path, [1]) == (found.path, sorted(found.records))
+    assert second.path == found.path
+    assert [1] == sorted(found.records)
     found.close()
 
 
@@ -218,7 +215,8 @@ def test_abandoned_spools_are_removed(spool: Spool, age_s: float, left: int) -> 
     for path in (spool.path, second.path):
         os.utime(path, (0, time.time() - age_s))
     found = reopened(spool)
-    assert (spool.path, left) == (found.path, len(os.listdir(spool.path.parent)))
+    assert spool.path == found.path
+    assert left == len(os.listdir(spool.path.parent))
     found.close()
 
 
@@ -278,7 +276,7 @@ def test_an_unwritable_folder_is_an_error(tmp_path: Path, folder: str) -> None:
         acquire_spool(tmp_path / folder, NAME, layout())
 
 
-def test_a_file_that_cannot_grow(spool: Spool) -> None:
+def test_a_file_that_cannot_grow_is_an_error(spool: Spool) -> None:
     """A write without space is an error and leaves no record."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE + MIB + MIB // 2, before[1]))
@@ -291,7 +289,9 @@ def test_a_file_that_cannot_grow(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize(("free", "expected"), [(0, False), (CHUNKS * MIB, True)], ids=["full", "free"])
-def test_space_is_checked_before(spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool) -> None:
+def test_space_is_needed_only_for_missing_chunks(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
+) -> None:
     """Chunks that are written already need no more space."""
     real = os.fstatvfs(0)
     statvfs = os.statvfs_result(

@@ -43,15 +43,17 @@ def test_a_context_survives_encoding(sampled: bool) -> None:
 
 def test_a_context_is_current_inside_the_block() -> None:
     """Calls and log lines of this thread carry the context; those of another thread do not."""
-    context, others = TraceContext(TRACE, SPAN), list[TraceContext | None]()
+    context = TraceContext(TRACE, SPAN)
+    contexts_of_thread: list[TraceContext | None] = []
     with use_context(context):
         with use_context(None):
-            inside = current_context()
-        thread = threading.Thread(target=lambda: others.append(current_context()))
+            assert context == current_context()
+        thread = threading.Thread(target=lambda: contexts_of_thread.append(current_context()))
         thread.start()
         thread.join()
-        during = inject(), structlog.contextvars.get_contextvars().get("trace_id")
-    after = current_context(), inject(), structlog.contextvars.get_contextvars()
-    assert (context, [None], ({"traceparent": context.traceparent}, TRACE), (None, {}, {})) == (
-        inside, others, during, after,
-    )  # fmt: skip
+        assert [None] == contexts_of_thread
+        assert {"traceparent": context.traceparent} == inject()
+        assert TRACE == structlog.contextvars.get_contextvars()["trace_id"]
+    assert current_context() is None
+    assert {} == inject()
+    assert {} == structlog.contextvars.get_contextvars()

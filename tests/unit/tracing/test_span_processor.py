@@ -61,9 +61,9 @@ def test_all_spans_are_sent_by_the_end(caplog: pytest.LogCaptureFixture) -> None
         tracer.start_span(str(number)).end()
     tracer.close()
     tracer.close()
-    assert ([str(number) for number in range(span_processor.MAX_BATCH + 3)], 0, []) == (
-        exporter.names, processor.dropped, processor_logs(caplog),
-    )  # fmt: skip
+    assert [str(number) for number in range(span_processor.MAX_BATCH + 3)] == exporter.names
+    assert 0 == processor.dropped
+    assert [] == processor_logs(caplog)
 
 
 @pytest.mark.parametrize("result", [SpanExportResult.FAILURE, RuntimeError("broken")])
@@ -77,9 +77,10 @@ def test_an_unreachable_collector_is_logged_once(
         assert processor.force_flush()
     tracer.close()
     lines = processor_logs(caplog)
-    assert (3, 2, True, "spans dropped in total spans=3 collector=collector:4318") == (
-        processor.dropped, len(lines), lines[0].startswith("dropping spans"), lines[-1],
-    )  # fmt: skip
+    assert 3 == processor.dropped
+    assert 2 == len(lines)
+    assert lines[0].startswith("dropping spans")
+    assert "spans dropped in total spans=3 collector=collector:4318" == lines[-1]
 
 
 def test_a_hanging_collector_blocks_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +93,12 @@ def test_a_hanging_collector_blocks_nothing(caplog: pytest.LogCaptureFixture, mo
     assert exporter.export_started.wait(60)
     for number in range(span_processor.MAX_QUEUE + 5):
         tracer.start_span(str(number)).end()
-    before = processor.dropped
+    assert 5 == processor.dropped
     tracer.close()
-    after = processor.dropped
+    assert span_processor.MAX_QUEUE + 6 == processor.dropped
     exporter.may_proceed.set()
     tracer.start_span("late").end()
-    assert (5, span_processor.MAX_QUEUE + 6, 2) == (before, after, len(processor_logs(caplog)))
+    assert 2 == len(processor_logs(caplog))
 
 
 def test_a_process_without_threads_loses_only_spans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,5 +148,7 @@ def test_the_child_of_an_os_fork_sends_its_own_spans() -> None:
 
 def test_only_logs_of_our_own_exporter_are_suppressed() -> None:
     """The exporter of an engine keeps logging."""
-    words = logging.makeLogRecord({"threadName": "rfork-spans"}), logging.makeLogRecord({"threadName": "x"})
-    assert [False, True] == [span_processor._filter_exporter_logs(record) for record in words]
+    own_record = logging.makeLogRecord({"threadName": "rfork-spans"})
+    other_record = logging.makeLogRecord({"threadName": "x"})
+    assert not span_processor._filter_exporter_logs(own_record)
+    assert span_processor._filter_exporter_logs(other_record)

@@ -77,12 +77,13 @@ TABLE: Sequence[tuple[str, list[ContiguousPiece], list[PlannedCopy], list[tuple[
 
 
 @pytest.mark.parametrize(("pieces", "copies", "on_host"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_copies_of_a_range(
+def test_pieces_of_a_range_become_few_copies(
     pieces: list[ContiguousPiece], copies: list[PlannedCopy], on_host: list[tuple[int, int]]
 ) -> None:
     """Pieces of an image range become as few copies as the allocations on both sides allow."""
     found = plan_copies(pieces, 300, SOURCE, TARGET)
-    assert (copies, on_host) == (list(found.copies), list(found.on_host))
+    assert copies == list(found.copies)
+    assert on_host == list(found.on_host)
 
 
 def test_a_piece_beyond_the_last_allocation_is_source_corrupt() -> None:
@@ -135,7 +136,9 @@ def test_an_open_error_is_explained(
     found = explain_open_error(
         error, handle_type, uuid, FakeDriver(FakeMemory()), {**namespaces(), "processes": namespace}
     )
-    assert (expected, True, True) == (type(found), "the driver's text" in str(found), bool(found.hint))
+    assert expected is type(found)
+    assert "the driver's text" in str(found)
+    assert found.hint
 
 
 def test_structures_have_the_sizes_of_cuda_h() -> None:
@@ -169,13 +172,12 @@ def test_without_a_gpu_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPa
     """Without a CUDA device in torch, the driver is not loaded."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     available = CudaIpcTransport(InstanceSettings()).availability()
-    assert (False, "torch finds no CUDA device") == (available.usable, available.reason)
+    assert not available.usable
+    assert "torch finds no CUDA device" == available.reason
 
 
 def test_on_another_system_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs Linux."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert (False, "needs Linux") == (
-        CudaIpcTransport(InstanceSettings()).availability().usable,
-        CudaIpcTransport(InstanceSettings()).availability().reason,
-    )
+    assert not CudaIpcTransport(InstanceSettings()).availability().usable
+    assert "needs Linux" == CudaIpcTransport(InstanceSettings()).availability().reason

@@ -132,9 +132,11 @@ def test_a_request_is_parsed_with_the_bytes_after_it() -> None:
     parsed = parse_request(b"GET /v1/image?x HTTP/1.1\r\nHost: a\r\nX:  b\t \r\nx: c\r\n\r\nGET", MAX_BYTES)
     assert parsed is not None
     head, rest = parsed
-    assert ("GET", "/v1/image?x", "1.1", {"host": "a", "x": "b, c"}, b"GET") == (
-        head.method, head.request_target, head.version, head.fields, rest,
-    )  # fmt: skip
+    assert "GET" == head.method
+    assert "/v1/image?x" == head.request_target
+    assert "1.1" == head.version
+    assert {"host": "a", "x": "b, c"} == head.fields
+    assert b"GET" == rest
 
 
 @pytest.mark.parametrize("prefix_length", range(0, 42, 3))
@@ -276,7 +278,8 @@ def test_each_request_gets_the_right_response(
     """The status of each request, and the image bytes authorized by the gate."""
     gate = FakeGate()
     response = respond(method, target, fields, image_file(gate))
-    assert (status, admitted) == (response.status, gate.admitted)
+    assert status == response.status
+    assert admitted == gate.admitted
 
 
 @pytest.mark.parametrize(("verified", "changed", "status"), [(50, False, 409), (100, True, 410)])
@@ -303,4 +306,5 @@ def test_the_etag_changes_with_the_weights() -> None:
 def test_an_error_response_is_one_line() -> None:
     """The reason is one line of plain text."""
     response = respond("GET", "/v1/image", {"authorization": "Bearer forged"}, image_file(FakeGate()))
-    assert (HTTPStatus.FORBIDDEN, b"no such lease\n") == (response.status, response.text)
+    assert HTTPStatus.FORBIDDEN == response.status
+    assert b"no such lease\n" == response.text

@@ -15,7 +15,7 @@ from tests.unit.fake_clock import FakeClock
 CPU = torch.device("cpu")
 
 
-class Stream:
+class FakeStream:
     """A CUDA stream that counts its synchronizations."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def test_a_failed_transfer_waits_for_its_kernels(
     fails: bool, error: type[RforkError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort may return before its kernels have finished, so the stream is synchronized."""
-    stream, clock = Stream(), FakeClock()
+    stream, clock = FakeStream(), FakeClock()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=clock))
     group = NcclGroup(FailingProcessGroup(clock, fails=fails), CPU)  # type: ignore[arg-type]

@@ -82,7 +82,9 @@ def test_the_longest_runs_are_requested() -> None:
     """If there are too many runs, only the longest are aligned, in image order."""
     runs = [FileRun(1000 + index * MIB, 64, 1000 + index) for index in range(MAX_PIECES + 1)]
     requested = alignment_request(1000, runs)
-    assert (2 * MAX_PIECES, MIB, 64) == (len(requested), requested[0], requested[1])
+    assert 2 * MAX_PIECES == len(requested)
+    assert MIB == requested[0]
+    assert 64 == requested[1]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,10 @@ def test_reserved_memory_is_not_granted_twice() -> None:
         pass
     with budget.reserve(10, fits) as third:
         pass
-    assert ([True, False, True], [6, 11, 10]) == ([first, second, third], reserved)
+    assert first
+    assert not second
+    assert third
+    assert [6, 11, 10] == reserved
 
 
 MAPS = """\
@@ -186,12 +191,11 @@ def test_replaceable_memory_is_private_and_anonymous() -> None:
     """Also a previously mapped chunk; not heap, stack, files or shared memory."""
     maps = ProcessMaps.parse(MAPS)
     areas = (MappedArea(0x7F0000000000, 0x7F0000020000), MappedArea(0x7F0000060000, 0x7F0000070000))
-    assert (areas, False) == (maps.areas, maps.by_device)
-    assert [True, False, False] == [
-        maps.is_contiguous(0x7F0000001000, 0x7F0000011000),
-        maps.is_contiguous(0x7F0000011000, 0x7F0000021000),
-        maps.is_contiguous(0x7EFFFFFFF000, 0x7F0000001000),
-    ]
+    assert areas == maps.areas
+    assert not maps.by_device
+    assert maps.is_contiguous(0x7F0000001000, 0x7F0000011000)
+    assert not maps.is_contiguous(0x7F0000011000, 0x7F0000021000)
+    assert not maps.is_contiguous(0x7EFFFFFFF000, 0x7F0000001000)
 
 
 def test_memory_of_a_process_with_a_device_is_not_replaceable() -> None:

@@ -142,7 +142,7 @@ class ActionExecutor:
         if new and len(logged) < MAX_LOGGED:
             logged.add(reason)
             self._log.warning(
-                "action failed",
+                "controller action failed, retrying",
                 action=action.action_type,
                 subject=action.subject,
                 reason=reason,

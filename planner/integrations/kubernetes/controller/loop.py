@@ -125,7 +125,7 @@ class _ReconcileLoop:
         except Exception as error:  # a bug: the next attempt may succeed, and the watches must keep running
             error_text = f"{type(error).__name__}: {error}"
             if error_text != self._last_error:
-                self._log.exception("reconcile failed")
+                self._log.exception("controller failed to reconcile, retrying")
             self._last_error = error_text
         else:
             self._last_error = ""

@@ -63,10 +63,8 @@ def test_models_show_the_time_saved(planner: PlannerClient) -> None:
     for name in ("s", "b", "c"):
         planner.remove(name)
     planner.report(seed_report("t"))
-    assert ({(9.0, 3.0, 12.0)}, [(9.0, 3.0, 12.0)]) == (
-        known,
-        [(row.storage_s, row.fork_s, row.seconds_saved) for row in planner.models()],
-    )
+    assert {(9.0, 3.0, 12.0)} == known
+    assert [(9.0, 3.0, 12.0)] == [(row.storage_s, row.fork_s, row.seconds_saved) for row in planner.models()]
 
 
 def test_a_fork_shows_the_rate_limits_of_its_sources(planner: PlannerClient) -> None:
@@ -78,11 +76,9 @@ def test_a_fork_shows_the_rate_limits_of_its_sources(planner: PlannerClient) -> 
     running = planner.forks()[0]
     planner.report(seed_report("s").model_copy(update={"egress_rate": 400}))
     planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=1))
-    assert ({"s": 500}, reported, {"s": 400}) == (
-        running.source_rate_limits,
-        running.progress,
-        planner.forks()[0].source_rate_limits,
-    )
+    assert {"s": 500} == running.source_rate_limits
+    assert reported == running.progress
+    assert {"s": 400} == planner.forks()[0].source_rate_limits
 
 
 def test_a_target_counts_to_the_weights_of_its_plan(planner: PlannerClient) -> None:
@@ -103,12 +99,10 @@ def test_the_last_seed_is_drained_by_force_only(planner: PlannerClient) -> None:
     forced = planner.drain("s", force=True).report.state
     planner.report(seed_report("t"))
     planner.report(seed_report("u"))
-    assert (409, "last-seed", "draining", "draining") == (
-        refused.value.status,
-        refused.value.problem,
-        forced,
-        planner.drain("t").report.state,
-    )
+    assert 409 == refused.value.status
+    assert "last-seed" == refused.value.problem
+    assert "draining" == forced
+    assert "draining" == planner.drain("t").report.state
 
 
 def test_an_instance_may_exit_once_its_readers_are_done(planner: PlannerClient) -> None:
@@ -117,8 +111,13 @@ def test_an_instance_may_exit_once_its_readers_are_done(planner: PlannerClient) 
     planner.request_plan(fork_request("a"))
     planner.report(seed_report("t"))
     planner.drain("s")
-    exit_checks = [planner.can_exit("s")]
+    while_read = planner.can_exit("s")
     planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=1))
-    exit_checks += [planner.can_exit("s"), planner.can_exit("unknown")]
-    assert [(False, 1), (True, 0), (False, 0)] == [(each.can_exit, each.readers) for each in exit_checks]
-    assert all(each.reason for each in exit_checks)
+    afterwards = planner.can_exit("s")
+    unknown = planner.can_exit("unknown")
+    assert not while_read.can_exit
+    assert 1 == while_read.readers
+    assert afterwards.can_exit
+    assert 0 == afterwards.readers
+    assert not unknown.can_exit
+    assert all(each.reason for each in (while_read, afterwards, unknown))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.sim_runner import SimRun, SimScenario
 from planner.dry_run import build_scenario, preview, snapshot_group
-from planner.dry_run.simulate import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
+from planner.dry_run.flow_simulation import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
 from planner.policy import group_plan
 from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, Source
 from planner.registry import Registry
@@ -107,7 +107,8 @@ def test_readers_of_one_link_share_its_speed() -> None:
     star = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("s", ALL),)}, IMAGE, RATES)
     low, high = ((0, 6),), ((6, 12),)
     striped = simulate_flows(fleet, {"a": (ChunkShare("s", low), ChunkShare("r", high))}, IMAGE, RATES)
-    assert [2.0, 2.0, 1.0] == [pytest.approx(each) for each in (*star.values(), *striped.values())]
+    assert {"a": pytest.approx(2.0), "b": pytest.approx(2.0)} == star
+    assert {"a": pytest.approx(1.0)} == striped
 
 
 def test_a_source_serves_at_most_its_egress_rate() -> None:
@@ -127,7 +128,7 @@ def test_same_host_reads_do_not_use_the_network_link() -> None:
     assert [1.0, 1.0 + local_s, 1.0 + 2 * local_s] == [pytest.approx(durations[name]) for name in "abc"]
 
 
-def test_a_ring_over_storage() -> None:
+def test_the_members_of_a_ring_read_half_from_storage() -> None:
     """Each reads half from storage at half of the link's speed, and receives the other half meanwhile."""
     fleet = members(loading("a"), loading("b"))
     low, high = ((0, 6),), ((6, 12),)
@@ -184,16 +185,17 @@ async def test_replicas_form_a_chain(registry: Registry) -> None:
     await registry.report(seed_report("s"))
     result = dry_run(registry, targets=3)
     expected = {"preview-1": {"s": ALL}, "preview-2": {"preview-1": ALL}, "preview-3": {"preview-2": ALL}}
-    assert (expected, [1.0, 1.083, 1.167], 1.0, 1, 0, [{"s": "http"}]) == (
-        shares(result), seconds(result), result.bound_s, result.seeds, result.storage_bytes,
-        [result.targets[0].transports],
-    )  # fmt: skip
-    assert ([], ["s"]) == (
-        registry.state.forks(), [each.report.instance_id for each in registry.state.instances()],
-    )  # fmt: skip
+    assert expected == shares(result)
+    assert [1.0, 1.083, 1.167] == seconds(result)
+    assert 1.0 == result.bound_s
+    assert 1 == result.seeds
+    assert 0 == result.storage_bytes
+    assert [{"s": "http"}] == [result.targets[0].transports]
+    assert [] == registry.state.forks()
+    assert ["s"] == [each.report.instance_id for each in registry.state.instances()]
 
 
-async def test_replicas_that_share_a_host(registry: Registry) -> None:
+async def test_replicas_share_hosts_as_requested(registry: Registry) -> None:
     """Two new hosts have two replicas each, in the requested rack."""
     await registry.report(seed_report("s", max_readers=4, transports=("shared_memory", "http")))
     result = dry_run(registry, targets=4, per_host=2, rack="r1")
@@ -208,7 +210,8 @@ async def test_a_busy_seed_is_not_read_from(registry: Registry) -> None:
     await registry.report(seed_report("s"))
     await registry.request_plan(fork_request("a"))
     result = dry_run(registry, targets=1)
-    assert ({"preview-1": {"a": ALL}}, [1.083]) == (shares(result), seconds(result))
+    assert {"preview-1": {"a": ALL}} == shares(result)
+    assert [1.083] == seconds(result)
 
 
 async def test_replicas_without_a_slot_start_later(registry: Registry) -> None:
@@ -228,14 +231,13 @@ async def test_a_cold_group_reads_the_storage_of_earlier_forks(registry: Registr
     """A finished fork read a checkpoint: one replica is predicted to read it for all."""
     await registry.report(seed_report("s"))
     result = dry_run(registry, targets=2, cold=True)
-    assert ([None, None], 0, "no instance has version v1 of model m") == (
-        seconds(result), result.seeds, result.targets[0].reason,
-    )  # fmt: skip
+    assert [None, None] == seconds(result)
+    assert 0 == result.seeds
+    assert "no instance has version v1 of model m" == result.targets[0].reason
     await registry.report(report("a", storage=storage_candidates(CHECKPOINT)))
     result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=IMAGE / 2)
-    assert ({"preview-1": {"preview-1": ALL}, "preview-2": {"preview-1": ALL}}, IMAGE) == (
-        shares(result), result.storage_bytes,
-    )  # fmt: skip
+    assert {"preview-1": {"preview-1": ALL}, "preview-2": {"preview-1": ALL}} == shares(result)
+    assert IMAGE == result.storage_bytes
     assert [2.0, 2.083] == seconds(result)
 
 
@@ -249,7 +251,8 @@ async def test_storage_is_inferred_from_finished_forks(registry: Registry, stora
     await registry.finish("fork-a", finish)
     await registry.report(seed_report("a"))
     result = dry_run(registry, targets=2, cold=True)
-    assert ([2.0, second], IMAGE / 2) == (seconds(result), result.storage_bytes_per_s)
+    assert [2.0, second] == seconds(result)
+    assert IMAGE / 2 == result.storage_bytes_per_s
 
 
 async def test_a_storage_rate_implies_a_snapshot(registry: Registry) -> None:
@@ -280,9 +283,12 @@ async def test_the_link_rate_is_the_fastest_measured_one(registry: Registry) -> 
         await registry.finish(f"fork-{name}", finish)
     measured = dry_run(registry, link_bytes_per_s=None)
     configured = dry_run(registry, link_bytes_per_s=1e6)
-    assert [(1.25e9, False), (3e8, True), (1e6, False)] == [
-        (result.link_bytes_per_s, result.measured) for result in (guess, measured, configured)
-    ]
+    assert 1.25e9 == guess.link_bytes_per_s
+    assert not guess.measured
+    assert 3e8 == measured.link_bytes_per_s
+    assert measured.measured
+    assert 1e6 == configured.link_bytes_per_s
+    assert not configured.measured
 
 
 async def test_replicas_resemble_the_layout_with_the_most_seeds(registry: Registry) -> None:

@@ -51,7 +51,7 @@ async def planner_api(time: FakeTime) -> AsyncIterator[PlannerRestClient]:
     await planner_api.close()
 
 
-async def test_all_calls(planner_api: PlannerApi, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_call_reaches_the_planner(planner_api: PlannerApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists with several pages, models, all operations on scale-ups, and the removal of an unknown instance."""
     monkeypatch.setattr(planner_client, "PAGE", 2)
     everyone = [view.report.instance_id for view in await planner_api.instances()]
@@ -64,12 +64,14 @@ async def test_all_calls(planner_api: PlannerApi, monkeypatch: pytest.MonkeyPatc
         await planner_api.withdraw("up")
         await planner_api.remove("a")
     left = [view.report.instance_id for view in await planner_api.instances(model="m")]
-    assert (["a", "b", "c", "t"], ["c"], ["fork-t"], {("m", 2), ("n", 1)}) == (
-        everyone, of_one, forks, models,
-    )  # fmt: skip
-    assert ("they fork from 2 seeds", 1, (), ["b", "t"]) == (
-        announcement.reason, len(listed), await planner_api.scaleups(), left,
-    )  # fmt: skip
+    assert ["a", "b", "c", "t"] == everyone
+    assert ["c"] == of_one
+    assert ["fork-t"] == forks
+    assert {("m", 2), ("n", 1)} == models
+    assert "they fork from 2 seeds" == announcement.reason
+    assert 1 == len(listed)
+    assert () == await planner_api.scaleups()
+    assert ["b", "t"] == left
 
 
 async def test_names_are_quoted() -> None:
@@ -125,7 +127,8 @@ async def test_a_closed_connection_is_retried_once(dead: int, request_count: int
         await planner_api.remove("a")
     except PlannerUnavailable:
         failed = True
-    assert (request_count, unavailable) == (handler.request_count, failed)
+    assert request_count == handler.request_count
+    assert unavailable == failed
 
 
 def problem_response(status: int, slug: str, detail: str) -> httpx.Response:
@@ -158,21 +161,21 @@ UNAVAILABLE_CASES: list[tuple[ResponseHandler, str]] = [
     ),
     (
         lambda _: httpx.Response(502, text="<html>"),
-        f"{URL} sent an unexpected response to GET /v1/instances (status 502): not a problem document" + NO_PLANNER,
+        f"unexpected response from {URL} to GET /v1/instances (status 502): not a problem document" + NO_PLANNER,
     ),
     (
         lambda _: httpx.Response(200, text="<html>"),
-        f"{URL} sent an unexpected response to GET /v1/instances (status 200): body: Invalid JSON: "
+        f"unexpected response from {URL} to GET /v1/instances (status 200): body: Invalid JSON: "
         "expected value at line 1 column 1" + NO_PLANNER,
     ),
     (
         lambda _: httpx.Response(200, json={"items": [{}], "next": None}),
-        f"{URL} sent an unexpected response to GET /v1/instances (status 200): items.0.report: Field required"
+        f"unexpected response from {URL} to GET /v1/instances (status 200): items.0.report: Field required"
         + NO_PLANNER,
     ),
     (
         cyclic_pages,
-        f"{URL} sent an unexpected response to GET /v1/instances (status 200): its pages repeat" + NO_PLANNER,
+        f"unexpected response from {URL} to GET /v1/instances (status 200): its pages repeat" + NO_PLANNER,
     ),
 ]
 
@@ -210,7 +213,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"planner": None}, "no planner is set"),
     ({"planner": "planner:8700"}, "invalid planner URL 'planner:8700'"),
     ({"planner": "http://[::1"}, "invalid planner URL"),
-    ({"token": "schlüssel\u2603"}, "the planner token contains characters that are not allowed in a header"),
+    ({"token": "schlüssel\u2603"}, "the planner token contains characters that are not allowed in an HTTP header"),
 ]
 
 
@@ -225,5 +228,5 @@ def test_unusable_tls_files_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
     """The files of RFORK_TLS_CA."""
     (tmp_path / "ca").write_text("no certificate")
     monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "ca"))
-    with pytest.raises(SettingsError, match="unusable TLS files for the planner"):
+    with pytest.raises(SettingsError, match="invalid TLS files of the planner client"):
         PlannerRestClient(settings())

@@ -77,7 +77,9 @@ async def test_a_failure_ends_all_integrations(
     runner: dict[IntegrationName, IntegrationMain] = {"webhook": failing(failure), "scaler": idle}
     with pytest.raises(RforkError) as caught:
         await IntegrationRunner(["scaler", "webhook"], *SETTINGS, restart_on_failure=False, integrations=runner).run()
-    assert (error_type, text, True) == (type(caught.value), str(caught.value), idle.stopped)
+    assert error_type is type(caught.value)
+    assert text == str(caught.value)
+    assert idle.stopped
 
 
 async def test_a_missing_extra_is_named() -> None:
@@ -139,15 +141,9 @@ async def test_a_failed_integration_is_restarted(caplog: pytest.LogCaptureFixtur
     )
     with caplog.at_level(logging.ERROR):
         await run_until(pauses.finished, runner)
-    assert (
-        [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0],
-        8,
-        ["webhook: not ready: failed: no port", "scaler: ready"],
-    ) == (
-        pauses.seen,
-        sum("integration failed" in record.getMessage() for record in caplog.records),
-        [str(status) for status in runner.statuses()],
-    )
+    assert [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0] == pauses.seen
+    assert 8 == sum("integration failed" in record.getMessage() for record in caplog.records)
+    assert ["webhook: not ready: failed: no port", "scaler: ready"] == [str(status) for status in runner.statuses()]
 
 
 async def test_the_restart_pause_is_reset_after_a_long_run() -> None:
@@ -327,4 +323,5 @@ def test_in_process_integrations_use_their_planner(
         assert runner is not None
         kubernetes_settings, settings = runner._runner._settings_pair
     token = settings.token.get_secret_value() if settings.token else ""
-    assert (expected, pods) == ((settings.planner, token), kubernetes_settings.pod_planner_url)
+    assert expected == (settings.planner, token)
+    assert pods == kubernetes_settings.pod_planner_url

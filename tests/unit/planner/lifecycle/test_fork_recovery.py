@@ -42,7 +42,8 @@ async def test_progress_renews_leases_while_the_store_is_unavailable(time: FakeT
     store.failures = 1
     with pytest.raises(StoreUnavailable):
         await registry.request_plan(fork_request("b"))
-    assert ({"s"}, {"a": ALL}) == (leases, routes_by_source(await registry.request_plan(fork_request("b"))))
+    assert {"s"} == leases
+    assert {"a": ALL} == routes_by_source(await registry.request_plan(fork_request("b")))
 
 
 async def test_a_restarted_planner_keeps_reported_routes(time: FakeTime) -> None:
@@ -81,7 +82,8 @@ async def test_current_assignments_are_validated(registry: Registry) -> None:
     current = (ChunkAssignment(source_id="s", chunks=((4, 13),)),)
     with pytest.raises(ProblemError) as refused:
         await registry.request_plan(fork_request("a").model_copy(update={"current_assignments": current}))
-    assert (422, "invalid-request") == (refused.value.status, refused.value.slug)
+    assert 422 == refused.value.status
+    assert "invalid-request" == refused.value.slug
 
 
 async def test_after_a_restart_a_running_fork_retries_until_its_sources_report(
@@ -94,7 +96,10 @@ async def test_after_a_restart_a_running_fork_retries_until_its_sources_report(
     again = await registry.request_plan(fork_request("a", (0, 5)))
     time.now += 1
     late = await registry.request_plan(fork_request("a", (0, 5)))
-    assert [True, False, True, False] == [plan.retry_after_s is not None for plan in (lost, fresh, again, late)]
+    assert lost.retry_after_s is not None
+    assert fresh.retry_after_s is None
+    assert again.retry_after_s is not None
+    assert late.retry_after_s is None
 
 
 async def test_a_fork_whose_sources_are_all_removed_gets_no_retry(registry: Registry) -> None:
@@ -102,7 +107,8 @@ async def test_a_fork_whose_sources_are_all_removed_gets_no_retry(registry: Regi
     await start_chain(registry, "a")
     await registry.remove("s")
     plan = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceUnavailable"),)))
-    assert ([], None) == (list(plan.routes), plan.retry_after_s)
+    assert [] == list(plan.routes)
+    assert plan.retry_after_s is None
 
 
 async def test_a_follower_takes_over_from_a_reader_whose_storage_failed(registry: Registry, time: FakeTime) -> None:
@@ -122,17 +128,12 @@ async def test_a_follower_takes_over_from_a_reader_whose_storage_failed(registry
         fork_request("b", (0, 4), storage=storage_candidates(CHECKPOINT), weights_id=None, provisional_id=ORIGIN)
     )
     again = await registry.request_plan(fork_request("a", (0, 5), weights_id=None, provisional_id=ORIGIN))
-    assert (
-        (None, "source a has no source of its own any more"),
-        [({}, True)] * 2,
-        ({"a": ((4, 5),)}, [((5, CHUNKS),)]),
-        {"b": ((5, CHUNKS),)},
-    ) == (
-        (before, reported),
-        [(routes_by_source(plan), plan.retry_after_s is not None) for plan in waits],
-        (routes_by_source(instead), [read.chunks for read in instead.storage]),
-        routes_by_source(again),
-    )
+    assert before is None
+    assert "source a has no source of its own any more" == reported
+    assert [({}, True)] * 2 == [(routes_by_source(plan), plan.retry_after_s is not None) for plan in waits]
+    assert {"a": ((4, 5),)} == routes_by_source(instead)
+    assert [((5, CHUNKS),)] == [read.chunks for read in instead.storage]
+    assert {"b": ((5, CHUNKS),)} == routes_by_source(again)
 
 
 async def test_other_storage_remains_usable_after_one_failed(registry: Registry) -> None:
@@ -153,12 +154,15 @@ async def test_an_abandoned_fork_that_succeeds_is_counted_once(time: FakeTime) -
     time.now += 10
     await registry.sweep()
     (group,) = registry.state.groups_of("m")
-    lost = registry.fork("fork-a").abandoned, group.history.durations.fork_s, group.history.forked_bytes
+    assert registry.fork("fork-a").abandoned
+    assert 0 == group.history.forked_bytes
+    duration_before = group.history.durations.fork_s
     await registry.finish(
         "fork-a", ForkResult(outcome="forked", seconds=11, bytes_read=12 << 20, sources={"s": 12 << 20})
     )
     text = registry._metrics.exposition((), ()).decode()
     counted = re.findall(r'^rfork_planner_forks_total\{outcome="(\w+)"\} 1.0$', text, re.MULTILINE)
-    assert ((True, None, 0), (11.0, 12 << 20), {"abandoned", "forked"}) == (
-        lost, (group.history.durations.fork_s, group.history.forked_bytes), set(counted),
-    )  # fmt: skip
+    assert duration_before is None
+    assert 11.0 == group.history.durations.fork_s
+    assert 12 << 20 == group.history.forked_bytes
+    assert {"abandoned", "forked"} == set(counted)

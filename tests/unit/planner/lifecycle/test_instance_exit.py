@@ -51,7 +51,7 @@ EXIT_CASES = [
 
 
 @pytest.mark.parametrize(("case", "seeds", "reader", "may", "readers", "reason"), EXIT_CASES)
-async def test_exit_check(
+async def test_the_exit_check_depends_on_readers_and_other_seeds(
     registry: Registry, case: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
 ) -> None:
     """The exit check of `s` in various fleets."""
@@ -69,7 +69,8 @@ async def test_an_unknown_instance_may_exit_after_the_first_heartbeat_interval(
     before = await registry.can_exit("s")
     time.now += 5
     after = await registry.can_exit("s")
-    assert (False, True) == (before.can_exit, after.can_exit)
+    assert not before.can_exit
+    assert after.can_exit
 
 
 async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Registry) -> None:
@@ -83,9 +84,10 @@ async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Regis
     )
     waits = (await registry.can_exit("s")).can_exit
     await registry.finish("fork-a", FORKED)
-    assert ({"s": ALL}, {}, False, "it is drained and has no readers") == (
-        routes_by_source(kept), routes_by_source(refused), waits, (await registry.can_exit("s")).reason,
-    )  # fmt: skip
+    assert {"s": ALL} == routes_by_source(kept)
+    assert {} == routes_by_source(refused)
+    assert not waits
+    assert "it is drained and has no readers" == (await registry.can_exit("s")).reason
 
 
 async def test_the_last_seed_is_not_drained_without_force(registry: Registry) -> None:
@@ -95,7 +97,9 @@ async def test_the_last_seed_is_not_drained_without_force(registry: Registry) ->
         await registry.drain("s")
     drained = await registry.drain("s", force=True)
     await registry.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
-    assert (409, "last-seed", "draining") == (refused.value.status, refused.value.slug, drained.source.state)
+    assert 409 == refused.value.status
+    assert "last-seed" == refused.value.slug
+    assert "draining" == drained.source.state
     assert not (await registry.can_exit("s")).can_exit
 
 
@@ -110,7 +114,9 @@ async def test_the_last_seed_is_not_drained_without_force(registry: Registry) ->
         (seed_report("o", model="other"), True),
     ],
 )
-async def test_other_seeds_of_the_last_seed_check(registry: Registry, other: object, last: bool) -> None:
+async def test_only_complete_seeds_of_the_same_weights_count_as_other_seeds(
+    registry: Registry, other: object, last: bool
+) -> None:
     """Another seed counts if it is complete, not draining, and has the same weights and layout."""
     await registry.report(seed_report("s"))
     await registry.report(other)  # type: ignore[arg-type]
@@ -137,11 +143,9 @@ async def test_silent_instances_are_forgotten_with_their_forks(registry: Registr
     with pytest.raises(ProblemError) as unknown:
         registry.instance("a")
     fork = registry.fork("fork-a")
-    assert (404, "failed", {"s": ALL}) == (
-        unknown.value.status,
-        fork.state,
-        routes_by_source(await registry.request_plan(fork_request("b"))),
-    )
+    assert 404 == unknown.value.status
+    assert "failed" == fork.state
+    assert {"s": ALL} == routes_by_source(await registry.request_plan(fork_request("b")))
 
 
 async def test_progress_counts_as_a_heartbeat(registry: Registry, time: FakeTime) -> None:
@@ -152,7 +156,9 @@ async def test_progress_counts_as_a_heartbeat(registry: Registry, time: FakeTime
         await registry.report(seed_report("s"))
         await registry.progress("fork-a", chunk_progress(count))
     instance, fork = registry.instance("a").report, registry.fork("fork-a")
-    assert ("loading", "running", ((0, 7),)) == (instance.state, fork.state, instance.verified)
+    assert "loading" == instance.state
+    assert "running" == fork.state
+    assert ((0, 7),) == instance.verified
 
 
 async def test_a_drain_during_a_batch_window_is_kept(time: FakeTime) -> None:

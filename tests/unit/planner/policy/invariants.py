@@ -195,7 +195,7 @@ def _storage_content(source: Source) -> ContentKey:
 
 
 def _serves_only_part(after: GroupView, demand: ForkDemand, name: str) -> bool:
-    """Return whether other files, which must not be mixed with the target's own, are incomplete there."""
+    """Return True if other files, which must not be mixed with the target's own, are incomplete there."""
     target_id = demand.target.instance_id
     return not all(_reaches_data(after, name, chunk, {target_id}) for chunk in indices(missing(demand)))
 
@@ -207,7 +207,7 @@ def _planned_content(demands: Sequence[ForkDemand], decisions: Mapping[str, Plan
 
 
 def _is_compatible(left: ContentKey, right: ContentKey) -> bool:
-    """Return whether chunks of these contents may belong to one image; unknown content matches any."""
+    """Return True if chunks of these contents may belong to one image; unknown content matches any."""
     for one, other in zip(left, right, strict=True):
         if one and other:
             return one == other

@@ -1,3 +1,5 @@
+"""Groups without a seed: the targets that read storage, and those that wait for them."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -62,10 +64,8 @@ def test_storage_is_read_once(number: int, storage: Storage) -> None:
     """This is true for any storage and any number of targets."""
     reads = plan_together(group(), *targets(number, storage=(storage,)))
     read = sum(count(parts[storage.kind]) for parts in reads.values() if storage.kind in parts)
-    assert (12, [12] * number) == (
-        read,
-        [sum(count(chunks) for chunks in parts.values()) for parts in reads.values()],
-    )
+    assert 12 == read
+    assert [12] * number == [sum(count(chunks) for chunks in parts.values()) for parts in reads.values()]
 
 
 @pytest.mark.parametrize("storage", [CHECKPOINT, LOADER])
@@ -96,7 +96,7 @@ ELECTIONS: list[tuple[str, dict[str, dict[str, object]]]] = [
 
 
 @pytest.mark.parametrize(("elected", "members"), ELECTIONS)
-def test_election_order(elected: str, members: dict[str, dict[str, object]]) -> None:
+def test_the_target_with_the_best_storage_is_elected(elected: str, members: dict[str, dict[str, object]]) -> None:
     """Targets with reader slots first; then snapshot, checkpoint, loader; then speed, slots, name."""
     reads = plan_together(group(), *(loading(name, **changes) for name, changes in members.items()))
     assert [elected] == [name for name, parts in reads.items() if set(parts) - set(members)]
@@ -131,7 +131,8 @@ def test_a_target_waits_for_a_follower_that_could_read_storage(
     fleet = group(follower("a", (0, 5)), follower("b", (0, 4), storage=storage), reads={"b": {"a": ALL}})
     fork_demand = replace(demand(follower("a", (0, 5))), is_elected_reader=elected)
     decision = plan(fleet, [fork_demand], NOW)[fork_demand.fork_id]
-    assert ({}, waits) == (routes(decision), decision.no_free_slot)
+    assert {} == routes(decision)
+    assert waits == decision.no_free_slot
 
 
 def test_with_a_seed_no_target_reads_storage() -> None:
@@ -151,7 +152,8 @@ def test_a_target_waits_for_a_full_elected_reader() -> None:
     reads: Reads = {"a": {"a": ALL}, "x": {"a": ALL}}
     fleet = group(loading("a", max_readers=1), loading("x", max_readers=0), reads=reads)
     decision = decide(fleet, loading("b", storage=(CHECKPOINT,)))
-    assert ({}, True) == (routes(decision), decision.no_free_slot)
+    assert {} == routes(decision)
+    assert decision.no_free_slot
 
 
 def test_chunks_of_a_full_source_are_not_read_from_storage() -> None:
@@ -161,14 +163,16 @@ def test_chunks_of_a_full_source_are_not_read_from_storage() -> None:
         follower("a", (0, 1), max_readers=1), follower("x", max_readers=0), follower("b", (0, 3)), reads=reads
     )
     decision = decide(fleet, loading("t", storage=(CHECKPOINT,)))
-    assert ({"b": ((0, 3),)}, True) == (routes(decision), decision.no_free_slot)
+    assert {"b": ((0, 3),)} == routes(decision)
+    assert decision.no_free_slot
 
 
 def test_a_removed_leader_is_replaced_without_restarting() -> None:
     """Its first follower reads from storage only the chunks that no instance has."""
     fleet = group(follower("b", (0, 5)), follower("c", (0, 7)), reads={"b": {"a": ALL}, "c": {"b": ALL}})
     decision = decide(fleet, follower("b", (0, 5), storage=(CHECKPOINT,)), a="SourceUnavailable")
-    assert ({"c": ((5, 7),), "checkpoint": ((7, 12),)}, ORIGIN) == (routes(decision), decision.provisional_id)
+    assert {"c": ((5, 7),), "checkpoint": ((7, 12),)} == routes(decision)
+    assert ORIGIN == decision.provisional_id
 
 
 def test_the_next_follower_reads_from_the_new_leader() -> None:
@@ -202,10 +206,10 @@ def test_chunks_of_different_files_are_never_mixed(holder: Source, storage: Stor
     fleet = group(holder)
     fresh = decide(fleet, loading("t", storage=(storage,)))
     begun = replace(holder, instance_id="t", verified=((0, 3),), storage=(storage,))
-    assert ({storage.kind: ALL}, {"b": ((3, 5),)}) == (routes(fresh), routes(decide(fleet, begun)))
-    assert (storage.weights_id, storage.origin if storage.kind == "checkpoint" else None) == (
-        fresh.weights_id, fresh.provisional_id,
-    )  # fmt: skip
+    assert {storage.kind: ALL} == routes(fresh)
+    assert {"b": ((3, 5),)} == routes(decide(fleet, begun))
+    assert storage.weights_id == fresh.weights_id
+    assert (storage.origin if storage.kind == "checkpoint" else None) == fresh.provisional_id
 
 
 def test_a_storage_reader_continues() -> None:

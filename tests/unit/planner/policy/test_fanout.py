@@ -1,3 +1,5 @@
+"""The order of a batch: chains, two trees, racks, hosts and reader slots."""
+
 from __future__ import annotations
 
 from collections import Counter

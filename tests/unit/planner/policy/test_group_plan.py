@@ -1,3 +1,5 @@
+"""Plans of single targets: selection of sources, shares of chunks, and reasons for a refusal."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -75,10 +77,11 @@ def test_shares_of_missing_chunks_are_contiguous() -> None:
     assert expected == routes(decide(group(seed("s1"), seed("s2")), target))
 
 
-def test_no_more_seeds_than_missing_chunks() -> None:
+def test_no_more_seeds_are_read_than_chunks_are_missing() -> None:
     """One missing chunk is read from one seed."""
     decision = decide(group(seed("s1"), seed("s2")), loading("t", (0, 11)))
-    assert ({"s1": ((11, 12),)}, "from seed s1 (0 other readers)") == (routes(decision), decision.reason)
+    assert {"s1": ((11, 12),)} == routes(decision)
+    assert "from seed s1 (0 other readers)" == decision.reason
 
 
 def test_a_distant_seed_does_not_join_a_stripe_of_near_ones() -> None:
@@ -114,10 +117,8 @@ def test_the_relay_with_the_most_progress_is_preferred() -> None:
     )  # fmt: skip
     fleet = replace(fleet, shares=dict(fleet.shares) | {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("s", ALL),)})
     decision = decide(fleet, loading("t"))
-    assert ({"b": ALL}, "from relay b (7 of 12 chunks, 0 other readers)") == (
-        routes(decision),
-        decision.reason,
-    )
+    assert {"b": ALL} == routes(decision)
+    assert "from relay b (7 of 12 chunks, 0 other readers)" == decision.reason
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_the_relay_with_the_most_progress_is_preferred() -> None:
         (HostLocation("h2"), 3),
     ],
 )
-def test_distance(placement: HostLocation, expected: int) -> None:
+def test_host_rack_and_zone_determine_the_distance(placement: HostLocation, expected: int) -> None:
     """Host comes before rack before zone; a rack's name counts only within its zone."""
     assert expected == distance(HostLocation("h1", "r1", "z1"), placement)
 
@@ -160,7 +161,8 @@ UNFIT = [
 def test_an_unusable_source_is_named_with_the_reason(source: Source, expected: str) -> None:
     """There are no routes, and the reason explains why."""
     decision = decide(group(source), loading("t"))
-    assert ({}, f"no readable source among 1: {expected}") == (routes(decision), decision.reason)
+    assert {} == routes(decision)
+    assert f"no readable source among 1: {expected}" == decision.reason
 
 
 def test_two_seeds_at_capacity_are_both_named() -> None:
@@ -172,8 +174,9 @@ def test_two_seeds_at_capacity_are_both_named() -> None:
 
 def test_only_a_full_source_allows_a_retry() -> None:
     """A reader's slot becomes free; a draining seed does not come back."""
-    fleets = [group(seed("s", max_readers=0)), group(seed("s", state="draining")), group()]
-    assert [True, False, False] == [decide(fleet, loading("t")).no_free_slot for fleet in fleets]
+    assert decide(group(seed("s", max_readers=0)), loading("t")).no_free_slot
+    assert not decide(group(seed("s", state="draining")), loading("t")).no_free_slot
+    assert not decide(group(), loading("t")).no_free_slot
 
 
 def test_an_instance_with_another_layout_is_named_for_comparison() -> None:
@@ -247,14 +250,16 @@ def test_the_weights_with_the_most_seeds_are_chosen() -> None:
     """Two seeds win against one, which is not mixed in."""
     fleet = group(seed("n", weights_id=OTHER_WEIGHTS, generation=9), seed("s1"), seed("s2"))
     decision = decide(fleet, loading("t"))
-    assert (WEIGHTS, {"s1", "s2"}) == (decision.weights_id, set(routes(decision)))
+    assert WEIGHTS == decision.weights_id
+    assert {"s1", "s2"} == set(routes(decision))
 
 
 def test_of_equally_common_weights_the_newest_generation_is_chosen() -> None:
     """With one seed each, the higher generation wins."""
     fleet = group(seed("n", weights_id=OTHER_WEIGHTS, generation=1), seed("s"))
     decision = decide(fleet, loading("t"))
-    assert (OTHER_WEIGHTS, {"n"}) == (decision.weights_id, set(routes(decision)))
+    assert OTHER_WEIGHTS == decision.weights_id
+    assert {"n"} == set(routes(decision))
 
 
 def test_verified_chunks_pin_the_weights() -> None:
@@ -267,7 +272,8 @@ def test_pinned_weights_without_holders_have_no_routes() -> None:
     """The reason names the other weights."""
     decision = decide(group(seed("n", weights_id=OTHER_WEIGHTS)), loading("t", (0, 3)))
     expected = f"no readable source among 1: n has other weights ({OTHER_WEIGHTS})"
-    assert ({}, expected) == (routes(decision), decision.reason)
+    assert {} == routes(decision)
+    assert expected == decision.reason
 
 
 def test_chunks_of_unknown_weights_are_read_again() -> None:
@@ -278,7 +284,8 @@ def test_chunks_of_unknown_weights_are_read_again() -> None:
 def test_a_complete_target_needs_no_routes() -> None:
     """The reason states that nothing is missing."""
     decision = decide(group(seed("s")), loading("t", (0, 12)))
-    assert ({}, "every chunk is already verified") == (routes(decision), decision.reason)
+    assert {} == routes(decision)
+    assert "every chunk is already verified" == decision.reason
 
 
 UNFED = [
@@ -312,7 +319,8 @@ def test_incomplete_relays_are_combined() -> None:
 def test_unavailable_chunks_cause_a_retry() -> None:
     """The plan covers the available chunks, and a retry is suggested for the rest."""
     decision = decide(group(loading("a", (0, 5))), loading("t"))
-    assert ({"a": ((0, 5),)}, True) == (routes(decision), decision.no_free_slot)
+    assert {"a": ((0, 5),)} == routes(decision)
+    assert decision.no_free_slot
 
 
 def test_two_relays_may_read_different_chunks_from_each_other() -> None:
@@ -352,7 +360,8 @@ def test_relays_in_a_cycle_are_not_read_from() -> None:
 def test_another_chunk_count_is_another_layout() -> None:
     """Chunk indices of images with different chunk sizes do not match."""
     decision = decide(group(seed("s", chunk_count=6, verified=((0, 6),))), loading("t"))
-    assert ({}, True) == (routes(decision), f"another layout ({LAYOUT})" in decision.reason)
+    assert {} == routes(decision)
+    assert f"another layout ({LAYOUT})" in decision.reason
 
 
 def test_transports_are_in_the_targets_order() -> None:

@@ -1,3 +1,5 @@
+"""Invariants of plans for random groups."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -199,10 +201,8 @@ def test_a_cold_group_reads_storage_once(rng: Random, number: int) -> None:
     assert [] == violations(group(), demands, decisions, NOW)
     storage_readers = any(demand.target.storage for demand in demands)
     read = [chunks for decision in decisions.values() for _, chunks in decision.storage]
-    assert (number * [ALL if storage_readers else ()], storage_readers * CHUNKS) == (
-        [covered(decision) for decision in decisions.values()],
-        sum(end - begin for chunks in read for begin, end in chunks),
-    )
+    assert number * [ALL if storage_readers else ()] == [covered(decision) for decision in decisions.values()]
+    assert storage_readers * CHUNKS == sum(end - begin for chunks in read for begin, end in chunks)
 
 
 @given(rngs, st.integers(0, 10), st.integers(1, 40))

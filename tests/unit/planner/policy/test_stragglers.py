@@ -1,3 +1,5 @@
+"""Detection of targets and sources that are slower than the rest of their line."""
+
 from __future__ import annotations
 
 from planner.policy.group_plan import stragglers

@@ -32,7 +32,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("source", "target", "near", "expected"), SHARED)
-def test_the_transports_of_a_route(
+def test_transports_of_a_route_are_ordered_with_kernels_last(
     source: tuple[str, ...], target: tuple[str, ...], near: bool, expected: tuple[str, ...]
 ) -> None:
     """Same-host transports work only within it, in the target's order, with kernels on the source last."""
@@ -104,7 +104,7 @@ PREFERRED: list[tuple[str, Source, Source]] = [
 
 
 @pytest.mark.parametrize(("case", "better", "other"), PREFERRED)
-def test_source_preference(case: str, better: Source, other: Source) -> None:
+def test_only_the_better_source_is_read(case: str, better: Source, other: Source) -> None:
     """The target reads from the better source only: sources of different cost share no work."""
     fleet = group(better, other, reads={"a": {"s": ALL}} if not other.complete else None)
     assert {better.instance_id} == first(fleet, "shared_memory", "nccl", "http")[0]

@@ -1,3 +1,5 @@
+"""Two trees over a line of targets: their shape, depth and disjoint inner nodes."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -28,7 +30,7 @@ def depth(parents: list[int], position: int) -> int:
 
 
 @pytest.mark.parametrize(("length", "expected"), SHAPES)
-def test_small_shapes(length: int, expected: tuple[list[int], list[int]]) -> None:
+def test_small_trees_have_the_expected_shape(length: int, expected: tuple[list[int], list[int]]) -> None:
     """Each target's parents in both trees match the expected shape."""
     assert expected == two_trees(length)
 

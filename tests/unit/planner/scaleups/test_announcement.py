@@ -26,10 +26,13 @@ async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registr
     during = await registry.can_exit("s")
     await registry.drain("s", force=True)
     after = await registry.can_exit("s")
-    assert (True, ExitCheck(can_exit=False, readers=0, reason=LAST_SEED_REASON), True) == (
-        before.can_exit, during, after.can_exit,
-    )  # fmt: skip
-    assert f"instance s {LAST_SEED_REASON[3:]}: start another, or drain it with force" == refused.value.detail
+    assert before.can_exit
+    assert ExitCheck(can_exit=False, readers=0, reason=LAST_SEED_REASON) == during
+    assert after.can_exit
+    assert (
+        f"instance s {LAST_SEED_REASON[3:]}: start another first, or force the drain (`rfork drain --force`)"
+        == refused.value.detail
+    )
 
 
 async def test_a_seed_that_is_not_the_last_may_be_drained(registry: Registry) -> None:
@@ -37,11 +40,12 @@ async def test_a_seed_that_is_not_the_last_may_be_drained(registry: Registry) ->
     for name in "st":
         await registry.report(seed_report(name))
     await registry.scaleups.announce(scaleup(1))
-    exit_checks = [await registry.can_exit("s")]
+    one_of_two = await registry.can_exit("s")
     await registry.remove("s")
-    exit_checks.append(await registry.can_exit("t"))
-    expected = "it is the last seed of version v1 of these weights, and 1 replica is expected"
-    assert ([True, False], expected) == ([each.can_exit for each in exit_checks], exit_checks[1].reason)
+    last = await registry.can_exit("t")
+    assert one_of_two.can_exit
+    assert not last.can_exit
+    assert "it is the last seed of version v1 of these weights, and 1 replica is expected" == last.reason
 
 
 NO_SOURCE_REASON = "one replica reads storage for all, or each loads by its engine's loader"
@@ -89,7 +93,7 @@ VIEWS: list[tuple[list[Any], int, int, str]] = [
 
 
 @pytest.mark.parametrize(("reports", "seeds", "image", "reason"), VIEWS)
-async def test_the_forecast_of_a_scale_up(
+async def test_the_forecast_counts_the_seeds_of_the_rarest_rank(
     registry: Registry, reports: list[Any], seeds: int, image: int, reason: str
 ) -> None:
     """It has the seeds of the rarest rank, the bytes of all ranks of a replica, and a reason."""
@@ -123,7 +127,10 @@ async def test_an_expired_scale_up_is_forgotten(registry: Registry, time: FakeTi
     with pytest.raises(ProblemError, match="unknown scale-up up"):
         registry.scaleups.view("up")
     await registry.sweep()
-    assert (1, [], 1, 0) == (left, listed, kept, len(registry.state.scaleups()))
+    assert 1 == left
+    assert [] == listed
+    assert 1 == kept
+    assert 0 == len(registry.state.scaleups())
 
 
 async def test_the_number_of_scale_ups_is_limited(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

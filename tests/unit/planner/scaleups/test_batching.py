@@ -33,7 +33,9 @@ async def test_announced_replicas_share_one_plan(registry: Registry, store: Coun
         seen.append(count_waiting(tasks))
     plans = [task.result() for task in tasks]
     sources = [route.source_id for plan in plans for route in plan.routes]
-    assert ([1, 2, 0], [3], ["s", "a", "b"]) == (seen, store.plans, sources)
+    assert [1, 2, 0] == seen
+    assert [3] == store.plans
+    assert ["s", "a", "b"] == sources
 
 
 async def test_unannounced_requests_do_not_wait(registry: Registry, store: CountingStore) -> None:
@@ -59,7 +61,8 @@ async def test_a_wait_of_zero_disables_scale_up_batches(time: FakeTime, store: C
     registry = make_registry(time, store, scaleup_wait_s=0)
     await registry.scaleups.announce(scaleup(2))
     await registry.request_plan(fork_request("a"))
-    assert ([1], 1) == (store.plans, registry.scaleups.view("up").arrived_count)
+    assert [1] == store.plans
+    assert 1 == registry.scaleups.view("up").arrived_count
 
 
 async def test_each_rank_has_its_batch(registry: Registry, store: CountingStore) -> None:
@@ -73,7 +76,9 @@ async def test_each_rank_has_its_batch(registry: Registry, store: CountingStore)
     second = count_waiting(tasks)
     await registry.request_plan(rank_request("two", RANKS[1]))
     await asyncio.gather(*tasks)
-    assert (2, 1, [2, 2]) == (first, second, store.plans)
+    assert 2 == first
+    assert 1 == second
+    assert [2, 2] == store.plans
 
 
 async def test_data_parallel_ranks_are_batched_too(registry: Registry, store: CountingStore) -> None:
@@ -87,7 +92,8 @@ async def test_data_parallel_ranks_are_batched_too(registry: Registry, store: Co
     before = count_waiting(tasks)
     await registry.request_plan(members[3])
     await asyncio.gather(*tasks)
-    assert (3, [4]) == (before, store.plans)
+    assert 3 == before
+    assert [4] == store.plans
 
 
 async def test_a_repeated_request_waits_with_the_others(registry: Registry, store: CountingStore) -> None:
@@ -101,7 +107,8 @@ async def test_a_repeated_request_waits_with_the_others(registry: Registry, stor
     before = count_waiting(tasks)
     await registry.request_plan(fork_request("b"))
     await tasks[1]
-    assert (1, [2]) == (before, store.plans)
+    assert 1 == before
+    assert [2] == store.plans
 
 
 async def test_a_fork_that_ended_while_waiting_is_not_planned(registry: Registry, store: CountingStore) -> None:
@@ -115,7 +122,8 @@ async def test_a_fork_that_ended_while_waiting_is_not_planned(registry: Registry
     await registry.finish("fork-a", finish)
     tasks += start_requests(registry.request_plan(fork_request("c")))
     plans = await asyncio.gather(*tasks[1:])
-    assert ([2], ["s", "b"]) == (store.plans, [route.source_id for plan in plans for route in plan.routes])
+    assert [2] == store.plans
+    assert ["s", "b"] == [route.source_id for plan in plans for route in plan.routes]
 
 
 async def test_an_urgent_request_counts_and_does_not_wait(registry: Registry, store: CountingStore) -> None:
@@ -125,7 +133,8 @@ async def test_an_urgent_request_counts_and_does_not_wait(registry: Registry, st
     await run_until_idle()
     await registry.request_plan(fork_request("b", (0, 3)))
     await asyncio.gather(*tasks)
-    assert ([1, 1], 2) == (store.plans, registry.scaleups.view("up").arrived_count)
+    assert [1, 1] == store.plans
+    assert 2 == registry.scaleups.view("up").arrived_count
 
 
 RELEASES = {
@@ -156,7 +165,9 @@ async def test_waiting_ends_when_no_replicas_are_expected(
     if left:
         tasks += start_requests(registry.request_plan(fork_request("c")))
     await asyncio.gather(*tasks)
-    assert (2, [2 + left], left) == (before, store.plans, len(registry.scaleups.views()))
+    assert 2 == before
+    assert [2 + left] == store.plans
+    assert left == len(registry.scaleups.views())
 
 
 async def test_a_scale_up_that_expires_between_two_sweeps_releases_its_waiters(
@@ -181,4 +192,5 @@ async def test_an_instance_that_is_removed_while_it_waits_is_not_planned(registr
     await registry.scaleups.withdraw("up")
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[0], ProblemError)
-    assert ("fork-conflict", "fork-b") == (results[0].slug, getattr(results[1], "fork_id", ""))
+    assert "fork-conflict" == results[0].slug
+    assert "fork-b" == getattr(results[1], "fork_id", "")

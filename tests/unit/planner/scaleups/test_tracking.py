@@ -33,7 +33,8 @@ async def test_a_replica_of_several_pods_counts_once(registry: Registry) -> None
     )
     await run_until_idle()
     expected = [registry.scaleups.expected(GroupKey("m", VERSION, rank.key)) for rank in RANKS]
-    assert (1, [1, 1]) == (registry.scaleups.view("up").arrived_count, expected)
+    assert 1 == registry.scaleups.view("up").arrived_count
+    assert [1, 1] == expected
     await registry.scaleups.withdraw("up")
     await asyncio.gather(*tasks)
 
@@ -47,11 +48,9 @@ async def test_instances_known_before_do_not_count(registry: Registry, store: Co
     await registry.scaleups.announce(scaleup(2))
     for request in (fork_request("a"), fork_request("b"), rank_request("c", start_id="1")):
         await registry.request_plan(request)
-    assert ([1] * 5, 0, 2) == (
-        store.plans,
-        registry.scaleups.view("up").arrived_count,
-        registry.scaleups.expected(GROUP),
-    )
+    assert [1] * 5 == store.plans
+    assert 0 == registry.scaleups.view("up").arrived_count
+    assert 2 == registry.scaleups.expected(GROUP)
 
 
 async def test_an_arrived_replica_counts_once(registry: Registry) -> None:
@@ -62,11 +61,9 @@ async def test_an_arrived_replica_counts_once(registry: Registry) -> None:
     urgent = await registry.request_plan(rank_request("one", faults=(fault("x", "SourceUnavailable"),)))
     again = start_requests(registry.request_plan(rank_request("one", start_id="1")))
     await run_until_idle()
-    assert ("", 1, 2) == (
-        "".join(route.source_id for route in urgent.routes),
-        registry.scaleups.view("up").arrived_count,
-        count_waiting(first + again),
-    )
+    assert "" == "".join(route.source_id for route in urgent.routes)
+    assert 1 == registry.scaleups.view("up").arrived_count
+    assert 2 == count_waiting(first + again)
     await registry.scaleups.withdraw("up")
     await asyncio.gather(*first, *again)
 
@@ -91,7 +88,9 @@ async def test_a_repeated_announcement_counts_further_replicas(registry: Registr
     tasks += start_requests(*(registry.request_plan(rank_request(name, RANKS[0])) for name in ("three", "four")))
     await asyncio.gather(*tasks)
     arrived_counts.append(registry.scaleups.view("up").arrived_count)
-    assert ([2, 0, 2], [2, 4], True) == (arrived_counts, expected, not count_waiting(tasks))
+    assert [2, 0, 2] == arrived_counts
+    assert [2, 4] == expected
+    assert not count_waiting(tasks)
 
 
 async def test_two_scale_ups_of_one_model_add_up(registry: Registry, store: CountingStore, time: FakeTime) -> None:
@@ -104,7 +103,8 @@ async def test_two_scale_ups_of_one_model_add_up(registry: Registry, store: Coun
     arrived = [(view.scaleup.scaleup_id, view.arrived_count) for view in registry.scaleups.views()]
     await registry.request_plan(fork_request("c"))
     await asyncio.gather(*tasks)
-    assert ([("one", 1), ("two", 1)], [3]) == (arrived, store.plans)
+    assert [("one", 1), ("two", 1)] == arrived
+    assert [3] == store.plans
 
 
 async def test_a_failed_store_write_of_an_arrival_is_reported(registry: Registry, store: CountingStore) -> None:
@@ -119,7 +119,8 @@ async def test_a_failed_store_write_of_an_arrival_is_reported(registry: Registry
     arrived = registry.scaleups.view("up").arrived_count
     await registry.request_plan(fork_request("b"))
     await asyncio.gather(*tasks)
-    assert (1, [2]) == (arrived, store.plans)
+    assert 1 == arrived
+    assert [2] == store.plans
 
 
 async def test_an_id_reused_for_another_model_starts_over(registry: Registry, time: FakeTime) -> None:
@@ -129,9 +130,8 @@ async def test_an_id_reused_for_another_model_starts_over(registry: Registry, ti
     await run_until_idle()
     view = await registry.scaleups.announce(scaleup(2, model="n"))
     await asyncio.gather(*tasks)
-    assert (0, [0, 2]) == (
-        view.arrived_count, [registry.scaleups.expected(GROUP._replace(model=model)) for model in "mn"],
-    )  # fmt: skip
+    assert 0 == view.arrived_count
+    assert [0, 2] == [registry.scaleups.expected(GROUP._replace(model=model)) for model in "mn"]
 
 
 REPLICA_KEYS = [
@@ -144,6 +144,6 @@ REPLICA_KEYS = [
 
 
 @pytest.mark.parametrize(("request_", "expected"), REPLICA_KEYS)
-def test_replica_key(request_: ForkRequest, expected: str) -> None:
+def test_the_id_or_the_pod_identifies_a_replica(request_: ForkRequest, expected: str) -> None:
     """It is the id's part before the rank, else the Pod, else the id."""
     assert expected == replica_key(request_.instance)

@@ -1,3 +1,5 @@
+"""Records as patches of JSON parts."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -108,14 +110,16 @@ FORK_RECORDS = st.builds(
 def test_an_instance_is_restored_from_its_parts(before: InstanceRecord, after: InstanceRecord) -> None:
     """It is restored from all parts, or from changed ones on top of the old record."""
     full_patch, partial_patch = INSTANCES.patch(None, after), INSTANCES.patch(before, after)
-    assert (after, after) == (INSTANCES.apply(None, full_patch), INSTANCES.apply(before, partial_patch))
+    assert after == INSTANCES.apply(None, full_patch)
+    assert after == INSTANCES.apply(before, partial_patch)
 
 
 @given(FORK_RECORDS, FORK_RECORDS)
 def test_a_fork_is_restored_from_its_parts(before: ForkRecord, after: ForkRecord) -> None:
     """Mappings, sets and tuples keep their types."""
     full_patch, partial_patch = FORKS.patch(None, after), FORKS.patch(before, after)
-    assert (after, after) == (FORKS.apply(None, full_patch), FORKS.apply(before, partial_patch))
+    assert after == FORKS.apply(None, full_patch)
+    assert after == FORKS.apply(before, partial_patch)
 
 
 def test_unchanged_parts_are_not_sent() -> None:
@@ -123,16 +127,11 @@ def test_unchanged_parts_are_not_sent() -> None:
     seen = instance("a")
     relay_report = report("a", (0, 6))
     grown = relay_report.model_copy(update={"verified": ((0, 7),)})
-    assert (
-        {},
-        {"seen_at": "1700000000.25"},
-        {"verified": "[[0,7]]"},
-        {"quarantine": '"lied"', "quarantined_until": "Infinity"},
-    ) == (
-        INSTANCES.patch(seen, replace(seen, report=seen.report.model_copy())),
-        INSTANCES.patch(seen, replace(seen, seen_at=1700000000.25)),
-        INSTANCES.patch(replace(seen, report=relay_report), replace(seen, report=grown)),
-        INSTANCES.patch(seen, replace(seen, quarantine="lied", quarantined_until=float("inf"))),
+    assert {} == INSTANCES.patch(seen, replace(seen, report=seen.report.model_copy()))
+    assert {"seen_at": "1700000000.25"} == INSTANCES.patch(seen, replace(seen, seen_at=1700000000.25))
+    assert {"verified": "[[0,7]]"} == INSTANCES.patch(replace(seen, report=relay_report), replace(seen, report=grown))
+    assert {"quarantine": '"lied"', "quarantined_until": "Infinity"} == INSTANCES.patch(
+        seen, replace(seen, quarantine="lied", quarantined_until=float("inf"))
     )
 
 
@@ -154,7 +153,8 @@ def test_changes_of_different_parts_are_merged() -> None:
     other = base
     for patch in (progress, heartbeat, drained):
         other = INSTANCES.apply(other, patch)
-    assert (expected, expected) == (one, other)
+    assert expected == one
+    assert expected == other
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,8 @@ def test_a_change_is_sent_as_patches() -> None:
         group=group_text(GROUP),
         version=3,
     )
-    assert (expected, expected) == (body, CHANGE_ADAPTER.validate_json(CHANGE_ADAPTER.dump_json(body)))
+    assert expected == body
+    assert expected == CHANGE_ADAPTER.validate_json(CHANGE_ADAPTER.dump_json(body))
 
 
 @given(st.text(min_size=1, max_size=20))

@@ -18,12 +18,13 @@ MALFORMED_ENTRY = LogEntry(1, ChangeMessage(instances=(("x", {"colour": '"red"'}
 
 
 class ScriptedRedis:
-    """Answers commits with scripted replies, and stores nothing."""
+    """Stands in for `RedisClient`: responds to commits with scripted replies, and stores nothing."""
 
     def __init__(self, *replies: CommitResult | ReplicaOutdated) -> None:
         self.block_s = 1.0
         self.address = "nowhere"
-        self.offered: list[int] = []
+        self.sent_counts: list[int] = []
+        """Number of changes in each commit."""
         self.loads = 0
         self._replies = list(replies)
 
@@ -35,7 +36,7 @@ class ScriptedRedis:
 
     async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[ChangeMessage]) -> CommitResult:
         """Return the next reply."""
-        self.offered.append(len(bodies))
+        self.sent_counts.append(len(bodies))
         reply = self._replies.pop(0)
         if isinstance(reply, ReplicaOutdated):
             raise reply
@@ -47,12 +48,12 @@ class ScriptedRedis:
         return ()
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Close nothing."""
 
 
 async def outcome_of(scripted_redis: ScriptedRedis, time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the outcome of one commit, once the store has reloaded."""
-    monkeypatch.setattr(redis, "_keyspace", lambda *_, **__: scripted_redis)
+    monkeypatch.setattr(redis, "_create_client", lambda *_, **__: scripted_redis)
     store = RedisStore("redis://nowhere", time.clock, max_finished_forks=1, timeout_s=5.0)
     await store.start()
     try:
@@ -72,7 +73,8 @@ async def test_a_commit_that_redis_applied_is_not_repeated(time: FakeTime, monke
     """Its response contains a malformed change: the caller gets an error, and the commit stays applied."""
     scripted_redis = ScriptedRedis(CommitResult((MALFORMED_ENTRY,), (2,), time=0.0), CommitResult((), (3,), time=0.0))
     result = await outcome_of(scripted_redis, time, monkeypatch)
-    assert ([1], True) == (scripted_redis.offered, "change 1 does not match" in result)
+    assert [1] == scripted_redis.sent_counts
+    assert "change 1 does not match" in result
 
 
 async def test_a_commit_that_redis_rejected_as_outdated_is_repeated(
@@ -80,4 +82,5 @@ async def test_a_commit_that_redis_rejected_as_outdated_is_repeated(
 ) -> None:
     """The epoch changed: after reloading, the same commit is applied."""
     scripted_redis = ScriptedRedis(ReplicaOutdated("another epoch"), CommitResult((), (3,), time=0.0))
-    assert ("kept", [1, 1]) == (await outcome_of(scripted_redis, time, monkeypatch), scripted_redis.offered)
+    assert "kept" == await outcome_of(scripted_redis, time, monkeypatch)
+    assert [1, 1] == scripted_redis.sent_counts

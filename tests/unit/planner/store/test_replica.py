@@ -1,3 +1,5 @@
+"""One planner replica's copy of the store: changes in order, loads, and the shared clock."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -68,11 +70,9 @@ def test_bytes_of_finished_forks_are_counted_once_after_each_load() -> None:
     for _ in range(2):
         replica.fill(contents(instance("s"), forks=(ended,), ended=("x",)))
     group = replica.state.group(GROUP)
-    assert (9, 0, 3.0) == (
-        group.history.forked_bytes,
-        group.history.storage_bytes,
-        group.history.durations.fork_s,
-    )
+    assert 9 == group.history.forked_bytes
+    assert 0 == group.history.storage_bytes
+    assert 3.0 == group.history.durations.fork_s
 
 
 def new(*records: InstanceRecord) -> ChangeMessage:
@@ -106,7 +106,10 @@ def test_each_change_is_applied_once(replica: Replica) -> None:
     entry = LogEntry(1, ChangeMessage(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP), version=7))
     replica.apply(entry)
     replica.apply(entry)
-    assert (["f"], 1, 1, 3) == (notified, replica.applied, replica.version(GROUP), replica.version(OTHER))
+    assert ["f"] == notified
+    assert 1 == replica.applied
+    assert 1 == replica.version(GROUP)
+    assert 3 == replica.version(OTHER)
 
 
 def test_an_empty_group_loses_its_version(replica: Replica) -> None:
@@ -124,7 +127,8 @@ def test_a_gap_is_an_error_and_changes_nothing(replica: Replica) -> None:
     """The missing changes must be read first."""
     with pytest.raises(ReplicaOutdated, match="change 2 arrived after 0"):
         replica.apply(LogEntry(2, new(instance("a"))))
-    assert ([], 0) == (known(replica), replica.applied)
+    assert [] == known(replica)
+    assert 0 == replica.applied
 
 
 def test_an_invalid_change_is_an_error_and_changes_nothing(replica: Replica) -> None:
@@ -132,13 +136,15 @@ def test_an_invalid_change_is_an_error_and_changes_nothing(replica: Replica) -> 
     strange = ("a", {**INSTANCES.patch(None, instance("a")), "colour": '"red"'})
     with pytest.raises(ReplicaOutdated, match="change 1 does not match the local records: InstanceRecord has no part"):
         replica.apply(LogEntry(1, ChangeMessage(instances=(*new(instance("b")).instances, strange))))
-    assert ([], 0) == (known(replica), replica.applied)
+    assert [] == known(replica)
+    assert 0 == replica.applied
 
 
 def test_a_patch_of_an_unknown_record_is_ignored(replica: Replica) -> None:
     """Another replica may keep more finished forks."""
     replica.apply(LogEntry(1, ChangeMessage(forks=(("dropped", {"lost": "true"}),))))
-    assert (None, 1) == (replica.state.fork("dropped"), replica.applied)
+    assert replica.state.fork("dropped") is None
+    assert 1 == replica.applied
 
 
 def test_a_load_replaces_everything(replica: Replica) -> None:
@@ -152,13 +158,11 @@ def test_a_load_replaces_everything(replica: Replica) -> None:
             epoch="other", number=40,
         )
     )  # fmt: skip
-    assert (["a", "b"], ["early", "late"], None, 40, 7) == (
-        [each.report.instance_id for each in replica.state.overdue_instances(99)],
-        [each.fork_id for each in replica.state.live_forks()],
-        replica.state.fork("a"),
-        replica.applied,
-        replica.version(GROUP),
-    )
+    assert ["a", "b"] == [each.report.instance_id for each in replica.state.overdue_instances(99)]
+    assert ["early", "late"] == [each.fork_id for each in replica.state.live_forks()]
+    assert replica.state.fork("a") is None
+    assert 40 == replica.applied
+    assert 7 == replica.version(GROUP)
 
 
 def test_a_known_reader_is_not_unplanned_after_loading(replica: Replica) -> None:
@@ -198,7 +202,9 @@ def test_the_clock_stops_while_redis_is_unreachable(replica: Replica, time: Fake
     frozen_at, silent = replica.now(), list(replica.state.overdue_instances(replica.now()))
     replica.mark_synced(UNIX)
     time.now += 1
-    assert (UNIX + TIMEOUT_S, [], UNIX + TIMEOUT_S + 1) == (frozen_at, silent, replica.now())
+    assert UNIX + TIMEOUT_S == frozen_at
+    assert [] == silent
+    assert UNIX + TIMEOUT_S + 1 == replica.now()
 
 
 def test_the_last_complete_scale_up_wins(replica: Replica) -> None:
@@ -233,4 +239,5 @@ def test_listeners_are_notified_after_a_load(replica: Replica) -> None:
     replica.apply(LogEntry(4, body_of(StoreChange(scaleups=(scaleup("up", 3),)), {}, {})))
     observed = list(watcher.observed)
     replica.fill(contents(number=4))
-    assert (["came a", "came a", "announced m"], "loaded") == (observed, watcher.observed[-1])
+    assert ["came a", "came a", "announced m"] == observed
+    assert "loaded" == watcher.observed[-1]

@@ -1,3 +1,5 @@
+"""State and commits of the store in memory, and the errors of creating one in Redis."""
+
 from __future__ import annotations
 
 import sys
@@ -32,14 +34,16 @@ def test_only_the_last_finished_forks_are_kept(state: PlannerState) -> None:
     """The oldest is dropped first; running forks are never dropped."""
     state.apply(forks=[fork(name) for name in ("live", "a", "b", "c")])
     state.apply(forks=[fork(name, ended=True) for name in ("a", "c", "b")])
-    assert (["live", "b", "c"], ["live"]) == (names(state.forks()), names(state.live_forks()))
+    assert ["live", "b", "c"] == names(state.forks())
+    assert ["live"] == names(state.live_forks())
 
 
 def test_a_resumed_fork_is_not_dropped(state: PlannerState) -> None:
     """It no longer counts as finished."""
     state.apply(forks=[fork("a", ended=True), fork("a")])
     state.apply(forks=[fork(name, ended=True) for name in ("b", "c", "d")])
-    assert (["a", "c", "d"], ["a"]) == (names(state.forks()), names(state.live_forks()))
+    assert ["a", "c", "d"] == names(state.forks())
+    assert ["a"] == names(state.live_forks())
 
 
 def test_instances_expire_in_the_order_of_their_reports(state: PlannerState) -> None:
@@ -62,7 +66,9 @@ def test_an_instance_has_one_running_fork(state: PlannerState) -> None:
     state.apply(forks=[fork("a")])
     before = state.live_fork_of("of-a")
     state.apply(forks=[fork("a", ended=True)])
-    assert (fork("a"), None, None) == (before, state.live_fork_of("of-a"), state.live_fork_of("unknown"))
+    assert fork("a") == before
+    assert state.live_fork_of("of-a") is None
+    assert state.live_fork_of("unknown") is None
 
 
 def test_a_group_exists_while_it_has_members(state: PlannerState) -> None:
@@ -73,9 +79,10 @@ def test_a_group_exists_while_it_has_members(state: PlannerState) -> None:
     others = state.other_ranks(GROUP)
     state.apply(removed=["a", "b", "never-known"])
     other = Rank(tp=1, tp_size=2).key
-    assert ({GROUP.rank_key: ["a"], other: ["b"]}, (other,), [], 0) == (
-        parted, others, state.groups(), state.instance_count,
-    )  # fmt: skip
+    assert {GROUP.rank_key: ["a"], other: ["b"]} == parted
+    assert (other,) == others
+    assert [] == state.groups()
+    assert 0 == state.instance_count
 
 
 def test_listeners_receive_each_fork_record_until_unsubscribed(state: PlannerState) -> None:
@@ -95,11 +102,14 @@ def test_clear_keeps_only_the_listeners(state: PlannerState) -> None:
     state.subscribe(lambda record: notified.append(record.fork_id))
     state.apply([instance("a")], [fork("a"), fork("b", ended=True)])
     state.clear()
-    left = (state.instances(), state.forks(), state.live_forks(), state.groups(), state.live_fork_of("of-a"))
+    assert [] == state.instances()
+    assert [] == state.forks()
+    assert [] == state.live_forks()
+    assert [] == state.groups()
+    assert state.live_fork_of("of-a") is None
     state.apply([instance("c")], [fork("c")])
-    assert (([], [], [], [], None), ["c"], ["a", "b", "c"]) == (
-        left, [each.report.instance_id for each in state.overdue_instances(10)], notified,
-    )  # fmt: skip
+    assert ["c"] == [each.report.instance_id for each in state.overdue_instances(10)]
+    assert ["a", "b", "c"] == notified
 
 
 async def test_the_second_of_two_changes_based_on_one_version_is_rejected() -> None:
@@ -110,9 +120,11 @@ async def test_the_second_of_two_changes_based_on_one_version_is_rejected() -> N
     await store.commit(change)
     with pytest.raises(CommitConflict):
         await store.commit(second)
-    refused = (names(store.state.forks()), store.state.instance_count)
+    assert ["a"] == names(store.state.forks())
+    assert 0 == store.state.instance_count
     await store.commit(replace(second, version=store.version(GROUP)))
-    assert ((["a"], 0), ["a", "b"], 1) == (refused, names(store.state.forks()), store.state.instance_count)
+    assert ["a", "b"] == names(store.state.forks())
+    assert 1 == store.state.instance_count
 
 
 async def test_a_change_without_a_group_depends_on_no_version() -> None:
@@ -122,7 +134,8 @@ async def test_a_change_without_a_group_depends_on_no_version() -> None:
     await store.commit(StoreChange(instances=(instance("a"),)))
     await store.commit(StoreChange(removed=("a",)))
     await store.commit(planned)
-    assert (0, ["a"]) == (store.state.instance_count, names(store.state.forks()))
+    assert 0 == store.state.instance_count
+    assert ["a"] == names(store.state.forks())
 
 
 async def test_the_memory_store_is_always_ready_and_uses_the_monotonic_clock() -> None:
@@ -133,7 +146,8 @@ async def test_the_memory_store_is_always_ready_and_uses_the_monotonic_clock() -
     time.now += 5
     now, ready = store.now(), store.ready
     await store.stop()
-    assert (time.now, True) == (now, ready)
+    assert time.now == now
+    assert ready
 
 
 def test_without_the_redis_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+"""Messages to the pages: the full state first, then changes, to a bounded number of pages."""
+
 from __future__ import annotations
 
 import asyncio
@@ -68,8 +70,10 @@ async def test_a_page_receives_the_full_state_and_then_changes(registry: Registr
     await registry.request_plan(fork_request("a"))
     subscriber = await broadcaster.subscribe()
     beginning = await read_until(subscriber, "event: ready")
-    assert ("begin", "ready") == (beginning[0][0], beginning[-1][0])
-    assert (["s", "a"], ["fork-a"]) == (ids(beginning, "instances"), ids(beginning, "forks"))
+    assert "begin" == beginning[0][0]
+    assert "ready" == beginning[-1][0]
+    assert ["s", "a"] == ids(beginning, "instances")
+    assert ["fork-a"] == ids(beginning, "forks")
     progress = ForkProgress(
         verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20},
         source_bytes_per_s={"s": 9.6e5},
@@ -123,19 +127,21 @@ async def test_without_pages_nothing_runs(registry: Registry, broadcaster: Broad
     """Before the first page and after the last one there is no task, no listener and no row."""
     await registry.report(seed_report("s"))
     listeners = registry.state._listeners
-    assert (None, [], {}) == (broadcaster._task, listeners, broadcaster._fleet_diff._instances)
+    initial_task = broadcaster._task
+    assert initial_task is None
+    assert [] == listeners
+    assert {} == broadcaster._fleet_diff._instances
     subscriber = await broadcaster.subscribe()
-    assert (1, 1) == (len(listeners), len(broadcaster._fleet_diff._instances))
+    assert 1 == len(listeners)
+    assert 1 == len(broadcaster._fleet_diff._instances)
     task = broadcaster._task
     broadcaster.unsubscribe(subscriber)
     assert task is not None
     await asyncio.gather(task, return_exceptions=True)
-    assert (None, [], {}, {}) == (
-        broadcaster._task,
-        registry.state._listeners,
-        broadcaster._fleet_diff._instances,
-        broadcaster._fleet_diff._forks,
-    )
+    assert broadcaster._task is None
+    assert [] == registry.state._listeners
+    assert {} == broadcaster._fleet_diff._instances
+    assert {} == broadcaster._fleet_diff._forks
 
 
 async def test_the_number_of_pages_is_limited(broadcaster: Broadcaster) -> None:
@@ -144,7 +150,8 @@ async def test_the_number_of_pages_is_limited(broadcaster: Broadcaster) -> None:
         await broadcaster.subscribe()
     with pytest.raises(ProblemError) as refused:
         await broadcaster.subscribe()
-    assert (503, "too-many-streams") == (refused.value.status, refused.value.slug)
+    assert 503 == refused.value.status
+    assert "too-many-streams" == refused.value.slug
 
 
 async def test_a_slow_page_restarts_from_the_full_state(registry: Registry, broadcaster: Broadcaster) -> None:
@@ -157,7 +164,8 @@ async def test_a_slow_page_restarts_from_the_full_state(registry: Registry, broa
     assert subscriber.needs_restart
     await registry.report(seed_report("t"))
     resent = await read_until(subscriber, "event: ready")
-    assert ("begin", ["s", "t"]) == (resent[0][0], ids(resent, "instances"))
+    assert "begin" == resent[0][0]
+    assert ["s", "t"] == ids(resent, "instances")
 
 
 async def test_the_number_of_rows_per_turn_is_limited(
@@ -170,9 +178,8 @@ async def test_the_number_of_rows_per_turn_is_limited(
     for index in range(10):
         await registry.report(seed_report(f"s{index}"))
     messages = await read_until(subscriber, '"id":"s9"')
-    assert (4, [f"s{index}" for index in range(10)]) == (
-        len([data for _, data in messages if "instances" in data]), ids(messages, "instances"),
-    )  # fmt: skip
+    assert 4 == len([data for _, data in messages if "instances" in data])
+    assert [f"s{index}" for index in range(10)] == ids(messages, "instances")
 
 
 async def test_a_store_reload_restarts_every_page(registry: Registry, broadcaster: Broadcaster) -> None:
@@ -187,7 +194,8 @@ async def test_a_store_reload_restarts_every_page(registry: Registry, broadcaste
     state.apply(instances=[replace(record, report=seed_report("t"))])
     state.notify_reloaded()
     resent = await read_until(subscriber, "event: ready")
-    assert ("begin", ["t"]) == (resent[0][0], ids(resent, "instances"))
+    assert "begin" == resent[0][0]
+    assert ["t"] == ids(resent, "instances")
 
 
 async def test_the_oldest_finished_forks_are_dropped(
@@ -235,9 +243,9 @@ async def test_a_finished_and_forgotten_fork_is_dropped() -> None:
     for name in "ab":
         await small.finish(f"fork-{name}", ForkResult(outcome="forked", seconds=1, bytes_read=1))
     [(_, change)] = await read_until(subscriber, "dropped")
-    assert (["fork-b"], ["fork-a"], ["fork-b"]) == (
-        ids([("", change)], "forks"), change["dropped"], list(broadcaster._fleet_diff._forks),
-    )  # fmt: skip
+    assert ["fork-b"] == ids([("", change)], "forks")
+    assert ["fork-a"] == change["dropped"]
+    assert ["fork-b"] == list(broadcaster._fleet_diff._forks)
     broadcaster.close()
     broadcaster.unsubscribe(subscriber)
 
@@ -274,6 +282,5 @@ async def test_time_saved_includes_removed_models(registry: Registry, broadcaste
     for subscriber in list(broadcaster._subscribers):
         broadcaster.unsubscribe(subscriber)
     after = await read_until(await broadcaster.subscribe(), "event: ready")
-    assert ([None], [7.0]) == tuple(
-        [data["seconds_saved"] for _, data in messages if "seconds_saved" in data] for messages in (before, after)
-    )
+    assert [None] == [data["seconds_saved"] for _, data in before if "seconds_saved" in data]
+    assert [7.0] == [data["seconds_saved"] for _, data in after if "seconds_saved" in data]

@@ -95,7 +95,8 @@ def test_the_chunks_equal_the_result_of_a_loader(
     by_ranges = b"".join(bytes_of(chunks, a, b) for a, b in pairwise(cuts))
     by_chunks = b"".join(bytes_of(chunks, a, b) for a, b in image.layout.chunks)
     chunks.close()
-    assert (expected, expected) == (by_chunks, by_ranges)
+    assert expected == by_chunks
+    assert expected == by_ranges
 
 
 def test_computed_tensors_are_served_as_built(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def bytes_of_open(checkpoint: Checkpoint, image: Image) -> bytes:
     return data
 
 
-def test_a_tied_weight_stored_under_both_names(tmp_path: Path) -> None:
+def test_of_two_stored_names_of_a_tied_weight_the_last_counts(tmp_path: Path) -> None:
     """As with a loader, the tensor that is loaded last counts."""
     content = state()
     checkpoint = single(tmp_path, {**content, "head.weight": content["embed.weight"] + 1})

@@ -37,26 +37,27 @@ MIB = 1 << 20
 
 def test_waits_double_up_to_a_limit() -> None:
     """With maximum jitter, waits double from a tenth of a second to five seconds."""
-    attempts = RetryBudget(9, 0.0, lambda: 1.0, lambda: 0.0)
-    assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None] == [attempts.failed(0) for _ in range(9)]
+    retry_budget = RetryBudget(9, 0.0, lambda: 1.0, lambda: 0.0)
+    assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None] == [retry_budget.failed(0) for _ in range(9)]
 
 
 @given(st.integers(1, 100), st.floats(0, 1, exclude_max=True), st.floats(0, 1e9))
 def test_no_wait_is_longer_than_its_limit(min_attempts: int, random: float, retry_after_s: float) -> None:
     """Without a minimum time there are exactly `min_attempts` attempts, and each wait is within its limits."""
-    attempts = RetryBudget(min_attempts, 0.0, lambda: random, lambda: 0.0)
-    waits = [attempts.failed(0, retry_after_s) for _ in range(min_attempts)]
-    assert (None, min_attempts) == (waits[-1], attempts.made)
+    retry_budget = RetryBudget(min_attempts, 0.0, lambda: random, lambda: 0.0)
+    waits = [retry_budget.failed(0, retry_after_s) for _ in range(min_attempts)]
+    assert waits[-1] is None
+    assert min_attempts == retry_budget.failed_attempts
     for wait in waits[:-1]:
         assert wait is not None
         assert min(retry_after_s, MAX_RETRY_AFTER_S) <= wait <= max(MAX_DELAY_S, MAX_RETRY_AFTER_S)
 
 
-def seconds_until_exhausted(attempts: RetryBudget, clock: FakeClock, attempt_s: float) -> float:
+def seconds_until_exhausted(retry_budget: RetryBudget, clock: FakeClock, attempt_s: float) -> float:
     """Return the time until the attempts are exhausted if each one fails after `attempt_s`."""
     began = clock()
     clock.now += attempt_s
-    while (wait_s := attempts.failed(0)) is not None:
+    while (wait_s := retry_budget.failed(0)) is not None:
         clock.now += wait_s + attempt_s
     return clock() - began
 
@@ -76,34 +77,35 @@ def test_attempts_end_within_their_bounds(
 ) -> None:
     """Attempts stop once their number and time are exhausted, and not much later."""
     clock = FakeClock()
-    attempts = RetryBudget(min_attempts, min_s, lambda: random, clock)
-    elapsed_s = seconds_until_exhausted(attempts, clock, attempt_s)
-    assert (True, True) == (min_attempts <= attempts.made, min_s <= elapsed_s <= max_s + attempt_s + 1e-6)
+    retry_budget = RetryBudget(min_attempts, min_s, lambda: random, clock)
+    elapsed_s = seconds_until_exhausted(retry_budget, clock, attempt_s)
+    assert min_attempts <= retry_budget.failed_attempts
+    assert min_s <= elapsed_s <= max_s + attempt_s + 1e-6
 
 
 def test_an_unreachable_server_is_not_retried_too_often() -> None:
     """Ten seconds of refused connections cost about a dozen requests."""
     clock = FakeClock()
-    attempts = RetryBudget(5, 10.0, lambda: 0.0, clock)
-    seconds_until_exhausted(attempts, clock, 0.0)
-    assert 12 >= attempts.made
+    retry_budget = RetryBudget(5, 10.0, lambda: 0.0, clock)
+    seconds_until_exhausted(retry_budget, clock, 0.0)
+    assert 12 >= retry_budget.failed_attempts
 
 
 def test_progress_resets_the_attempts() -> None:
     """An attempt with enough progress resets the count; one with less does not."""
-    attempts = RetryBudget(3, 0.0, lambda: 1.0, lambda: 0.0)
+    retry_budget = RetryBudget(3, 0.0, lambda: 1.0, lambda: 0.0)
     received_bytes = [0, MIN_PROGRESS_BYTES - 1, MIN_PROGRESS_BYTES, 0, MIN_PROGRESS_BYTES, MIN_PROGRESS_BYTES, 1, 1]
-    assert [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, None] == [attempts.failed(count) for count in received_bytes]
+    assert [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, None] == [retry_budget.failed(count) for count in received_bytes]
 
 
 def test_progress_resets_the_time() -> None:
     """The minimum time is counted from the last attempt with enough progress."""
     clock = FakeClock()
-    attempts = RetryBudget(1, 10.0, lambda: 0.0, clock)
+    retry_budget = RetryBudget(1, 10.0, lambda: 0.0, clock)
     waits = []
     for received_bytes in (0, MIN_PROGRESS_BYTES, 0, 0):
         clock.now += 6.0
-        waits.append(attempts.failed(received_bytes) is not None)
+        waits.append(retry_budget.failed(received_bytes) is not None)
     assert [True, True, True, False] == waits
 
 
@@ -147,7 +149,7 @@ def hedges_after(hedges: HedgePolicy, count: int, seconds: float = 0.2) -> Hedge
     return hedges
 
 
-def test_no_hedge_before_enough_samples() -> None:
+def test_no_request_is_hedged_before_enough_samples() -> None:
     """The first requests are never hedged, and none is with the setting 0."""
     assert None is hedges_after(HedgePolicy(4, MIB), MIN_SAMPLES - 1).delay_s(MIB)
     assert None is hedges_after(HedgePolicy(0, MIB), 10 * MIN_SAMPLES).delay_s(MIB)
@@ -181,15 +183,19 @@ def test_hedges_are_limited(response_count: int) -> None:
     """However many requests are slow, hedges stay a small share of all requests."""
     hedges = hedges_after(HedgePolicy(4, 1 << 40), response_count)
     started_requests = sum(hedges.reserve(1) for _ in range(response_count))
-    assert (max(1, round(MAX_HEDGED_FRACTION * response_count)), started_requests) == (started_requests, hedges.started)
+    assert max(1, round(MAX_HEDGED_FRACTION * response_count)) == started_requests
+    assert started_requests == hedges.started
 
 
 def test_hedges_share_their_memory() -> None:
     """A hedge whose bytes do not fit is not sent, and fits again once another hedge has ended."""
     hedges = hedges_after(HedgePolicy(4, 4 * MIB), 1000)
-    assert [True, False, True] == [hedges.reserve(3 * MIB), hedges.reserve(2 * MIB), hedges.reserve(MIB)]
+    assert hedges.reserve(3 * MIB)
+    assert not hedges.reserve(2 * MIB)
+    assert hedges.reserve(MIB)
     hedges.release(3 * MIB)
-    assert [True, False] == [hedges.reserve(3 * MIB), hedges.reserve(1)]
+    assert hedges.reserve(3 * MIB)
+    assert not hedges.reserve(1)
 
 
 def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +210,8 @@ def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyP
     hedged_request = HedgedRequest(
         hedges, cursor, 0, 100, CancelScope(), CancelScope(), lambda cursor, begin, end: None
     )
-    assert (MIN_DELAY_S, 0) == (hedged_request.on_slow(), hedges.inflight_bytes)
+    assert MIN_DELAY_S == hedged_request.on_slow()
+    assert 0 == hedges.inflight_bytes
     hedged_request.wait_result()
     assert 0 == cursor.done
 
@@ -232,7 +239,9 @@ def test_ending_a_leg_cuts_only_its_connection() -> None:
         cancel_scope.end()
     with pytest.raises(Cancelled), cancel_scope.attached(after):
         pass
-    assert (0, 1, 0) == (before.count, attached.count, after.count)
+    assert 0 == before.count
+    assert 1 == attached.count
+    assert 0 == after.count
 
 
 def test_an_ended_leg_acquires_no_connection() -> None:
@@ -283,7 +292,8 @@ def test_long_idle_connections_are_not_used(idle_s: float, reused: bool) -> None
     pool = HttpConnectionPool(StorageSettings(), clock)
     old = pooled_stream(pool, FIRST_ORIGIN)
     clock.now += idle_s
-    assert (reused, not reused) == (acquire_stream(pool, FIRST_ORIGIN) is old, old.closed)
+    assert reused == (acquire_stream(pool, FIRST_ORIGIN) is old)
+    assert reused != old.closed
 
 
 def test_idle_connections_of_one_origin_are_dropped() -> None:
@@ -291,25 +301,25 @@ def test_idle_connections_of_one_origin_are_dropped() -> None:
     pool = HttpConnectionPool(StorageSettings())
     first, second = pooled_stream(pool, FIRST_ORIGIN), pooled_stream(pool, SECOND_ORIGIN)
     pool.drop_idle(FIRST_ORIGIN)
-    assert (None, True, True) == (
-        acquire_stream(pool, FIRST_ORIGIN),
-        first.closed,
-        acquire_stream(pool, SECOND_ORIGIN) is second,
-    )
+    assert acquire_stream(pool, FIRST_ORIGIN) is None
+    assert first.closed
+    assert acquire_stream(pool, SECOND_ORIGIN) is second
 
 
 def test_connections_of_another_process_are_not_kept() -> None:
     """A connection that was acquired before a fork of the process is closed afterwards and frees no slot."""
     pool = HttpConnectionPool(StorageSettings())
     other = pooled_stream(pool, FIRST_ORIGIN, process=os.getpid() + 1)
-    assert (None, True) == (acquire_stream(pool, FIRST_ORIGIN), other.closed)
+    assert acquire_stream(pool, FIRST_ORIGIN) is None
+    assert other.closed
 
 
 @pytest.mark.parametrize(("memory", "max_bytes"), [(16 * MIB, 16 * MIB), (1 << 30, 256 * MIB)])
 def test_a_block_may_be_hedged_with_little_memory(memory: int, max_bytes: int) -> None:
     """Hedges may use a quarter of the memory, and in any case a block of the maximum size."""
     hedges = hedges_after(HttpConnectionPool(StorageSettings(staging_bytes=memory)).hedges, 1000)
-    assert [True, False] == [hedges.reserve(max_bytes), hedges.reserve(1)]
+    assert hedges.reserve(max_bytes)
+    assert not hedges.reserve(1)
 
 
 # Timeouts.

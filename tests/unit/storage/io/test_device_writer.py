@@ -138,7 +138,9 @@ def test_every_byte_is_written(device: FakeDevice, pool: CountedBufferPool, stre
     extents = extents_of(device, blob, sizes, 4321)
     fill(extents, StorageSettings(concurrency=streams), on_filled=filled.append)
     assert blob.data[4321:] == bytes(device.memory[: sum(sizes)])
-    assert (list(range(len(sizes))), True, 0) == (sorted(filled), device.closed, device.in_flight)
+    assert list(range(len(sizes))) == sorted(filled)
+    assert device.closed
+    assert 0 == device.in_flight
 
 
 def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +149,9 @@ def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pyt
     monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
     blob = PatternBlob(4 * BLOCK, before=lambda _: in_flight.append(device.in_flight))
     fill(extents_of(device, blob, [4 * BLOCK]), StorageSettings(concurrency=1))
-    assert ([0, 1, 1, 1], 2, 2) == (in_flight, device.max_in_flight, len(pool.made))
+    assert [0, 1, 1, 1] == in_flight
+    assert 2 == device.max_in_flight
+    assert 2 == len(pool.made)
 
 
 def test_an_extent_is_reported_after_its_bytes_arrive(device: FakeDevice, pool: CountedBufferPool) -> None:
@@ -169,7 +173,8 @@ def test_some_blocks_need_no_staging(device: FakeDevice, pool: CountedBufferPool
     device.direct_blocks = {0, 3 * BLOCK}
     blob, filled = PatternBlob(5 * BLOCK), list[int]()
     fill(extents_of(device, blob, [BLOCK] * 5), StorageSettings(concurrency=2), on_filled=filled.append)
-    assert (blob.data, [0, 1, 2, 3, 4]) == (bytes(device.memory[: 5 * BLOCK]), sorted(filled))
+    assert blob.data == bytes(device.memory[: 5 * BLOCK])
+    assert [0, 1, 2, 3, 4] == sorted(filled)
 
 
 @pytest.mark.parametrize("failing_step", ["copy", "read", "wait"])
@@ -189,10 +194,11 @@ def test_an_error_waits_for_running_copies(device: FakeDevice, pool: CountedBuff
     blob = PatternBlob(12 * BLOCK, before=lambda _: fail("read"))
     with pytest.raises(StorageError, match="it broke"):
         fill(extents_of(device, blob, [12 * BLOCK]), StorageSettings(concurrency=3))
-    assert (0, True) == (device.in_flight, device.closed)
+    assert 0 == device.in_flight
+    assert device.closed
 
 
-def test_host_and_device_memory_in_one_call(device: FakeDevice, pool: CountedBufferPool) -> None:
+def test_host_extents_between_device_extents_are_read_directly(device: FakeDevice, pool: CountedBufferPool) -> None:
     """Host extents between device extents are read directly into their memory."""
     blob, host = PatternBlob(4 * BLOCK), torch.zeros(BLOCK, dtype=torch.uint8)
     extents = extents_of(device, blob, [BLOCK] * 4)

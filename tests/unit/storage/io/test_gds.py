@@ -82,19 +82,25 @@ def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
     done = [storage.read(*pieces_of(extents)), storage.read(*pieces_of(extents))]
     opened = library.open
     storage.close()
-    assert ([True, True], 1, 0, 6) == (done, opened, library.open, library.reads)
+    assert [True, True] == done
+    assert 1 == opened
+    assert 0 == library.open
+    assert 6 == library.reads
     assert [CONTENT[at : at + 90] for at in (7, 100, 300)] == [bytes(e.into.tolist()) for e in extents]
 
 
 @pytest.mark.parametrize("storage_type", ["cached", "remote"])
-def test_blocks_that_use_host_memory(file: LocalFile, storage_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_files_and_objects_are_read_through_host_memory(
+    file: LocalFile, storage_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cached files are faster through host memory, and objects have no other path."""
     if storage_type == "cached":
         monkeypatch.setattr("rfork.storage.local.linux.resident", lambda _, __, length: length)
     blob = file if storage_type == "cached" else PatternBlob(1000)
     library = FakeGdsLibrary()
     done = DirectStorage(library).read(*pieces_of([Extent(blob, 0, torch.empty(9, dtype=torch.uint8))]))
-    assert (False, 0) == (done, library.reads)
+    assert not done
+    assert 0 == library.reads
 
 
 def test_a_failed_library_is_not_used_again(file: LocalFile) -> None:
@@ -107,7 +113,8 @@ def test_a_failed_library_is_not_used_again(file: LocalFile) -> None:
     library.error = None
     done = [first, storage.read(*wanted)]
     storage.close()
-    assert ([False, False], 0) == (done, library.reads)
+    assert [False, False] == done
+    assert 0 == library.reads
 
 
 def test_a_modified_file_is_detected(file: LocalFile) -> None:
@@ -132,7 +139,9 @@ def test_a_truncated_file_is_an_error(file: LocalFile) -> None:
     ("direct", "available", "expected"),
     [("auto", True, True), ("auto", False, False), ("always", True, True), ("never", True, False)],
 )
-def test_conditions_for_use(direct: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_only_if_kvikio_and_the_settings_allow_it(
+    direct: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is used only if kvikio supports the machine and the settings allow it."""
     kvikio, driver = types.ModuleType("kvikio"), types.ModuleType("kvikio.cufile_driver")
     monkeypatch.setattr(driver, "get", lambda name: available, raising=False)

@@ -185,7 +185,7 @@ def test_blocks_end_at_multiples_of_their_size() -> None:
         (65 * MIB, 8, 128 * MIB, 9 * MIB),
     ],
 )
-def test_block_size(total: int, streams: int, memory: int, expected: int) -> None:
+def test_the_block_size_depends_on_the_bytes_to_read(total: int, streams: int, memory: int, expected: int) -> None:
     """Blocks have 16 MiB if there is much to read, less so that no stream is idle, and are never tiny."""
     assert expected == block_bytes(total, streams, memory)
 
@@ -211,7 +211,8 @@ def test_an_error_stops_the_other_reads() -> None:
     extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
     with pytest.raises(StorageChanged, match="was replaced"):
         fill(extents, SETTINGS)
-    assert (3, 4) == (len(ended), len(blob.reads))
+    assert 3 == len(ended)
+    assert 4 == len(blob.reads)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
@@ -248,7 +249,8 @@ def test_an_interrupt_ends_the_reads() -> None:
             fill([extent], SETTINGS)
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert ([0], expected_bytes(extent)) == (ended, content(extent))
+    assert [0] == ended
+    assert expected_bytes(extent) == content(extent)
 
 
 def test_progress_calls_do_not_overlap() -> None:
@@ -266,12 +268,13 @@ def test_progress_calls_do_not_overlap() -> None:
     assert [True] * 32 == acquired
 
 
-def test_no_bytes_to_read() -> None:
+def test_empty_extents_complete_without_a_read() -> None:
     """Without extents, or with empty ones only, all are complete and nothing is read."""
     blob, filled = PatternBlob(10), list[int]()
     fill([], SETTINGS, on_filled=filled.append)
     fill([Extent(blob, 10, torch.empty(0, dtype=torch.uint8))], SETTINGS, on_filled=filled.append)
-    assert ([0], []) == (filled, blob.reads)
+    assert [0] == filled
+    assert [] == blob.reads
 
 
 def test_concurrent_reads_are_limited() -> None:
@@ -291,7 +294,5 @@ def test_concurrent_reads_are_limited() -> None:
     blob = PatternBlob(16 * 2 * MAX_GAP_BYTES, before=before)
     extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
     fill(extents, SETTINGS)
-    assert (4, [content(extent) for extent in extents]) == (
-        max(in_flight_counts),
-        [expected_bytes(e) for e in extents],
-    )
+    assert 4 == max(in_flight_counts)
+    assert [content(extent) for extent in extents] == [expected_bytes(e) for e in extents]

@@ -114,7 +114,7 @@ def test_every_range_is_read(read_options: DirectIoMode, begin: int, sizes: list
 
 @settings(max_examples=40, deadline=None)
 @given(begin=st.integers(0, 10_000), length=st.integers(2 * MIB, SIZE - 10_000), shift=st.sampled_from([0, 8]))
-def test_reads_into_huge_pages(begin: int, length: int, shift: int, path: Path) -> None:
+def test_huge_pages_are_filled_completely(begin: int, length: int, shift: int, path: Path) -> None:
     """Memory in huge pages that is aligned like the file is filled without a copy; otherwise it is filled
     completely too.
     """
@@ -176,9 +176,11 @@ def test_new_memory_is_populated_before_the_read(
         file.read(0, [view_of(memory)])
     assert path.read_bytes()[: HUGE + MIB] == memory.numpy().tobytes()
     if aligned:
-        assert ([], [(memory.data_ptr(), HUGE + MIB)]) == (copied, populated)
+        assert [] == copied
+        assert [(memory.data_ptr(), HUGE + MIB)] == populated
     else:
-        assert (HUGE + MIB, []) == (sum(copied), populated)
+        assert HUGE + MIB == sum(copied)
+        assert [] == populated
 
 
 @pytest.mark.usefixtures("reset_selectors")
@@ -200,7 +202,7 @@ def test_small_reads_use_the_cache(path: Path, reads: list[str]) -> None:
 
 @pytest.mark.usefixtures("reset_selectors", "is_cold")
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_without_direct_reads(
+def test_a_file_system_without_direct_reads_uses_the_page_cache(
     path: Path, refusal: int, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the first direct read is refused, this one and all others use the page cache."""
@@ -219,7 +221,8 @@ def test_a_file_system_without_direct_reads(
         file.read(3, [memoryview(got[0])])
         file.read(4, [memoryview(got[1])])
     data = path.read_bytes()
-    assert ([data[3 : 2 * MIB + 3], data[4 : MIB + 4]], 1) == ([bytes(view) for view in got], len(refused))
+    assert [data[3 : 2 * MIB + 3], data[4 : MIB + 4]] == [bytes(view) for view in got]
+    assert 1 == len(refused)
 
 
 def test_a_disk_error_is_no_refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,11 +284,12 @@ def test_a_short_read_is_not_sampled() -> None:
     )
 
 
-def test_no_extra_samples() -> None:
+def test_no_samples_are_added_while_the_last_are_pending() -> None:
     """While the last samples are pending, further blocks are read directly."""
     selector = ReadModeSelector()
     used = [selector.next(BLOCK) for _ in range(2 * UNTIL_CHOSEN)]
-    assert (SAMPLES, None) == (used.count("cached"), selector.chosen)
+    assert SAMPLES == used.count("cached")
+    assert selector.chosen is None
 
 
 @pytest.mark.usefixtures("reset_selectors", "is_cold")

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -119,15 +119,15 @@ def test_a_replaced_file_is_read_from_the_old_inode(file: LocalFile) -> None:
     assert CONTENT[:10] == read_range(file, 0, 10)
 
 
-def test_uri_size_and_version_of_a_file(file: LocalFile) -> None:
+def test_different_files_have_different_versions(file: LocalFile) -> None:
     """Two files have the same version only if they are the same file."""
-    again = LocalFile(file.path, SETTINGS)
     file.path.with_name("other").write_bytes(CONTENT)
-    other = LocalFile(file.path.with_name("other"), SETTINGS)
-    known = (file.uri, file.size, file.version == again.version, file.version == other.version)
-    again.close()
-    other.close()
-    assert (file.path.as_uri(), 5120, True, False) == known
+    with closing(LocalFile(file.path, SETTINGS)) as again:
+        assert file.version == again.version
+    with closing(LocalFile(file.path.with_name("other"), SETTINGS)) as other:
+        assert file.version != other.version
+    assert file.path.as_uri() == file.uri
+    assert 5120 == file.size
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_uri_size_and_version_of_a_file(file: LocalFile) -> None:
         (errno.EIO, StorageError),
     ],
 )
-def test_a_file_that_cannot_be_opened(
+def test_a_file_that_cannot_be_opened_is_named(
     tmp_path: Path, number: int, expected: type[StorageError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the file, and its type states the cause."""
@@ -195,7 +195,9 @@ def test_a_file_stays_open_until_its_last_read_ends(file: LocalFile, monkeypatch
     thread.join()
     with pytest.raises(StorageError, match="closed"):
         read_range(file, 0, 1)
-    assert (b"\1\2\3", True, False) == (bytes(got), open_while_read, file.path in open_files())
+    assert b"\1\2\3" == bytes(got)
+    assert open_while_read
+    assert file.path not in open_files()
 
 
 def test_a_written_blob_can_be_read(store: LocalStore, tmp_path: Path) -> None:
@@ -207,7 +209,8 @@ def test_a_written_blob_can_be_read(store: LocalStore, tmp_path: Path) -> None:
     blob = store.open("a/b/data")
     content = read_range(blob, 0, blob.size)
     blob.close()
-    assert ([], b"abc" + b"d" * (2 * MAX_IOVECS + 1)) == (unseen, content)
+    assert [] == unseen
+    assert b"abc" + b"d" * (2 * MAX_IOVECS + 1) == content
     assert ["weights/a/b/data"] == left_in(tmp_path)
 
 
@@ -223,10 +226,11 @@ def test_an_aborted_write_leaves_nothing(store: LocalStore, tmp_path: Path, erro
 
     with pytest.raises(type(error), match="mine"):
         write_and_fail()
-    assert (b"old", ["weights/data"]) == ((tmp_path / "weights/data").read_bytes(), left_in(tmp_path))
+    assert b"old" == (tmp_path / "weights/data").read_bytes()
+    assert ["weights/data"] == left_in(tmp_path)
 
 
-def test_an_interrupt_while_the_file_is_created(
+def test_an_interrupt_while_the_file_is_created_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt right after the file was created, before its descriptor is stored, leaves no file."""
@@ -244,7 +248,7 @@ def test_an_interrupt_while_the_file_is_created(
 
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull)])
-def test_a_full_disk(
+def test_a_full_disk_names_the_blob_and_leaves_nothing(
     store: LocalStore,
     tmp_path: Path,
     call: str,
@@ -259,7 +263,7 @@ def test_a_full_disk(
     assert [] == left_in(tmp_path)
 
 
-def test_a_file_system_that_cannot_sync_folders(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_sync_folders_is_accepted(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A blob is written even if its folder cannot be synced, as on some network file systems."""
     fsync = os.fsync
 
@@ -275,7 +279,7 @@ def test_a_file_system_that_cannot_sync_folders(store: LocalStore, monkeypatch: 
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize(("replace", "expected"), [(True, b"new"), (False, b"old")])
-def test_an_existing_name(
+def test_an_existing_blob_stays_without_replace(
     store: LocalStore,
     tmp_path: Path,
     links: bool,
@@ -288,7 +292,8 @@ def test_an_existing_name(
         monkeypatch.setattr(os, "link", failing(errno.EPERM))
     put(store, "taken", b"old", replace=replace)
     put(store, "taken", b"new", replace=replace)
-    assert (expected, ["weights/taken"]) == ((tmp_path / "weights/taken").read_bytes(), left_in(tmp_path))
+    assert expected == (tmp_path / "weights/taken").read_bytes()
+    assert ["weights/taken"] == left_in(tmp_path)
 
 
 def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> None:
@@ -320,7 +325,7 @@ def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> N
         ("/", []),
     ],
 )
-def test_a_list_of_a_prefix(store: LocalStore, prefix: str, expected: list[str]) -> None:
+def test_names_that_begin_with_the_prefix_are_listed(store: LocalStore, prefix: str, expected: list[str]) -> None:
     """Names that begin with the prefix are listed, at folder boundaries or not; no match is no error."""
     for name in ("a/x", "ab", "b/y"):
         put(store, name)
@@ -333,7 +338,7 @@ def test_listing_a_missing_folder_is_an_error(store: LocalStore) -> None:
         list(store.list())
 
 
-def test_a_removed_blob(store: LocalStore, tmp_path: Path) -> None:
+def test_a_removed_blob_no_longer_exists(store: LocalStore, tmp_path: Path) -> None:
     """A removed blob no longer exists; removing it again, or one that never existed, is no error."""
     put(store, "a/data")
     for name in ("a/data", "a/data", "none/data", "none"):
@@ -344,7 +349,7 @@ def test_a_removed_blob(store: LocalStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside", "a\0b"])
-def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
+def test_names_outside_the_folder_are_refused(store: LocalStore, name: str) -> None:
     """Names, for example from an index file, never lead out of the folder."""
     with pytest.raises(SettingsError, match="is not a valid file name within"):
         store.open(name)
@@ -352,12 +357,12 @@ def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
         put(store, name)
 
 
-def test_a_folder_with_a_null_byte(tmp_path: Path) -> None:
+def test_a_folder_with_a_null_byte_is_refused(tmp_path: Path) -> None:
     """A name with a null byte is refused like any invalid name."""
     with pytest.raises(SettingsError, match="is not a valid file name"):
         LocalStore(Location("file", "", f"{tmp_path}/a\0b/"), SETTINGS)
 
 
-def test_the_uri_of_a_store(store: LocalStore, tmp_path: Path) -> None:
+def test_the_uri_of_a_store_ends_with_a_slash(store: LocalStore, tmp_path: Path) -> None:
     """Its URI ends with a slash, whether it was written with one or not."""
     assert f"{(tmp_path / 'weights').as_uri()}/" == store.uri

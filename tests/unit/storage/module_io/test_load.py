@@ -55,22 +55,18 @@ def test_an_existing_module_is_filled(saved: Path, dtype: torch.dtype) -> None:
     module = Model(2, dtype)
     before = {name: tensor.data_ptr() for name, tensor in registered_state(module).items()}
     report = rfork.load(module, saved)
-    assert (True, before) == (
-        equal(Model(1), module),
-        {name: tensor.data_ptr() for name, tensor in registered_state(module).items()},
-    )
+    assert equal(Model(1), module)
+    assert before == {name: tensor.data_ptr() for name, tensor in registered_state(module).items()}
     bytes_stored = sum(tensor.nbytes for tensor in load_file(saved / SINGLE).values())
-    assert ((saved / SINGLE).as_uri(), bytes_stored, (), (), False) == (
-        report.uri,
-        report.bytes,
-        report.missing,
-        report.unexpected,
-        report.verified,
-    )
+    assert (saved / SINGLE).as_uri() == report.uri
+    assert bytes_stored == report.bytes
+    assert () == report.missing
+    assert () == report.unexpected
+    assert not report.verified
     assert report.gb_per_s > 0
 
 
-def test_mismatched_names(saved: Path) -> None:
+def test_mismatched_names_are_refused_or_reported(saved: Path) -> None:
     """With `strict` they are refused before a byte is written; without it the report lists them."""
     content = load_file(saved / SINGLE)
     content["more"] = torch.ones(1)
@@ -85,7 +81,8 @@ def test_mismatched_names(saved: Path) -> None:
             rfork.load(target, saved)
     assert equal(Model(2), module)
     report = rfork.load(module, saved, strict=False)
-    assert (("scale",), ("more",)) == (report.missing, report.unexpected)
+    assert ("scale",) == report.missing
+    assert ("more",) == report.unexpected
     assert torch.equal(Model(1).embed.weight, module.embed.weight)
 
 
@@ -99,10 +96,8 @@ def test_the_traversal_equals_the_state_dict() -> None:
     ):
         expected = module.state_dict(keep_vars=True)
         found = registered_state(module)
-        assert (list(expected), [True] * len(expected)) == (
-            list(found),
-            [found[name] is tensor for name, tensor in expected.items()],
-        )
+        assert list(expected) == list(found)
+        assert [True] * len(expected) == [found[name] is tensor for name, tensor in expected.items()]
 
 
 def test_a_snapshot_of_this_module_is_verified(tmp_path: Path) -> None:
@@ -113,7 +108,9 @@ def test_a_snapshot_of_this_module_is_verified(tmp_path: Path) -> None:
     write(source, path)
     module = Model(2)
     report = rfork.load(module, path)
-    assert (True, True, [5, 6, 7]) == (report.verified, equal(source, module), module.stray.tolist())
+    assert report.verified
+    assert equal(source, module)
+    assert [5, 6, 7] == module.stray.tolist()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -127,7 +124,8 @@ def test_a_snapshot_of_another_layout_is_loaded_by_names(tmp_path: Path) -> None
     write(Model(1), path)
     module = Model(2, torch.bfloat16)
     report = rfork.load(module, path)
-    assert (False, True) == (report.verified, equal(Model(1), module))
+    assert not report.verified
+    assert equal(Model(1), module)
 
 
 def write(module: nn.Module, path: Path) -> None:
@@ -135,7 +133,7 @@ def write(module: nn.Module, path: Path) -> None:
     write_snapshot(image, image.manifest(), path)
 
 
-def test_tensors_as_a_dict(saved: Path) -> None:
+def test_load_tensors_returns_a_dict_of_selected_tensors(saved: Path) -> None:
     """Like safetensors' load_file, with an optional dtype and selection of names."""
     expected = load_file(saved / SINGLE)
     found = rfork.load_tensors(saved)
@@ -150,22 +148,20 @@ def test_tensors_as_a_dict(saved: Path) -> None:
         rfork.load_tensors(saved, ["x"])
 
 
-def test_tensors_in_order_of_arrival(saved: Path) -> None:
+def test_tensors_are_yielded_as_pairs_in_order_of_arrival(saved: Path) -> None:
     """An engine's load_weights receives pairs; integers keep their dtype."""
     found = dict(rfork.iter_tensors(saved, ["scale", "layers.0.bias"], dtype=torch.bfloat16))
     assert {"scale", "layers.0.bias"} == found.keys()
     assert torch.equal(Model(1).get_buffer("scale").bfloat16(), found["scale"])
 
 
-def test_tensors_one_by_one(saved: Path) -> None:
+def test_the_lazy_mapping_reads_only_requested_tensors(saved: Path) -> None:
     """The lazy mapping has all names and shapes, and reads requested tensors only."""
     with rfork.open_tensors(saved) as tensors:
-        assert ((40, 30), True, False, 9) == (
-            tensors.specs["embed.weight"].shape,
-            "embed.weight" in tensors,
-            "x" in tensors,
-            len(set(tensors)),
-        )
+        assert (40, 30) == tensors.specs["embed.weight"].shape
+        assert "embed.weight" in tensors
+        assert "x" not in tensors
+        assert 9 == len(set(tensors))
         assert torch.equal(Model(1).embed.weight, tensors["embed.weight"])
         with pytest.raises(KeyError):
             tensors["x"]

@@ -17,6 +17,8 @@ from rfork.errors import CheckpointError
 class Scaled(nn.Parameter):
     """Engine-specific parameter class with an attribute."""
 
+    group: int
+
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -27,7 +29,7 @@ class Model(nn.Module):
         self.rnn = nn.LSTM(30, 30)
         self.norm = nn.BatchNorm1d(30)
         scaled = Scaled(torch.ones(7), requires_grad=False)
-        scaled.group = 32  # type: ignore[attr-defined]
+        scaled.group = 32
         self.scaled = scaled
         self.register_buffer("rotary", torch.arange(9.0), persistent=False)
 
@@ -40,26 +42,21 @@ def new_model() -> Model:
 def test_parameters_have_no_memory() -> None:
     """Parameters have shapes only, tied ones are one parameter, and buffers are computed."""
     module = new_model()
-    assert ({"meta"}, True, list(range(9)), {"cpu"}) == (
-        {parameter.device.type for parameter in module.parameters()},
-        module.head.weight is module.embed.weight,
-        module.get_buffer("rotary").tolist(),
-        {buffer.device.type for buffer in module.buffers()},
-    )
-    assert (Scaled, 32, False) == (
-        type(module.scaled),
-        module.scaled.group,  # type: ignore[attr-defined]
-        module.scaled.requires_grad,
-    )
+    assert {"meta"} == {parameter.device.type for parameter in module.parameters()}
+    assert module.head.weight is module.embed.weight
+    assert list(range(9)) == module.get_buffer("rotary").tolist()
+    assert {"cpu"} == {buffer.device.type for buffer in module.buffers()}
+    assert Scaled is type(module.scaled)
+    assert 32 == module.scaled.group
+    assert not module.scaled.requires_grad
 
 
 def test_modules_built_afterwards_have_memory() -> None:
     """The effect ends with the block, even after an error, and is limited to the calling thread."""
-
-    found: list[nn.Module] = []
+    built: list[nn.Module] = []
 
     def build() -> None:
-        found.append(nn.Linear(2, 2))
+        built.append(nn.Linear(2, 2))
 
     def build_concurrently_and_fail() -> None:
         with rfork.no_init():
@@ -70,8 +67,8 @@ def test_modules_built_afterwards_have_memory() -> None:
 
     with pytest.raises(ZeroDivisionError):
         build_concurrently_and_fail()
-    found.append(nn.Linear(2, 2))
-    assert ["cpu", "cpu"] == [next(module.parameters()).device.type for module in found]
+    built.append(nn.Linear(2, 2))
+    assert ["cpu", "cpu"] == [next(module.parameters()).device.type for module in built]
 
 
 def test_a_parameter_registered_twice_stays_one() -> None:
@@ -97,13 +94,11 @@ def test_load_allocates_their_memory(tmp_path: Path) -> None:
     save_model(source, str(tmp_path / "model.safetensors"))
     module = new_model()
     report = rfork.load(module, tmp_path)
-    assert (True, True, Scaled, 32, True) == (
-        module.head.weight is module.embed.weight,
-        report.bytes > 0,
-        type(module.scaled),
-        module.scaled.group,  # type: ignore[attr-defined]
-        module.embed.weight.requires_grad,
-    )
+    assert report.bytes > 0
+    assert module.head.weight is module.embed.weight
+    assert module.embed.weight.requires_grad
+    assert Scaled is type(module.scaled)
+    assert 32 == module.scaled.group
     state = module.state_dict()
     assert [True] * len(state) == [torch.equal(value, state[name]) for name, value in source.state_dict().items()]
     batch = torch.randn(3, 2, 30)
@@ -121,15 +116,14 @@ def test_parameters_are_views_of_the_loaded_file(tmp_path: Path) -> None:
     assert 3600 == abs(second - first)
 
 
-def test_a_requested_dtype(tmp_path: Path) -> None:
+def test_parameters_are_loaded_in_the_requested_dtype(tmp_path: Path) -> None:
     """Floating-point parameters get the requested dtype, otherwise the module's, whatever dtype is stored."""
     save_model(Model(), str(tmp_path / "model.safetensors"))
     module = new_model()
     rfork.load(module, tmp_path, dtype=torch.bfloat16)
-    assert ({torch.bfloat16}, torch.int64) == (
-        {parameter.dtype for parameter in module.parameters()},
-        module.norm.num_batches_tracked.dtype if module.norm.num_batches_tracked is not None else None,
-    )
+    assert {torch.bfloat16} == {parameter.dtype for parameter in module.parameters()}
+    assert module.norm.num_batches_tracked is not None
+    assert torch.int64 == module.norm.num_batches_tracked.dtype
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["rnn.weight_hh_l0"].bfloat16(), module.state_dict()["rnn.weight_hh_l0"])
 
@@ -146,7 +140,7 @@ def test_parameters_tied_in_the_file_only_stay_separate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_parameter_that_would_stay_without_memory(tmp_path: Path, strict: bool) -> None:
+def test_a_parameter_that_would_stay_without_memory_is_named(tmp_path: Path, strict: bool) -> None:
     """It is named before anything is read, also with `strict=False`."""
     save_model(Model(), str(tmp_path / "model.safetensors"))
     content = load_file(tmp_path / "model.safetensors")

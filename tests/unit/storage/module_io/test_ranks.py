@@ -57,7 +57,7 @@ def test_a_template_names_the_file_of_each_rank(tmp_path: Path, suffix: str) -> 
         ("folder-%03d", SECOND, "folder-%03d"),
     ],
 )
-def test_the_names_of_a_template(name: str, rank: Rank, written: str) -> None:
+def test_the_names_of_a_template_equal_those_of_snapshots(name: str, rank: Rank, written: str) -> None:
     """Names equal those of snapshots in a folder; escapes in a URI are no template."""
     assert f"s3://bucket/{written}" == resolve_template(f"s3://bucket/{name}", rank)
 
@@ -104,13 +104,13 @@ def test_the_file_of_a_speculative_model_has_precedence(tmp_path: Path, target: 
         loaded(tmp_path, SPECULATIVE)
 
 
-def test_the_folder_of_a_speculative_model(tmp_path: Path) -> None:
+def test_without_a_file_for_the_rank_the_checkpoint_of_the_folder_is_loaded(tmp_path: Path) -> None:
     """If no file names a rank, the folder's checkpoint is loaded."""
     save_file({"weight": torch.full((2, 2), 3.0)}, tmp_path / "model.safetensors")
     assert 3.0 == loaded(tmp_path, SPECULATIVE)
 
 
-def test_a_set_of_files_for_each_rank(tmp_path: Path) -> None:
+def test_the_set_of_files_of_a_rank_is_found_in_the_folder(tmp_path: Path) -> None:
     """The set of the rank is found in the folder."""
     for value, rank in ((10.0, FIRST), (11.0, SECOND)):
         module = nn.Sequential(linear(value), linear(value))

@@ -232,7 +232,7 @@ def test_a_norm_from_an_old_file_keeps_its_batch_count(tmp_path: Path) -> None:
     assert [3.0, 3.0] == module.get_buffer("running_var").tolist()
 
 
-def test_a_scalar_that_is_stored_with_one_dimension(tmp_path: Path) -> None:
+def test_a_scalar_that_is_stored_with_one_dimension_is_loaded(tmp_path: Path) -> None:
     """torch loads scalars that old files store with one dimension."""
     module = nn.Module()
     module.register_buffer("scale", torch.tensor(0.0))

@@ -52,10 +52,8 @@ def test_invalid_arguments_are_refused(
     """Each is refused in one line that states the problem, and nothing is written."""
     with pytest.raises(error_type, match=message) as caught:
         call(saved)
-    assert (1, ["model.safetensors"]) == (
-        len(str(caught.value).splitlines()),
-        [path.name for path in saved.iterdir()],
-    )
+    assert 1 == len(str(caught.value).splitlines())
+    assert ["model.safetensors"] == [path.name for path in saved.iterdir()]
 
 
 def test_names_may_be_any_iterable(saved: Path) -> None:

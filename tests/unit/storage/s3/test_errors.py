@@ -103,10 +103,13 @@ def _document(code: str, message: str) -> bytes:
         ),
     ],
 )
-def test_refusals(status: int, code: str, message: str, error: type[StorageError], line: str) -> None:
+def test_s3_error_codes_are_mapped_to_rfork_errors(
+    status: int, code: str, message: str, error: type[StorageError], line: str
+) -> None:
     """Each S3 code is mapped to its error, in one line without the signature."""
     found = explain(URI, status, _document(code, message))
-    assert (error, f"{URI}: {line}") == (type(found), str(found))
+    assert error is type(found)
+    assert f"{URI}: {line}" == str(found)
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>404</html>", b"<Code></Code>", b"\xff" * 100])
@@ -213,12 +216,13 @@ def _refused(
         ),
     ],
 )
-def test_errors_of_botocore(
+def test_errors_of_botocore_are_mapped_to_rfork_errors(
     raised: ClientError | BotoCoreError | ValueError, error: type[RforkError], line: str
 ) -> None:
     """Each is mapped to its rfork error, in one line without queries of URLs."""
     found = to_storage_error(URI, raised)
-    assert (error, line) == (type(found), str(found))
+    assert error is type(found)
+    assert line == str(found)
 
 
 def test_missing_credentials_have_a_hint() -> None:

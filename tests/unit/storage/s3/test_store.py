@@ -53,23 +53,24 @@ def _settings(**changes: str | bool) -> StorageSettings:
         ("my.models", {}, "s3.amazonaws.com", "/my.models/a/b"),
     ],
 )
-def test_addressing(keys: None, bucket: str, changes: dict[str, str], host: str, path: str) -> None:
+def test_the_bucket_is_part_of_the_host_or_of_the_path(
+    keys: None, bucket: str, changes: dict[str, str], host: str, path: str
+) -> None:
     """The bucket is part of the host or of the path, depending on settings, endpoint and bucket name."""
     url = urlsplit(S3Bucket(bucket, _settings(**changes)).url("a/b"))
-    assert (host, path) == (url.netloc, url.path)
+    assert host == url.netloc
+    assert path == url.path
 
 
 def test_urls_have_a_version_4_signature(keys: None) -> None:
     """A URL is signed with version 4, for the region, by the environment's key, over the host only."""
     query = parse_qs(urlsplit(S3Bucket("models", _settings(s3_region="eu-west-1")).url("a")).query)
     access_key, _, region, service, _ = query["X-Amz-Credential"][0].split("/")
-    assert ("AKIAENVIRONMENT", "eu-west-1", "s3", ["host"], ["900"]) == (
-        access_key,
-        region,
-        service,
-        query["X-Amz-SignedHeaders"],
-        query["X-Amz-Expires"],
-    )
+    assert "AKIAENVIRONMENT" == access_key
+    assert "eu-west-1" == region
+    assert "s3" == service
+    assert ["host"] == query["X-Amz-SignedHeaders"]
+    assert ["900"] == query["X-Amz-Expires"]
 
 
 def test_anonymous_urls_have_no_signature(keys: None) -> None:
@@ -79,7 +80,9 @@ def test_anonymous_urls_have_no_signature(keys: None) -> None:
     )
 
 
-def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_defines_credentials_region_and_endpoint(
+    use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Credentials, region and endpoint of a profile come from AWS's files."""
     use_identity(None)
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIALAB\naws_secret_access_key = x\n")
@@ -89,12 +92,10 @@ def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("AWS_PROFILE", "lab")
     url = urlsplit(S3Bucket("models", _settings()).url("a"))
     signed = parse_qs(url.query)["X-Amz-Credential"][0].split("/")
-    assert ("lab.example.com", "/models/a", "AKIALAB", "ap-south-1") == (
-        url.netloc,
-        url.path,
-        signed[0],
-        signed[2],
-    )
+    assert "lab.example.com" == url.netloc
+    assert "/models/a" == url.path
+    assert "AKIALAB" == signed[0]
+    assert "ap-south-1" == signed[2]
 
 
 def test_a_missing_profile_is_named(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> N
     bucket = S3Bucket("models", _settings())
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(bucket, "url", lambda key: f"https://s3/{key}?X-Amz-Signature={next(signed)}")
-    sign = module._Signed(bucket, "a")
+    sign = module._RequestSigner(bucket, "a")
     urls = []
     for seconds in (0, module.SIGNATURE_REUSE_S - 1, 1, 10):
         now[0] += seconds
@@ -141,7 +142,7 @@ def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatc
     made: list[StorageSettings] = []
     start, connect = threading.Barrier(4), s3_bucket._connect
 
-    def counted(settings: StorageSettings) -> tuple[s3_bucket._Client, Path | None]:
+    def counted(settings: StorageSettings) -> s3_bucket._Connection:
         made.append(settings)
         return connect(settings)
 
@@ -164,6 +165,6 @@ def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatc
 def test_readers_use_the_ca_bundle_of_aws(keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AWS_CA_BUNDLE has precedence over SSL_CERT_FILE; reads use the same file."""
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "all.pem"))
-    assert tmp_path / "all.pem" == S3Bucket("models", _settings()).authorities
+    assert tmp_path / "all.pem" == S3Bucket("models", _settings()).ca_file
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "s3.pem"))
-    assert tmp_path / "s3.pem" == S3Bucket("models", _settings()).authorities
+    assert tmp_path / "s3.pem" == S3Bucket("models", _settings()).ca_file

@@ -157,7 +157,8 @@ def test_small_blobs_are_one_request(size: int, calls: list[str]) -> None:
     """
     bucket, data = FakeMultipartBucket(), b"abc" * (size // 3) + b"abc"[: size % 3]
     _write(bucket, data)
-    assert (data, sorted(calls)) == (bucket.objects["key"], sorted(bucket.calls))
+    assert data == bucket.objects["key"]
+    assert sorted(calls) == sorted(bucket.calls)
 
 
 def test_bytes_may_change_after_the_write() -> None:
@@ -209,7 +210,8 @@ def test_a_writer_waits_for_memory() -> None:
         released.release()
     released.release()
     thread.join()
-    assert (2, 6 * MIN_PART_BYTES) == (max(in_flight_counts), len(bucket.objects["key"]))
+    assert 2 == max(in_flight_counts)
+    assert 6 * MIN_PART_BYTES == len(bucket.objects["key"])
 
 
 def test_a_failed_part_ends_the_upload() -> None:
@@ -218,7 +220,9 @@ def test_a_failed_part_ends_the_upload() -> None:
     bucket.fail = {"part 2": [StorageFull("no space left")]}
     with pytest.raises(StorageFull, match="no space left"):
         _write(bucket, *[b"a" * MIN_PART_BYTES] * 6)
-    assert ({}, {}, "abort") == (bucket.objects, bucket.uploads, bucket.calls[-1])
+    assert {} == bucket.objects
+    assert {} == bucket.uploads
+    assert "abort" == bucket.calls[-1]
 
 
 def test_leaving_with_an_exception_leaves_nothing() -> None:
@@ -240,7 +244,8 @@ def test_leaving_with_an_exception_leaves_nothing() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         interrupted()
-    assert ({}, {}) == (bucket.objects, bucket.uploads)
+    assert {} == bucket.objects
+    assert {} == bucket.uploads
     assert ["begin", "part 1", "abort"] == bucket.calls
 
 
@@ -258,11 +263,11 @@ def test_a_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_aborted_body_is_not_sent_again() -> None:
     """Rewinding the body for another attempt fails once the upload is aborted."""
     body = PartBody(memoryview(b"abc"))
-    before = (body.seek(0), body.read())
+    assert 0 == body.seek(0)
+    assert b"abc" == body.read()
     body.cancel()
     with pytest.raises(OSError, match="cancelled"):
         body.seek(0)
-    assert (0, b"abc") == before
 
 
 @pytest.mark.parametrize("size", [3, MIN_PART_BYTES + 3])
@@ -286,10 +291,11 @@ def test_an_existing_object_stays_without_replace(
         bucket.objects["key"] = b"old"
     bucket.fail = {"put new": [*errors], "complete new": [*errors]}
     _write(bucket, b"new".ljust(size), replace=False)
-    assert (kept, {}) == (bucket.objects.get("key", b"").strip() or None, bucket.uploads)
+    assert kept == (bucket.objects.get("key", b"").strip() or None)
+    assert {} == bucket.uploads
 
 
-def test_conflicting_writers() -> None:
+def test_a_writer_that_always_conflicts_gives_up() -> None:
     """A writer that always conflicts gives up after a number of attempts and leaves nothing."""
     bucket = FakeMultipartBucket()
     bucket.fail = {"put new": [ConcurrentWriteConflict("now")] * 9}
@@ -311,14 +317,12 @@ def test_the_other_writer_succeeds(size: int) -> None:
     bucket.fail = {call: [ConcurrentWriteConflict("now")] * 9 for call in ("put new", "complete new")}
     with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=False, pause=pause) as writer:
         writer.write([memoryview(bytes(size))])
-    assert (b"theirs", {}, True) == (
-        bucket.objects["key"],
-        bucket.uploads,
-        0.05 <= bucket.pauses[0] <= bucket.pauses[1] <= 0.2,
-    )
+    assert b"theirs" == bucket.objects["key"]
+    assert {} == bucket.uploads
+    assert 0.05 <= bucket.pauses[0] <= bucket.pauses[1] <= 0.2
 
 
-def test_a_conflict_that_ended_the_upload() -> None:
+def test_a_conflict_that_ended_the_upload_fails_unless_the_other_object_exists() -> None:
     """If the service no longer knows the upload after a conflict, the other object exists or the upload
     fails.
     """
@@ -339,10 +343,11 @@ def test_a_conflict_that_ended_the_upload() -> None:
         bucket, "key", "uri", SETTINGS, replace=False, pause=lambda _: bucket.objects.update(theirs)
     ) as writer:
         writer.write([memoryview(bytes(MIN_PART_BYTES + 3))])
-    assert (theirs, {}) == (bucket.objects, bucket.uploads)
+    assert theirs == bucket.objects
+    assert {} == bucket.uploads
 
 
-def test_a_lost_response_after_completion() -> None:
+def test_an_object_counts_as_created_even_if_the_response_was_lost() -> None:
     """An object that was created counts as created, even if the response was lost."""
     bucket = FakeMultipartBucket()
     bucket.lose_response = True
@@ -350,7 +355,7 @@ def test_a_lost_response_after_completion() -> None:
     assert b"a" * MIN_PART_BYTES + b"b" == bucket.objects["key"]
 
 
-def test_a_missing_response_without_completion() -> None:
+def test_a_missing_response_without_an_object_is_a_failure() -> None:
     """If the object is missing or differs, the failure of the completion is raised."""
     bucket = FakeMultipartBucket()
     bucket.objects["key"] = b"a" * MIN_PART_BYTES + b"c"
@@ -360,7 +365,7 @@ def test_a_missing_response_without_completion() -> None:
     assert {} == bucket.uploads
 
 
-def test_an_object_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_another_size_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another size than was written is detected, unless a later writer has replaced the object."""
     bucket = FakeMultipartBucket()
     monkeypatch.setattr(bucket, "complete", lambda *args, only_new: '"tag"')
@@ -379,8 +384,9 @@ def test_write_permission_is_sufficient() -> None:
     assert MIN_PART_BYTES + 1 == len(bucket.objects["key"])
 
 
-def test_the_entity_tag_of_an_object_in_parts() -> None:
+def test_the_entity_tag_of_an_object_in_parts_is_computed_from_the_parts() -> None:
     """It is the MD5 of the parts' MD5s and their number; None if the parts have other tags."""
     tag = '"043a916d6cfeecedf5e04f0312ba762d-2"'
     parts = [Part(1, '"900150983cd24fb0d6963f7d28e17f72"', {}), Part(2, _md5(b"abc"), {})]
-    assert (tag, None) == (multipart_etag(parts), multipart_etag([*parts, Part(3, '"opaque"', {})]))
+    assert tag == multipart_etag(parts)
+    assert multipart_etag([*parts, Part(3, '"opaque"', {})]) is None

@@ -69,11 +69,9 @@ def test_every_chunk_is_read_back(bucket: InMemoryBucket, shared: bool) -> None:
         with target.writable(begin, end) as views:
             snapshot.read(begin, end, views)
     snapshot.close()
-    assert (MANIFEST.weights_id, MANIFEST.digests, 0) == (
-        snapshot.manifest.weights_id,
-        target.manifest().digests,
-        bucket.open_blobs,
-    )
+    assert MANIFEST.weights_id == snapshot.manifest.weights_id
+    assert MANIFEST.digests == target.manifest().digests
+    assert 0 == bucket.open_blobs
 
 
 @FORMS
@@ -84,22 +82,23 @@ def test_an_image_is_filled_at_once(bucket: InMemoryBucket, shared: bool) -> Non
     snapshot = Snapshot.open(REVISION, IMAGE.layout)
     snapshot.fill(target, progress=progress_bytes.append, on_chunk=chunks.append)
     snapshot.close()
-    assert (MANIFEST.digests, IMAGE.layout.image_bytes, [0, 1, 2], 0) == (
-        target.manifest().digests,
-        sum(progress_bytes),
-        sorted(chunks),
-        bucket.open_blobs,
-    )
+    assert MANIFEST.digests == target.manifest().digests
+    assert IMAGE.layout.image_bytes == sum(progress_bytes)
+    assert [0, 1, 2] == sorted(chunks)
+    assert 0 == bucket.open_blobs
 
 
-def test_more_chunks_than_open_objects(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_than_open_objects_are_filled_in_batches(
+    bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shared snapshot with too many chunks is filled in batches."""
     monkeypatch.setattr("rfork.storage.snapshots.snapshot.MAX_OPEN", 1)
     monkeypatch.setattr("rfork.storage.snapshots.chunked_blob.MAX_OPEN", 1)
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     target, snapshot = make_image(2), Snapshot.open(REVISION, IMAGE.layout)
     snapshot.fill(target)
-    assert (MANIFEST.digests, 1) == (target.manifest().digests, bucket.open_blobs)
+    assert MANIFEST.digests == target.manifest().digests
+    assert 1 == bucket.open_blobs
     snapshot.close()
     assert 0 == bucket.open_blobs
 
@@ -137,11 +136,10 @@ def test_a_chunk_that_was_wrong_once_is_read_again(bucket: InMemoryBucket) -> No
         patched.setattr(Image, "digest", wrong_once)
         snapshot.fill(target)
     snapshot.close()
-    assert (MANIFEST.digests, [1], True) == (
-        target.manifest().digests,
-        corrupted,
-        len(bucket.paths_of("read")) - reads > 1 and bucket.objects[NAME] is right,
-    )
+    assert MANIFEST.digests == target.manifest().digests
+    assert [1] == corrupted
+    assert len(bucket.paths_of("read")) - reads > 1
+    assert bucket.objects[NAME] is right
 
 
 def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
@@ -166,7 +164,7 @@ def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
         (Rank(dp=3), "model-rank-000.safetensors"),
     ],
 )
-def test_the_names_of_ranks(rank: Rank, name: str) -> None:
+def test_the_name_of_a_snapshot_identifies_the_rank(rank: Rank, name: str) -> None:
     """A name identifies the rank; data-parallel replicas share one."""
     assert name == snapshot_name(rank)
 
@@ -276,7 +274,7 @@ def test_a_damaged_snapshot_is_refused(
     assert error is raised.type
 
 
-def test_a_snapshot_with_another_layout(path: Path) -> None:
+def test_the_first_difference_from_another_layout_is_named(path: Path) -> None:
     """The first difference is named."""
     other = image_from_tensors({"a": torch.zeros(3), "b": torch.zeros(2, MIB // 8), "c": torch.zeros(77)})
     with pytest.raises(CheckpointError, match="first difference: a: here"):

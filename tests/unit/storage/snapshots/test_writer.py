@@ -54,29 +54,33 @@ def weights_at(uri: str) -> str | None:
     return target.manifest().weights_id
 
 
-def test_the_written_files(bucket: InMemoryBucket) -> None:
+def test_the_manifest_is_written_last(bucket: InMemoryBucket) -> None:
     """The file is header and image; its manifest is written last."""
     progress_bytes = list[int]()
     written = write_snapshot(IMAGE, MANIFEST, REVISION, progress=progress_bytes.append)
     uri = "s3://bucket/tiny/rev-1/model-rank-000.safetensors"
-    assert (WriteReport(uri, MANIFEST.weights_id, HEADER + 3 * MIB, 0), 3 * MIB) == (
-        written,
-        sum(progress_bytes),
-    )
+    assert WriteReport(uri, MANIFEST.weights_id, HEADER + 3 * MIB, 0) == written
+    assert 3 * MIB == sum(progress_bytes)
     assert [NAME, f"{NAME}.manifest.json"] == bucket.paths_of("commit") == list(bucket.objects)
 
 
 def test_equal_chunks_are_stored_once(bucket: InMemoryBucket) -> None:
     """Another rank and another revision write only differing chunks, and each is read back completely."""
     first = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
-    rank = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, rank=Rank(tp=1, tp_size=2))
-    revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT_REVISION, shared=True)
+    other_rank = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, rank=Rank(tp=1, tp_size=2))
+    other_revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT_REVISION, shared=True)
     again = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT_REVISION, shared=True)
     snapshot_bytes = HEADER + 3 * MIB
-    assert [(snapshot_bytes, 0), (0, snapshot_bytes), (HEADER + 2 * MIB, MIB), (0, snapshot_bytes)] == [
-        (written.written, written.reused_bytes) for written in (first, rank, revision, again)
-    ]
-    assert [MANIFEST.weights_id, OTHER_MANIFEST.weights_id] == [weights_at(REVISION), weights_at(NEXT_REVISION)]
+    assert snapshot_bytes == first.written
+    assert 0 == first.reused_bytes
+    assert 0 == other_rank.written
+    assert snapshot_bytes == other_rank.reused_bytes
+    assert HEADER + 2 * MIB == other_revision.written
+    assert MIB == other_revision.reused_bytes
+    assert 0 == again.written
+    assert snapshot_bytes == again.reused_bytes
+    assert MANIFEST.weights_id == weights_at(REVISION)
+    assert OTHER_MANIFEST.weights_id == weights_at(NEXT_REVISION)
     assert 5 + 2 == sum(name.startswith("tiny/chunks/") for name in bucket.objects)
 
 
@@ -84,7 +88,9 @@ def test_equal_chunks_of_one_image_are_stored_once(bucket: InMemoryBucket) -> No
     """Three chunks of zeros are one object; all bytes are reported."""
     image, progress_bytes = image_from_tensors({"a": torch.zeros(3 * MIB // 4)}), list[int]()
     written = write_snapshot(image, image.manifest(), REVISION, shared=True, progress=progress_bytes.append)
-    assert (HEADER + MIB, 2 * MIB, 3 * MIB) == (written.written, written.reused_bytes, sum(progress_bytes))
+    assert HEADER + MIB == written.written
+    assert 2 * MIB == written.reused_bytes
+    assert 3 * MIB == sum(progress_bytes)
 
 
 def test_shared_chunks_are_in_the_folder_of_the_caller(bucket: InMemoryBucket) -> None:
@@ -157,7 +163,8 @@ def test_a_writer_may_die_at_any_step(
         else:
             bucket.fault = None
             break
-    assert (allowed, NEW) == (list(dict.fromkeys(seen)), weights_at(REVISION))
+    assert allowed == list(dict.fromkeys(seen))
+    assert NEW == weights_at(REVISION)
 
 
 @FORMS
@@ -173,11 +180,12 @@ def test_a_full_disk_leaves_no_snapshot(bucket: InMemoryBucket, shared: bool, la
     with pytest.raises(StorageFull, match="no space left"):
         write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared)
     bucket.fault = None
-    assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
+    assert weights_at(REVISION) is None
+    assert [] == [name for name in bucket.objects if "rev-1" in name]
 
 
 @FORMS
-def test_weights_that_change_during_the_write(bucket: InMemoryBucket, shared: bool) -> None:
+def test_weights_that_change_during_the_write_are_an_error(bucket: InMemoryBucket, shared: bool) -> None:
     """Written bytes are digested again: bytes that differ from the manifest are an error."""
     changing = make_image(1)
     manifest = changing.manifest()
@@ -187,10 +195,11 @@ def test_weights_that_change_during_the_write(bucket: InMemoryBucket, shared: bo
 
     with pytest.raises(SourceWeightsChanged, match="chunk 1 differs"):
         write_snapshot(changing, manifest, REVISION, shared=shared, progress=change, settings=SERIAL_SETTINGS)
-    assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
+    assert weights_at(REVISION) is None
+    assert [] == [name for name in bucket.objects if "rev-1" in name]
 
 
-def test_no_shared_snapshot_during_a_deletion(bucket: InMemoryBucket) -> None:
+def test_no_shared_snapshot_is_written_during_a_deletion(bucket: InMemoryBucket) -> None:
     """A writer that would reuse chunks during their deletion gives up."""
     bucket.objects["tiny/chunks/removing-" + "0" * 32] = b""
     with pytest.raises(StorageError, match="another process is deleting chunks here"):
@@ -216,7 +225,7 @@ def test_a_read_only_store_is_refused() -> None:
         write_snapshot(IMAGE, MANIFEST, "https://127.0.0.1:1/models/")
 
 
-def test_a_file_instead_of_the_folder(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_a_storage_error(tmp_path: Path) -> None:
     """It is a storage error of one line."""
     (tmp_path / "models").write_text("")
     with pytest.raises(StorageError, match="model-rank-000"):
@@ -235,7 +244,8 @@ def test_concurrent_writers_of_one_snapshot_do_not_mix(tmp_path: Path) -> None:
 
     write_snapshot(IMAGE, MANIFEST, path, progress=write_concurrently)
     manifest = path.with_name(f"{path.name}.manifest.json")
-    assert (MANIFEST.weights_id, {path, manifest}) == (weights_at(str(path)), set(tmp_path.iterdir()))
+    assert MANIFEST.weights_id == weights_at(str(path))
+    assert {path, manifest} == set(tmp_path.iterdir())
 
 
 def test_an_interrupted_writer_cleans_up(tmp_path: Path) -> None:

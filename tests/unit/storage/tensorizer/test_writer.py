@@ -41,7 +41,8 @@ def test_tensorizer_reads_written_files(tmp_path: Path, encryption_type: str) ->
     saved = write_tensors(samples(), str(path), key=key, password=password)
     with tensorizer_file(path, encryption) as loaded:
         assert raw_tensors(samples()) == raw_tensors(loaded.items())
-    assert (len(samples()), path.as_uri()) == (saved.tensors, saved.uri)
+    assert len(samples()) == saved.tensors
+    assert path.as_uri() == saved.uri
     assert sum(tensor.nbytes for tensor in samples().values()) == saved.nbytes
 
 

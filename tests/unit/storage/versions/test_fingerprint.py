@@ -118,7 +118,7 @@ def fingerprint_before(model: Path) -> str:
     return found
 
 
-def test_the_form_of_a_fingerprint(fingerprint_before: str) -> None:
+def test_a_fingerprint_is_a_prefix_and_32_hex_digits(fingerprint_before: str) -> None:
     """A fingerprint is `files:` and 32 hex digits."""
     prefix, _, digits = fingerprint_before.partition(":")
     assert "files" == prefix
@@ -126,7 +126,7 @@ def test_the_form_of_a_fingerprint(fingerprint_before: str) -> None:
     assert set(digits) <= set("0123456789abcdef")
 
 
-def test_works_without_torch(model: Path, fingerprint_before: str) -> None:
+def test_the_fingerprint_needs_no_torch(model: Path, fingerprint_before: str) -> None:
     """The fingerprint of local files imports no torch."""
     code = (
         "import sys; from rfork.storage.versions.version import version_of;"
@@ -351,7 +351,7 @@ def test_a_folder_without_weight_files_has_no_version(tmp_path: Path, names: tup
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.tensors", "pytorch_model.bin", "model.pt", "m.pth"])
-def test_other_formats_count(tmp_path: Path, name: str) -> None:
+def test_weights_in_other_formats_are_covered(tmp_path: Path, name: str) -> None:
     """Weights in other formats are covered, by folder and by file name."""
     found = set()
     for fill in (b"a", b"b"):
@@ -407,13 +407,13 @@ def test_the_name_of_a_set_means_all_files(tmp_path: Path, named: str, part: str
 @pytest.mark.parametrize("name", ["nothing", "nothing/model.safetensors", "nothing.safetensors"])
 def test_a_missing_path_is_named(tmp_path: Path, name: str) -> None:
     """A wrong path is an error, unlike a folder without weights."""
-    with pytest.raises(StorageNotFound, match=f"{tmp_path / name}: no such file or folder"):
+    with pytest.raises(StorageNotFound, match=f"{tmp_path / name}: No such file or directory"):
         fingerprint_of(tmp_path / name)
 
 
 def test_a_path_with_a_null_byte_does_not_exist(tmp_path: Path) -> None:
     """No file can have such a name."""
-    with pytest.raises(StorageNotFound, match="no such file or folder"):
+    with pytest.raises(StorageNotFound, match="No such file or directory"):
         fingerprint_of(f"{tmp_path}/a\0b/c")
 
 
@@ -545,7 +545,9 @@ def test_the_name_of_an_object_means_this_object(remote: InMemoryBucket) -> None
     assert before != fingerprint_of(FOLDER + SHARDS[0])
 
 
-def test_a_bucket_without_permission_to_list(remote: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permission_to_list_files_are_found_by_their_names(
+    remote: InMemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The index and its shards are found by their names."""
     listed = fingerprint_of(FOLDER)
 
@@ -636,7 +638,7 @@ def test_a_snapshot_with_replaced_data_is_refused(tmp_path: Path) -> None:
         fingerprint_of(tmp_path / "a.safetensors")
 
 
-def test_a_snapshot_in_an_object_store(bucket: InMemoryBucket) -> None:
+def test_the_version_of_a_snapshot_in_an_object_store_is_the_recorded_one(bucket: InMemoryBucket) -> None:
     """The recorded version is read from the manifest."""
     write_snapshot(IMAGE, IMAGE.manifest(), FOLDER, version="v7")
     assert "v7" == fingerprint_of(FOLDER)

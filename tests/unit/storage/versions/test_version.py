@@ -83,7 +83,9 @@ def test_a_local_folder_precedes_an_id(snapshot: Path, tmp_path: Path, monkeypat
         ({"HOME": "/d"}, "/d/.cache/huggingface/hub"),
     ],
 )
-def test_the_location_of_the_cache(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_huggingface_hub_define_the_cache(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The variables of huggingface_hub define the location."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -86,7 +86,8 @@ def test_a_wheel_for_another_cuda_version_is_rejected(
     """The hint names the wheel to remove and the extra for torch's CUDA version."""
     with pytest.raises(VersionMismatch) as raised:
         require_cuda(state, torch_cuda)
-    assert (message, hint) == (str(raised.value), raised.value.hint)
+    assert message == str(raised.value)
+    assert hint == raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,8 @@ def test_engines_of_both_protocols_start_concurrently(
     for thread in threads:
         thread.join()
     expected = [("rdma", None, None)] * 20 + [("tcp", "1", "1")] * 20
-    assert (expected, before) == (sorted(native.records, key=str), os.environ.get("MC_FORCE_TCP"))
+    assert expected == sorted(native.records, key=str)
+    assert before == os.environ.get("MC_FORCE_TCP")
 
 
 @pytest.mark.parametrize(("wire_protocol", "error"), [("rdma", DeviceDown), ("tcp", TransportUnavailable)])

@@ -78,7 +78,8 @@ def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.de
     reader = TransferEngineReader(engine, "session", remote, target, gather=True)  # type: ignore[arg-type]
     reader.read(0, size, math.inf)
     with target.readable(0, size) as views:
-        assert (bytes([7]) * size, reads) == (b"".join(views), len(engine.reads))
+        assert bytes([7]) * size == b"".join(views)
+        assert reads == len(engine.reads)
     reader.close()
 
 
@@ -106,4 +107,5 @@ def test_a_failed_registration_of_gpu_memory_is_a_gpu_direct_error(
     engine = FakeEngine(fails=True)
     with pytest.raises(TransportUnavailable, match="not registered") as raised:
         register(engine, image_on(image_devices), [(1, 1)])  # type: ignore[arg-type]
-    assert (error, error is GpuDirectUnavailable) == (type(raised.value), "rfork doctor" in raised.value.hint)
+    assert error is type(raised.value)
+    assert (error is GpuDirectUnavailable) == ("rfork doctor" in raised.value.hint)

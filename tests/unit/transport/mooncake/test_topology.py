@@ -109,13 +109,14 @@ def test_requested_devices_are_used(tmp_path: Path) -> None:
         "RoCE, no address",
     ],
 )
-def test_device_down_names_the_device_and_the_reason(
+def test_an_unusable_device_is_named_with_the_reason(
     tmp_path: Path, nics: dict[str, Nic], requested_devices: str, message: str
 ) -> None:
     """DeviceDown makes the transport unavailable."""
     with pytest.raises(DeviceDown) as raised:
         selected_names(build_sysfs(tmp_path, [], nics), requested_devices)
-    assert (message, True) == (str(raised.value), bool(raised.value.hint))
+    assert message == str(raised.value)
+    assert raised.value.hint
 
 
 def test_a_roce_port_with_an_address_is_usable(tmp_path: Path) -> None:
@@ -123,17 +124,16 @@ def test_a_roce_port_with_an_address_is_usable(tmp_path: Path) -> None:
     gids = (NO_GID, "0000:0000:0000:0000:0000:ffff:0a00:0001")
     nic = Nic("pci0000:00/0000:00:06.0", 1, link_layer="Ethernet", gids=gids)
     (device,) = rdma_devices(build_sysfs(tmp_path, [], {"mlx5_0": nic}))
-    assert ("Ethernet", "", "400 Gb/sec (4X NDR)", PciLocation(("pci0000:00", "0000:00:06.0"), 1)) == (
-        device.link_layer,
-        device.fault,
-        device.rate,
-        device.pci_location,
-    )
+    assert "Ethernet" == device.link_layer
+    assert "" == device.fault
+    assert "400 Gb/sec (4X NDR)" == device.rate
+    assert PciLocation(("pci0000:00", "0000:00:06.0"), 1) == device.pci_location
 
 
 def test_a_machine_without_devices_has_an_empty_topology(tmp_path: Path) -> None:
     """A missing directory means no devices, and an unknown card has an empty location."""
-    assert ((), PciLocation()) == (rdma_devices(tmp_path), pci_location("0000:18:00.0", tmp_path))
+    assert () == rdma_devices(tmp_path)
+    assert PciLocation() == pci_location("0000:18:00.0", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_gids_are_read_up_to_the_first_address(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     (device,) = rdma_devices(sysfs)
-    assert (True, reads) == (device.has_address, sum(path.parent.name == "gids" for path in read))
+    assert device.has_address
+    assert reads == sum(path.parent.name == "gids" for path in read)
 
 
 def test_files_that_are_not_text_make_a_device_unusable(tmp_path: Path) -> None:
@@ -170,7 +171,8 @@ def test_files_that_are_not_text_make_a_device_unusable(tmp_path: Path) -> None:
         (device / name).write_bytes(b"\xff\xfe")
     (device / "device" / "numa_node").write_text("--1\n")
     (found,) = rdma_devices(sysfs)
-    assert (True, PciLocation(("pci0000:00", "0000:00:06.0"))) == (bool(found.fault), found.pci_location)
+    assert found.fault
+    assert PciLocation(("pci0000:00", "0000:00:06.0")) == found.pci_location
 
 
 def test_an_unreadable_sysfs_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +185,5 @@ def test_an_unreadable_sysfs_has_no_devices(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         for call in ("listdir", "scandir", "stat"):
             patch.setattr(f"os.{call}", denied)
-        found = rdma_devices(sysfs), pci_location("0000:18:00.0", sysfs)
-    assert ((), PciLocation()) == found
+        assert () == rdma_devices(sysfs)
+        assert PciLocation() == pci_location("0000:18:00.0", sysfs)

@@ -20,4 +20,5 @@ def test_a_broken_renewal_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog
 
     monkeypatch.setattr(credentials, "_read", read_files)
     reloader = credentials._Renewal(TlsSettings(), (b"key", b"chain", None))
-    assert ([None] * 4, 2) == ([reloader() for _ in range(4)], len(caplog.records))
+    assert [None] * 4 == [reloader() for _ in range(4)]
+    assert 2 == len(caplog.records)

@@ -1,3 +1,5 @@
+"""Polling of engines and planner for the metrics, shared by all triggers."""
+
 from __future__ import annotations
 
 import asyncio
@@ -47,10 +49,8 @@ async def test_engines_are_polled_at_their_listed_hosts() -> None:
     harness = MetricSourceHarness(a=engine(3), b=engine(4))
     harness.planner_api.instance_views = (instance("a"), instance("b"), instance("c", "loading"))
     trigger = Trigger(MODEL, "waiting", 10.0, port=9000, path="/m", scheme="https")
-    assert (TriggerReading(7.0, True), ["https://a:9000/m", "https://b:9000/m"]) == (
-        await harness.metric_source.read(trigger),
-        sorted(harness.engines.requests),
-    )
+    assert TriggerReading(7.0, True) == await harness.metric_source.read(trigger)
+    assert ["https://a:9000/m", "https://b:9000/m"] == sorted(harness.engines.requests)
 
 
 async def test_many_triggers_share_one_poll() -> None:
@@ -59,36 +59,31 @@ async def test_many_triggers_share_one_poll() -> None:
     harness.planner_api.instance_views = (instance("a"),)
     triggers = [Trigger(MODEL, metric, 1.0, port=8000) for metric in ("waiting", "running", "kv_cache")]
     readings = await asyncio.gather(*(harness.metric_source.read(trigger) for trigger in triggers * 100))
-    assert ([20.0, 7.0, 0.5], ["instances of org/llama"], ["http://a:8000/metrics"]) == (
-        [reading.value for reading in readings[:3]],
-        harness.planner_api.requests,
-        harness.engines.requests,
-    )
+    assert [20.0, 7.0, 0.5] == [reading.value for reading in readings[:3]]
+    assert ["instances of org/llama"] == harness.planner_api.requests
+    assert ["http://a:8000/metrics"] == harness.engines.requests
     harness.engines.pages["a"] = engine(1)
-    assert (20.0, 1.0) == ((await harness.read_after(0.9)).value, (await harness.read_after(0.1)).value)
+    assert 20.0 == (await harness.read_after(0.9)).value
+    assert 1.0 == (await harness.read_after(0.1)).value
 
 
 async def test_planner_metrics_need_no_engine() -> None:
     """Forks and scale-ups come from the planner."""
     harness = MetricSourceHarness()
     harness.planner_api.fork_views, harness.planner_api.scaleup_views = (fork(1), fork(2)), (scaleup(3, 1),)
-    assert (TriggerReading(2.0, True), TriggerReading(3.0, True), [], ["forks", "scaleups"]) == (
-        await harness.metric_source.read(Trigger(MODEL, "forks", 1.0)),
-        await harness.metric_source.read(Trigger(MODEL, "expected", 1.0)),
-        harness.engines.requests,
-        harness.planner_api.requests,
-    )
+    assert TriggerReading(2.0, True) == await harness.metric_source.read(Trigger(MODEL, "forks", 1.0))
+    assert TriggerReading(3.0, True) == await harness.metric_source.read(Trigger(MODEL, "expected", 1.0))
+    assert [] == harness.engines.requests
+    assert ["forks", "scaleups"] == harness.planner_api.requests
 
 
 async def test_silent_engines_are_left_out_and_counted() -> None:
     """The others count. If none responds, the value is unknown, with the reasons."""
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views = (instance("a"), instance("b"))
-    assert (TriggerReading(3.0, True), 1.0, 1.0) == (
-        await harness.read_after(),
-        harness.poll_count("ok"),
-        harness.poll_count("failed"),
-    )
+    assert TriggerReading(3.0, True) == await harness.read_after()
+    assert 1.0 == harness.poll_count("ok")
+    assert 1.0 == harness.poll_count("failed")
     del harness.engines.pages["a"]
     with pytest.raises(MetricUnavailable, match="a did not respond at http://a:8000/metrics; b did not respond"):
         await harness.read_after()
@@ -125,10 +120,8 @@ async def test_after_a_restart_of_the_planner_unlisted_engines_still_count() -> 
         await harness.read_after(3600)
     harness.planner_api.unavailable_reason = ""
     values.append((await harness.read_after()).value)
-    assert ([7.0, 7.0, 7.0, 4.0, 4.0, 4.0], ["http://b:8000/metrics"] * 2) == (
-        values,
-        harness.engines.requests,
-    )
+    assert [7.0, 7.0, 7.0, 4.0, 4.0, 4.0] == values
+    assert ["http://b:8000/metrics"] * 2 == harness.engines.requests
 
 
 async def test_an_empty_list_right_after_the_start_is_unknown() -> None:
@@ -160,10 +153,8 @@ async def test_errors_of_the_planner_reach_all_callers() -> None:
         "planner http://p is unreachable",
     )
     results = await asyncio.gather(*(harness.metric_source.read(WAITING) for _ in range(3)), return_exceptions=True)
-    assert ([PlannerUnavailable] * 3, 1) == (
-        [type(result) for result in results],
-        len(harness.planner_api.requests),
-    )
+    assert [PlannerUnavailable] * 3 == [type(result) for result in results]
+    assert 1 == len(harness.planner_api.requests)
     harness.planner_api.unavailable_reason = ""
     assert TriggerReading(3.0, True) == await harness.read_after()
 

@@ -1,3 +1,5 @@
+"""Values of the scaler's metrics, from pages of engines and the planner's lists."""
+
 from __future__ import annotations
 
 from math import inf
@@ -108,9 +110,10 @@ def test_unlisted_hosts_are_polled_for_a_while() -> None:
     second = signals.hosts_to_poll(first, [instance("a"), instance("b", "draining")], now=500.0, keep_s=20.0)
     third = signals.hosts_to_poll(second, [instance("a")], now=519.0, keep_s=20.0)
     fourth = signals.hosts_to_poll(third, [], now=520.0, keep_s=20.0)
-    assert [{"a": inf, "b": inf, "c": inf}, {"a": inf, "c": 520.0}, {"a": inf, "c": 520.0}, {"a": 540.0}] == [
-        first, second, third, fourth,
-    ]  # fmt: skip
+    assert {"a": inf, "b": inf, "c": inf} == first
+    assert {"a": inf, "c": 520.0} == second
+    assert {"a": inf, "c": 520.0} == third
+    assert {"a": 540.0} == fourth
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,9 @@ def test_the_largest_incomplete_scale_up_counts(
         (signals.NO_SCALEUP, 0.0, TriggerReading(0.0, False)),
     ],
 )
-def test_expected_replicas(expected_replicas: AnnouncedReplicas, activation: float, expected: TriggerReading) -> None:
+def test_expected_replicas_count_until_the_last_has_arrived(
+    expected_replicas: AnnouncedReplicas, activation: float, expected: TriggerReading
+) -> None:
     """The value is the announced number until the last replica has arrived, so that the HPA scales up to it."""
     assert expected == signals.scaleup_reading(Trigger(MODEL, "expected", 1.0, activation), expected_replicas)
 
@@ -207,16 +212,16 @@ def test_only_forks_in_progress_count() -> None:
     forks = [fork(1), fork(2, "planning"), fork(3, "finished"), fork(4, "failed"), fork(5, model="other")]
     running = signals.forking_ranks(forks)
     trigger = Trigger(MODEL, "forks", 1.0, activation=1.0)
-    assert ({MODEL: 2, "other": 1}, TriggerReading(2.0, True)) == (
-        running,
-        signals.fork_reading(trigger, running[MODEL]),
-    )
+    assert {MODEL: 2, "other": 1} == running
+    assert TriggerReading(2.0, True) == signals.fork_reading(trigger, running[MODEL])
 
 
 @pytest.mark.parametrize(
     ("expected_replicas", "loading", "expected"),
     [(AnnouncedReplicas(2, 1), 0, True), (signals.NO_SCALEUP, 1, True), (signals.NO_SCALEUP, 0, False)],
 )
-def test_a_model_without_engines(expected_replicas: AnnouncedReplicas, loading: int, expected: bool) -> None:
+def test_a_model_without_engines_has_the_value_zero(
+    expected_replicas: AnnouncedReplicas, loading: int, expected: bool
+) -> None:
     """The value is zero. The trigger is active while replicas are announced or loading."""
     assert TriggerReading(0.0, expected) == signals.reading_without_engines(expected_replicas, loading)

@@ -1,3 +1,5 @@
+"""Parsing of a ScaledObject's trigger metadata."""
+
 from __future__ import annotations
 
 import pytest
@@ -35,7 +37,7 @@ MISSING = "`{}` is missing from the trigger's metadata: {}"
         ({**REQUIRED_METADATA, "modelFromEnv": "other"}, Trigger("org/llama", "waiting", 10.0, port=8000)),
     ],
 )  # fmt: skip
-def test_valid_metadata(metadata: dict[str, str], expected: Trigger) -> None:
+def test_each_key_of_the_metadata_is_used(metadata: dict[str, str], expected: Trigger) -> None:
     """Each key is used, and missing ones get their default."""
     assert expected == parse_trigger(metadata)
 
@@ -67,7 +69,7 @@ def test_valid_metadata(metadata: dict[str, str], expected: Trigger) -> None:
         ({"Target": "3"}, "unknown metadata key `Target`: did you mean `target`?"),
     ],
 )  # fmt: skip
-def test_invalid_metadata(changes: dict[str, str], expected: str) -> None:
+def test_an_error_names_the_key_and_the_allowed_values(changes: dict[str, str], expected: str) -> None:
     """One sentence names the key and the allowed values."""
     with pytest.raises(InvalidTrigger) as refused:
         parse_trigger({**REQUIRED_METADATA, **changes})

@@ -58,11 +58,9 @@ async def test_an_equal_event_of_another_replica_is_incremented() -> None:
     for unix in (0.0, 60.0, 3600.0):
         await events.cluster(unix).emit_event(POD, "Normal", "Forked", "15.2 GB")
     (event,) = events.stored.values()
-    assert (3, "1970-01-01T00:00:00Z", "1970-01-01T01:00:00Z") == (
-        event["count"],
-        event["firstTimestamp"],
-        event["lastTimestamp"],
-    )
+    assert 3 == event["count"]
+    assert "1970-01-01T00:00:00Z" == event["firstTimestamp"]
+    assert "1970-01-01T01:00:00Z" == event["lastTimestamp"]
     assert {"POST", "PATCH"} == set(events.requests)
 
 
@@ -90,7 +88,8 @@ async def test_a_long_name_is_truncated_to_a_valid_one() -> None:
     events = EventServer()
     await events.cluster().emit_event(dataclasses.replace(POD, name="a" * 228 + "-.b"), "Normal", "Forked", "")
     (name,) = events.stored
-    assert ("a" * 228, 228 + 1 + 16) == (name.partition(".")[0], len(name))
+    assert "a" * 228 == name.partition(".")[0]
+    assert 228 + 1 + 16 == len(name)
 
 
 async def test_an_event_that_expires_meanwhile_is_created_again() -> None:

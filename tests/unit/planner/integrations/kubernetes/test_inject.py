@@ -29,7 +29,7 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import (
 )
 
 
-def test_the_complete_patch_of_a_vllm_pod() -> None:
+def test_the_default_settings_patch_a_vllm_pod_and_keep_its_values() -> None:
     """All changes of the default settings; existing values stay."""
     before = pod()
     kept = copy.deepcopy(before)
@@ -65,7 +65,8 @@ def test_the_complete_patch_of_a_vllm_pod() -> None:
         readinessGates=[{"conditionType": "rfork.dev/weights-ready"}],
         terminationGracePeriodSeconds=90,
     )
-    assert (expected, kept) == (after, before)
+    assert expected == after
+    assert kept == before
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def test_annotations_override_settings() -> None:
         made["spec"]["terminationGracePeriodSeconds"],
         engine_container(made)["lifecycle"]["preStop"]["exec"]["command"][-1],
     )
-    assert ("initContainers" in made["spec"], "PYTHONPATH" in seen) == (False, False)
+    assert "initContainers" not in made["spec"]
+    assert "PYTHONPATH" not in seen
 
 
 def test_a_stated_version_is_set_verbatim() -> None:
@@ -136,11 +138,9 @@ def test_a_version_set_by_the_container_is_kept() -> None:
 def test_a_drain_timeout_of_zero_adds_no_hook() -> None:
     """The server then waits for its readers itself, within its grace period."""
     made = injected_pod(pod(), drain_timeout_s=0)
-    assert (False, False, False) == (
-        "lifecycle" in engine_container(made),
-        "RFORK_DRAIN_TIMEOUT_S" in engine_env(made),
-        "terminationGracePeriodSeconds" in made["spec"],
-    )
+    assert "lifecycle" not in engine_container(made)
+    assert "RFORK_DRAIN_TIMEOUT_S" not in engine_env(made)
+    assert "terminationGracePeriodSeconds" not in made["spec"]
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,14 @@ def test_a_missing_readiness_probe_is_noted() -> None:
         "add a probe of the engine's /health"
     )
     made, notes = inject_pod(bare, webhook_settings())
-    assert ((note,), note) == (notes, made["metadata"]["annotations"][names.NOTES])
+    assert (note,) == notes
+    assert note == made["metadata"]["annotations"][names.NOTES]
     assert (made, ()) == inject_pod(made, webhook_settings())
     training = pod(container(command=["x"], readinessProbe=None), annotations={names.ENGINE: "pytorch"})
     assert () == inject_pod(training, webhook_settings())[1]
 
 
-def test_tls_between_instances() -> None:
+def test_the_files_of_the_tls_secret_are_mounted() -> None:
     """The Secret's three files are mounted; a Pod without the Secret still starts."""
     made = injected_pod(pod(), tls_secret="mtls")
     seen = engine_env(made)
@@ -192,7 +193,9 @@ def test_tls_between_instances() -> None:
         ("ipc", False, {"shareProcessNamespace": True}, (True, None, None)),
     ],
 )
-def test_same_host(annotation: str | None, setting: bool, spec: Document, expected: tuple[bool, Any, Any]) -> None:
+def test_host_namespaces_need_an_annotation(
+    annotation: str | None, setting: bool, spec: Document, expected: tuple[bool, Any, Any]
+) -> None:
     """Sockets by setting or annotation; host namespaces only by annotation, if the Pod allows them."""
     document = pod(annotations={} if annotation is None else {names.SAME_HOST: annotation}, **spec)
     made, notes = inject_pod(document, webhook_settings(same_host=setting))
@@ -225,7 +228,8 @@ def test_existing_values_are_kept_and_noted() -> None:
     assert before["spec"]["volumes"] == after["spec"]["volumes"]
     assert engine_container(before)["env"] == engine_container(after)["env"][:4]
     assert engine_container(before)["lifecycle"] == engine_container(after)["lifecycle"]
-    assert ("initContainers" in after["spec"], "RFORK_DRAIN_TIMEOUT_S" in engine_env(after)) == (False, False)
+    assert "initContainers" not in after["spec"]
+    assert "RFORK_DRAIN_TIMEOUT_S" not in engine_env(after)
     expected = (
         "the container's own mount at /opt/rfork is used unchanged",
         "container engine has its own preStop hook: call `rfork drain --own` there, or the server "
@@ -235,7 +239,8 @@ def test_existing_values_are_kept_and_noted() -> None:
         "the Pod sets its own RFORK_REPLICA, so its instances cannot be matched to this Pod",
         "VLLM_PLUGINS is set with valueFrom: it must include rfork",
     )
-    assert (expected, "\n".join(expected)) == (notes, after["metadata"]["annotations"][names.NOTES])
+    assert expected == notes
+    assert "\n".join(expected) == after["metadata"]["annotations"][names.NOTES]
 
 
 def test_each_variable_is_a_valid_setting() -> None:

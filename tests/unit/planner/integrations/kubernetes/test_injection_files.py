@@ -23,7 +23,7 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import (
 )
 
 
-def test_files_from_an_init_container() -> None:
+def test_an_init_container_copies_the_files() -> None:
     """It runs as a non-root user and copies them to a volume in Python's path."""
     made = injected_pod(pod(container(env=[{"name": "PYTHONPATH", "value": "/app"}])), injection_mode="init")
     small = {"cpu": "100m", "memory": "64Mi"}
@@ -50,7 +50,7 @@ def test_files_from_an_init_container() -> None:
     )
 
 
-def test_files_from_an_image_volume() -> None:
+def test_an_image_volume_is_mounted_read_only() -> None:
     """The complete image is mounted read-only."""
     made = injected_pod(pod(), injection_mode="image")
     assert [{"name": "rfork-files", "image": {"reference": "registry/rfork:1"}}] == made["spec"]["volumes"]

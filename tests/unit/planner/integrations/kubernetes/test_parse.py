@@ -1,3 +1,5 @@
+"""Parsing of Pods: the engine's probe and the times of conditions."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -58,7 +60,7 @@ def container(name: str = "engine", **more: object) -> Document:
         pytest.param([], None, False, id="no container"),
     ],
 )  # fmt: skip
-def test_readiness_probe_of_the_engine(
+def test_the_probe_of_the_engines_container_counts(
     containers: list[Document], annotations: dict[str, str] | None, expected: bool
 ) -> None:
     """A readinessProbe or a startupProbe of its container; of any container if the engine's is unknown."""
@@ -69,11 +71,12 @@ def test_readiness_probe_of_the_engine(
     ("status", "since", "expected"),
     [("True", "1970-01-01T00:02:00Z", 120.0), ("False", "1970-01-01T00:02:00Z", None), ("True", None, None)],
 )
-def test_transition_times_of_conditions(status: str, since: str | None, expected: float | None) -> None:
+def test_only_a_true_condition_has_a_transition_time(status: str, since: str | None, expected: float | None) -> None:
     """Only if the condition is True and has a time."""
     conditions = [
         {"type": condition_type, "status": status, "lastTransitionTime": since}
         for condition_type in ("ContainersReady", "PodScheduled")
     ]
     seen = parse_pod(document(container(), conditions=conditions))
-    assert (expected, expected) == (seen.containers_ready_at, seen.scheduled_at)
+    assert expected == seen.containers_ready_at
+    assert expected == seen.scheduled_at

@@ -96,7 +96,9 @@ def test_the_engine_and_its_container_are_found(document: Document, name: str, e
     """By the annotation, by the command, by the image, or because it is the only container."""
     found = parse_request(document)
     assert isinstance(found, InjectionRequest), found
-    assert ("llama", name, engine) == (found.model, found.container, found.engine)
+    assert "llama" == found.model
+    assert name == found.container
+    assert engine == found.engine
 
 
 REFUSALS = [
@@ -253,7 +255,8 @@ def test_a_rejection_has_a_reason_and_a_remedy(document: Document, reason: str) 
     """In one line."""
     found = parse_request(document)
     assert isinstance(found, InjectionRejected), found
-    assert (reason, 1) == (found.reason[: len(reason)], len(found.reason.splitlines()))
+    assert reason == found.reason[: len(reason)]
+    assert 1 == len(found.reason.splitlines())
 
 
 def test_annotations_are_parsed() -> None:
@@ -313,7 +316,8 @@ def test_the_version_annotation_overrides_the_label(
 )
 def test_pods_without_a_request_are_ignored(document: object) -> None:
     """Without the label, with ``inject: false``, and mirrors of static Pods: no reason is reported."""
-    assert (False, None) == (is_enabled(document), parse_request(document))
+    assert not is_enabled(document)
+    assert parse_request(document) is None
 
 
 @given(damaged_pods() | labelled_pods() | ANY_JSON)

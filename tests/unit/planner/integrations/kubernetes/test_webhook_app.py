@@ -64,9 +64,11 @@ class Webhook:
         response = await self.post(path, review(subject, **request))
         assert 200 == response.status_code
         document: Document = response.json()
-        assert ("admission.k8s.io/v1", "AdmissionReview") == (document["apiVersion"], document["kind"])
+        assert "admission.k8s.io/v1" == document["apiVersion"]
+        assert "AdmissionReview" == document["kind"]
         review_response: Document = document["response"]
-        assert ("u-1", True) == (review_response["uid"], review_response["allowed"])
+        assert "u-1" == review_response["uid"]
+        assert review_response["allowed"] is True
         return review_response
 
     def counted(self) -> dict[tuple[str, str], float]:
@@ -110,7 +112,8 @@ async def test_a_labelled_pod_is_injected(caplog: pytest.LogCaptureFixture) -> N
     made = patched(pod(), review_response)
     again = await webhook.send_review("/mutate", made)
     assert [*VLLM, "--load-format", "rfork"] == made["spec"]["containers"][0]["command"]
-    assert ({"uid": "u-1", "allowed": True}, {("mutate", "injected"): 2.0}) == (again, webhook.counted())
+    assert {"uid": "u-1", "allowed": True} == again
+    assert {("mutate", "injected"): 2.0} == webhook.counted()
     assert ["pod injected pod=serving/llama-7d9-…"] == [
         record.getMessage().partition(" model=")[0] for record in caplog.records if "planner" in record.name
     ]
@@ -146,7 +149,8 @@ async def test_a_rejected_pod_starts_with_the_reason(caplog: pytest.LogCaptureFi
     after = patched(before, review_response)
     reason = after["metadata"].pop("annotations")[names.REJECTED]
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert (before, {("mutate", "refused"): 1.0}) == (after, webhook.counted())
+    assert before == after
+    assert {("mutate", "refused"): 1.0} == webhook.counted()
     assert reason.startswith("container engine: the command starts a shell (sh)")
     assert [f"pod not injected pod=serving/llama-7d9-… reason={reason}"] == lines
     assert [f"rfork leaves this Pod unchanged: {reason}"[:249] + "…"] == review_response["warnings"]
@@ -181,10 +185,8 @@ async def test_the_gate_is_added_while_a_controller_leads(caplog: pytest.LogCapt
     assert "patch" not in await webhook.send_review("/mutate", without_gate)
     webhook.led = False
     assert "patch" not in await webhook.send_review("/mutate", with_gate)
-    assert (None, [{"conditionType": names.WEIGHTS_READY}]) == (
-        without_gate["spec"].get("readinessGates"),
-        with_gate["spec"].get("readinessGates"),
-    )
+    assert without_gate["spec"].get("readinessGates") is None
+    assert [{"conditionType": names.WEIGHTS_READY}] == with_gate["spec"].get("readinessGates")
     assert 1 == sum("gets no readiness gate" in record.getMessage() for record in caplog.records)
 
 
@@ -221,19 +223,19 @@ MALFORMED = [
     (b"", "the body is not JSON (JSONDecodeError)"),
     (b'"\xff"', "the body is not JSON (UnicodeDecodeError)"),
     (b"[" * 100_000, "the body is not JSON (RecursionError)"),
-    (b"[]", "unexpected kind"),
-    (b'{"kind": "Pod"}', "unexpected kind"),
+    (b"[]", "its kind is another one"),
+    (b'{"kind": "Pod"}', "its kind is another one"),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1"}',
-        "apiVersion is not admission.k8s.io/v1",
+        "its apiVersion is not admission.k8s.io/v1",
     ),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}',
-        "no request with a uid",
+        "it has no request with a uid",
     ),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 1}}',
-        "no request with a uid",
+        "it has no request with a uid",
     ),
 ]
 
@@ -244,7 +246,8 @@ async def test_an_invalid_review_is_a_bad_request(path: str, body: bytes, reason
     """Status 400 with one line, on both paths."""
     webhook = Webhook()
     response = await webhook.post(path, body)
-    assert (400, f"not an AdmissionReview: {reason}\n") == (response.status_code, response.text)
+    assert 400 == response.status_code
+    assert f"not an AdmissionReview: {reason}\n" == response.text
     assert {(path[1:], "malformed"): 1.0} == webhook.counted()
 
 
@@ -252,10 +255,11 @@ async def test_an_oversized_body_is_not_read() -> None:
     """Reviews have at most 16 MiB."""
     webhook = Webhook()
     response = await webhook.post("/mutate", b" " * (webhook_app.MAX_BODY_BYTES + 1))
-    assert (413, {("other", "malformed"): 1.0}) == (response.status_code, webhook.counted())
+    assert 413 == response.status_code
+    assert {("other", "malformed"): 1.0} == webhook.counted()
 
 
-async def test_health_endpoint() -> None:
+async def test_only_the_health_endpoint_exists_besides_the_webhook() -> None:
     """Other paths do not exist."""
     transport = httpx.ASGITransport(Webhook().app)
     async with httpx.AsyncClient(transport=transport, base_url="https://webhook") as client:
@@ -295,7 +299,8 @@ async def test_a_binding_gets_the_topology_of_its_node(subject: Document, expect
         assert {"uid": "u-1", "allowed": True} == review_response
     else:
         after = patched(subject, review_response)
-        assert (expected, subject["target"]) == (after["metadata"]["annotations"], after["target"])
+        assert expected == after["metadata"]["annotations"]
+        assert subject["target"] == after["target"]
 
 
 @trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])

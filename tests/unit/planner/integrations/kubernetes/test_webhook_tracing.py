@@ -39,17 +39,14 @@ async def test_a_review_continues_the_api_servers_trace() -> None:
     recorder = SpanRecorder()
     assert [200] == await post(recorder.tracer, review(pod(), name="llama-0"), caller=API_SERVER)
     span, attributes = recorder.spans["POST /mutate"], recorder.attributes("POST /mutate")
-    assert (API_SERVER.trace_id, "another process's") == (
-        f"{span.context.trace_id:032x}",
-        recorder.parent("POST /mutate"),
-    )
-    assert ("serving", "llama-0", "injected", "POST", "/mutate", 200) == tuple(
-        attributes[name]
-        for name in (
-            "k8s.namespace.name", "k8s.pod.name", "rfork.result", "http.request.method", "http.route",
-            "http.response.status_code",
-        )
-    )  # fmt: skip
+    assert API_SERVER.trace_id == f"{span.context.trace_id:032x}"
+    assert "another process's" == recorder.parent("POST /mutate")
+    assert "serving" == attributes["k8s.namespace.name"]
+    assert "llama-0" == attributes["k8s.pod.name"]
+    assert "injected" == attributes["rfork.result"]
+    assert "POST" == attributes["http.request.method"]
+    assert "/mutate" == attributes["http.route"]
+    assert 200 == attributes["http.response.status_code"]
     assert "rfork.model" in attributes
 
 
@@ -58,11 +55,9 @@ async def test_an_invalid_review_has_a_span() -> None:
     recorder = SpanRecorder()
     assert [400] == await post(recorder.tracer, {"kind": "Pod"})
     attributes = recorder.attributes("POST /mutate")
-    assert ("malformed", 400, True) == (
-        attributes["rfork.result"],
-        attributes["http.response.status_code"],
-        recorder.spans["POST /mutate"].status.is_unset,
-    )
+    assert "malformed" == attributes["rfork.result"]
+    assert 400 == attributes["http.response.status_code"]
+    assert recorder.spans["POST /mutate"].status.is_unset
 
 
 async def test_bindings_and_untraced_reviews_have_no_spans() -> None:

@@ -29,9 +29,9 @@ def test_a_seed_has_at_most_one_lease(web: httpx.Client) -> None:
     leased = [acquire_lease(web), acquire_lease(web)]
     full = get_seed(web).status_code
     put_seed(web, leased[0])
-    assert ({"10.0.0.7", "10.0.0.8"}, 404, leased[0]["SEED_IP"]) == (
-        {each["SEED_IP"] for each in leased}, full, acquire_lease(web)["SEED_IP"],
-    )  # fmt: skip
+    assert {"10.0.0.7", "10.0.0.8"} == {each["SEED_IP"] for each in leased}
+    assert 404 == full
+    assert leased[0]["SEED_IP"] == acquire_lease(web)["SEED_IP"]
 
 
 async def test_of_many_concurrent_requests_one_gets_the_seed(app: FastAPI) -> None:
@@ -63,7 +63,8 @@ def test_an_ipv6_address_is_returned_unchanged(web: httpx.Client) -> None:
     """The client connects to it and sends it back."""
     add_seed(web, {**SEED, "SEED_IP": "fd00::7"})
     leased = acquire_lease(web)
-    assert ("fd00::7", 200) == (leased["SEED_IP"], put_seed(web, leased))
+    assert "fd00::7" == leased["SEED_IP"]
+    assert 200 == put_seed(web, leased)
 
 
 def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
@@ -73,7 +74,9 @@ def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
     leased = acquire_lease(web)
     other = OTHER if leased["SEED_IP"] == SEED["SEED_IP"] else SEED
     wrong = {**other, "USER_ID": leased["USER_ID"]}
-    assert (404, 404, 200) == (put_seed(web, wrong), renew_lease(web, wrong), renew_lease(web, leased))
+    assert 404 == put_seed(web, wrong)
+    assert 404 == renew_lease(web, wrong)
+    assert 200 == renew_lease(web, leased)
 
 
 def test_a_lease_expires_unless_renewed(web: httpx.Client, time: FakeTime) -> None:
@@ -88,12 +91,10 @@ def test_a_lease_expires_unless_renewed(web: httpx.Client, time: FakeTime) -> No
     time.now += 29
     before_expiry = get_seed(web).status_code
     time.now += 2
-    assert ([200] * 9, 404, 404, 200) == (
-        renewed,
-        before_expiry,
-        renew_lease(web, leased),
-        get_seed(web).status_code,
-    )
+    assert [200] * 9 == renewed
+    assert 404 == before_expiry
+    assert 404 == renew_lease(web, leased)
+    assert 200 == get_seed(web).status_code
 
 
 def test_a_lease_lasts_its_reported_duration(web: httpx.Client, time: FakeTime) -> None:
@@ -111,7 +112,8 @@ def test_an_expired_lease_cannot_be_released(web: httpx.Client, time: FakeTime) 
     leased = acquire_lease(web)
     time.now += 31
     new_lease = acquire_lease(web)
-    assert (404, 200) == (put_seed(web, leased), renew_lease(web, new_lease))
+    assert 404 == put_seed(web, leased)
+    assert 200 == renew_lease(web, new_lease)
 
 
 def test_a_lease_ends_with_its_seed(web: httpx.Client, time: FakeTime) -> None:
@@ -122,4 +124,5 @@ def test_a_lease_ends_with_its_seed(web: httpx.Client, time: FakeTime) -> None:
     for _ in range(8):
         time.now += 10
         renewed.append(renew_lease(web, leased))
-    assert ([200] * 7 + [404], 404) == (renewed, put_seed(web, leased))
+    assert [200] * 7 + [404] == renewed
+    assert 404 == put_seed(web, leased)

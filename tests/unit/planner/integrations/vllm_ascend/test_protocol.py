@@ -38,9 +38,10 @@ def test_get_seed_responds_with_headers_only(web: httpx.Client) -> None:
     add_seed(web)
     response = get_seed(web)
     lease_headers = {name: response.headers[name] for name in (*SEED, "LEASE_TTL_SEC")}
-    assert (200, b"", {**SEED, "LEASE_TTL_SEC": "30"}, 32) == (
-        response.status_code, response.content, lease_headers, len(response.headers["USER_ID"]),
-    )  # fmt: skip
+    assert 200 == response.status_code
+    assert b"" == response.content
+    assert {**SEED, "LEASE_TTL_SEC": "30"} == lease_headers
+    assert 32 == len(response.headers["USER_ID"])
 
 
 def test_keys_with_different_versions_never_match(web: httpx.Client) -> None:
@@ -62,7 +63,7 @@ def test_seed_keys_are_versions(web: httpx.Client, planner: PlannerClient) -> No
     assert all(version.startswith("seed-key:") for version in versions)
 
 
-def test_statuses_of_all_calls(web: httpx.Client) -> None:
+def test_each_call_returns_each_of_its_statuses(web: httpx.Client) -> None:
     """Each call of the protocol, in an order that produces each of its statuses."""
     never = {**SEED, "USER_ID": "unknown"}
     statuses = [
@@ -133,16 +134,15 @@ def test_an_invalid_header_is_named(
     """Status 400, never 422; the reason is in a header and does not contain the value."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     response = web.request(method, path, headers=raw)
-    assert (400, reason) == (response.status_code, response.headers["RFORK_REASON"])
+    assert 400 == response.status_code
+    assert reason == response.headers["RFORK_REASON"]
 
 
 def test_a_duplicate_header_is_rejected(web: httpx.Client) -> None:
     """A proxy and the planner might use different ones."""
     response = web.request("GET", "/get_seed", headers=[("SEED_KEY", "a"), ("SEED_KEY", "b")])
-    assert (400, "SEED_KEY occurs more than once") == (
-        response.status_code,
-        response.headers["RFORK_REASON"],
-    )
+    assert 400 == response.status_code
+    assert "SEED_KEY occurs more than once" == response.headers["RFORK_REASON"]
 
 
 # -- seeds ----------------------------------------------------------------------------------------
@@ -154,7 +154,9 @@ def test_a_seed_expires_without_heartbeats(web: httpx.Client, planner: PlannerCl
     time.now += 74
     alive = get_seed(web).status_code
     time.now += 31
-    assert (200, 404, {}) == (alive, get_seed(web).status_code, instance_states(planner))
+    assert 200 == alive
+    assert 404 == get_seed(web).status_code
+    assert {} == instance_states(planner)
 
 
 def test_a_restarted_planner_learns_of_a_seed_from_its_heartbeat(web: httpx.Client) -> None:
@@ -166,7 +168,9 @@ def test_a_restarted_planner_learns_of_a_seed_from_its_heartbeat(web: httpx.Clie
     add_seed(again, references="1")
     while_counted = get_seed(again).status_code
     add_seed(again, references="0")
-    assert ([404, 404, 404], 404, 200) == (lost, while_counted, get_seed(again).status_code)
+    assert [404, 404, 404] == lost
+    assert 404 == while_counted
+    assert 200 == get_seed(again).status_code
 
 
 def test_reported_readers_are_not_counted_twice(web: httpx.Client) -> None:
@@ -185,12 +189,10 @@ def test_a_leased_seed_is_removed_with_its_last_lease(web: httpx.Client, planner
     refused = remove_seed(web)
     add_seed(web)
     states = [instance_states(planner)[SEED_ID], renew_lease(web, leased), put_seed(web, leased)]
-    assert (409, ["draining", 200, 200], 404, {}) == (
-        refused,
-        states,
-        get_seed(web).status_code,
-        instance_states(planner),
-    )
+    assert 409 == refused
+    assert ["draining", 200, 200] == states
+    assert 404 == get_seed(web).status_code
+    assert {} == instance_states(planner)
 
 
 def test_a_seed_that_was_to_be_removed_may_come_back(web: httpx.Client, time: FakeTime) -> None:
@@ -206,14 +208,16 @@ def test_a_seed_that_was_to_be_removed_may_come_back(web: httpx.Client, time: Fa
 def test_removing_a_seed_requires_its_key(web: httpx.Client) -> None:
     """The key is part of the request."""
     add_seed(web)
-    assert (404, 200) == (remove_seed(web, key="other"), get_seed(web).status_code)
+    assert 404 == remove_seed(web, key="other")
+    assert 200 == get_seed(web).status_code
 
 
 def test_a_seed_may_change_its_key(web: httpx.Client) -> None:
     """Another process on the same port serves another model."""
     add_seed(web)
     add_seed(web, key="new")
-    assert (404, 200) == (get_seed(web).status_code, get_seed(web, "new").status_code)
+    assert 404 == get_seed(web).status_code
+    assert 200 == get_seed(web, "new").status_code
 
 
 # -- shared registry ------------------------------------------------------------------------------
@@ -228,10 +232,13 @@ def test_seeds_and_leases_are_in_the_lists(web: httpx.Client, planner: PlannerCl
     fork = next(fork for fork in planner.forks() if fork.fork_id == leased["USER_ID"])
     put_seed(web, leased)
     ended = [fork.finish.outcome for fork in planner.forks() if fork.finish is not None]
-    assert ("10.0.0.7:4000", f"ascend:{KEY}", "serving", [SEED_ID], "running") == (
-        report.address, report.model, report.state, [share.source_id for share in fork.plan], fork.state,
-    )  # fmt: skip
-    assert (["fallback", "forked"], {SEED_ID: "serving"}) == (sorted(ended), instance_states(planner))
+    assert "10.0.0.7:4000" == report.address
+    assert f"ascend:{KEY}" == report.model
+    assert "serving" == report.state
+    assert [SEED_ID] == [share.source_id for share in fork.plan]
+    assert "running" == fork.state
+    assert ["fallback", "forked"] == sorted(ended)
+    assert {SEED_ID: "serving"} == instance_states(planner)
 
 
 def test_leases_are_in_the_metrics(web: httpx.Client) -> None:
@@ -248,7 +255,8 @@ def test_an_operator_can_drain_a_seed(web: httpx.Client) -> None:
     add_seed(web, OTHER)
     web.post(f"/v1/instances/{SEED_ID}/drain")
     add_seed(web)
-    assert ("10.0.0.8", 404) == (acquire_lease(web)["SEED_IP"], get_seed(web).status_code)
+    assert "10.0.0.8" == acquire_lease(web)["SEED_IP"]
+    assert 404 == get_seed(web).status_code
 
 
 def test_rforks_own_forks_and_ascend_leases_never_mix(web: httpx.Client, planner: PlannerClient) -> None:
@@ -256,9 +264,9 @@ def test_rforks_own_forks_and_ascend_leases_never_mix(web: httpx.Client, planner
     add_seed(web)
     planner.report(seed_report("native", model=KEY))
     plan = planner.request_plan(fork_request("target", model=KEY))
-    assert (["native"], "10.0.0.7", 404) == (
-        [route.source_id for route in plan.routes], acquire_lease(web)["SEED_IP"], get_seed(web).status_code,
-    )  # fmt: skip
+    assert ["native"] == [route.source_id for route in plan.routes]
+    assert "10.0.0.7" == acquire_lease(web)["SEED_IP"]
+    assert 404 == get_seed(web).status_code
 
 
 @pytest.mark.parametrize(("field", "name", "model"), [("model", "s", f"ascend:{KEY}"), ("instance_id", SEED_ID, "m")])
@@ -287,17 +295,17 @@ async def test_a_seed_with_another_name_format_is_not_leased(time: FakeTime) -> 
     strange = known.report.model_copy(update={"instance_id": "strange"})
     await registry.store.commit(StoreChange(instances=(replace(known, report=strange),), removed=(SEED_ID,)))
     response = await service.lease(KEY, "10.0.0.9")
-    assert (404, [], ["strange"]) == (
-        response.status_code, registry.state.live_forks(),
-        [each.report.instance_id for each in registry.state.instances()],
-    )  # fmt: skip
+    assert 404 == response.status_code
+    assert [] == registry.state.live_forks()
+    assert ["strange"] == [each.report.instance_id for each in registry.state.instances()]
 
 
 def test_ascend_seeds_are_not_compared_with_rforks(web: httpx.Client, planner: PlannerClient) -> None:
     """They have no manifest to compare with a request for a model of that name."""
     add_seed(web)
     plan = planner.request_plan(fork_request("target", model=KEY))
-    assert ((), None) == (plan.routes, plan.mismatched_source)
+    assert () == plan.routes
+    assert plan.mismatched_source is None
 
 
 def test_a_token_is_required_here_too() -> None:
@@ -306,7 +314,9 @@ def test_a_token_is_required_here_too() -> None:
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
     refused = add_seed(web).status_code
     web.headers["Authorization"] = "Bearer right"
-    assert (401, 200, 200) == (refused, add_seed(web).status_code, get_seed(web).status_code)
+    assert 401 == refused
+    assert 200 == add_seed(web).status_code
+    assert 200 == get_seed(web).status_code
 
 
 OWN_STATUSES = [
@@ -325,6 +335,6 @@ def test_the_protocol_is_in_the_openapi_document(
     """Each route documents its headers and statuses, without 422."""
     operation = web.get("/openapi.json").json()["paths"][path][method]
     documented = set(operation["responses"])
-    assert (headers, set(), False) == (
-        [each["name"] for each in operation["parameters"]], statuses - documented, "422" in documented,
-    )  # fmt: skip
+    assert headers == [each["name"] for each in operation["parameters"]]
+    assert set() == statuses - documented
+    assert "422" not in documented

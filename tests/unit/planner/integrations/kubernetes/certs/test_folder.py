@@ -68,14 +68,14 @@ async def test_an_unusable_pair_keeps_the_previous_one(
         (folder.path / name).write_bytes(content if isinstance(content, bytes) else other)
     await cert_source.refresh()
     await cert_source.refresh()
-    assert (previous_pair, None, 1) == (context.current, status.not_ready_reason, len(errors(caplog)))
+    assert previous_pair == context.current
+    assert status.not_ready_reason is None
+    assert 1 == len(errors(caplog))
 
 
 def test_a_directory_without_a_pair_is_an_error_at_the_start(tmp_path: Path, time: FakeUnixTime) -> None:
     """The error names the file and the setting."""
     with pytest.raises(SettingsError) as caught:
         FolderCertSource(tmp_path, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock))
-    assert (
-        f"unusable webhook certificate: {tmp_path}/tls.crt: No such file or directory",
-        "RFORK_K8S_CERTIFICATE_DIR must be a directory with tls.crt and tls.key, both PEM",
-    ) == (str(caught.value), caught.value.hint)
+    assert f"unusable webhook certificate: {tmp_path}/tls.crt: No such file or directory" == str(caught.value)
+    assert "RFORK_K8S_CERTIFICATE_DIR must be a directory with tls.crt and tls.key, both PEM" == caught.value.hint

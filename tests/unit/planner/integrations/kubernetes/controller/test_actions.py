@@ -1,3 +1,5 @@
+"""Execution of actions: concurrency, retries and logs."""
+
 from __future__ import annotations
 
 import asyncio
@@ -110,4 +112,5 @@ async def test_concurrency_is_limited() -> None:
     calls: list[Callable[[], Awaitable[None]]] = [call] * 50
     executor = ActionExecutor(FakeClock(), ControllerMetrics(CollectorRegistry()))
     await executor.run([Action("event", str(number), one) for number, one in enumerate(calls)], lambda: True)
-    assert (MAX_CONCURRENT, 50) == (max_in_flight, done)
+    assert MAX_CONCURRENT == max_in_flight
+    assert 50 == done

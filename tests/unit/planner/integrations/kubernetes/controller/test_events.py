@@ -1,3 +1,5 @@
+"""Events for forks, webhook problems and scale-ups, each written once."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -190,8 +192,10 @@ def test_long_reasons_are_truncated() -> None:
         (3, "3 replicas are expected: they fork from 2 seeds"),
     ],
 )
-def test_a_scale_up_event(replicas: int, message: str) -> None:
+def test_the_event_of_a_scale_up_contains_the_planners_reason(replicas: int, message: str) -> None:
     """It is about the workload and contains the planner's reason."""
     scaleup = ScaleUp(scaleup_id="a", model=MODEL, replicas=replicas)
     one = scaleup_event(PendingScaleUp(workload().ref, scaleup), scaleup_view(scaleup))
-    assert ("Deployment", "ScaleUp", message) == (one.subject.kind, one.reason, one.message)
+    assert "Deployment" == one.subject.kind
+    assert "ScaleUp" == one.reason
+    assert message == one.message

@@ -1,3 +1,5 @@
+"""Removal of the instances of finished Pods."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""The observed state: instances, forks, Pods and workloads joined by their ids."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -68,7 +70,7 @@ def test_instances_and_forks_are_joined_with_their_pods() -> None:
         ({}, {names.REPLICA_PODS: "2"}, [Rank(tp=0, tp_size=2)], True),
     ],
 )
-def test_all_ranks_of_a_pod(
+def test_all_ranks_are_known_only_of_a_complete_replica(
     labels: dict[str, str], annotations: dict[str, str], ranks: list[Rank], expected: bool
 ) -> None:
     """Known only if the Pod is a complete replica."""
@@ -79,7 +81,7 @@ def test_all_ranks_of_a_pod(
     ("nbytes", "expected"),
     [(15_200_000_000, "15.2 GB"), (2e12, "2.0 TB"), (1_000_000, "1.0 MB"), (0, "0.0 kB")],
 )
-def test_sizes(nbytes: float, expected: str) -> None:
+def test_sizes_are_shown_in_decimal_units(nbytes: float, expected: str) -> None:
     """In decimal units."""
     assert expected == format_size(nbytes)
 
@@ -104,7 +106,7 @@ FOREIGN = ObjectRef("StatefulSet", "apps/v1", "default", "serve-3-0", "unknown")
         (pod(5), None),
     ],
 )
-def test_the_workload_of_a_pod(one: ObservedPod, expected: str | None) -> None:
+def test_the_workload_of_a_pod_is_found_by_owner_or_label(one: ObservedPod, expected: str | None) -> None:
     """By the ReplicaSet's name for Deployments, by the label for LeaderWorkerSets, else by the owner."""
     found = OwnerIndex((DEPLOYMENT, SET, LWS)).of(one)
     assert expected == (found.name if found else None)
@@ -113,7 +115,7 @@ def test_the_workload_of_a_pod(one: ObservedPod, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("annotation", "expected"), [(None, 1), ("2", 2), ("0", 1), ("-1", 1), ("two", 1), ("²", 1), ("99999", 1)]
 )
-def test_pods_of_a_replica(annotation: str | None, expected: int) -> None:
+def test_an_invalid_number_of_pods_counts_as_one(annotation: str | None, expected: int) -> None:
     """An invalid number counts as one."""
     annotations = {names.REPLICA_PODS: annotation} if annotation is not None else {}
     assert expected == pods_of_replica(workload(1, template_annotations=annotations))
@@ -131,7 +133,7 @@ def test_pods_of_a_replica(annotation: str | None, expected: int) -> None:
         pytest.param(990.0, 1001.0, 10.0, id="the controller's clock was set back"),
     ],
 )
-def test_ready_time_of_containers(
+def test_the_later_measurement_of_readiness_counts(
     kubelet_ready_at: float | None, observed_ready_at: float | None, expected: float | None
 ) -> None:
     """The maximum of the node's and the controller's measurement; never negative."""
@@ -163,7 +165,8 @@ def test_watch_events_update_the_cache() -> None:
     cache.apply(Upserted(pod(7)), 1.0)
     cache.apply(Deleted(pod(7)), 2.0)
     cache.apply(Synced((pod(6, phase="Running"),)), 3.0)
-    assert (False, True) == (before, cache.listed)
+    assert not before
+    assert cache.listed
     assert {uid(6): pod(6, phase="Running")} == cache.items
     assert {uid(7): (pod(7), 2.0), uid(5): (pod(5), 3.0)} == cache.deleted
     cache.apply(Synced((pod(5),)), 3.0 + DELETED_TTL_S)

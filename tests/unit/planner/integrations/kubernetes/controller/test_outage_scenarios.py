@@ -23,7 +23,8 @@ async def test_the_planner_is_down_during_a_scale_up(
     await harness.reconcile()
     await harness.step(times=10)
     outage_message = "the planner does not respond; replicas that start now load from storage"
-    assert ([], [f"Deployment/serve-1 PlannerUnavailable: {outage_message}"]) == (harness.calls(), harness.events())
+    assert [] == harness.calls()
+    assert [f"Deployment/serve-1 PlannerUnavailable: {outage_message}"] == harness.events()
     harness.conditions()
     harness.cluster.ready(pods[0])
     await harness.step(harness.settings.readiness_grace_s - 1)
@@ -70,7 +71,7 @@ async def test_a_short_outage_is_not_reported(harness: ControllerHarness) -> Non
 
 
 @pytest.mark.parametrize("away", [False, True])
-async def test_the_gate_of_a_pod_without_a_probe(harness: ControllerHarness, away: bool) -> None:
+async def test_the_gate_of_a_pod_without_a_probe_opens_by_the_planner(harness: ControllerHarness, away: bool) -> None:
     """Its container is ready as soon as it starts, which proves nothing: only the planner's state counts."""
     deployment, _ = await deploy_seeds(harness)
     harness.planner_api.unavailable = away
@@ -88,7 +89,7 @@ async def test_the_gate_of_a_pod_without_a_probe(harness: ControllerHarness, awa
     assert ("UnknownToPlanner:" if away else "Forked:") == harness.conditions()[-1].split()[2]
 
 
-async def test_a_node_with_a_fast_clock(harness: ControllerHarness) -> None:
+async def test_the_clock_of_a_node_does_not_change_the_grace_period(harness: ControllerHarness) -> None:
     """The grace period counts from the controller's observation; after a restart, from the kubelet's time."""
     deployment, _ = await deploy_seeds(harness)
     (pod,) = harness.cluster.create(deployment)
@@ -125,7 +126,10 @@ async def test_nothing_is_written_while_nothing_changes(harness: ControllerHarne
     """A serving fleet causes no writes to the API server or the planner."""
     await deploy_seeds(harness, 5)
     await harness.step(times=50)
-    assert ([], [], [], []) == (harness.calls(), harness.events(), harness.conditions(), harness.costs())
+    assert [] == harness.calls()
+    assert [] == harness.events()
+    assert [] == harness.conditions()
+    assert [] == harness.costs()
 
 
 async def test_nothing_happens_before_the_first_list(harness: ControllerHarness) -> None:
@@ -136,7 +140,8 @@ async def test_nothing_happens_before_the_first_list(harness: ControllerHarness)
     harness.controller.caches.pods.listed = False
     harness.planner_api.put_instance(instance(pods[0].uid, age_s=1000.0))
     await harness.step(times=5)
-    assert ([], []) == (harness.calls(), harness.conditions())
+    assert [] == harness.calls()
+    assert [] == harness.conditions()
 
 
 async def test_a_failing_step_does_not_stop_the_others(
@@ -159,7 +164,7 @@ async def test_a_failing_step_does_not_stop_the_others(
     assert 1 == sum("controller step failed" in record.message for record in caplog.records)
 
 
-async def test_metrics(harness: ControllerHarness) -> None:
+async def test_completed_actions_are_counted(harness: ControllerHarness) -> None:
     """Completed actions are counted."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 3)

@@ -1,3 +1,5 @@
+"""Deletion costs: which Pod a scale-down removes first."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -118,7 +120,7 @@ SEEDS = [instance(uid(number)) for number in (5, 6)]
         ),
     ],
 )  # fmt: skip
-def test_deletion_costs(
+def test_less_useful_pods_are_deleted_first(
     pods: Sequence[ObservedPod],
     instances: Sequence[InstanceInfo],
     forks: Sequence[ForkInfo],

@@ -1,3 +1,5 @@
+"""The readiness gate's condition, and how often it is written."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -107,7 +109,7 @@ RECEIVING = fork(UID, chunks=43)
          (False, "Receiving", "receiving: 10 % of 15.2 GB")),
     ],
 )  # fmt: skip
-def test_conditions(
+def test_the_condition_is_true_once_all_ranks_serve(
     one: ObservedPod,
     instances: Sequence[InstanceInfo],
     forks: Sequence[ForkInfo],
@@ -128,7 +130,9 @@ def test_conditions(
         (NO_PROBE_SLOW, GRACE_S, UNKNOWN),
     ],
 )
-def test_the_gate_while_the_planner_is_down(one: ObservedPod, planner_down_s: float, expected: str) -> None:
+def test_without_a_planner_a_ready_pod_waits_only_for_the_grace_period(
+    one: ObservedPod, planner_down_s: float, expected: str
+) -> None:
     """A ready Pod is blocked only for the grace period, measured for both the Pod and the outage."""
     planner_down = observed(one, [LOADING], [RECEIVING], planner_down_since=NOW - planner_down_s)
     assert expected == decide_gate(planner_down, one, GRACE_S, MAX_WAIT_S).reason
@@ -150,7 +154,9 @@ def written_condition(status: bool, message: str, age_s: float) -> WrittenCondit
         (written_condition(True, "complete", 10), [instance(UID)], True),
     ],
 )
-def test_write_intervals(before: WrittenCondition | None, instances: Sequence[InstanceInfo], expected: bool) -> None:
+def test_messages_are_written_rarely_and_completion_immediately(
+    before: WrittenCondition | None, instances: Sequence[InstanceInfo], expected: bool
+) -> None:
     """Messages are written rarely and only if changed; completion immediately, and again if it was lost."""
     forks = [RECEIVING] if instances == [LOADING] else []
     found = decide(observed(POD, instances, forks), {UID: before} if before else {}, GRACE_S, MAX_WAIT_S)
@@ -166,7 +172,7 @@ def test_write_intervals(before: WrittenCondition | None, instances: Sequence[In
         (WrittenCondition(GateDecision(False, "Receiving", "…"), NOW - GRACE_S), False),
     ],
 )
-def test_a_restarted_planner(before: WrittenCondition | None, expected: bool) -> None:
+def test_a_restarted_planner_does_not_make_pods_unknown(before: WrittenCondition | None, expected: bool) -> None:
     """A Pod that it does not know yet does not count as unknown."""
     (found,) = decide(observed(GRACED), {UID: before} if before else {}, GRACE_S, MAX_WAIT_S)
     assert expected == found.decision.status

@@ -88,7 +88,7 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     await planner_api.close()
 
 
-async def test_scale_up_from_one_to_four(harness: RealPlannerHarness) -> None:
+async def test_the_replicas_of_a_scale_up_are_announced_and_counted_down(harness: RealPlannerHarness) -> None:
     """Three replicas are announced, planned and counted down; the Event of a fork names its source."""
     deployment = harness.cluster.deploy(1, 1)
     (seed,) = harness.cluster.create(deployment)
@@ -121,7 +121,7 @@ async def test_scale_up_from_one_to_four(harness: RealPlannerHarness) -> None:
     assert {pod.name for pod in (seed, *pods)} == opened
 
 
-async def test_a_killed_pod(harness: RealPlannerHarness) -> None:
+async def test_the_instance_of_a_killed_pod_is_removed(harness: RealPlannerHarness) -> None:
     """Its instance and its fork are removed from the planner's lists immediately."""
     deployment = harness.cluster.deploy(1, 2)
     seed, pod = harness.cluster.create(deployment, 2)

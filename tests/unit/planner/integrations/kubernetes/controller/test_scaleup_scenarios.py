@@ -71,7 +71,7 @@ async def test_arrivals_are_counted_down(harness: ControllerHarness) -> None:
     assert [] == [event for event in harness.events() if "ScaleUp" in event]
 
 
-async def test_a_fork_from_start_to_end(harness: ControllerHarness) -> None:
+async def test_a_fork_opens_the_gate_and_gets_an_event_and_a_deletion_cost(harness: ControllerHarness) -> None:
     """The gate shows the progress and opens; the Event names a source; then the Pod gets a deletion cost."""
     deployment, seeds = await deploy_seeds(harness, 2)
     harness.cluster.scale(deployment, 3)
@@ -111,7 +111,9 @@ async def test_a_restarted_controller_continues(harness: ControllerHarness) -> N
     harness.calls(), harness.events(), harness.costs()
     harness.controller = harness.new_leader()
     await harness.step(times=2)
-    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+    assert [] == harness.calls()
+    assert [] == harness.events()
+    assert [] == harness.costs()
     harness.planner_api.request_fork(pods[2], *seeds)
     harness.planner_api.finish_fork(pods[1], *seeds)
     await harness.step(times=2)
@@ -195,12 +197,16 @@ async def test_a_restarted_planner_causes_no_scale_up(harness: ControllerHarness
     harness.calls(), harness.events(), harness.conditions(), harness.costs()
     harness.planner_api.restart()
     await harness.step()
-    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+    assert [] == harness.calls()
+    assert [] == harness.events()
+    assert [] == harness.costs()
     for seed in seeds:
         harness.planner_api.become_seed(seed)
     harness.planner_api.request_fork(pod, *seeds)
     await harness.step(times=10)
-    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+    assert [] == harness.calls()
+    assert [] == harness.events()
+    assert [] == harness.costs()
 
 
 async def test_a_decrease_is_announced_after_two_polls(harness: ControllerHarness) -> None:

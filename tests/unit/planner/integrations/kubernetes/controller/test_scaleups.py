@@ -1,3 +1,5 @@
+"""Scale-ups derived from workloads and Pods, and their announcement."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -138,7 +140,7 @@ def replica_counts(found: Mapping[str, PendingScaleUp]) -> dict[str, int]:
         ),
     ],
 )  # fmt: skip
-def test_expected_replicas(
+def test_replicas_without_a_fork_are_expected(
     workloads: Sequence[ObservedWorkload],
     pods: Sequence[ObservedPod],
     known: Sequence[int],
@@ -168,7 +170,9 @@ def test_a_fork_counts_as_arrival() -> None:
         (({}, {}), None),
     ],
 )
-def test_the_model_name(template: tuple[dict[str, str], dict[str, str]], expected: str | None) -> None:
+def test_the_annotation_overrides_the_label_of_the_model(
+    template: tuple[dict[str, str], dict[str, str]], expected: str | None
+) -> None:
     """The template's annotation overrides the label; an invalid name is not announced."""
     one = workload(1, 1, template_labels=template[0], template_annotations=template[1])
     found = pending_replicas(observe(NOW, {}, {one.uid: one}), {}, TTL_S).pending_replicas
@@ -333,7 +337,7 @@ def test_only_differences_are_announced(
         (None, {}, {"a": DOWN}, {}),
     ],
 )
-def test_mismatches(
+def test_a_mismatch_lasts_while_the_difference_keeps_its_sign(
     one: PendingScaleUp | None,
     reported: dict[str, ScaleUpInfo],
     before: dict[str, ScaleUpMismatch],
@@ -356,7 +360,7 @@ def test_mismatches(
         (None, 5, known(2), 6),
     ],
 )
-def test_reported_sizes(
+def test_a_new_leader_continues_from_the_reported_sizes(
     before: dict[str, int] | None, pending_count: int | None, reported: dict[str, ScaleUpInfo], expected: int
 ) -> None:
     """Sizes that were reported or that nothing is expected of; for a new leader, what the planner knows."""
@@ -374,7 +378,7 @@ def test_only_own_scale_ups_are_withdrawn() -> None:
     assert ("b",) == to_withdraw({"a": pending(1)}, reported, differs, POLLED_AT)
 
 
-def test_own_ids() -> None:
+def test_known_ids_include_those_of_deleted_objects() -> None:
     """The UIDs of workloads, of owners, and of Pods without an owner, deleted ones included."""
     pods = {uid(5): new_pod(5, None, owner=JOB), uid(6): new_pod(6, None)}
     seen = observe(NOW, pods, {uid(1): DEPLOYMENT}, deleted={uid(7): new_pod(7, None)})

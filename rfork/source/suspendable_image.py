@@ -1,12 +1,14 @@
-"""Suspending and resuming weights, for engines that sleep, offload or reallocate. Runs on the source.
+"""An image whose memory may be released and replaced while it is served. Runs on the source.
 
-A seed's exporters keep references to the image's memory and register it with devices. Before the memory is
-released or moved, the seed must be notified; afterwards it gets the new memory.
+For engines that sleep, offload or reallocate their weights. The exporters keep references to the image's memory and
+register it with devices, so the engine must call `suspend` or `release_memory` before it frees or moves the memory,
+and pass the new memory afterwards.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,12 +36,13 @@ class SuspendableImage(ImageState):
     ) -> None:
         super().__init__(image, chunk_state, manifest)
         self._exports = ExporterSet(transports)
-        self._settled = threading.Event()  # not set while exporters open and close during serving
-        self._settled.set()
+        self._exports_settled = threading.Event()
+        """Set unless exporters are being opened or closed while others serve."""
+        self._exports_settled.set()
 
     @property
     def _gate(self) -> AccessGate:
-        """The gate of its exporters."""
+        """Access gate of the exporters."""
         raise NotImplementedError
 
     def wait_report_acked(self, timeout: float) -> bool:
@@ -69,8 +72,8 @@ class SuspendableImage(ImageState):
         Changing the bytes or releasing the memory waits for the block: it must be short, and must not keep
         the image. Raises SourceWeightsChanged if the generation has changed.
         """
-        with self._inflight_reads.track(_noop_cancel):
-            # Checked only now: a later fence waits for this block.
+        with self._inflight_reads.track(_ignore_abort):
+            # Checked inside the block, for which a later fence waits.
             if self.generation != generation:
                 raise SourceWeightsChanged("the seed is changing or suspending its weights: what was read is discarded")
             yield self.image
@@ -91,17 +94,16 @@ class SuspendableImage(ImageState):
             if isinstance(self.image, ReleasedImage):
                 return False
             self._suspended = True
-        watched = self._has_listeners()
+        has_readers = self._has_listeners()
         self.fence()
-        if watched:
-            # Nothing is served any more, and requests get the reason; a reader that finds no port would blame
-            # the source.
-            threading.Event().wait(NOTIFY_GRACE_S)
+        if has_readers:
+            # Requests now fail with the reason. A reader that finds the port closed would blame the source.
+            time.sleep(NOTIFY_GRACE_S)
         try:
             with self._digesting:
                 try:
                     self._exports.close()
-                finally:  # regardless of an exporter's error: the others are closed, and this one gets no more requests
+                finally:  # even if an exporter fails to close: it gets no more requests, and the others are closed
                     self.image = ReleasedImage(self.image.layout)
         finally:
             self._disconnect_readers()  # readers that arrived before the exporters closed
@@ -114,21 +116,21 @@ class SuspendableImage(ImageState):
         for it, and wait for the weights. `memory_restored` ends it.
         """
         with self._updates:
-            self._settled.clear()
+            self._exports_settled.clear()
             try:
-                if (watched := self._has_listeners()) or self._manifest is not None or self.chunk_state.verified:
+                has_readers = self._has_listeners()
+                if has_readers or self._manifest is not None or self.chunk_state.verified:
                     with self._changing:
                         self._clear()
-                    # Notify the planner first: readers that learn of it send a request there, and should be
-                    # sent here again.
+                    # The planner first: disconnected readers request a new plan, which should name this source again.
                     self.wait_report_acked(NOTIFY_GRACE_S)
                     self._disconnect_readers()
-                if watched:
-                    threading.Event().wait(NOTIFY_GRACE_S)
+                if has_readers:
+                    time.sleep(NOTIFY_GRACE_S)
                 with self._digesting:
                     self._exports.close(keep=STATELESS_TRANSPORTS)
             finally:
-                self._settled.set()
+                self._exports_settled.set()
 
     def memory_restored(self, version: VersionOf | None = None) -> None:
         """Digest and serve complete weights in new memory, over all transports.
@@ -136,21 +138,21 @@ class SuspendableImage(ImageState):
         `version` is as for `publish`.
         """
         with self._updates:
-            more = self._exports.reopen_missing(self.image, self._gate)
+            reopened = self._exports.reopen_missing(self.image, self._gate)
             self.notify_planner()
             self.publish(version=version)
-        if more and self._has_listeners():
-            self.invalidate(())  # waiting readers connect again, over the best transport
+        if reopened and self._has_listeners():
+            self.invalidate(())  # disconnects waiting readers, which then connect over the best transport
 
     def resume(self, image: Image, generation: int | None = None, version: VersionOf | None = None) -> None:
-        """Become a seed of complete weights, possibly at other addresses and with other values.
+        """Serve complete weights again, possibly at other addresses and with other values.
 
-        They are registered and digested, and served under a new generation. Without a `suspend` before, it
-        starts with one; memory that it already has is only digested, if it is not served.
+        Registers and digests them, and serves them under a new generation. Suspends first if `suspend` was not
+        called, except for memory that the seed already has, which it only digests unless it serves it.
 
-        `generation` is the one in which they became complete: if it was fenced since, also by a `suspend`,
-        nothing changes, because the bytes may be changing again. `version` is as for `publish`. Raises
-        LayoutMismatch for another layout, and TransportUnavailable like `start`: it stays suspended.
+        `generation` is the one in which the weights became complete. If it was fenced since then, by `suspend` too,
+        nothing happens, because the bytes may be changing again. `version` is as for `publish`. Raises
+        LayoutMismatch for another layout, and TransportUnavailable like `start`: the seed stays suspended.
         """
         if image.layout.layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the seed's layout is {self.image.layout.layout_id}, not {image.layout.layout_id}")
@@ -158,7 +160,7 @@ class SuspendableImage(ImageState):
             if self._exports.is_shut_down or generation not in (None, self.generation):
                 return
             if not self._suspended and image.shares_memory_with(self.image):
-                # An earlier attempt may have failed or been fenced: it is complete now.
+                # An earlier attempt failed or was fenced.
                 if self._manifest is None or not self.chunk_state.complete:
                     self.publish(generation, version)
                 return
@@ -175,5 +177,5 @@ class SuspendableImage(ImageState):
             self.publish(generation, version)
 
 
-def _noop_cancel() -> None:
-    """Abort a read that needs no abort."""
+def _ignore_abort() -> None:
+    """Do nothing: a local read is short and ends by itself."""

@@ -25,13 +25,14 @@ def test_a_preview_changes_nothing(web: httpx.Client, planner: PlannerClient) ->
     """A preview matches the plan of the next fork, and leaves the planner unchanged."""
     planner.report(seed_report("s"))
     (result,) = planner.preview(PreviewRequest(model="m", targets=2)).items
-    assert ("m", KEY, CHUNKS << 20, CHUNKS, 1) == (
-        result.model, result.rank_key, result.image_bytes, result.chunk_count, result.seeds,
-    )  # fmt: skip
-    assert (["s"], [], 0) == (
-        [each.report.instance_id for each in planner.instances()], planner.forks(),
-        web.get("/v1/models").json()[0]["forks_running"],
-    )  # fmt: skip
+    assert "m" == result.model
+    assert KEY == result.rank_key
+    assert CHUNKS << 20 == result.image_bytes
+    assert CHUNKS == result.chunk_count
+    assert 1 == result.seeds
+    assert ["s"] == [each.report.instance_id for each in planner.instances()]
+    assert [] == planner.forks()
+    assert 0 == web.get("/v1/models").json()[0]["forks_running"]
     assert result.targets[0].reason == planner.request_plan(fork_request("a")).reason == "from seed s (0 other readers)"
 
 
@@ -41,27 +42,26 @@ def test_each_rank_has_its_own_preview(planner: PlannerClient) -> None:
         planner.report(seed_report(f"s{rank.tp}", rank=rank))
     both = planner.preview(PreviewRequest(model="m", targets=3)).items
     (second,) = planner.preview(PreviewRequest(model="m", rank_key=RANKS[1].key)).items
-    assert ([rank.key for rank in RANKS], ["s1"]) == (
-        [each.rank_key for each in both], [share.source_id for share in second.targets[0].shares],
-    )  # fmt: skip
+    assert [rank.key for rank in RANKS] == [each.rank_key for each in both]
+    assert ["s1"] == [share.source_id for share in second.targets[0].shares]
 
 
-UNKNOWN = [
+UNKNOWN_GROUPS = [
     ({"model": "other"}, "no known instance of other"),
-    ({"model": "m", "rank_key": "x"}, f"no known instance of that rank; known ranks: {KEY}"),
+    ({"model": "m", "rank_key": "x"}, f"no known instance of rank x; known ranks: {KEY}"),
 ]
 
 
-@pytest.mark.parametrize(("query", "detail"), UNKNOWN)
+@pytest.mark.parametrize(("query", "detail"), UNKNOWN_GROUPS)
 def test_an_unknown_model_is_a_problem(
     web: httpx.Client, planner: PlannerClient, query: dict[str, str], detail: str
 ) -> None:
     """The response is 404 with problem `unknown-model`."""
     planner.report(seed_report("s"))
     response = web.post("/v1/previews", json=query)
-    assert (404, "unknown-model", detail) == (
-        response.status_code, response.json()["type"].rpartition("/")[2], response.json()["detail"],
-    )  # fmt: skip
+    assert 404 == response.status_code
+    assert "unknown-model" == response.json()["type"].rpartition("/")[2]
+    assert detail == response.json()["detail"]
 
 
 def test_the_number_of_preview_targets_is_limited(planner: PlannerClient) -> None:
@@ -72,18 +72,19 @@ def test_the_number_of_preview_targets_is_limited(planner: PlannerClient) -> Non
     with pytest.raises(PlannerRejected, match="1024 targets of 9 ranks exceed 8192: name one rank_key"):
         planner.preview(PreviewRequest(model="m", targets=1024))
     (result,) = planner.preview(PreviewRequest(model="m", targets=1024, rank_key=sizes[0].key)).items
-    assert (1024, 0) == (len(result.targets), sum(target.seconds is None for target in result.targets))
+    assert 1024 == len(result.targets)
+    assert 0 == sum(target.seconds is None for target in result.targets)
 
 
 async def test_the_preview_queue_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call too many is rejected with Retry-After; the queued ones are answered."""
     released = threading.Event()
 
-    def slow(known: Scenario) -> Preview:
+    def slow_preview(scenario: Scenario) -> Preview:
         released.wait()
-        return preview(known)
+        return preview(scenario)
 
-    monkeypatch.setattr(previews, "preview", slow)
+    monkeypatch.setattr(previews, "preview", slow_preview)
     registry = make_registry(FakeTime())
     await registry.report(seed_report("s"))
     app = FastAPI()
@@ -99,13 +100,13 @@ async def test_the_preview_queue_is_limited(monkeypatch: pytest.MonkeyPatch) -> 
         released.set()
         accepted = await asyncio.gather(*rest)
     (response,) = [task.result() for task in refused]
-    assert (503, "too-many-previews", "2", [200] * len(accepted)) == (
-        response.status_code, response.json()["type"].rpartition("/")[2], response.headers["Retry-After"],
-        [each.status_code for each in accepted],
-    )  # fmt: skip
+    assert 503 == response.status_code
+    assert "too-many-previews" == response.json()["type"].rpartition("/")[2]
+    assert "2" == response.headers["Retry-After"]
+    assert [200] * len(accepted) == [each.status_code for each in accepted]
 
 
-WRONG = [
+INVALID_FIELDS = [
     ("targets", 0),
     ("targets", 1025),
     ("per_host", 0),
@@ -115,10 +116,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG)
+@pytest.mark.parametrize(("field", "value"), INVALID_FIELDS)
 def test_invalid_preview_requests_are_rejected(web: httpx.Client, field: str, value: object) -> None:
     """The response is 422 and names the field."""
     response = web.post("/v1/previews", json={"model": "m", field: value})
-    assert (422, [field]) == (
-        response.status_code, [each["field"] for each in response.json()["errors"]],
-    )  # fmt: skip
+    assert 422 == response.status_code
+    assert [field] == [each["field"] for each in response.json()["errors"]]

@@ -40,7 +40,7 @@ class SourceActivity:
     block_at: float | None = None
     """Last block of local storage; None before the first, and for peers."""
     idle_s: float = 0.0
-    """How long readers of local storage have waited for its next block."""
+    """Seconds for which readers of local storage have waited for its next block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,14 +231,14 @@ class TransferMachine:
         """Return the first actions."""
         self._tick_at = now
         self._advance(now)
-        return self._take_actions()
+        return self._pop_actions()
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event. After `Finish`, events have no effect."""
         if not self.finished:
             self._dispatch(event, now)
             self._advance(now)
-        return self._take_actions()
+        return self._pop_actions()
 
     def wake_at(self, now: float) -> float:
         """Return when the next `Tick` is due."""
@@ -269,7 +269,7 @@ class TransferMachine:
         """Bytes of the chunks that have arrived, valid or not."""
         return self.measurable_bytes + self._loader_bytes
 
-    def _take_actions(self) -> list[Action]:
+    def _pop_actions(self) -> list[Action]:
         actions = self._actions.copy()
         self._actions.clear()
         return actions
@@ -319,7 +319,7 @@ class TransferMachine:
                 self._retry_at = now + FIRST_RETRY_S
             case _:
                 source = self._sources[event.connection]
-                # A source that was closed meanwhile has no say any more.
+                # Events of a source that was closed meanwhile have no effect.
                 if self._active.get(source.source_id) is source:
                     try:
                         self._source_event(source, event, now)

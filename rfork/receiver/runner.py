@@ -65,7 +65,7 @@ from rfork.receiver.events import (
 from rfork.receiver.loader_liveness import LoaderLiveness
 from rfork.receiver.machine import TransferMachine
 from rfork.receiver.report import SourceShare, TransferStats
-from rfork.receiver.sources import PeerSource, Source, SourceFactoryProtocol, SpoolReader, StorageSource
+from rfork.receiver.sources import ChunkSource, PeerSource, SourceFactoryProtocol, SpoolReader, StorageSource
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.storage.spool import Spool
@@ -149,7 +149,7 @@ class Transfer:
             spool_records=spool.records if spool is not None else None,
         )
         self._error: RforkError | None = None
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, ChunkSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
         self._spool = SpoolReader(spool, image, self._events.put) if spool is not None else None
@@ -306,7 +306,7 @@ class Transfer:
             case _:
                 assert_never(action)
 
-    def _open(self, connection: int, source: Source) -> None:
+    def _open(self, connection: int, source: ChunkSource) -> None:
         self._sources[connection] = source
         source.start()
 

@@ -78,7 +78,7 @@ Emit = Callable[[Event], None]
 """Passes an event to the transfer's runner; never blocks."""
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """One open source, implemented by `PeerSource` and `StorageSource`."""
 
     source_span: SourceSpan
@@ -150,7 +150,7 @@ class SourceSpan:
 
 
 class PeerSource:
-    """A peer: its channel, its progress stream and its reader. Implements `Source`.
+    """A peer: its channel, its progress stream and its reader. Implements `ChunkSource`.
 
     `deadline` is the fork's.
     """
@@ -196,7 +196,7 @@ class PeerSource:
         self._thread.start()
 
     def activity(self, now: float) -> SourceActivity:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return SourceActivity(
             message_at=self._message_at,
             progress_at=self._progress_at,
@@ -366,7 +366,7 @@ class PeerSource:
 
 class StorageSource:
     """One storage of this instance, once the planner elected it to read some chunks for all waiting instances.
-    Implements `Source`.
+    Implements `ChunkSource`.
 
     A peer reports digests or a manifest; this source determines them from the files. `find` returns the storage
     that the plan names; raises StorageError if there is none. Its reads have no deadline: they end after
@@ -398,7 +398,7 @@ class StorageSource:
         self._thread = threading.Thread(target=self._run, name="rfork-source-storage", daemon=True)
 
     def activity(self, now: float) -> SourceActivity:
-        """See `Source`."""
+        """See `ChunkSource`."""
         return SourceActivity(
             message_at=now,
             progress_at=now,

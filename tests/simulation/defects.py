@@ -94,8 +94,8 @@ def hang_after_planner_restart() -> AbstractContextManager[Any]:
     return patched(TransferMachine, "_receive_plan", receive_plan)
 
 
-def gives_up_after_planner_restart() -> AbstractContextManager[Any]:
-    """A restarted planner that knows no source yet tells running forks that there is none."""
+def no_source_after_planner_restart() -> AbstractContextManager[Any]:
+    """A restarted planner that knows no source yet ends running forks."""
     return patched(PlanService, "_is_after_restart", lambda service, context, now: False)
 
 
@@ -120,7 +120,7 @@ def lease_of_old_generation_accepted() -> AbstractContextManager[Any]:
 
 
 def lost_wake_up() -> AbstractContextManager[Any]:
-    """A dropped read does not make the machine look for its next source."""
+    """A dropped read does not start the read from its next source."""
     return patched(ChunkScheduler, "dropped", lambda scheduler, read: scheduler._in_flight.pop(read.chunk, None))
 
 
@@ -228,7 +228,7 @@ DEFECTS: list[Defect] = [
     double_read_of_storage,
     every_target_elected,
     hang_after_planner_restart,
-    gives_up_after_planner_restart,
+    no_source_after_planner_restart,
     mixed_generations,
     lease_of_old_generation_accepted,
     lost_wake_up,

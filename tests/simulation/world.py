@@ -190,9 +190,9 @@ class World:
 
     # -- invariants -------------------------------------------------------------------------------------
 
-    def check(self, holds: bool, promise: str) -> None:
+    def check(self, is_kept: bool, promise: str) -> None:
         """Stop the world if a promise is broken."""
-        if not holds:
+        if not is_kept:
             raise InvariantViolated(f"t={self.now - 1000:.3f} {promise}")
 
     def check_verified(self, target: Target, chunk: int, digest: bytes | None) -> None:
@@ -467,7 +467,7 @@ def _corrupt(world: World, subject: Instance) -> None:
 
 
 def _bad_memory(world: World, subject: Instance) -> None:
-    """The target's memory damages what it receives: every source looks corrupt to it."""
+    """The target's memory damages what it receives: every source seems to be corrupt."""
     world.bad_memory.add(subject.name)
     subject.bad_memory = True
 

@@ -137,7 +137,7 @@ class MachineHarness:
 
     @property
     def result(self) -> str | None:
-        """How the transfer ended: an error's name and text, or ``complete``; None: it has not."""
+        """End of the transfer: an error's name and text, or ``complete``; None: it has not."""
         finished = self.all_of(Finish)
         if not finished:
             return None

@@ -367,7 +367,7 @@ def test_faults_that_occur_during_a_request_are_reported_with_the_next() -> None
 
 
 def test_a_source_that_fails_repeatedly_is_not_retried() -> None:
-    """The last failure counts as one of the network between the two, whoever is at fault."""
+    """The last failure counts as one of the network between the two."""
     harness = MachineHarness()
     for _ in range(MAX_FAILURES):
         harness.plan(peer("a", ALL))
@@ -630,6 +630,7 @@ def test_a_read_that_times_out_while_the_target_is_suspended_blames_no_source() 
     harness.offer("a", (0, 1))
     harness.now += 9.0
     harness.fail_read("a", 0, SourceTimeout("no byte"))
+    harness.wait(0.1)
     assert [("a", "target", "TargetError")] == faults(harness)
 
 

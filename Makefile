@@ -26,6 +26,12 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 test: lint programs ## lint, types, and all tests but the slow ones and those that need hardware or engines
 	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(PARALLEL) $(COVERAGE) $(TESTS)
 
+WORLDS ?= 2000
+SEED ?= 1
+.PHONY: simulation
+simulation: venv ## simulate WORLDS=2000 fleets with faults, from SEED=1
+	@$(BIN)/python -m tests.simulation.run --worlds $(WORLDS) --seed $(SEED)
+
 .PHONY: test-all
 test-all: lint programs ## every test that this machine supports; property tests with new examples
 	$(PYTEST) --hypothesis-profile explore $(PARALLEL) $(COVERAGE) $(TESTS)

@@ -1,16 +1,15 @@
-"""Decides which chunk is read next, and from which source.
+"""Decides which chunk is read next and from which source: pure state of one fork, without threads, clocks or
+sockets.
 
-Pure state of one fork, without threads, clocks or sockets. The transfer holds its lock around every call
-here. A chunk is in one of these states: verified; in flight (exactly one reader fills it); assigned to a
-source by the newest plan, or reserved, which plans do not change; unassigned (its source failed, and a new
-plan is needed).
+A chunk is in one of these states: verified; in flight (exactly one reader fills it); assigned to a source by the
+newest plan, or reserved, which plans do not change; unassigned (its source failed, and a new plan is needed).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from rfork.image import ranges
@@ -41,6 +40,7 @@ class ChunkScheduler:
         self._readable: dict[str, set[int]] = {}
         self._ready: dict[str, list[int]] = {}  # heaps; `next_read` discards outdated entries
         self._attempts: dict[int, int] = {}
+        self._reservers: set[str] = set()  # ids for which chunks were reserved: they read without a worker
         self.late: frozenset[str] = frozenset()
         """Sources that have served nothing yet while others have: the others may read their chunks."""
 
@@ -104,7 +104,9 @@ class ChunkScheduler:
         return False
 
     def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
-        """Return the chunks in flight from this source, and the next `count` that `next_read` will return."""
+        """Return the chunks in flight from this source, and the next `count` that `next_read` will return for
+        it.
+        """
         waiting = (
             chunk
             for chunk in self._ready.get(source_id, ())
@@ -114,17 +116,22 @@ class ChunkScheduler:
         return in_flight_chunks, heapq.nsmallest(count, set(waiting))
 
     def reserve(self, source_id: str, chunks: Iterable[int]) -> None:
-        """Reserve chunks for a source that no plan names, except chunks in flight. Later plans do not change this."""
+        """Reserve chunks for a source that no plan names; later plans do not change this. Skips chunks in
+        flight.
+        """
         for chunk in chunks:
             if chunk not in self._verified and chunk not in self._in_flight:
                 self._assigned[chunk] = self._reserved[chunk] = source_id
 
     def next_reserved(self) -> ChunkRead | None:
-        """Return the next read of a reserved chunk, now in flight; None if there is none."""
+        """Return the next read of a reserved chunk, now in flight, or None if all are in flight or none is
+        reserved.
+        """
         chunk = next((chunk for chunk in self._reserved if chunk not in self._in_flight), None)
         if chunk is None:
             return None
         source = self._in_flight[chunk] = self._reserved[chunk]
+        self._reservers.add(source)
         return ChunkRead(source, chunk)
 
     @property
@@ -172,17 +179,14 @@ class ChunkScheduler:
         """Mark verified chunks as wrong: they are read again once a plan assigns them."""
         self._verified.difference_update(chunks)
 
-    def mark_found(self, chunks: Iterable[int]) -> list[int]:
-        """Mark chunks that already contain the right bytes.
-
-        Returns them without those already verified or in flight.
+    def begin_local(self, source_id: str, chunk: int) -> bool:
+        """Let this instance check a chunk without a source, unless it is verified or in flight; returns whether
+        it is now in flight.
         """
-        fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
-        for chunk in fresh:
-            self._assigned.pop(chunk, None)
-            self._reserved.pop(chunk, None)
-        self._verified.update(fresh)
-        return fresh
+        if chunk in self._verified or chunk in self._in_flight:
+            return False
+        self._in_flight[chunk] = source_id
+        return True
 
     def mark_all_verified(self) -> None:
         """Mark every chunk as verified by other means; nothing is in flight."""
@@ -225,8 +229,18 @@ class ChunkScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Number of reads in flight."""
+        """Number of chunks in flight."""
         return len(self._in_flight)
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Number of chunks in flight without reserved ones: each occupies a worker."""
+        return sum(source not in self._reservers for source in self._in_flight.values())
+
+    @property
+    def verified_chunks(self) -> Set[int]:
+        """The verified chunks."""
+        return self._verified
 
     @property
     def rereads(self) -> dict[int, int]:

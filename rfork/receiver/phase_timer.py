@@ -13,7 +13,7 @@ from rfork.tracing import NOOP_TRACER, Span, Tracer
 class PhaseTimer:
     """Measures named phases. Each second counts for one phase: the innermost active one.
 
-    Phases with the same name add up. One thread enters phases; any thread may read them.
+    Phases with the same name add up. Phases of several threads must be nested too; any thread may read them.
     """
 
     def __init__(self, tracer: Tracer = NOOP_TRACER) -> None:

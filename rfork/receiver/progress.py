@@ -18,8 +18,8 @@ from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.phase_timer import PhaseTimer
 from rfork.receiver.report import transports_by_source
+from rfork.receiver.runner import Transfer
 from rfork.receiver.throughput import ThroughputMeter, measurable_bytes, top_rates
-from rfork.receiver.transfer import Transfer
 from rfork.schema import ForkProgress
 from rfork.tracing import TraceContext, current_context, use_context
 

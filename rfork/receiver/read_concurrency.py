@@ -19,7 +19,7 @@ EWMA_ALPHA: Final = 0.3
 
 
 class ReadConcurrency:
-    """Number of concurrent reads for each source of one fork. The transfer holds its lock around calls."""
+    """Number of concurrent reads for each source of one fork."""
 
     def __init__(self, max_reads: int) -> None:
         """`max_reads` is the maximum from the settings."""

@@ -55,9 +55,9 @@ from rfork.receiver.report import (
     current_trace_id,
     phase_seconds,
 )
-from rfork.receiver.source_factory import SourceFactory
+from rfork.receiver.runner import Transfer
+from rfork.receiver.sources import SourceFactory
 from rfork.receiver.throughput import ThroughputMeter
-from rfork.receiver.transfer import Transfer
 from rfork.schema import source_type
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
@@ -382,7 +382,6 @@ class ForkSession:
                 self._dial,
                 chosen,
                 candidates,
-                self._identity.instance_id,
                 self._deadline,
                 self._tracer,
             )
@@ -394,7 +393,7 @@ class ForkSession:
                 image,
                 chunk_state,
                 chosen,
-                identity=(self._identity.instance_id, chosen.node_name),
+                instance_id=self._identity.instance_id,
                 source_factory=source_factory,
                 replan=plan_requester,
                 run_loader=candidates.run_loader,

@@ -121,32 +121,14 @@ class StoragePrefetcher:
         with self._changed:
             return max(0.0, now - self.advanced_at) if self._requested else 0.0
 
-    def _expect(self, storage: ImageStorage, assigned: Sequence[Range], coming: Sequence[Range]) -> None:
-        """Prefetch the `coming` ranges, as far as memory allows, instead of the previous ones.
-
-        Ranges in `assigned` that were prefetched are kept: they are about to be read.
-        """
-        with self._changed:
-            before = self._ahead
-            self._ahead = {part: before[part] for part in assigned if part in before}
-            left = self.ahead_bytes
-            for part in coming:
-                if left <= 0:
-                    break
-                self._ahead[part] = before.get(part) or _RangeRead(storage, *part)
-                left -= part[1] - part[0]
-            for part, run in before.items():
-                if part not in self._ahead:
-                    self._end(run)
-            self._start()
-
     def read(
         self, storage: ImageStorage, begin: int, end: int, prefetch_hints: PrefetchHints | None = None
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield the blocks of image range `[begin, end)` as they arrive, with their offsets.
 
-        A block is valid until the next is requested. `prefetch_hints` is called once this range was requested; the
-        ranges that it returns are read meanwhile. Raises the storage's errors, and SourceUnavailable after `close`.
+        A block is valid until the next is requested. `prefetch_hints` is called with the lock, once this range was
+        requested; the ranges that it returns are read meanwhile. Raises the storage's errors, and SourceUnavailable
+        after `close`.
         """
         with self._changed:
             self._check_open()
@@ -154,11 +136,12 @@ class StoragePrefetcher:
                 self.advanced_at = time.monotonic()
             run = self._ahead.pop((begin, end), None) or _RangeRead(storage, begin, end)
             self._requested.append(run)
+            if prefetch_hints is not None:
+                # With the lock: hints that were overtaken would read ranges again that others read meanwhile.
+                self._expect(storage, *prefetch_hints())
             self._start()
             self._changed.notify_all()
         try:
-            if prefetch_hints is not None:
-                self._expect(storage, *prefetch_hints())
             left = end - begin
             while left:
                 at, block = self._next(run)
@@ -187,6 +170,23 @@ class StoragePrefetcher:
             raise SourceUnavailable(f"{self._address}: storage was closed")
 
     # -- the caller holds the lock ---------------------------------------------------------------------
+
+    def _expect(self, storage: ImageStorage, assigned: Sequence[Range], coming: Sequence[Range]) -> None:
+        """Prefetch the `coming` ranges, as far as memory allows, instead of the previous ones.
+
+        Ranges in `assigned` that were prefetched are kept: they are about to be read.
+        """
+        before = self._ahead
+        self._ahead = {part: before[part] for part in assigned if part in before}
+        left = self.ahead_bytes
+        for part in coming:
+            if left <= 0:
+                break
+            self._ahead[part] = before.get(part) or _RangeRead(storage, *part)
+            left -= part[1] - part[0]
+        for part, run in before.items():
+            if part not in self._ahead:
+                self._end(run)
 
     def _start(self) -> None:
         """Start as many threads as there is work for."""

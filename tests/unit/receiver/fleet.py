@@ -18,19 +18,16 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.receiver.chunk_verifier import ServingState
 from rfork.receiver.deadline import Deadline
-from rfork.receiver.elected_loader import RunLoader
-from rfork.receiver.peer_source import PeerSource
 from rfork.receiver.report import TransferStats
-from rfork.receiver.source import SourceListener
-from rfork.receiver.storage_source import StorageSource
-from rfork.receiver.transfer import Transfer
+from rfork.receiver.runner import Observer, RunsLoader, ServingState, Transfer
+from rfork.receiver.sources import Emit, PeerSource, StorageSource
 from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
 from rfork.schema.types import StorageType
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name
+from rfork.storage.spool import Spool
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import FaultInjection, InMemoryNetwork, InMemoryTransport
 from rfork.tracing import Tracer
@@ -237,7 +234,7 @@ class Script:
 
 
 class RecordingServingState:
-    """Serving state that records every call; see `rfork.receiver.chunk_verifier.ServingState`."""
+    """Serving state that records every call; see `rfork.receiver.runner.ServingState`."""
 
     def __init__(self, chunk_state: ChunkState) -> None:
         self.manifests: list[Manifest] = []
@@ -262,7 +259,7 @@ class RecordingServingState:
 
 @dataclass
 class FleetSourceFactory:
-    """Opens the sources of a plan on the fleet's network; a `SourceFactoryProtocol`."""
+    """Opens the sources of a plan on the fleet's network; see `rfork.receiver.sources.SourceFactoryProtocol`."""
 
     fleet: Fleet
     image: Image
@@ -274,20 +271,27 @@ class FleetSourceFactory:
     def exclude(self, name: str) -> None:
         self.excluded.append(name)
 
-    def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
+    def open_peer(self, route: Route, connection: int, emit: Emit) -> PeerSource:
         transports = {"memory": InMemoryTransport(self.fleet.network)}
-        return PeerSource(route, self.image, transports, self.fleet.peers.dial, self.settings, listener, self.deadline)
+        return PeerSource(
+            route,
+            self.image,
+            transports,
+            self.fleet.peers.dial,
+            self.settings,
+            connection,
+            emit,
+            self.deadline,
+        )
 
-    def open_storage(self, read: StorageAssignment, listener: SourceListener) -> StorageSource:
+    def open_storage(self, read: StorageAssignment, connection: int, emit: Emit) -> StorageSource:
         return StorageSource(
             read,
             lambda read: self.files[storage_name(read.kind, read.uri)],
             self.image,
-            listener,
-            self.settings.storage_idle_timeout_s,
+            connection,
+            emit,
             StorageSettings(),
-            instance_id="target",
-            host="node",
         )
 
 
@@ -309,7 +313,9 @@ class Target:
         chunk_state: ChunkState | None = None,
         serving_state: ServingState | None = None,
         files: Sequence[Files] = (),
-        run_loader: RunLoader = no_loader,
+        run_loader: RunsLoader = no_loader,
+        spool: Spool | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.image = target_image or image()
         self.chunk_state = ChunkState(self.image.layout.chunks) if chunk_state is None else chunk_state
@@ -320,12 +326,14 @@ class Target:
             self.image,
             self.chunk_state,
             chosen,
-            identity=("target", "node"),
+            instance_id="target",
             source_factory=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
             replan=replan,
             run_loader=run_loader,
             serving_state=serving_state or self.serving_state,
             deadline=deadline,
+            spool=spool,
+            observer=observer,
         )
 
     def run(self) -> TransferStats:

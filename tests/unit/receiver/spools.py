@@ -13,14 +13,13 @@ from rfork.image.memory import Image
 from rfork.receiver.chunk_persister import spool_name
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.report import ForkReport
-from rfork.receiver.spool_source import SpoolSource
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.storage.spool import Spool
 from rfork.storage.spool_lock import acquire_spool
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fake_planner import FakePlanner
-from tests.unit.receiver.fleet import Fleet, Target, plan, route, settings
+from tests.unit.receiver.fleet import Fleet, plan, route, settings
 from tests.unit.receiver.sessions import scripted_planner, session
 
 CHUNKS = 6
@@ -59,6 +58,11 @@ def write_spool(folder: Path, source_image: Image, chunks: Sequence[int]) -> Pat
     return spool.path
 
 
+def open_spool(folder: Path, target_image: Image) -> Spool:
+    """Open the spool in this folder, as a fork into the image does."""
+    return acquire_spool(folder, spool_name(IDENTITY), target_image.layout)
+
+
 def run_fork(
     fleet: Fleet,
     module: torch.nn.Module,
@@ -81,19 +85,3 @@ def seed_and_planner(fleet: Fleet, source: Model, faults: FaultInjection | None 
     """Return a seed of this model, and a planner that routes every fork to it."""
     seed = fleet.source("a", capture(source), faults)
     return seed, scripted_planner(lambda: plan(route(seed, ALL)))
-
-
-def attach_spool(target: Target, spool: Spool) -> SpoolSource:
-    """Let a target's transfer load chunks from this spool."""
-    transfer = target.transfer
-    spool_source = SpoolSource(
-        spool,
-        target.image,
-        target.chunk_state,
-        settings(),
-        transfer._scheduler,
-        transfer._verifier,
-        transfer._changed,
-    )
-    transfer._spool_source = transfer._event_handler._spool_source = spool_source
-    return spool_source

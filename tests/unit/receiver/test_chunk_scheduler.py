@@ -24,18 +24,18 @@ def build_scheduler(count: int = COUNT, **routes: tuple[int, int]) -> ChunkSched
 def test_an_image_of_no_chunks_is_complete() -> None:
     """There is nothing to read and nothing to plan."""
     scheduler = ChunkScheduler(0)
-    assert scheduler.complete
-    assert not scheduler.unassigned
-    assert scheduler.next_read() is None
+    assert (True, False, None) == (scheduler.complete, scheduler.unassigned, scheduler.next_read())
 
 
 def test_a_new_scheduler_needs_a_plan() -> None:
     """No chunk is assigned yet, so none can be read."""
     scheduler = ChunkScheduler(COUNT)
-    assert not scheduler.complete
-    assert scheduler.unassigned
-    assert scheduler.next_read() is None
-    assert 0 == scheduler.in_flight
+    assert (False, True, None, 0) == (
+        scheduler.complete,
+        scheduler.unassigned,
+        scheduler.next_read(),
+        scheduler.in_flight,
+    )
 
 
 def test_verified_chunks_are_not_read() -> None:
@@ -43,8 +43,7 @@ def test_verified_chunks_are_not_read() -> None:
     scheduler = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(0, 6)])
-    assert ChunkRead("a", 2) == scheduler.next_read()
-    assert scheduler.next_read() is None
+    assert (ChunkRead("a", 2), None) == (scheduler.next_read(), scheduler.next_read())
 
 
 def test_an_assigned_chunk_waits_until_it_is_offered() -> None:
@@ -55,8 +54,7 @@ def test_an_assigned_chunk_waits_until_it_is_offered() -> None:
     scheduler.mark_available("a", [(4, 6)])
     scheduler.mark_available("a", [(1, 2)])
     next_reads = [scheduler.next_read() for _ in range(4)]
-    assert before is None
-    assert [ChunkRead("a", 1), ChunkRead("a", 4), ChunkRead("a", 5), None] == next_reads
+    assert (None, [ChunkRead("a", 1), ChunkRead("a", 4), ChunkRead("a", 5), None]) == (before, next_reads)
 
 
 def test_an_offer_before_the_plan_counts() -> None:
@@ -72,8 +70,7 @@ def test_an_offer_beyond_the_image_is_truncated() -> None:
     scheduler = ChunkScheduler(COUNT)
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(5, 1 << 62)])
-    assert ChunkRead("a", 5) == scheduler.next_read()
-    assert scheduler.next_read() is None
+    assert (ChunkRead("a", 5), None) == (scheduler.next_read(), scheduler.next_read())
 
 
 def test_reads_are_balanced_across_sources() -> None:
@@ -106,8 +103,7 @@ def test_a_dropped_chunk_is_read_again() -> None:
     scheduler = build_scheduler(1, a=(0, 1))
     scheduler.next_read()
     scheduler.dropped(ChunkRead("a", 0))
-    assert ChunkRead("a", 0) == scheduler.next_read()
-    assert {0: 1} == scheduler.rereads
+    assert (ChunkRead("a", 0), {0: 1}) == (scheduler.next_read(), scheduler.rereads)
 
 
 def test_chunks_of_a_failed_source_need_a_new_plan() -> None:
@@ -115,8 +111,10 @@ def test_chunks_of_a_failed_source_need_a_new_plan() -> None:
     scheduler = build_scheduler(a=(0, 3), b=(3, 6))
     scheduler.fail("a")
     next_reads = [scheduler.next_read() for _ in range(4)]
-    assert scheduler.unassigned
-    assert [ChunkRead("b", 3), ChunkRead("b", 4), ChunkRead("b", 5), None] == next_reads
+    assert (True, [ChunkRead("b", 3), ChunkRead("b", 4), ChunkRead("b", 5), None]) == (
+        scheduler.unassigned,
+        next_reads,
+    )
 
 
 def test_a_failed_source_must_offer_its_chunks_again() -> None:
@@ -135,9 +133,7 @@ def test_a_chunk_in_flight_stays_with_its_reader() -> None:
     scheduler.mark_available("b", [(0, 1)])
     concurrent_read = scheduler.next_read()
     scheduler.dropped(ChunkRead("a", 0))
-    assert ChunkRead("a", 0) == read
-    assert concurrent_read is None
-    assert ChunkRead("b", 0) == scheduler.next_read()
+    assert (ChunkRead("a", 0), None, ChunkRead("b", 0)) == (read, concurrent_read, scheduler.next_read())
 
 
 def test_a_chunk_in_flight_from_a_failed_source_is_not_planned_yet() -> None:
@@ -147,8 +143,7 @@ def test_a_chunk_in_flight_from_a_failed_source_is_not_planned_yet() -> None:
     scheduler.fail("a")
     before = scheduler.unassigned
     scheduler.dropped(ChunkRead("a", 0))
-    assert not before
-    assert scheduler.unassigned
+    assert (False, True) == (before, scheduler.unassigned)
 
 
 def test_a_source_is_needed_while_it_has_assigned_or_in_flight_chunks() -> None:
@@ -157,9 +152,7 @@ def test_a_source_is_needed_while_it_has_assigned_or_in_flight_chunks() -> None:
     scheduler.next_read()
     scheduler.assign({"b": [(1, 2)]})
     scheduler.verified(ChunkRead("b", 1))
-    assert scheduler.has_assigned("a")
-    assert not scheduler.has_assigned("b")
-    assert not scheduler.has_assigned("c")
+    assert (True, False, False) == tuple(scheduler.has_assigned(source) for source in ("a", "b", "c"))
 
 
 def test_a_source_without_readable_chunks_is_starved() -> None:
@@ -224,8 +217,7 @@ def test_a_chunk_never_has_two_readers(steps: list[tuple[str, object]]) -> None:
                         verified.add(read.chunk)
                     else:
                         scheduler.dropped(read)
-        assert len(in_flight) == scheduler.in_flight
-        assert (verified == set(range(COUNT))) == scheduler.complete
+        assert (len(in_flight), verified == set(range(COUNT))) == (scheduler.in_flight, scheduler.complete)
     assert {chunk: times - 1 for chunk, times in read_counts.items() if times > 1} == scheduler.rereads
 
 
@@ -259,19 +251,15 @@ def test_offers_made_before_a_failure_are_void() -> None:
     scheduler.assign({"a": ((0, COUNT),)})
     before = scheduler.next_read()
     scheduler.mark_available("a", ((0, 1),))
-    assert before is None
-    assert ChunkRead("a", 0) == scheduler.next_read()
+    assert [None, ChunkRead("a", 0)] == [before, scheduler.next_read()]
 
 
 def test_an_invalidated_chunk_needs_a_plan() -> None:
     """A verified chunk that turns out wrong has no source until the next plan."""
     scheduler = ChunkScheduler(2, [(0, 2)])
-    was_unassigned, was_complete = scheduler.unassigned, scheduler.complete
+    before = scheduler.unassigned, scheduler.complete
     scheduler.invalidate([1])
-    assert not was_unassigned
-    assert was_complete
-    assert scheduler.unassigned
-    assert not scheduler.complete
+    assert ((False, True), (True, False)) == (before, (scheduler.unassigned, scheduler.complete))
 
 
 def test_shares_list_unverified_chunks_by_source() -> None:
@@ -288,20 +276,78 @@ def test_a_scheduler_with_all_chunks_verified_is_complete() -> None:
     scheduler = ChunkScheduler(3)
     scheduler.assign({"a": [(0, 3)]})
     scheduler.mark_all_verified()
-    assert scheduler.complete
-    assert {} == scheduler.shares
-    assert scheduler.next_read() is None
+    assert (True, {}, None) == (scheduler.complete, scheduler.shares, scheduler.next_read())
 
 
-def test_upcoming_chunks_are_those_to_read_next_from_a_source() -> None:
-    """They are the chunks in flight and the next ones that this source offers and is assigned, up to the limit."""
+def test_upcoming_chunks_of_a_source() -> None:
+    """They are the chunks in flight and the next ones that are offered and assigned to this source, up to the
+    limit.
+    """
     scheduler = ChunkScheduler(COUNT)
     scheduler.assign({"a": [(0, 5)], "b": [(5, 6)]})
     scheduler.mark_available("a", [(0, 4), (5, 6)])
     scheduler.mark_available("b", [(0, COUNT)])
     reads = [read for read in (scheduler.next_read(), scheduler.next_read(), scheduler.next_read()) if read is not None]
     scheduler.verified(next(read for read in reads if read.chunk == 0))
-    assert ([1], [2, 3]) == scheduler.upcoming("a", 9)
-    assert ([1], [2]) == scheduler.upcoming("a", 1)
-    assert ([5], []) == scheduler.upcoming("b", 9)
-    assert ([], []) == scheduler.upcoming("c", 9)
+    assert (([1], [2, 3]), ([1], [2]), ([5], []), ([], [])) == (
+        scheduler.upcoming("a", 9),
+        scheduler.upcoming("a", 1),
+        scheduler.upcoming("b", 9),
+        scheduler.upcoming("c", 9),
+    )
+
+
+def test_a_chunk_that_this_instance_checks_has_no_other_reader() -> None:
+    """It is read from its source only if the check fails."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    assert scheduler.begin_local("kept", 0)
+    assert None is scheduler.next_read()
+    scheduler.dropped(ChunkRead("kept", 0))
+    assert ChunkRead("a", 0) == scheduler.next_read()
+
+
+def test_a_check_of_a_chunk_is_no_reread() -> None:
+    """Its bytes are in the image already."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.begin_local("kept", 0)
+    scheduler.dropped(ChunkRead("kept", 0))
+    scheduler.next_read()
+    assert {} == scheduler.rereads
+
+
+def test_a_chunk_that_is_read_or_verified_is_not_checked() -> None:
+    """Two threads never use the same chunk."""
+    scheduler = build_scheduler(2, a=(0, 1))
+    scheduler.next_read()
+    scheduler.begin_local("kept", 1)
+    scheduler.verified(ChunkRead("kept", 1))
+    assert not scheduler.begin_local("kept", 0)
+    assert not scheduler.begin_local("kept", 1)
+
+
+def test_a_checked_chunk_needs_no_plan() -> None:
+    """Until the check has failed."""
+    scheduler = ChunkScheduler(1)
+    scheduler.begin_local("kept", 0)
+    assert not scheduler.unassigned
+    scheduler.dropped(ChunkRead("kept", 0))
+    assert scheduler.unassigned
+
+
+def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
+    """Those are not read by the workers, and their number must not limit the reads."""
+    scheduler = build_scheduler(4, a=(0, 4))
+    scheduler.reserve("spool", [0])
+    scheduler.next_reserved()
+    scheduler.begin_local("kept", 1)
+    scheduler.next_read()
+    assert 3 == scheduler.in_flight
+    assert 2 == scheduler.reads_in_flight
+
+
+def test_the_verified_chunks() -> None:
+    """They include those of the start, and no longer those that were invalidated."""
+    scheduler = ChunkScheduler(4, [(0, 2)])
+    scheduler.verified(ChunkRead("a", 3))
+    scheduler.invalidate([1])
+    assert {0, 3} == scheduler.verified_chunks

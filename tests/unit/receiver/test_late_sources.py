@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from typing import cast
 
-from rfork.errors import SourceUnreachable
-from rfork.image.chunk_state import ChunkState
-from rfork.peer.base import Peer
-from rfork.receiver.active_sources import MOVE_AFTER_S, ActiveSources
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
-from rfork.receiver.chunk_verifier import ChunkVerifier, ServingState
-from rfork.receiver.deadline import Deadline
-from rfork.receiver.peer_source import PeerSource
-from rfork.receiver.source import SourceListener
-from rfork.receiver.storage_source import StorageSource
-from rfork.schema import Route, StorageAssignment
 from rfork.testing.peers import InMemoryPeer
-from rfork.transport.base import CONNECT_TIMEOUT_S, Endpoint, TokenSource
+from rfork.transport.base import Endpoint
 from tests.unit.receiver.fleet import (
     CHUNKS,
     NEVER_S,
@@ -29,7 +17,6 @@ from tests.unit.receiver.fleet import (
     image,
     plan,
     route,
-    settings,
 )
 
 Window = Callable[[str], int]
@@ -105,62 +92,3 @@ def test_chunks_of_a_silent_source_are_read_from_another(fleet: Fleet) -> None:
     stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert ["good"] == [share.source_id for share in stats.sources]
-
-
-class UnconnectedSource(PeerSource):
-    """A source that never connects."""
-
-    answered = False
-
-    def start(self) -> None:
-        return
-
-    @property
-    def has_no_bytes(self) -> bool:
-        return not self.answered
-
-
-def no_dial(address: str, token: TokenSource) -> Peer:
-    raise NotImplementedError
-
-
-class UnconnectedSourceFactory:
-    """Creates sources that never connect; see `rfork.receiver.active_sources.SourceFactoryProtocol`."""
-
-    def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
-        return UnconnectedSource(
-            route, image(), {}, no_dial, settings(), listener, Deadline(time.monotonic() + NEVER_S)
-        )
-
-    def open_storage(self, read: StorageAssignment, listener: SourceListener) -> StorageSource:
-        raise NotImplementedError
-
-    def exclude(self, name: str) -> None:
-        raise NotImplementedError
-
-
-def test_a_source_that_delivers_no_byte_is_replaced_after_the_connect_timeout(
-    fleet: Fleet,
-) -> None:
-    """A network that drops large packets, for example, accepts connections but delivers no data."""
-    source_image = image()
-    scheduler = ChunkScheduler(2)
-    verifier = ChunkVerifier(source_image, ChunkState(source_image.layout.chunks), scheduler, cast(ServingState, None))
-    sources = ActiveSources(scheduler, verifier, UnconnectedSourceFactory(), cast(SourceListener, None))
-    good, silent = fleet.source("good", source_image), fleet.source("silent", source_image)
-    sources.apply_plan([route(good, (0, 1)), route(silent, (1, 2))], ())
-    for name, chunk in (("good", 0), ("silent", 1)):
-        scheduler.mark_available(name, [(chunk, chunk + 1)])
-        assert ChunkRead(name, chunk) == scheduler.next_read()
-    scheduler.verified(ChunkRead("good", 0))
-    good_source = sources.find("good")
-    assert isinstance(good_source, UnconnectedSource)
-    good_source.answered = True
-    sources.record_verified("good", "node", "memory", 1, 1)
-    began_at = good_source.began_at
-    assert not sources.find_stragglers(began_at)
-    assert sources.find_stragglers(began_at + 2 * MOVE_AFTER_S)
-    assert [] == sources.reasons
-    sources.find_stragglers(began_at + 2 * CONNECT_TIMEOUT_S)
-    assert [SourceUnreachable] == [type(reason) for reason in sources.reasons]
-    assert [("silent", "network")] == [(each.instance_id, each.fault) for each in sources.faults]

@@ -15,7 +15,8 @@ from rfork.image.memory import Image
 from rfork.peer.base import Dial, Peer
 from rfork.planner_client.lease import derive_key
 from rfork.receiver.deadline import Deadline
-from rfork.receiver.peer_source import PeerSource
+from rfork.receiver.events import ReadChunk
+from rfork.receiver.sources import PeerSource
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeer
 from rfork.testing.transport import (
@@ -26,8 +27,10 @@ from rfork.testing.transport import (
     InMemoryTransport,
 )
 from rfork.transport.base import AccessGate, Endpoint, OpenControlStream, TokenSource, no_control_stream
+from tests.unit.receiver.event_recorder import ALL, EventRecorder
 from tests.unit.receiver.fleet import (
     CHUNKS,
+    FORK_ID,
     NEVER_S,
     SECRET,
     Fleet,
@@ -38,7 +41,8 @@ from tests.unit.receiver.fleet import (
     route,
     settings,
 )
-from tests.unit.receiver.recording_listener import ALL, RecordingListener
+
+CONNECTION = 7
 
 
 class CrossHostTransport(InMemoryTransport):
@@ -82,7 +86,7 @@ class RenamedExporter(InMemoryExporter):
 @contextmanager
 def running_peer_source(
     fleet: Fleet,
-    listener: RecordingListener,
+    recorder: EventRecorder,
     transports: Sequence[InMemoryTransport],
     *,
     max_readers: int = 4,
@@ -108,7 +112,8 @@ def running_peer_source(
             {transport.name: transport for transport in transports},
             dial or fleet.peers.dial,
             settings(source_idle_timeout_s=stall_s),
-            listener,
+            CONNECTION,
+            recorder,
             Deadline(time.monotonic() + NEVER_S),
         )
         peer_source.start()
@@ -121,37 +126,35 @@ def running_peer_source(
 
 def test_an_unusable_transport_is_skipped(fleet: Fleet) -> None:
     """The next common transport delivers the chunks, and no failure is reported."""
-    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
-    with running_peer_source(fleet, listener, [CrossHostTransport(fleet.network, "shared_memory"), memory]) as (
-        _,
-        peer_source,
-    ):
-        assert listener.offered.wait(NEVER_S)
-        peer_source.read(0, 1 << 20, time.monotonic() + NEVER_S)
-        assert ["NotSameHost"] == listener.transport_errors
-        assert [] == listener.failures
-        assert "memory" == peer_source.transport
+    recorder, memory = EventRecorder(), InMemoryTransport(fleet.network)
+    unusable = CrossHostTransport(fleet.network, "shared_memory")
+    with running_peer_source(fleet, recorder, [unusable, memory]) as (_, peer_source):
+        assert recorder.offered.wait(NEVER_S)
+        peer_source.read(ReadChunk(CONNECTION, 0, time.monotonic() + NEVER_S))
+        assert ["NotSameHost"] == recorder.transport_errors
+        assert [] == recorder.failures
+        assert ["memory"] == recorder.transports
 
 
 def test_a_skipped_transport_releases_its_reader_slot(fleet: Fleet) -> None:
     """A source with a single reader slot can still serve."""
-    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
+    recorder, memory = EventRecorder(), InMemoryTransport(fleet.network)
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
-    with running_peer_source(fleet, listener, [*unusable, memory], max_readers=1) as (seed, _):
-        assert listener.offered.wait(NEVER_S)
-        assert ["NotSameHost"] * 2 == listener.transport_errors
-        assert 1 == len(seed._leases._channels)
+    with running_peer_source(fleet, recorder, [*unusable, memory], max_readers=1) as (seed, _):
+        assert recorder.offered.wait(NEVER_S)
+        assert ["NotSameHost"] * 2 == recorder.transport_errors
+        assert (FORK_ID,) == seed.report().readers
 
 
 def test_a_source_that_no_transport_reaches_is_not_blamed(fleet: Fleet) -> None:
     """The source ends with the last transport's error, a network fault, and its reader slot is free again."""
-    listener = RecordingListener()
+    recorder = EventRecorder()
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
-    with running_peer_source(fleet, listener, unusable) as (seed, peer_source):
+    with running_peer_source(fleet, recorder, unusable) as (seed, peer_source):
         peer_source.join()
-        assert ["NotSameHost"] == listener.transport_errors
-        assert [("NotSameHost", "network")] == [(error.kind, error.fault) for error in listener.failures]
-        assert 0 == len(seed._leases._channels)
+        assert ["NotSameHost"] == recorder.transport_errors
+        assert [("NotSameHost", "network")] == [(error.kind, error.fault) for error in recorder.failures]
+        assert () == seed.report().readers
 
 
 class SlowTransport(CrossHostTransport):
@@ -187,20 +190,17 @@ class DeadlineCheckingPeer(InMemoryPeer):
 
 def test_a_slow_transport_leaves_time_for_the_next(fleet: Fleet) -> None:
     """A transport that exhausts its time is skipped, the source is not, and the reader slot is released."""
-    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
+    recorder, memory = EventRecorder(), InMemoryTransport(fleet.network)
 
     def dial(address: str, token: TokenSource) -> Peer:
         return DeadlineCheckingPeer(fleet.peers, address, token)
 
     slow_transports = [SlowTransport(fleet.network, name) for name in ("transfer_engine", "nccl")]
-    with running_peer_source(fleet, listener, [*slow_transports, memory], max_readers=1, dial=dial, stall_s=0.5) as (
-        _,
-        peer_source,
-    ):
-        assert listener.offered.wait(NEVER_S) or listener.failures
-        assert ["TransportUnavailable"] * 2 == listener.transport_errors
-        assert [] == listener.failures
-        assert "memory" == peer_source.transport
+    with running_peer_source(fleet, recorder, [*slow_transports, memory], max_readers=1, dial=dial, stall_s=0.5):
+        assert recorder.offered.wait(NEVER_S) or recorder.failures
+        assert ["TransportUnavailable"] * 2 == recorder.transport_errors
+        assert [] == recorder.failures
+        assert ["memory"] == recorder.transports
 
 
 @pytest.mark.parametrize("has_second_transport", [True, False])
@@ -214,18 +214,19 @@ def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, has_second_t
     def dial(address: str, token: TokenSource) -> Peer:
         return CloseTimeoutPeer(fleet.peers, address, token)
 
-    listener = RecordingListener()
+    recorder = EventRecorder()
     transports: list[InMemoryTransport] = [CrossHostTransport(fleet.network, "shared_memory")]
     if has_second_transport:
         transports.append(InMemoryTransport(fleet.network))
-    with running_peer_source(fleet, listener, transports, dial=dial):
-        (listener.offered if has_second_transport else listener.failed).wait(NEVER_S)
-        outcome = listener.transport_errors, [error.kind for error in listener.failures]
-    assert ((["NotSameHost"], []) if has_second_transport else ([], ["NotSameHost"])) == outcome
+    with running_peer_source(fleet, recorder, transports, dial=dial):
+        (recorder.offered if has_second_transport else recorder.failed).wait(NEVER_S)
+        refused, failures = list(recorder.transport_errors), [error.kind for error in recorder.failures]
+    assert (["NotSameHost"] if has_second_transport else []) == refused
+    assert ([] if has_second_transport else ["NotSameHost"]) == failures
 
 
-def test_silence_counts_only_after_the_connection(fleet: Fleet) -> None:
-    """Connecting has a separate deadline; a connect that exceeds it counts as silence eventually."""
+def test_a_source_reports_the_deadline_of_its_connection(fleet: Fleet) -> None:
+    """Until it is connected, silence does not count before that."""
     connect_started, proceed = threading.Event(), threading.Event()
 
     class BlockingTransport(InMemoryTransport):
@@ -241,15 +242,17 @@ def test_silence_counts_only_after_the_connection(fleet: Fleet) -> None:
             proceed.wait(NEVER_S)
             return super().connect(endpoint, image, token, deadline, talk)
 
-    with running_peer_source(fleet, RecordingListener(), [BlockingTransport(fleet.network)], stall_s=10.0) as (
-        _,
-        peer_source,
-    ):
+    recorder = EventRecorder()
+    with running_peer_source(fleet, recorder, [BlockingTransport(fleet.network)]) as (_, peer_source):
         assert connect_started.wait(NEVER_S)
-        until = peer_source._connecting_until
-        stalls = [peer_source.check(until + later, starved=True) is not None for later in (0.5, 9.5, 10.5)]
+        now = time.monotonic()
+        while_connecting = peer_source.activity(now)
         proceed.set()
-    assert [False, False, True] == stalls
+        assert recorder.offered.wait(NEVER_S)
+        connected = peer_source.activity(now)
+    assert now + NEVER_S / 2 < while_connecting.connecting_until
+    assert while_connecting.has_no_bytes
+    assert 0.0 == connected.connecting_until
 
 
 @pytest.mark.parametrize("opened", ["shared_memory", "unknown"])
@@ -266,13 +269,13 @@ def test_a_source_that_opens_another_transport_is_blamed(fleet: Fleet, opened: s
     def dial(address: str, token: TokenSource) -> Peer:
         return WrongTransportPeer(fleet.peers, address, token)
 
-    listener = RecordingListener()
+    recorder = EventRecorder()
     transports = [CrossHostTransport(fleet.network, "shared_memory"), InMemoryTransport(fleet.network)]
-    with running_peer_source(fleet, listener, transports, dial=dial):
-        assert listener.failed.wait(NEVER_S)
-        outcome = [(error.kind, error.fault) for error in listener.failures]
+    with running_peer_source(fleet, recorder, transports, dial=dial):
+        assert recorder.failed.wait(NEVER_S)
+        outcome = [(error.kind, error.fault) for error in recorder.failures]
     assert [("SourceCorrupt", "source")] == outcome
-    assert opened in str(listener.failures[0])
+    assert opened in str(recorder.failures[0])
 
 
 def test_an_unreachable_source_is_replaced_immediately(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

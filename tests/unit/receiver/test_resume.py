@@ -12,17 +12,14 @@ import pytest
 from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.receiver import spool_source as spool_source_module
-from rfork.receiver.chunk_persister import spool_name
+from rfork.receiver import machine
 from rfork.storage.spool import PAGE, RECORD, Spool
-from rfork.storage.spool_lock import acquire_spool
-from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, Target, image, plan, route
+from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, Target, content_hash, image, plan, route
 from tests.unit.receiver.spools import (
     ALL,
     CHUNKS,
-    IDENTITY,
     Model,
-    attach_spool,
+    open_spool,
     run_fork,
     seed_and_planner,
     settings_with_resume_dir,
@@ -33,7 +30,7 @@ from tests.unit.receiver.spools import (
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the comparison of disk and source speed, which varies on a busy machine."""
-    monkeypatch.setattr(spool_source_module, "WARMUP_S", NEVER_S)
+    monkeypatch.setattr(machine, "SPOOL_WARMUP_S", NEVER_S)
 
 
 @pytest.mark.parametrize("spooled_chunks", [[0, 1, 2], [1, 4], list(range(CHUNKS)), []], ids=str)
@@ -43,24 +40,28 @@ def test_only_missing_chunks_are_fetched(fleet: Fleet, tmp_path: Path, spooled_c
     write_spool(tmp_path, capture(source), spooled_chunks)
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    spooled, missing = len(spooled_chunks) * MIB, (CHUNKS - len(spooled_chunks)) * MIB
+    here, missing = len(spooled_chunks) * MIB, (CHUNKS - len(spooled_chunks)) * MIB
     assert source.bytes == module.bytes
-    assert "forked" == report.outcome
-    assert missing == report.bytes_read
-    assert spooled == report.resumed_bytes
-    assert 0 == report.bytes_repeated
-    assert CHUNKS == report.chunks_verified
-    assert [] == os.listdir(tmp_path)
-    expected = {("a", "node", "memory", missing), ("resume", "node", "file", spooled)}
+    assert ("forked", missing, here, 0, CHUNKS, []) == (
+        report.outcome,
+        report.bytes_read,
+        report.resumed_bytes,
+        report.bytes_repeated,
+        report.chunks_verified,
+        os.listdir(tmp_path),
+    )
+    expected = {("a", "node", "memory", missing), ("resume", "node", "file", here)}
     assert {share for share in expected if share[3]} == {
         (share.source_id, share.host, share.transport, share.verified_bytes) for share in report.sources
     }
-    assert bool(spooled_chunks) == ("resume" in report.phases)
-    assert bool(spooled_chunks) == ("resumed" in report.line())
+    assert (bool(spooled_chunks), bool(spooled_chunks)) == (
+        "resume" in report.phases,
+        "resumed" in report.line(),
+    )
 
 
 def test_resumed_chunks_are_not_reported_to_the_planner(fleet: Fleet, tmp_path: Path) -> None:
-    """No source has served them, so they count neither for a peer nor for storage."""
+    """They come neither from a peer nor from storage."""
     source = Model(1)
     write_spool(tmp_path, capture(source), [0, 1, 2])
     _, planner = seed_and_planner(fleet, source)
@@ -71,14 +72,12 @@ def test_resumed_chunks_are_not_reported_to_the_planner(fleet: Fleet, tmp_path: 
 
 def test_changed_weights_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
     """Chunks of other weights are not even read from the spool; unchanged chunks are still used."""
-    previous, source, module = Model(1), Model(1), Model()
+    before, source, module = Model(1), Model(1), Model()
     source.get_buffer("weights")[2 * MIB : 4 * MIB].add_(1)
-    write_spool(tmp_path, capture(previous), [0, 1, 2, 3])
+    write_spool(tmp_path, capture(before), [0, 1, 2, 3])
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert source.bytes == module.bytes
-    assert 2 * MIB == report.resumed_bytes
-    assert 4 * MIB == report.bytes_read
+    assert (source.bytes, 2 * MIB, 4 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
 
 
 def flip_byte(path: Path) -> None:
@@ -109,29 +108,26 @@ def test_damaged_chunks_are_fetched(fleet: Fleet, tmp_path: Path, damage_file: C
     damage_file(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert source.bytes == module.bytes
-    assert MIB == report.resumed_bytes
-    assert 5 * MIB == report.bytes_read
-    assert "forked" == report.outcome
+    assert (source.bytes, MIB, 5 * MIB, "forked") == (
+        module.bytes,
+        report.resumed_bytes,
+        report.bytes_read,
+        report.outcome,
+    )
 
 
 def test_the_record_of_a_damaged_chunk_is_removed(fleet: Fleet, tmp_path: Path) -> None:
-    """The record of the correct chunk is equal, so the chunk would not be written again."""
-    source = image(1)
-    flip_byte(write_spool(tmp_path, source, [0, 1]))
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
-    target = Target(fleet, Script([plan]))
-    spool_source, scheduler = attach_spool(target, spool), target.transfer._scheduler
-    with target.transfer._changed:
-        target.transfer._verifier.set_manifest(source.manifest())
-        spool_source.set_manifest(source.manifest())
-        spool_source.start()
-        target.transfer._changed.wait_for(lambda: not scheduler.reserved and not scheduler.in_flight, NEVER_S)
-    spool_source.stop()
+    """Otherwise the correct chunk, whose record would be equal, would not be written again."""
+    source_image = image(1)
+    flip_byte(write_spool(tmp_path, source_image, [0, 1]))
+    seed, spool = fleet.source("a", source_image), open_spool(tmp_path, source_image)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), spool=spool)
+    stats = target.run()
     records = spool.records
     spool.close()
     assert [0] == sorted(records)
-    assert ((0, 1),) == target.chunk_state.verified
+    assert MIB == stats.resumed_bytes
+    assert content_hash(source_image) == content_hash(target.image)
 
 
 def test_resumed_chunks_are_always_verified(fleet: Fleet, tmp_path: Path) -> None:
@@ -149,23 +145,21 @@ def test_a_reserved_chunk_is_not_fetched(fleet: Fleet, tmp_path: Path, monkeypat
     write_spool(tmp_path, capture(source), [0, 2, 4])
     _, planner = seed_and_planner(fleet, source)
     missing_chunks_verified = threading.Event()
-    mark_verified, read = ChunkState.mark_verified, Spool.read
+    mark, read = ChunkState.mark_verified, Spool.read
 
     def mark_and_signal(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
-        mark_verified(chunk_state, index, digest)
+        mark(chunk_state, index, digest)
         if {1, 3, 5} <= chunk_state.digests.keys():
             missing_chunks_verified.set()
 
-    def wait_and_read(spool: Spool, at: int, into: memoryview) -> bool:
+    def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
         missing_chunks_verified.wait(NEVER_S)
         return read(spool, at, into)
 
     monkeypatch.setattr(ChunkState, "mark_verified", mark_and_signal)
-    monkeypatch.setattr(Spool, "read", wait_and_read)
+    monkeypatch.setattr(Spool, "read", blocked_read)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert source.bytes == module.bytes
-    assert 3 * MIB == report.bytes_read
-    assert 3 * MIB == report.resumed_bytes
+    assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.bytes_read, report.resumed_bytes)
 
 
 def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
@@ -175,10 +169,10 @@ def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
     seed_chunks = ChunkState(source.layout.chunks)
     seed = fleet.source("a", source, chunk_state=seed_chunks, manifest=source.manifest())
     module = Model()
-    verified_counts: list[int] = []
+    seen: list[int] = []
 
     def on_chunk(chunk_state: ChunkState) -> None:
-        verified_counts.append(len(chunk_state))
+        seen.append(len(chunk_state))
         if len(chunk_state) == 3:
             for chunk in range(CHUNKS):
                 seed_chunks.mark_verified(chunk)
@@ -186,10 +180,9 @@ def test_a_relay_serves_resumed_chunks(fleet: Fleet, tmp_path: Path) -> None:
     target_image = capture(module)
     chunk_state = ChunkState(target_image.layout.chunks)
     chunk_state.subscribe(lambda: on_chunk(chunk_state))
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), target_image.layout)
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=target_image, chunk_state=chunk_state)
-    attach_spool(target, spool)
-    target.run()
+    spool = open_spool(tmp_path, target_image)
+    script = Script([lambda: plan(route(seed, ALL))])
+    Target(fleet, script, target_image=target_image, chunk_state=chunk_state, spool=spool).run()
     spool.close()
     assert source.manifest().digests == target_image.manifest().digests
-    assert [1, 2, 3, 4, 5, 6] == verified_counts
+    assert [1, 2, 3, 4, 5, 6] == seen

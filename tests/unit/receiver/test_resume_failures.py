@@ -11,27 +11,25 @@ import pytest
 import torch
 
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
 from rfork.receiver import chunk_persister as persister_module
-from rfork.receiver.chunk_persister import ChunkPersister, spool_name
+from rfork.receiver.chunk_persister import ChunkPersister
+from rfork.receiver.events import Event, ReadSpool, SpoolChunkRead, SpoolFailed
 from rfork.receiver.fallback import Fallback
-from rfork.receiver.spool_source import SpoolSource
+from rfork.receiver.sources import SpoolReader
 from rfork.schema import Plan, StorageAssignment
 from rfork.source.seed import Seed
 from rfork.storage.spool import Spool
-from rfork.storage.spool_lock import acquire_spool
 from rfork.testing.transport import FaultInjection
-from tests.unit.receiver.fleet import NEVER_S, Files, Fleet, Script, Target, image, plan, reads, route
+from tests.unit.receiver.fleet import NEVER_S, Files, Fleet, Script, Target, content_hash, image, plan, reads, route
 from tests.unit.receiver.sessions import scripted_planner
 from tests.unit.receiver.spools import (
     ALL,
     CHUNKS,
-    IDENTITY,
     Model,
-    attach_spool,
     load_zeros,
+    open_spool,
     run_fork,
     seed_and_planner,
     settings_with_resume_dir,
@@ -59,9 +57,7 @@ def test_a_blocked_spool_read_is_abandoned(fleet: Fleet, tmp_path: Path, monkeyp
     for thread in threading.enumerate():
         if thread.name == "rfork-spool-read":
             thread.join()
-    assert source.bytes == module.bytes
-    assert 0 == report.resumed_bytes
-    assert CHUNKS * MIB == report.bytes_read
+    assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError()], ids=["disk", "memory"])
@@ -78,74 +74,7 @@ def test_an_unreadable_spool_is_abandoned(
     _, planner = seed_and_planner(fleet, source)
     monkeypatch.setattr(Spool, "read", failing_read)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
-    assert source.bytes == module.bytes
-    assert 0 == report.resumed_bytes
-
-
-def open_spool_source(folder: Path, target: Target) -> tuple[Spool, SpoolSource]:
-    """Return the spool in this folder and its source for a target's transfer, not started."""
-    spool = acquire_spool(folder, spool_name(IDENTITY), target.image.layout)
-    return spool, attach_spool(target, spool)
-
-
-def test_a_second_source_with_the_same_weights_changes_no_reservation(fleet: Fleet, tmp_path: Path) -> None:
-    """Chunks released to the sources because the disk is slow are not reserved again."""
-    source = image(1)
-    write_spool(tmp_path, source, [1, 2, 3, 4, 5])
-    target = Target(fleet, Script([plan]))
-    spool, spool_source = open_spool_source(tmp_path, target)
-    transfer = target.transfer
-    source_factory, peer_sources = transfer._sources._source_factory, transfer._sources._active
-    for name in ("a", "b"):
-        peer_sources[name] = source_factory.open_peer(route(fleet.source(name, image(1)), ALL), transfer._event_handler)
-    transfer._event_handler.on_manifest(peer_sources["a"], source.manifest())
-    with transfer._changed:
-        spool_source._loaded = MIB
-        spool_source.poll(spool_source._known_at + 4, 2 * MIB)
-    before = transfer._scheduler.reserved
-    transfer._event_handler.on_manifest(peer_sources["b"], source.manifest())
-    spool.close()
-    assert [1, 2] == before
-    assert [1, 2] == transfer._scheduler.reserved
-    assert 1 == spool_source._loaded // MIB
-
-
-def test_a_manifest_that_changes_during_a_spool_read(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chunk belongs to the old weights and is rejected; unchanged chunks are still used."""
-    before, after = image(1), image(1)
-    with after.writable(0, 1) as (view,):
-        view[0] ^= 0xFF
-    write_spool(tmp_path, before, [0, 1])
-    target = Target(fleet, Script([plan]))
-    spool, spool_source = open_spool_source(tmp_path, target)
-    transfer, read = target.transfer, Spool.read
-
-    def set_manifest(manifest: Manifest) -> None:
-        with transfer._changed:
-            transfer._verifier.set_manifest(manifest)
-            spool_source.set_manifest(manifest)
-
-    def read_with_update(spool: Spool, at: int, into: memoryview) -> bool:
-        if at == 0:
-            set_manifest(after.manifest())
-        return read(spool, at, into)
-
-    monkeypatch.setattr(Spool, "read", read_with_update)
-    marked = threading.Event()
-    target.chunk_state.subscribe(lambda: marked.set() if len(target.chunk_state) else None)
-    set_manifest(before.manifest())
-    spool_source.start()
-    marked.wait(NEVER_S)
-    with transfer._changed:
-        remaining = (transfer._scheduler.reserved, transfer._scheduler.in_flight)
-    spool_source.stop()
-    records = spool.records
-    spool.close()
-    assert ([], 0) == remaining
-    assert ((1, 2),) == target.chunk_state.verified
-    assert [1] == sorted(records)
+    assert (source.bytes, 0) == (module.bytes, report.resumed_bytes)
 
 
 def test_a_failing_spool_thread_releases_its_chunks(
@@ -155,47 +84,70 @@ def test_a_failing_spool_thread_releases_its_chunks(
     source, module = Model(1), Model()
     write_spool(tmp_path, capture(source), [0, 1])
     _, planner = seed_and_planner(fleet, source)
-    mark = ChunkState.mark_verified
+    digest = Image.digest
 
-    def failing_mark(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
+    def failing_digest(image: Image, chunk: int) -> bytes:
         if threading.current_thread().name == "rfork-spool-read":
-            raise KeyError(index)
-        mark(chunk_state, index, digest)
+            raise KeyError(chunk)
+        return digest(image, chunk)
 
-    monkeypatch.setattr(ChunkState, "mark_verified", failing_mark)
+    monkeypatch.setattr(Image, "digest", failing_digest)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
     assert source.bytes == module.bytes
     assert 0 == report.resumed_bytes
     assert CHUNKS * MIB == report.bytes_read
 
 
+class BlockedSpool:
+    """A spool with one chunk, whose reader was stopped and closed the file while a read was blocked."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source_image, self.target_image = image(1), image()
+        write_spool(folder, source_image, [0])
+        self.events: list[Event] = []
+        self._failed, self._proceed = threading.Event(), threading.Event()
+        started, read = threading.Event(), Spool.read
+
+        def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
+            started.set()
+            self._proceed.wait(NEVER_S)
+            return read(spool, at, into)
+
+        monkeypatch.setattr(Spool, "read", blocked_read)
+        spool = open_spool(folder, self.target_image)
+        reader = SpoolReader(spool, self.target_image, self._handle)
+        reader.start()
+        reader.read(ReadSpool(0, source_image.digest(0)))
+        started.wait(NEVER_S)
+        reader.stop()
+        spool.close()
+
+    def _handle(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, SpoolFailed):
+            self._failed.set()
+
+    def proceed(self) -> None:
+        """Let the read return, and wait until the reader has ended."""
+        self._proceed.set()
+        assert self._failed.wait(NEVER_S)
+
+
 def test_a_spool_closed_after_the_fork_logs_no_warning(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A read that returns after the fork finds the file closed."""
-    source = image(1)
-    write_spool(tmp_path, source, [0])
-    target = Target(fleet, Script([plan]))
-    spool, spool_source = open_spool_source(tmp_path, target)
-    read, read_started, proceed = Spool.read, threading.Event(), threading.Event()
-
-    def delayed_read(spool: Spool, at: int, into: memoryview) -> bool:
-        read_started.set()
-        proceed.wait(NEVER_S)
-        return read(spool, at, into)
-
-    monkeypatch.setattr(Spool, "read", delayed_read)
-    with target.transfer._changed:
-        target.transfer._verifier.set_manifest(source.manifest())
-        spool_source.set_manifest(source.manifest())
-    spool_source.start()
-    read_started.wait(NEVER_S)
-    with target.transfer._changed:
-        spool_source._abandon()
-    spool.close()
-    proceed.set()
-    spool_source._thread.join()
+    BlockedSpool(tmp_path, monkeypatch).proceed()
     assert [] == [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_stopped_spool_does_not_write_to_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopping it does not wait for a blocked read, which returns later."""
+    spool = BlockedSpool(tmp_path, monkeypatch)
+    monkeypatch.setattr(Spool, "read", lambda *_: True)
+    spool.proceed()
+    assert content_hash(image()) == content_hash(spool.target_image)
+    assert [] == [event for event in spool.events if isinstance(event, SpoolChunkRead) and event.digest is not None]
 
 
 def test_a_persister_that_fails_to_start_leaves_no_seed(
@@ -218,8 +170,7 @@ def test_a_persister_that_fails_to_start_leaves_no_seed(
     planner = scripted_planner(plan)
     with pytest.raises(RuntimeError, match="new thread"):
         run_fork(fleet, Model(), planner, settings_with_resume_dir(tmp_path))
-    assert ["target"] == closed
-    assert ["failed"] == [finish.outcome for _, finish in planner.finishes]
+    assert (["target"], ["failed"]) == (closed, [finish.outcome for _, finish in planner.finishes])
 
 
 def test_without_a_manifest_no_spooled_chunk_is_used(fleet: Fleet, tmp_path: Path) -> None:
@@ -227,9 +178,8 @@ def test_without_a_manifest_no_spooled_chunk_is_used(fleet: Fleet, tmp_path: Pat
     source = image(1)
     write_spool(tmp_path, source, [0, 1, 2])
     files = Files(source)
-    target = Target(fleet, Script([lambda: plan(storage=[reads(files, ALL)])]), files=[files])
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), target.image.layout)
-    attach_spool(target, spool)
+    spool = open_spool(tmp_path, source)
+    target = Target(fleet, Script([lambda: plan(storage=[reads(files, ALL)])]), files=[files], spool=spool)
     stats = target.run()
     spool.close()
     assert CHUNKS * MIB == stats.bytes_read
@@ -259,42 +209,9 @@ def test_a_loader_ends_the_resume(fleet: Fleet, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Spool, "read", delayed_read)
     planner = scripted_planner(lambda: plan(route(seed, ALL)), loader_plan)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path), Fallback("zeros", load))
-    assert loader_elected.is_set()
-    assert bytes(CHUNKS * MIB) == module.bytes
-    assert "forked" == report.outcome
-    assert [] == os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fetched", "loaded", "expected"),
-    [
-        (0.5, 1, 0, [1, 2, 3, 4, 5]),
-        (2.0, 0, 0, [1, 2, 3, 4, 5]),
-        (2.0, 1, 1, [1, 2, 3, 4, 5]),
-        (4.0, 2, 1, [1, 2]),
-        (2.0, 1, 0, []),
-        (20.0, 1, 1, [1, 2, 3, 4, 5]),
-        (12.5, 6, 5, []),
-    ],
-    ids=["too early", "no source to compare with", "as fast", "slower", "nothing", "both slow", "too late"],
-)
-def test_a_slow_disk_shares_chunks_with_the_sources(
-    fleet: Fleet, tmp_path: Path, seconds: float, fetched: int, loaded: int, expected: list[int]
-) -> None:
-    """Of five chunks, some stay reserved for the disk.
-
-    They are those that it delivers before the sources would have served all six.
-    """
-    source = image(1)
-    write_spool(tmp_path, source, [1, 2, 3, 4, 5])
-    spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
-    target = Target(fleet, Script([plan]))
-    spool_source = attach_spool(target, spool)
-    with target.transfer._changed:
-        target.transfer._verifier.set_manifest(source.manifest())
-        spool_source.set_manifest(source.manifest())
-        spool_source._loaded = loaded * MIB
-        spool_source.poll(spool_source._known_at + seconds, fetched * MIB)
-        reserved = target.transfer._scheduler.reserved
-    spool.close()
-    assert expected == reserved
+    assert (True, bytes(CHUNKS * MIB), "forked", []) == (
+        loader_elected.is_set(),
+        module.bytes,
+        report.outcome,
+        os.listdir(tmp_path),
+    )

@@ -27,7 +27,7 @@ def raising(error: BaseException) -> Plan:
     raise error
 
 
-def test_a_fork_fills_the_module_and_becomes_a_seed(fleet: Fleet) -> None:
+def test_a_fork(fleet: Fleet) -> None:
     """The module has the seed's tensors, the planner has the result, and the target serves readers."""
     source, module = Model(0.0), Model(1.0)
     seed = fleet.source("a", capture(source))
@@ -37,35 +37,36 @@ def test_a_fork_fills_the_module_and_becomes_a_seed(fleet: Fleet) -> None:
         fleet, module, planner, on_progress=lambda progress, size: progress_reports.append((progress, size))
     ).run()
     assert torch.equal(source.weight, module.weight)
-    assert "forked" == report.outcome
-    assert report.fallback is None
-    assert () == report.reasons
-    assert CHUNKS == report.chunks
-    assert CHUNKS == report.chunks_verified
-    assert 0 == report.bytes_repeated
+    assert ("forked", None, (), CHUNKS, CHUNKS, 0) == (
+        report.outcome,
+        report.fallback,
+        report.reasons,
+        report.chunks,
+        report.chunks_verified,
+        report.bytes_repeated,
+    )
     assert seed.manifest is not None
-    assert seed.manifest.weights_id == report.weights_id
-    assert seed.image.layout.image_bytes == report.bytes_read
+    assert (seed.manifest.weights_id, seed.image.layout.image_bytes) == (report.weights_id, report.bytes_read)
     assert {"capture", "plan", "transfer"} == set(report.phases)
     ended = [(finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes]
     assert [("forked", {"a": report.image_bytes}, report.bytes_read)] == ended
-    assert (ALL,) == progress_reports[-1][0].verified
-    assert report.image_bytes == progress_reports[-1][1]
-    assert {"a": "memory"} == progress_reports[-1][0].transports
-    assert ["capture", "plan", "transfer"] == list(progress_reports[-1][0].phases)
+    assert ((ALL,), report.image_bytes) == (progress_reports[-1][0].verified, progress_reports[-1][1])
+    assert ({"a": "memory"}, ["capture", "plan", "transfer"]) == (
+        progress_reports[-1][0].transports,
+        list(progress_reports[-1][0].phases),
+    )
     finish = planner.finishes[0][1]
-    assert report.phases == finish.phases
-    assert {"a": "memory"} == finish.transports
-    assert 0 == finish.replans
+    assert (report.phases, {"a": "memory"}, 0) == (finish.phases, finish.transports, finish.replans)
     assert report.seed is not None
     seed_report = report.seed.report()
-    assert "serving" == seed_report.state
-    assert (ALL,) == seed_report.verified
-    assert report.weights_id == seed_report.weights_id
-    assert 0 == seed_report.generation
+    assert ("serving", (ALL,), report.weights_id, 0) == (
+        seed_report.state,
+        seed_report.verified,
+        seed_report.weights_id,
+        seed_report.generation,
+    )
     report.seed.close()
-    assert ["target"] == planner.removed
-    assert [report.fork_id] == [fork_id for fork_id, _ in planner.finishes]
+    assert (["target"], [report.fork_id]) == (planner.removed, [fork_id for fork_id, _ in planner.finishes])
 
 
 @pytest.mark.parametrize("load_path", ["forked", "in place", "another model"])
@@ -107,10 +108,12 @@ def test_a_forking_target_is_loading(fleet: Fleet) -> None:
     planner = scripted_planner(lambda: plan(route(seed, ALL)))
     report = session(fleet, Model(1.0), planner).run()
     reported_instance = planner.requests[0].instance
-    assert "loading" == reported_instance.state
-    assert () == reported_instance.verified
-    assert reported_instance.weights_id is None
-    assert ("memory",) == reported_instance.transports
+    assert ("loading", (), None, ("memory",)) == (
+        reported_instance.state,
+        reported_instance.verified,
+        reported_instance.weights_id,
+        reported_instance.transports,
+    )
     assert report.seed is not None
     assert reported_instance.address == report.seed.report().address
     report.seed.close()
@@ -123,8 +126,7 @@ def test_excluded_tensors_are_left_alone(fleet: Fleet) -> None:
     seed = fleet.source("a", capture(source, exclude=["table"]))
     report = session(fleet, module, scripted_planner(lambda: plan(route(seed, (0, 4)))), exclude=["table"]).run()
     assert torch.equal(source.weight, module.weight)
-    assert 4 * MIB == report.image_bytes
-    assert list(range(8)) == module.get_buffer("table").tolist()
+    assert (4 * MIB, list(range(8))) == (report.image_bytes, module.get_buffer("table").tolist())
     assert report.seed is not None
     report.seed.close()
 
@@ -145,14 +147,18 @@ def test_without_a_source_the_fallback_loads(
     module = Model(1.0)
     planner = scripted_planner(plan_factory) if plan_factory is not None else None
     report = session(fleet, module, planner, TWOS).run()
-    assert (module.weight == 2.0).all()
-    assert "fallback" == report.outcome
-    assert "twos" == report.fallback
-    assert report.reasons[0].startswith(reason)
+    assert (True, "fallback", "twos", True) == (
+        bool((module.weight == 2.0).all()),
+        report.outcome,
+        report.fallback,
+        report.reasons[0].startswith(reason),
+    )
     assert report.seed is not None
-    assert capture(module).manifest().weights_id == report.weights_id
-    assert 1 == report.seed.generation
-    assert "serving" == report.seed.report().state
+    assert (capture(module).manifest().weights_id, 1, "serving") == (
+        report.weights_id,
+        report.seed.generation,
+        report.seed.report().state,
+    )
     if planner is not None:
         assert [("fallback", "twos", 1)] == [
             (finish.outcome, finish.fallback, len(finish.reasons)) for _, finish in planner.finishes
@@ -167,8 +173,7 @@ def test_a_partly_written_model_is_loaded_again(fleet: Fleet) -> None:
     seed = fleet.source("a", capture(source), FaultInjection(dies_after_bytes=4 * MIB + 1))
     planner = scripted_planner(lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left"))
     report = session(fleet, module, planner, TWOS).run()
-    assert (module.weight == 2.0).all()
-    assert list(range(8)) == module.get_buffer("table").tolist()
+    assert (True, list(range(8))) == (bool((module.weight == 2.0).all()), module.get_buffer("table").tolist())
     assert ["SourceUnavailable", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
     assert report.seed is not None
     report.seed.close()
@@ -199,8 +204,7 @@ def test_a_failed_fork_closes_everything(fleet: Fleet) -> None:
     with pytest.raises(AllSourcesFailed):
         session(fleet, Model(1.0), planner, Fallback("broken", broken)).run()
     assert [("failed", 2)] == [(finish.outcome, len(finish.reasons)) for _, finish in planner.finishes]
-    assert ["target"] == planner.removed
-    assert {} == fleet.network.exports
+    assert (["target"], {}) == (planner.removed, fleet.network.exports)
     assert [] == live_transfer_threads()
 
 
@@ -210,11 +214,11 @@ def test_an_interrupt_releases_the_leases(fleet: Fleet) -> None:
     planner = scripted_planner(lambda: plan(route(seed, (0, 2))), lambda: raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         session(fleet, Model(1.0), planner, TWOS).run()
-    assert ["interrupted"] == [finish.outcome for _, finish in planner.finishes]
-    assert ["target"] == planner.removed
-    assert 1 == len(fleet.network.exports)
-    assert () == seed.report().readers
-    assert [] == live_transfer_threads()
+    assert (["interrupted"], ["target"]) == (
+        [finish.outcome for _, finish in planner.finishes],
+        planner.removed,
+    )
+    assert (1, (), []) == (len(fleet.network.exports), seed.report().readers, live_transfer_threads())
 
 
 def test_the_planner_client_is_closed_with_the_seed(fleet: Fleet) -> None:
@@ -239,8 +243,7 @@ def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> N
         raise BrokenPipeError("the terminal is closed")
 
     report = session(fleet, module, scripted_planner(lambda: plan(route(seed, ALL))), on_progress=broken).run()
-    assert "forked" == report.outcome
-    assert torch.equal(source.weight, module.weight)
+    assert ("forked", True) == (report.outcome, torch.equal(source.weight, module.weight))
     assert report.seed is not None
     report.seed.close()
 
@@ -270,8 +273,7 @@ def test_progress_is_reported_while_the_planner_is_silent(fleet: Fleet) -> None:
     report = session(fleet, module, planner, on_progress=show).run()
     assert report.seed is not None
     report.seed.close()
-    assert "forked" == report.outcome
-    assert waited[0]
+    assert ("forked", True) == (report.outcome, waited[0])
 
 
 def test_a_fallback_that_rebinds_tensors_makes_no_seed(fleet: Fleet) -> None:
@@ -283,10 +285,12 @@ def test_a_fallback_that_rebinds_tensors_makes_no_seed(fleet: Fleet) -> None:
     planner = scripted_planner(lambda: plan(reason="no source"))
     report = session(fleet, Model(1.0), planner, Fallback("rebinding", rebind)).run()
     assert report.seed is not None
-    assert "fallback" == report.outcome
-    assert "rebinding" == report.fallback
-    assert "loading" == report.seed.report().state
-    assert 0 == len(report.seed.chunk_state)
+    assert ("fallback", "rebinding", "loading", 0) == (
+        report.outcome,
+        report.fallback,
+        report.seed.report().state,
+        len(report.seed.chunk_state),
+    )
     report.seed.close()
 
 
@@ -315,11 +319,10 @@ def test_a_fork_unknown_to_a_restarted_planner_is_planned_again(fleet: Fleet) ->
         problem_response(404, "unknown-fork") if has_read_first_plan(planner) else httpx.Response(200, content=ACK)
     )
     report = session(fleet, module, planner).run()
-    assert torch.equal(source.weight, module.weight)
-    assert 1 == report.replans
-    assert ((0, 2),) == planner.requests[1].instance.verified
     assert report.seed is not None
     report.seed.close()
+    assert torch.equal(source.weight, module.weight)
+    assert ((0, 2),) == planner.requests[1].instance.verified
 
 
 def test_a_suggested_replan_is_requested(fleet: Fleet) -> None:
@@ -335,10 +338,12 @@ def test_a_suggested_replan_is_requested(fleet: Fleet) -> None:
     better = ProgressAck(replan_suggested="a faster source is available").model_dump_json()
     planner.on_progress = lambda: httpx.Response(200, content=better if has_read_first_plan(planner) else ACK)
     report = session(fleet, module, planner).run()
-    assert torch.equal(source.weight, module.weight)
-    assert ["fast", "slow"] == sorted(share.source_id for share in report.sources)
-    assert 0 == report.bytes_repeated
-    assert (ChunkAssignment(source_id="slow", chunks=((2, 5),)),) == planner.requests[1].current_assignments
+    assert (True, ["fast", "slow"], 0, (ChunkAssignment(source_id="slow", chunks=((2, 5),)),)) == (
+        torch.equal(source.weight, module.weight),
+        sorted(share.source_id for share in report.sources),
+        report.bytes_repeated,
+        planner.requests[1].current_assignments,
+    )
     assert report.seed is not None
     report.seed.close()
 
@@ -348,8 +353,7 @@ def test_a_module_without_bytes_cannot_be_forked(fleet: Fleet) -> None:
     planner = scripted_planner()
     with pytest.raises(UnsupportedTensor):
         session(fleet, nn.Module(), planner).run()
-    assert [] == planner.requests
-    assert [] == planner.reports
+    assert ([], []) == (planner.requests, planner.reports)
 
 
 def test_on_filled_runs_before_the_target_is_a_seed(fleet: Fleet) -> None:
@@ -380,7 +384,6 @@ def test_a_failing_on_filled_callback_ends_in_the_fallback(fleet: Fleet) -> None
     report = session(fleet, module, planner, TWOS, on_filled=finish).run()
     assert report.seed is not None
     report.seed.close()
-    assert "fallback" == report.outcome
-    assert "twos" == report.fallback
+    assert ("fallback", "twos") == (report.outcome, report.fallback)
     assert ("EngineMismatch: kernels",) == report.reasons
     assert [2.0] == module.weight.unique().tolist()

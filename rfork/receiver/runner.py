@@ -1,0 +1,411 @@
+"""Runs one transfer: executes the actions of its state machine on threads, and feeds back what happens.
+
+Runs on the target. The caller's thread is the only one that touches the machine: it takes events from one queue,
+and executes actions in order. Worker threads read chunks and digest them in place, so that the verification of one
+chunk overlaps the transfer of others; each source has a thread of its own (`rfork.receiver.sources`); plans are
+requested on another, so that a planner that does not respond delays no read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol, assert_never
+
+from rfork.errors import (
+    NoSource,
+    PlannerRejected,
+    PlannerUnreachable,
+    RforkError,
+    TargetError,
+)
+from rfork.image.chunk_state import ChunkState
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.receiver.deadline import Deadline
+from rfork.receiver.events import (
+    Action,
+    ChunkDigested,
+    ChunkReceived,
+    CloseSource,
+    CompareFiles,
+    DigestKeptChunk,
+    Event,
+    ExcludeStorage,
+    FenceImage,
+    Finish,
+    InvalidateChunks,
+    KeptChunkDigested,
+    LeasesRenewed,
+    LoaderFailed,
+    LoaderFinished,
+    MarkVerified,
+    OpenPeer,
+    OpenStorage,
+    PlanFailed,
+    PlanReceived,
+    PrefetchChunks,
+    ReadChunk,
+    ReadFailed,
+    ReadSpool,
+    RenewLease,
+    ReplanSuggested,
+    ReportStorageActivity,
+    RequestPlan,
+    RunLoader,
+    SetManifest,
+    SetProvisionalId,
+    StopSpool,
+    Tick,
+)
+from rfork.receiver.loader_liveness import LoaderLiveness
+from rfork.receiver.machine import TransferMachine
+from rfork.receiver.report import SourceShare, TransferStats
+from rfork.receiver.sources import ChunkSource, PeerSource, SourceFactoryProtocol, SpoolReader, StorageSource
+from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
+from rfork.settings import InstanceSettings
+from rfork.storage.spool import Spool
+from rfork.tracing import TraceContext, current_context, use_context
+
+log = logger(__name__)
+
+Replan = Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan]
+"""Requests a plan, given the faults since the last plan and the current assignments."""
+RunsLoader = Callable[[StorageAssignment], Manifest]
+"""Fills the image with a loader that this instance offered; raises RforkError if that fails."""
+Observer = Callable[[Event | None, float, Sequence[Action]], None]
+"""Receives each event with its time and the actions that followed; the first event is None."""
+
+
+class ServingState(Protocol):
+    """Interface of the fork to this instance's seed."""
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """Set the manifest of the image."""
+        ...
+
+    def invalidate(self, chunks: Sequence[int]) -> None:
+        """Notify readers that these chunks, which were offered, are wrong."""
+        ...
+
+    def fence(self) -> None:
+        """Drop all chunks and the manifest."""
+        ...
+
+    def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        """Set the time of the last storage activity, local or (`relayed`) of a source that this instance
+        waits for.
+        """
+        ...
+
+
+class Transfer:
+    """The transfer of one fork. Call `run` once.
+
+    `source_factory` creates the sources of a plan; `replan` requests a plan from the planner; `run_loader` is
+    called on the caller's thread if the planner elected this instance to run its loader; `serving_state`
+    receives the manifest before the first chunk verified against it is served. `spool` is that of a previous
+    process. `observer` receives everything that the machine did, for example to replay it.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        chunk_state: ChunkState,
+        settings: InstanceSettings,
+        *,
+        instance_id: str,
+        source_factory: SourceFactoryProtocol,
+        replan: Replan,
+        run_loader: RunsLoader,
+        serving_state: ServingState,
+        deadline: Deadline,
+        spool: Spool | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._image = image
+        self._chunk_state = chunk_state
+        self._settings = settings
+        self._source_factory = source_factory
+        self._replan = replan
+        self._run_loader = run_loader
+        self._serving_state = serving_state
+        self._deadline = deadline
+        self._observer = observer
+        self._events: SimpleQueue[Event | BaseException] = SimpleQueue()
+        self._lock = threading.Lock()  # guards the machine against readers of its statistics
+        self._machine = TransferMachine(
+            image.layout,
+            settings,
+            instance_id=instance_id,
+            deadline_at=deadline.monotonic_time,
+            verified=chunk_state.verified,
+            digests=chunk_state.digests,
+            provisional_id=chunk_state.provisional_id,
+            spool_records=spool.records if spool is not None else None,
+        )
+        self._error: RforkError | None = None
+        self._sources: dict[int, ChunkSource] = {}
+        self._closed: set[int] = set()  # connections
+        self._closing: list[threading.Thread] = []
+        self._spool = SpoolReader(spool, image, self._events.put) if spool is not None else None
+        self._planning: threading.Thread | None = None
+        self._work: SimpleQueue[ReadChunk | DigestKeptChunk | None] = SimpleQueue()
+        self._stopping = False
+        self._workers = [
+            threading.Thread(target=self._work_loop, name=f"rfork-read-{number}", daemon=True)
+            for number in range(settings.max_inflight_chunks)
+        ]
+
+    # -- interface for other threads --------------------------------------------------------------------
+
+    @property
+    def stats(self) -> TransferStats:
+        """Statistics so far, also of a failed transfer."""
+        with self._lock:
+            return self._machine.stats
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """Chunks and bytes that each source served so far, by bytes in descending order."""
+        with self._lock:
+            return self._machine.shares
+
+    @property
+    def reasons(self) -> tuple[RforkError, ...]:
+        """Each failure of a source so far, in order."""
+        with self._lock:
+            return tuple(self._machine.reasons)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the chunks that have arrived, valid or not."""
+        return self._machine.bytes_read
+
+    @property
+    def measurable_bytes(self) -> int:
+        """Those of them that were counted as they arrived, unlike a loader's, which are known only at its
+        end.
+        """
+        return self._machine.measurable_bytes
+
+    def update_leases(self, leases: Mapping[str, Lease]) -> None:
+        """Replace the lease tokens, by source."""
+        self._events.put(LeasesRenewed(leases))
+
+    def request_replan(self, reason: str) -> None:
+        """Request a new plan soon; the current one stays in use until then."""
+        self._events.put(ReplanSuggested(reason))
+
+    # -- the caller's thread ----------------------------------------------------------------------------
+
+    def run(self) -> TransferStats:
+        """Fill the image; returns once every chunk is verified.
+
+        Raises DeadlineExceeded, NoSource (the planner knows none, or all that it knows failed),
+        PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or raises.
+        """
+        for worker in self._workers:
+            worker.start()
+        if self._spool is not None:
+            self._spool.start()
+        try:
+            now = time.monotonic()
+            self._step(None, now, lambda: self._machine.start(now))
+            while not self._machine.finished:
+                event, now = self._next_event(), time.monotonic()
+                self._step(event, now, partial(self._machine.handle, event, now))
+        finally:
+            self._stop()
+        if self._error is not None:
+            raise self._error
+        return self.stats
+
+    def _next_event(self) -> Event:
+        """Wait for the next event, or return a tick if one is due."""
+        now = time.monotonic()
+        left_s = self._machine.wake_at(now) - now
+        if left_s > 0:
+            try:
+                event = self._events.get(timeout=left_s)
+            except Empty:
+                pass
+            else:
+                if isinstance(event, BaseException):
+                    raise event
+                return event
+        now = time.monotonic()
+        activity = {connection: source.activity(now) for connection, source in self._sources.items()}
+        spool_at, spool_bytes = (self._spool.advanced_at, self._spool.bytes_read) if self._spool else (0.0, 0)
+        return Tick(activity, spool_at, spool_bytes)
+
+    def _step(self, event: Event | None, now: float, handle: Callable[[], list[Action]]) -> None:
+        with self._lock:
+            actions = handle()
+        self._deadline.extend(self._machine.deadline_at)
+        if self._observer is not None:
+            self._observer(event, now, actions)
+        for action in actions:
+            self._execute(action)
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case ReadChunk() | DigestKeptChunk():
+                self._work.put(action)
+            case MarkVerified(chunk, digest):
+                self._chunk_state.mark_verified(chunk, digest)
+            case RequestPlan():
+                self._start_planning(action)
+            case OpenPeer(connection, route):
+                peer = self._source_factory.open_peer(route, connection, self._events.put)
+                self._open(connection, peer)
+            case OpenStorage(connection, assignment):
+                storage = self._source_factory.open_storage(assignment, connection, self._events.put)
+                self._open(connection, storage)
+            case RenewLease(connection, lease):
+                source = self._sources[connection]
+                if isinstance(source, PeerSource):
+                    source.renew(lease)
+            case CompareFiles(connection, digests):
+                source = self._sources[connection]
+                if isinstance(source, StorageSource):
+                    source.compare(digests)
+            case PrefetchChunks(connection):
+                source = self._sources[connection]
+                if isinstance(source, StorageSource):
+                    source.prefetch(action)
+            case CloseSource(connection, error):
+                self._close(connection, error)
+            case ExcludeStorage(name):
+                self._source_factory.exclude(name)
+            case ReadSpool():
+                if self._spool is not None:
+                    self._spool.read(action)
+            case StopSpool():
+                if self._spool is not None:
+                    self._spool.stop()
+            case RunLoader(assignment):
+                self._load(assignment)
+            case SetManifest(manifest):
+                self._serving_state.set_manifest(manifest)
+            case SetProvisionalId(provisional_id):
+                self._chunk_state.set_provisional_id(provisional_id)
+            case InvalidateChunks(chunks):
+                self._serving_state.invalidate(chunks)
+            case FenceImage():
+                self._serving_state.fence()
+            case ReportStorageActivity(active_at, relayed):
+                read_at = partial(_constant, active_at) if active_at is not None else None
+                self._serving_state.report_storage_activity(read_at, relayed=relayed)
+            case Finish(error):
+                self._error = error
+            case _:
+                assert_never(action)
+
+    def _open(self, connection: int, source: ChunkSource) -> None:
+        self._sources[connection] = source
+        source.start()
+
+    def _close(self, connection: int, error: RforkError | None) -> None:
+        source = self._sources[connection]
+        if error is not None:
+            source.source_span.fail(error)
+        # Closing waits until none of the source's reads can write any more, so it has a thread of its own.
+        self._closed.add(connection)
+        closing = threading.Thread(target=source.close, name="rfork-source-close", daemon=True)
+        self._closing.append(closing)
+        closing.start()
+
+    def _load(self, assignment: StorageAssignment) -> None:
+        self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
+        try:
+            manifest = self._run_loader(assignment)
+        except RforkError as error:
+            self._events.put(LoaderFailed(assignment, error))
+        else:
+            self._events.put(LoaderFinished(assignment, manifest))
+        finally:
+            self._serving_state.report_storage_activity(None)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for _ in self._workers:
+            self._work.put(None)
+        if self._spool is not None:
+            self._spool.stop()
+        for connection, source in self._sources.items():
+            if connection not in self._closed:
+                source.close()
+        for worker in self._workers:
+            worker.join()
+        for source in self._sources.values():
+            source.join()
+        for closing in self._closing:
+            closing.join()
+        if self._spool is not None:
+            self._spool.join()
+        if self._planning is not None:
+            self._planning.join()
+        self._serving_state.report_storage_activity(None)
+
+    # -- the planning thread ----------------------------------------------------------------------------
+
+    def _start_planning(self, request: RequestPlan) -> None:
+        closing, self._closing = self._closing, []
+        self._planning = threading.Thread(
+            target=self._request_plan, args=(request, closing, current_context()), name="rfork-plan", daemon=True
+        )
+        self._planning.start()
+
+    def _request_plan(
+        self, request: RequestPlan, closing: Sequence[threading.Thread], trace: TraceContext | None
+    ) -> None:
+        for thread in closing:  # a source that is opened again must have released the previous reader slot
+            thread.join()
+        event: Event | BaseException
+        try:
+            with use_context(trace):
+                event = PlanReceived(self._replan(request.faults, request.assignments))
+        except (NoSource, PlannerUnreachable, PlannerRejected) as error:
+            event = PlanFailed(error)
+        except BaseException as error:  # raised on the caller's thread
+            event = error
+        self._events.put(event)
+
+    # -- worker threads ---------------------------------------------------------------------------------
+
+    def _work_loop(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._stopping:
+                continue
+            self._events.put(self._digest_kept(work) if isinstance(work, DigestKeptChunk) else self._read(work))
+
+    def _digest_kept(self, request: DigestKeptChunk) -> KeptChunkDigested:
+        try:
+            return KeptChunkDigested(request.chunk, self._image.digest(request.chunk))
+        except Exception:  # out of memory, or a bug: a source serves the chunk
+            log.exception("digest failed")
+            return KeptChunkDigested(request.chunk, None)
+
+    def _read(self, request: ReadChunk) -> ChunkDigested | ReadFailed:
+        source, began = self._sources[request.connection], time.monotonic()
+        try:
+            source.read(request)
+            self._events.put(ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
+            needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
+            digest = self._image.digest(request.chunk) if needs_digest else None
+        except RforkError as error:
+            return ReadFailed(request.connection, request.chunk, error)
+        except Exception as error:  # out of memory, or a bug: a failure of this side, which must not hang the fork
+            log.exception("unexpected error in a read", chunk=request.chunk)
+            text = f"unexpected error while chunk {request.chunk} was read: {type(error).__name__}: {error}"
+            return ReadFailed(request.connection, request.chunk, TargetError(text))
+        return ChunkDigested(request.connection, request.chunk, digest)
+
+
+def _constant(value: float) -> float:
+    return value

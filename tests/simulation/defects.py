@@ -1,0 +1,244 @@
+"""Defects that the project once had, or could have: the simulation must find each of them.
+
+Each defect replaces one method of production code while the block runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import planner.accusations
+import planner.faults
+from planner.plan_service import PlanService
+from planner.policy import group_plan
+from planner.registry import Registry
+from planner.store.base import StoreChange
+from rfork.image import ranges
+from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.receiver.machine import TransferMachine
+from rfork.receiver.verifier import ChunkVerifier
+from rfork.schema import Plan
+from rfork.source.served_image import Leases, ServedImage
+from tests.simulation.instance import Instance
+from tests.simulation.planner import SharedStore
+
+Defect = Callable[[], AbstractContextManager[Any]]
+
+
+def patched(owner: type, name: str, replacement: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, replacement)
+
+
+def wrong_bytes_accepted() -> AbstractContextManager[Any]:
+    """A chunk is marked verified without comparing its digest."""
+    return patched(ChunkVerifier, "check", lambda verifier, connection, chunk, digest: digest)
+
+
+def corrupt_source_kept() -> AbstractContextManager[Any]:
+    """A source that sent wrong bytes is neither closed nor reported: the fork reads from it for ever."""
+    original = TransferMachine._fail
+
+    def fail(machine: TransferMachine, source: Any, error: Any, now: float) -> None:
+        if error.kind != "SourceCorrupt":
+            original(machine, source, error, now)
+
+    return patched(TransferMachine, "_fail", fail)
+
+
+def wrong_blame() -> AbstractContextManager[Any]:
+    """One reader's accusation quarantines a source for all readers."""
+    return mock.patch.object(planner.faults, "QUORUM", 1.0)
+
+
+def double_read_of_storage() -> AbstractContextManager[Any]:
+    """The planner does not know that a finished target is complete until its next report."""
+
+    async def finish(registry: Registry, fork_id: str, result: Any, claimant: Any) -> None:
+        fork = registry.state.fork(fork_id)
+        if fork is not None:
+            await registry.store.commit(StoreChange(forks=(registry._end_fork(fork, result),)))
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with (
+            patched(Registry, "finish", finish),
+            patched(Instance, "when_acked", lambda instance, call: call()),
+        ):
+            yield
+
+    return both()
+
+
+def every_target_elected() -> AbstractContextManager[Any]:
+    """Targets that wait together each read their own files, instead of one for all."""
+    original = group_plan.plan
+
+    def plan(group: Any, demands: Iterable[Any], now: float) -> Any:
+        return {name: each for demand in demands for name, each in original(group, [demand], now).items()}
+
+    return mock.patch.object(group_plan, "plan", plan)
+
+
+def hang_after_planner_restart() -> AbstractContextManager[Any]:
+    """The target ignores that a restarted planner does not know its fork, and its leases lapse."""
+    original = TransferMachine._receive_plan
+
+    def receive_plan(machine: TransferMachine, plan: Plan | None, refusal: Any, now: float) -> None:
+        if plan is None and machine._plans:
+            return  # the request counts as running for ever
+        original(machine, plan, refusal, now)
+
+    return patched(TransferMachine, "_receive_plan", receive_plan)
+
+
+def no_source_after_planner_restart() -> AbstractContextManager[Any]:
+    """A restarted planner that knows no source yet ends running forks."""
+    return patched(PlanService, "_is_after_restart", lambda service, context, now: False)
+
+
+def mixed_generations() -> AbstractContextManager[Any]:
+    """A fence does not begin a new generation, so readers continue with bytes of the next weights."""
+
+    def clear(image: ServedImage) -> None:
+        image._set_state("loading")
+
+    return patched(ServedImage, "clear", clear)
+
+
+def lease_of_old_generation_accepted() -> AbstractContextManager[Any]:
+    """The generation in a lease is not compared."""
+    original = Leases.check
+
+    def check(leases: Leases, token: str, generation: int, weights_id: str | None, unix_s: float) -> Any:
+        claims = leases._known.get(token) or leases._verify(token, unix_s)
+        return original(leases, token, claims.generation, claims.weights_id, unix_s)
+
+    return patched(Leases, "check", check)
+
+
+def lost_wake_up() -> AbstractContextManager[Any]:
+    """A dropped read does not start the read from its next source."""
+    return patched(ChunkScheduler, "dropped", lambda scheduler, read: scheduler._in_flight.pop(read.chunk, None))
+
+
+def unassigned_chunks_forgotten() -> AbstractContextManager[Any]:
+    """The loss of a source does not lead to a plan request."""
+    return patched(ChunkScheduler, "unassigned", property(lambda scheduler: not scheduler._attempts))
+
+
+def stalls_not_noticed() -> AbstractContextManager[Any]:
+    """A source that is silent for ever is waited for."""
+    return mock.patch("rfork.receiver.machine.find_stall", return_value=None)
+
+
+def verified_chunks_lost() -> AbstractContextManager[Any]:
+    """The chunks of a failed source are read again."""
+    original = ChunkScheduler.fail
+
+    def fail(scheduler: ChunkScheduler, source_id: str) -> None:
+        original(scheduler, source_id)
+        scheduler._verified.clear()
+
+    return patched(ChunkScheduler, "fail", fail)
+
+
+def slot_leak() -> AbstractContextManager[Any]:
+    """A reader that died keeps its slot after its lease has expired."""
+    return patched(Leases, "_drop_expired", lambda leases, unix_s: None)
+
+
+def two_readers_of_one_chunk() -> AbstractContextManager[Any]:
+    """A new plan assigns chunks in flight to another source, which reads them too."""
+    original = ChunkScheduler.assign
+
+    def assign(scheduler: ChunkScheduler, routes: Mapping[str, Iterable[ranges.Range]]) -> None:
+        scheduler._in_flight.clear()
+        original(scheduler, routes)
+
+    return patched(ChunkScheduler, "assign", assign)
+
+
+def old_weights_not_dropped() -> AbstractContextManager[Any]:
+    """A fork whose source changed its weights keeps the chunks of the old ones."""
+
+    def set_manifest(verifier: ChunkVerifier, manifest: Any) -> None:
+        verifier.manifest = manifest
+
+    return patched(ChunkVerifier, "set_manifest", set_manifest)
+
+
+def provisional_images_mixed() -> AbstractContextManager[Any]:
+    """Chunks of differing files with one version are put together."""
+
+    def verify_local_files(verifier: ChunkVerifier, connection: int, *arguments: Any, **options: Any) -> Any:
+        verifier._storage_readers.add(connection)
+        verifier._set_provisional_id(verifier.provisional_id or arguments[0])
+        verifier._from_local_files.update(verifier.digests)
+        return {}
+
+    return patched(ChunkVerifier, "verify_local_files", verify_local_files)
+
+
+def spool_not_verified() -> AbstractContextManager[Any]:
+    """Chunks of a previous process are used although their weights are not the ones of the manifest."""
+    original = TransferMachine._reserve_spooled
+
+    def reserve(machine: TransferMachine, manifest: Any, now: float) -> None:
+        machine._spool.records = dict.fromkeys(machine._spool.records, b"")
+        machine._spool.records = {chunk: manifest.digests[chunk] for chunk in machine._spool.records}
+        original(machine, manifest, now)
+
+    def chunk_read(machine: TransferMachine, chunk: int, digest: bytes | None, seconds: float) -> None:
+        read = machine._spool.reading
+        if read is not None:
+            machine._spool.reading = None
+            machine._verifier.mark_verified(chunk, digest)
+            machine._scheduler.verified(read)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with (
+            patched(TransferMachine, "_reserve_spooled", reserve),
+            patched(TransferMachine, "_spool_chunk_read", chunk_read),
+        ):
+            yield
+
+    return both()
+
+
+def commit_conflicts_ignored() -> AbstractContextManager[Any]:
+    """Two replicas of the planner elect a storage reader each."""
+    original = SharedStore.commit
+
+    async def commit(store: SharedStore, change: StoreChange) -> None:
+        if change.group is not None:
+            change = StoreChange(**{**vars(change), "version": store._records.versions.get(change.group, 0)})
+        await original(store, change)
+
+    return patched(SharedStore, "commit", commit)
+
+
+DEFECTS: list[Defect] = [
+    wrong_bytes_accepted,
+    corrupt_source_kept,
+    wrong_blame,
+    double_read_of_storage,
+    every_target_elected,
+    hang_after_planner_restart,
+    no_source_after_planner_restart,
+    mixed_generations,
+    lease_of_old_generation_accepted,
+    lost_wake_up,
+    unassigned_chunks_forgotten,
+    stalls_not_noticed,
+    verified_chunks_lost,
+    slot_leak,
+    two_readers_of_one_chunk,
+    old_weights_not_dropped,
+    provisional_images_mixed,
+    spool_not_verified,
+    commit_conflicts_ignored,
+]

@@ -1,0 +1,197 @@
+"""One simulated instance: its memory, its serving side and its heartbeat.
+
+The served image is production's; this module replaces threads, sockets and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rfork.errors import NetworkError
+from rfork.image.chunk_state import ChunkState
+from rfork.planner_client.lease import decode_key
+from rfork.schema import InstanceAck, InstanceReport, Placement, StorageCandidate
+from rfork.source.served_image import ServedImage
+from tests.simulation.content import UNKNOWN, layout_of, manifest_of
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+MODEL = "org/model"
+MIN_REPORT_INTERVAL_S = 0.1
+REPORT_FRACTION = 0.8
+"""Fraction of the planner's heartbeat interval after which an instance reports."""
+FIRST_RETRY_S = 0.25
+
+
+class Instance:
+    """A process with one image. `files` is the content that it could load by itself; None: it has none."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        *,
+        version: str | None,
+        files: tuple[bytes, ...] | None,
+        content: tuple[bytes, ...] | None = None,
+        max_readers: int,
+    ) -> None:
+        """With `content`, the instance starts as a seed."""
+        layout = layout_of(world.chunks)
+        self.world = world
+        self.name = name
+        self.host = f"host-{name}"
+        self.own_version = version
+        self.files = files
+        self.memory = list(content or (UNKNOWN,) * world.chunks)
+        self.max_readers = max_readers
+        self.storage: tuple[StorageCandidate, ...] = ()
+        self.alive = True
+        self.stopped = False
+        """True while the process is suspended (SIGSTOP)."""
+        self.corrupt = False
+        """True if it sends wrong bytes."""
+        self.bad_memory = False
+        """True if its memory damages what a peer sends."""
+        self.slow = 1.0
+        """Factor by which its link is slower."""
+        self.served = ServedImage(
+            layout,
+            source_id=name,
+            max_readers=max_readers,
+            chunk_state=None if content else ChunkState(layout.chunks),
+            manifest=manifest_of(content) if content else None,
+            version=version,
+        )
+        self.storage_at: Callable[[], float] | None = None
+        self.relayed = False
+        self.listeners: list[Callable[[], None]] = []
+        self._report_due: float | None = None
+        self._reported_at = -1e9
+        self._interval_s = 1.0
+        self._reporting = False
+        self._again = False
+        self._on_acked: list[Callable[[], None]] = []
+        self.served.chunk_state.subscribe(self.notify_readers)
+
+    # -- the serving state, as the target's side of this instance sets it -------------------------------
+
+    def notify_readers(self) -> None:
+        """Wake the progress streams."""
+        for listener in list(self.listeners):
+            listener()
+
+    def set_storage_activity(self, storage_at: Callable[[], float] | None, *, relayed: bool) -> None:
+        """Report when storage was last read, here or upstream."""
+        self.storage_at, self.relayed = storage_at, relayed
+        self.notify_readers()
+
+    def fence(self) -> None:
+        """Stop serving: the bytes are about to change."""
+        self.served.clear()
+        self._changed_generation()
+
+    def invalidate(self, chunks: tuple[int, ...]) -> None:
+        """Stop serving these chunks."""
+        self.served.invalidate(chunks)
+        self._changed_generation()
+
+    def publish(self, version: str | None) -> None:
+        """Serve the complete image in memory."""
+        choose = None if version is None else lambda _: version
+        self.served.publish(manifest_of(tuple(self.memory)), self.served.generation, choose)
+        self.notify_readers()
+        self.send_report()
+
+    def update(self, version: str, content: tuple[bytes, ...], duration_s: float) -> None:
+        """Change the weights in place, as a trainer does."""
+        self.fence()
+        self.memory[:] = [UNKNOWN] * len(content)
+
+        def finish() -> None:
+            if self.alive:
+                self.memory[:] = content
+                self.publish(version)
+
+        self.world.later(duration_s, finish, on=self)
+
+    def _changed_generation(self) -> None:
+        self.notify_readers()
+        self.send_report()
+
+    # -- the heartbeat ----------------------------------------------------------------------------------
+
+    def send_report(self) -> None:
+        """Report to the planner soon."""
+        self._schedule_report(max(self.world.now, self._reported_at + MIN_REPORT_INTERVAL_S))
+
+    def when_acked(self, call: Callable[[], None]) -> None:
+        """Report now, and call a function once the planner has acknowledged this state or a later one."""
+        self._on_acked.append(call)
+        self.send_report()
+
+    def _schedule_report(self, at: float) -> None:
+        if self._reporting:
+            self._again = True
+        elif self._report_due is None or at < self._report_due:
+            self._report_due = at
+            self.world.later(at - self.world.now, lambda: self._report_if_due(at), on=self)
+
+    def _report_if_due(self, at: float) -> None:
+        if self._report_due == at and self.alive and not self._reporting:
+            self._report_due, self._reporting, self._reported_at = None, True, self.world.now
+            self.world.start(self._report())
+
+    async def _report(self) -> None:
+        report, pause_s = self.report(), FIRST_RETRY_S
+        on_acked, self._on_acked = self._on_acked, []
+        with suppress(NetworkError):
+            ack = await self.world.planner.call(
+                self.name, self.host, lambda registry, claimant: registry.report(report, claimant)
+            )
+            self._receive_ack(ack)
+            pause_s = REPORT_FRACTION * ack.heartbeat_s
+            for call in on_acked:
+                call()
+        self._reporting = False
+        if self.alive and not self.world.ended:
+            again, self._again = self._again, False
+            self._schedule_report(self.world.now + (MIN_REPORT_INTERVAL_S if again else pause_s))
+
+    def _receive_ack(self, ack: InstanceAck) -> None:
+        if self.alive:
+            self.served.leases.set_keys([decode_key(key) for key in ack.lease_keys], self.world.unix_s)
+
+    def report(self) -> InstanceReport:
+        """Return the report for the planner."""
+        served = self.served
+        provisional_id = served.chunk_state.provisional_id
+        return InstanceReport(
+            instance_id=self.name,
+            model=MODEL,
+            version=served.version,
+            any_version=self.own_version is None and served.state == "loading",
+            layout_id=served.layout.layout_id,
+            weights_id=served.manifest.weights_id if served.manifest is not None else None,
+            generation=served.generation,
+            image_bytes=served.layout.image_bytes,
+            chunk_count=self.world.chunks,
+            state=served.state,
+            verified=served.chunk_state.verified,
+            provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,
+            storage=self.storage,
+            address=f"{self.name}:1",
+            transports=("http",),
+            placement=Placement(host=self.host),
+            max_readers=self.max_readers,
+            readers=served.leases.readers(self.world.unix_s),
+            has_lease_keys=served.leases.has_keys,
+        )
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.alive = False
+        self.notify_readers()

@@ -21,8 +21,8 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.report import ForkReport
-from rfork.source.image_state import VersionOf
 from rfork.source.seed import Seed
+from rfork.source.served_image import VersionOf
 
 log = logger(__name__)
 

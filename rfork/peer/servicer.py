@@ -40,7 +40,10 @@ class PeerBackend(Protocol):
     All methods except `control_stream` and `open_channel` return quickly.
     """
 
-    generation: int
+    @property
+    def generation(self) -> int:
+        """Number of the image's generation."""
+        ...
 
     @property
     def manifest(self) -> Manifest | None:

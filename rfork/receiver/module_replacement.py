@@ -14,8 +14,8 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.chunk_persister import ChunkPersister
 from rfork.receiver.fallback import DerivedTensors, Fallback, LoaderError
-from rfork.source.image_state import VersionOf
 from rfork.source.seed import Seed
+from rfork.source.served_image import VersionOf
 
 log = logger(__name__)
 

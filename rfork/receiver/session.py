@@ -61,8 +61,8 @@ from rfork.receiver.throughput import ThroughputMeter
 from rfork.schema import source_type
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
-from rfork.source.image_state import VersionOf
 from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.served_image import VersionOf
 from rfork.tracing import Tracer
 from rfork.tracing import get_tracer as process_tracer
 from rfork.transport.base import Transport

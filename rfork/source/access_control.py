@@ -11,20 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged, TransportUnavailable
+from rfork.errors import SourceBusy, SourceWeightsChanged, TransportUnavailable
 from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.planner_client.lease import LeaseClaims
 from rfork.planner_client.planner_clock import PlannerClock
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from rfork.source.channels import ChannelTable
 from rfork.source.egress_limiter import EgressLimiter
-from rfork.source.image_state import VersionOf
 from rfork.source.latency_controller import MIN_RATE, LatencyController
-from rfork.source.leases import LeaseVerifier
+from rfork.source.leases import LeaseTable
 from rfork.source.rate_advisor import ReaderRateAdvisor
+from rfork.source.served_image import ServedImage, VersionOf
 from rfork.source.serving_spans import ServingSpans
 from rfork.source.suspendable_image import SuspendableImage
 from rfork.tracing import Tracer
@@ -87,18 +86,20 @@ class AccessControl(SuspendableImage):
         manifest: Manifest | None,
         tracer: Tracer,
     ) -> None:
-        super().__init__(image, chunk_state, manifest, transports)
+        served = ServedImage(
+            image.layout,
+            source_id=identity.instance_id,
+            max_readers=settings.max_readers,
+            chunk_state=chunk_state,
+            manifest=manifest,
+            version=identity.version,
+        )
+        super().__init__(image, served, transports)
         self.identity = identity
-        self.version = identity.version
         self.settings = settings
         self.served_bytes = 0
         self._planner_clock = PlannerClock()
-        self._leases = LeaseVerifier(
-            identity.instance_id,
-            settings.max_readers,
-            layout_id=image.layout.layout_id,
-            clock=self._planner_clock.now,
-        )
+        self._leases = LeaseTable(served.leases, self._planner_clock.now)
         self._serving_spans = ServingSpans(tracer, lambda: self._egress_limiter.current_limit, identity.instance_id)
         self._channels = ChannelTable(self._leases, self._exports, self._notify, self._serving_spans)
         self._latency = LatencyController(settings.max_latency_ratio, floor=self._min_rate)
@@ -124,7 +125,7 @@ class AccessControl(SuspendableImage):
         have.
         """
         identity, before = self.identity, self.version
-        before_weights_id = self._complete_weights_id
+        before_weights_id = self._served.complete_weights_id
 
         def choose(manifest: Manifest) -> str | None:
             if stated is not None and stated != before:
@@ -147,11 +148,8 @@ class AccessControl(SuspendableImage):
 
     def authorize(self, token: str, begin: int, end: int) -> str:
         """See `rfork.transport.base.AccessGate.authorize`."""
-        claims = self._claims(token)
-        if not self.chunk_state.contains_range(begin, end):
-            self._claims(token)  # the image may have been fenced in between
-            raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
-        return claims.fork_id
+        with self._leases.lock:
+            return self._served.authorize(token, begin, end, self._planner_clock.now())
 
     @contextmanager
     def read_guard(self, token: str, begin: int, end: int, abort: Callable[[], None]) -> Iterator[None]:
@@ -173,27 +171,18 @@ class AccessControl(SuspendableImage):
         """See `rfork.transport.base.AccessGate.version_tag`."""
         return f"{self.identity.instance_id}-{self.generation}"
 
-    def _claims(self, token: str) -> LeaseClaims:
-        manifest = self._manifest
-        weights_id = manifest.weights_id if manifest is not None else None
-        return self._leases.check(token, self.generation, weights_id)
-
     # -- PeerBackend: called by the peer service ---------------------------------------------------
 
     def check(self, token: str) -> str:
         """Return the fork_id of a token's lease; raises like `AccessGate.authorize`."""
-        return self._claims(token).fork_id
+        with self._leases.lock:
+            return self._served.check(token, self._planner_clock.now())
 
     def open_channel(self, fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
         """Open a slot for the reader at this address; return an endpoint of the first transport that both
         sides support.
         """
-        if layout_id != self.image.layout.layout_id:
-            raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
-        if self.draining:
-            raise SourceBusy("the source is draining")
-        if self.suspended:
-            raise SourceBusy("the source has suspended its weights")
+        self._served.check_can_open(layout_id)
         self._exports_settled.wait(EXPORTER_READY_TIMEOUT_S)
         opened = self._open(fork_id, transports, address)
         self._notify()  # one more reader shares the rate

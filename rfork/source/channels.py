@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rfork.errors import SourceWeightsChanged
 from rfork.logs import logger
-from rfork.source.leases import LeaseVerifier
+from rfork.source.leases import LeaseTable
 from rfork.source.serving_spans import ServingSpans
 from rfork.tracing import NOOP_TRACER, Span
 from rfork.transport.base import ControlStream, Endpoint, Exporter
@@ -44,7 +44,7 @@ class ChannelTable:
 
     def __init__(
         self,
-        leases: LeaseVerifier,
+        leases: LeaseTable,
         exporters: Mapping[str, Exporter],
         ended: Callable[[], None],
         serving_spans: ServingSpans | None = None,

@@ -9,23 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from rfork.errors import LayoutMismatch
 from rfork.image import ranges
 from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Progress, StorageActivity
-from rfork.schema.types import InstanceState
 from rfork.source.inflight_reads import InflightReads
+from rfork.source.served_image import ServedImage, VersionOf
 
 log = logger(__name__)
 
 INFLIGHT_GRACE_S = 0.1
 """Time that a reader gets to receive its current slice before the bytes change."""
-
-VersionOf = Callable[[Manifest], str | None]
-"""Computes the version of complete weights from their manifest."""
 
 NOTIFY_INTERVAL_S = 1.0
 """Readers are notified immediately if storage advanced by this much since the last notification, otherwise
@@ -40,25 +36,16 @@ class ImageState:
     the chunk state. Implements the receiver's `ServingState`.
     """
 
-    def __init__(self, image: Image, chunk_state: ChunkState | None, manifest: Manifest | None) -> None:
-        """Without a chunk state, every chunk is verified."""
+    def __init__(self, image: Image, served: ServedImage) -> None:
         self.image = image
-        self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(image.layout.chunks)
-        self.generation = 0
-        self.version: str | None = None
-        """Version of the served weights; changes only while nothing is served."""
+        self._served = served
         self._updates_made = 0
-        self._manifest = manifest
-        self._complete_weights_id = manifest.weights_id if manifest is not None else None
-        """Digest of the last complete weights; kept while they change."""
-        self._state: InstanceState = "serving" if self.chunk_state.complete and manifest else "loading"
         self._read_at: Callable[[], float] | None = None
         self._relayed = False
         self._notified_at = 0.0
         self._inflight_reads = InflightReads()
         self._updates = threading.Lock()
         self._digesting = threading.Lock()  # acquired while the memory is read without a lease
-        self._suspended = False
         self._changing = threading.RLock()  # verified chunks and generation, consistent for those who change them
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -69,24 +56,40 @@ class ImageState:
     @property
     def manifest(self) -> Manifest | None:
         """Manifest of the image; None in a relay that does not know it yet."""
-        return self._manifest
+        return self._served.manifest
+
+    @property
+    def chunk_state(self) -> ChunkState:
+        """Verified chunks of the image."""
+        return self._served.chunk_state
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation: increased whenever the bytes change."""
+        return self._served.generation
+
+    @property
+    def version(self) -> str | None:
+        """Version of the served weights; changes only while nothing is served."""
+        return self._served.version
+
+    @version.setter
+    def version(self, version: str | None) -> None:
+        self._served.version = version
 
     @property
     def suspended(self) -> bool:
         """True if its memory is released, or about to be."""
-        return self._suspended
+        return self._served.suspended
 
     @property
     def draining(self) -> bool:
         """True if it accepts no new readers."""
-        return self._state == "draining"
+        return self._served.draining
 
     def set_manifest(self, manifest: Manifest) -> None:
         """Set the manifest of a relay's image, which can serve its verified chunks from now on."""
-        if manifest.layout.layout_id != self.image.layout.layout_id:
-            raise LayoutMismatch("the manifest has a different layout from the image")
-        self._manifest = manifest
-        self._complete_weights_id = manifest.weights_id
+        self._served.set_manifest(manifest)
         self._notify()
         self.notify_planner()
 
@@ -96,8 +99,7 @@ class ImageState:
         Like `fence`, it waits for running reads: the chunks may be written afterwards.
         """
         with self._changing:
-            self.generation += 1
-            self.chunk_state.invalidate(chunks)
+            self._served.invalidate(chunks)
         self._disconnect_readers()
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
@@ -115,10 +117,8 @@ class ImageState:
 
     def serve(self) -> None:
         """Become a seed: the image is complete and the engine is ready; a draining instance keeps draining."""
-        self._set_state("serving")
-        self._read_at = None
-        self._notify()
-        self.notify_planner()
+        self._served.serve()
+        self._notify_serving()
 
     def publish(self, generation: int | None = None, version: VersionOf | None = None) -> None:
         """Digest a complete image whose weights may have changed, then become a seed.
@@ -132,20 +132,20 @@ class ImageState:
             if generation != self.generation:
                 log.warning("weights not served yet: they are changing again", generation=self.generation)
                 return
-            if self._suspended:
+            if self.suspended:
                 log.warning("weights not served yet: they are suspended", generation=generation)
                 return
             manifest = compute_manifest(self.image)
         with self._changing:
-            if self.generation != generation:
+            if not self._served.publish(manifest, generation, version):
                 log.warning("weights not served yet: they changed while they were digested", generation=self.generation)
                 return
-            if version is not None:
-                self.version = version(manifest)
-            self.set_manifest(manifest)
-            for index, digest in enumerate(manifest.digests):
-                self.chunk_state.mark_verified(index, digest)
-            self.serve()
+            self._notify_serving()
+
+    def _notify_serving(self) -> None:
+        self._read_at = None
+        self._notify()
+        self.notify_planner()
 
     def fence(self) -> None:
         """Stop serving because the weights are about to change, and disconnect readers of the old ones.
@@ -156,15 +156,8 @@ class ImageState:
         their digest. `publish` serves the weights again; `updating` does both.
         """
         with self._changing:
-            self._clear()
+            self._served.clear()
         self._disconnect_readers()
-
-    def _clear(self) -> None:
-        """Mark all chunks as missing; the caller owns `_changing`."""
-        self.generation += 1
-        self._manifest = None
-        self._set_state("loading")
-        self.chunk_state.clear()
 
     @contextlib.contextmanager
     def updating(self, version: str | None = None) -> Iterator[None]:
@@ -202,27 +195,8 @@ class ImageState:
 
     def progress_since(self, reported: tuple[ranges.Range, ...]) -> Progress:
         """See `rfork.peer.servicer.PeerBackend.progress_since`."""
-        manifest = self._manifest
-        if manifest is not None:
-            chunks = ranges.subtract(self.chunk_state.verified, reported)
-            return Progress(
-                chunks,
-                self.draining,
-                weights_id=manifest.weights_id,
-                storage_activity=self._storage_activity(),
-                rate=self._advised_rate(),
-            )
-        provisional_id, digests = self.chunk_state.provisional_state
-        chunks = ranges.subtract(ranges.from_indices(digests), reported) if provisional_id is not None else ()
-        new_digests = tuple(digests[index] for index in ranges.indices(chunks))
-        return Progress(
-            chunks,
-            self.draining,
-            new_digests,
-            provisional_id,
-            storage_activity=self._storage_activity(),
-            rate=self._advised_rate(),
-        )
+        storage, rate = self._storage_activity(), self._advised_rate()
+        return self._served.progress_since(reported, storage=storage, rate=rate)
 
     def _advised_rate(self) -> int | None:
         """Return the rate, in bytes per second, that a reader is advised to use."""
@@ -233,11 +207,6 @@ class ImageState:
         if read_at is None:
             return None
         return StorageActivity(max(0.0, time.monotonic() - read_at()), self._relayed)
-
-    def _set_state(self, state: InstanceState) -> None:
-        # A draining instance is about to end, regardless of its weights.
-        if self._state != "draining" and not (self._suspended and state == "serving"):
-            self._state = state
 
     def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Call `listener` after each change of chunks, manifest, state or readers, on any thread."""

@@ -112,7 +112,7 @@ class Seed(AccessControl):
 
     def drain(self, timeout: float) -> bool:
         """Accept no new readers and wait for the current ones; return True if all have finished in time."""
-        self._state = "draining"
+        self._served.drain()
         self._notify()
         self.notify_planner()
         deadline = time.monotonic() + timeout
@@ -193,15 +193,15 @@ class Seed(AccessControl):
             instance_id=self.identity.instance_id,
             model=self.identity.model,
             version=self.version,
-            any_version=self.adopts_version and self._state == "loading",
+            any_version=self.adopts_version and self._served.state == "loading",
             replica=self.identity.replica,
             rank=self.identity.rank,
             layout_id=layout.layout_id,
-            weights_id=self._manifest.weights_id if self._manifest is not None else None,
+            weights_id=self._served.manifest.weights_id if self._served.manifest is not None else None,
             generation=self.generation,
             image_bytes=layout.image_bytes,
             chunk_count=len(layout.chunks),
-            state=self._state,
+            state=self._served.state,
             verified=self.chunk_state.verified if not self.suspended else (),
             # Without the suffix that distinguishes conflicting reads of the same files.
             provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,

@@ -1,7 +1,8 @@
 """State machine of one served image: its chunks, generation and version, who may read it, and its reader slots.
 
-Runs on the source. Pure: no thread, clock, socket or lock; `rfork.source.seed` calls it under one lock, with the
-time. `now` is a monotonic time; `unix_s` is the planner's time in seconds since the epoch, which leases refer to.
+Runs on the source. Pure: no thread, clock, socket or lock of its own. `rfork.source.image_state` makes its changes
+one at a time; its reads see each attribute before or after a change. `unix_s` is the planner's time in seconds
+since the epoch, which leases refer to.
 
 Lease tokens are verified locally: the planner signs them with a key that it shares with this instance only, in the
 response to each heartbeat. During a key rotation it sends several keys; a removed key verifies tokens until those
@@ -74,7 +75,8 @@ class ServedImage:
         Raises LeaseRejected (none, expired, forged, for another source or layout) or SourceWeightsChanged
         (leased for another generation, or for other weights).
         """
-        weights_id = self.manifest.weights_id if self.manifest is not None else None
+        manifest = self.manifest
+        weights_id = manifest.weights_id if manifest is not None else None
         return self.leases.check(token, self.generation, weights_id, unix_s).fork_id
 
     def authorize(self, token: str, begin: int, end: int, unix_s: float) -> str:
@@ -101,10 +103,10 @@ class ServedImage:
         self, reported: tuple[ranges.Range, ...], *, storage: StorageActivity | None = None, rate: int | None = None
     ) -> Progress:
         """Return the message for a reader that was sent the `reported` chunks; see `Progress`."""
-        if self.manifest is not None:
+        manifest = self.manifest
+        if manifest is not None:
             chunks = ranges.subtract(self.chunk_state.verified, reported)
-            weights_id = self.manifest.weights_id
-            return Progress(chunks, self.draining, weights_id=weights_id, storage_activity=storage, rate=rate)
+            return Progress(chunks, self.draining, weights_id=manifest.weights_id, storage_activity=storage, rate=rate)
         provisional_id, digests = self.chunk_state.provisional_state
         chunks = ranges.subtract(ranges.from_indices(digests), reported) if provisional_id is not None else ()
         new_digests = tuple(digests[index] for index in ranges.indices(chunks))
@@ -234,7 +236,9 @@ class Leases:
 
     def _verify(self, token: str, unix_s: float) -> LeaseClaims:
         if not token:
-            raise LeaseRejected("no lease token", hint="send 'Authorization: Bearer TOKEN' from the planner's plan")
+            raise LeaseRejected(
+                "the request has no lease token", hint="send 'Authorization: Bearer TOKEN' with the token of the plan"
+            )
         if not self._keys:
             raise LeaseRejected("this instance has not reached its planner yet, so it cannot check leases")
         keys = (*self._keys, *(key for key, until in self._withdrawn.items() if until > unix_s))
@@ -265,7 +269,7 @@ class Leases:
         holders = list(self._channels.values())
         readers = set(holders)
         if fork_id not in readers and len(readers) >= self._max_readers:
-            raise SourceBusy(f"all {self._max_readers} reader slots are used")
+            raise SourceBusy(f"all reader slots are used: the source's RFORK_MAX_READERS is {self._max_readers}")
         if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
             raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, which is the maximum")
         channel_id = channel_id or secrets.token_hex(8)

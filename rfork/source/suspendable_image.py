@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rfork.errors import LayoutMismatch, SourceWeightsChanged
-from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.source.exporters import STATELESS_TRANSPORTS, ExporterSet, ReleasedImage
-from rfork.source.image_state import ImageState, VersionOf
+from rfork.source.image_state import ImageState
+from rfork.source.served_image import ServedImage, VersionOf
 from rfork.transport.base import AccessGate, Transport
 
 NOTIFY_GRACE_S = 0.5
@@ -30,11 +30,10 @@ class SuspendableImage(ImageState):
     def __init__(
         self,
         image: Image,
-        chunk_state: ChunkState | None,
-        manifest: Manifest | None,
+        served: ServedImage,
         transports: Sequence[Transport],
     ) -> None:
-        super().__init__(image, chunk_state, manifest)
+        super().__init__(image, served)
         self._exports = ExporterSet(transports)
         self._exports_settled = threading.Event()
         """Set unless exporters are being opened or closed while others serve."""
@@ -61,9 +60,7 @@ class SuspendableImage(ImageState):
         Raises SourceWeightsChanged if the image is not complete.
         """
         with self._changing:
-            if self._manifest is None or not self.chunk_state.complete:
-                raise SourceWeightsChanged("there is no complete image: the seed is still receiving or changing it")
-            return self.generation, self._manifest
+            return self._served.snapshot()
 
     @contextmanager
     def local_read(self, generation: int) -> Iterator[Image]:
@@ -93,7 +90,7 @@ class SuspendableImage(ImageState):
         with self._changing:
             if isinstance(self.image, ReleasedImage):
                 return False
-            self._suspended = True
+            self._served.suspend()
         has_readers = self._has_listeners()
         self.fence()
         if has_readers:
@@ -119,9 +116,9 @@ class SuspendableImage(ImageState):
             self._exports_settled.clear()
             try:
                 has_readers = self._has_listeners()
-                if has_readers or self._manifest is not None or self.chunk_state.verified:
+                if has_readers or self._served.manifest is not None or self.chunk_state.verified:
                     with self._changing:
-                        self._clear()
+                        self._served.clear()
                     # The planner first: disconnected readers request a new plan, which should name this source again.
                     self.wait_report_acked(NOTIFY_GRACE_S)
                     self._disconnect_readers()
@@ -159,9 +156,9 @@ class SuspendableImage(ImageState):
         with self._updates:
             if self._exports.is_shut_down or generation not in (None, self.generation):
                 return
-            if not self._suspended and image.shares_memory_with(self.image):
+            if not self.suspended and image.shares_memory_with(self.image):
                 # An earlier attempt failed or was fenced.
-                if self._manifest is None or not self.chunk_state.complete:
+                if self._served.manifest is None or not self.chunk_state.complete:
                     self.publish(generation, version)
                 return
             if self._suspend() and generation is not None:
@@ -173,7 +170,7 @@ class SuspendableImage(ImageState):
                 self.image = ReleasedImage(image.layout)
                 raise
             with self._changing:
-                self._suspended = False
+                self._served.resume()
             self.publish(generation, version)
 
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rfork.peer.servicer import MAX_PROGRESS_STREAMS
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
-from rfork.source.leases import MAX_CHANNELS_PER_FORK
+from rfork.source.served_image import MAX_CHANNELS_PER_FORK
 from tests.integration.bad_peer.attacked_seed import (
     FORKED,
     MIB,

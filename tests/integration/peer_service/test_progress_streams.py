@@ -135,7 +135,7 @@ def test_a_channel_ended_by_a_fence_reports_the_reason(start_seed: StartSeed) ->
     channel = request_channel(seed, peer)
     updates = peer.watch(channel, SOON_S)
     next(updates)
-    seed.generation += 1
+    seed._served.generation += 1
     seed.close_channel(channel)
     with pytest.raises(SourceWeightsChanged):
         next(updates)

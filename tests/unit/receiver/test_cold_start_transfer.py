@@ -275,7 +275,7 @@ def test_only_a_reader_of_the_files_completes_the_manifest(fleet: Fleet) -> None
     running.start()
     complete = wait_for_chunks(follower.target.chunk_state, CHUNKS)
     before = follower.weights_id
-    for channel in list(leader._leases._channels):
+    for channel in list(leader._served.leases._channels):
         leader.close_channel(channel)
     running.join()
     assert complete

@@ -121,7 +121,7 @@ def test_a_source_that_closes_the_channel_has_ended(fleet: Fleet) -> None:
     peer_source = build_peer_source(fleet, seed, recorder)
     peer_source.start()
     recorder.offered.wait(NEVER_S)
-    channels = seed._leases._channels
+    channels = seed._served.leases._channels
     seed.close_channel(next(iter(channels)))
     peer_source.join()
     assert ["SourceUnavailable"] == [error.kind for error in recorder.failures]

@@ -10,8 +10,8 @@ import pytest
 from rfork.errors import SourceBusy, SourceWeightsChanged
 from rfork.planner_client.lease import LeaseClaims, sign
 from rfork.source.channels import ChannelTable
-from rfork.source.leases import LeaseVerifier
 from rfork.transport.base import Endpoint, StatelessExporter
+from tests.unit.source.lease_tables import CheckedLeases
 
 KEY = b"k" * 32
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
@@ -57,7 +57,7 @@ class ChannelHarness:
         self.now = 1000.0
         self.exporter = FakeExporter()
         self.swept = threading.Event()
-        self.leases = LeaseVerifier("seed-1", 2, layout_id=CLAIMS.layout_id, clock=lambda: self.now)
+        self.leases = CheckedLeases(2, CLAIMS.layout_id, lambda: self.now)
         self.leases.set_keys([KEY])
         self.channels = ChannelTable(self.leases, {"fake": self.exporter}, self.swept.set)
 

@@ -1,4 +1,4 @@
-"""The lease verifier: which tokens are valid, and which forks occupy a reader slot."""
+"""Leases: which tokens are valid, and which forks occupy a reader slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceWeightsChanged
 from rfork.planner_client.lease import LeaseClaims, sign
-from rfork.source.leases import MAX_CHANNELS_PER_FORK, LeaseVerifier
+from rfork.source.served_image import MAX_CHANNELS_PER_FORK
+from tests.unit.source.lease_tables import CheckedLeases
 
 KEYS = {name: name.encode() * 32 for name in "abc"}
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
@@ -22,8 +23,8 @@ class Clock:
         return self.now
 
 
-def build_verifier(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> LeaseVerifier:
-    leases = LeaseVerifier("seed-1", max_readers, layout_id=CLAIMS.layout_id, clock=clock or Clock())
+def build_verifier(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> CheckedLeases:
+    leases = CheckedLeases(max_readers, CLAIMS.layout_id, clock or Clock())
     leases.set_keys([KEYS[key] for key in keys])
     return leases
 
@@ -84,7 +85,7 @@ def test_another_generation_is_fenced() -> None:
         leases.check(token(), 1, None)
 
 
-def accepted_keys(leases: LeaseVerifier) -> str:
+def accepted_keys(leases: CheckedLeases) -> str:
     """Return the keys whose tokens are accepted."""
     accepted = ""
     for key in KEYS:
@@ -132,7 +133,7 @@ def test_a_key_that_is_listed_again_is_accepted() -> None:
     assert "a" == accepted_keys(leases)
 
 
-def open_channel(leases: LeaseVerifier, fork_id: str, expires_at: float = 1030.0) -> str:
+def open_channel(leases: CheckedLeases, fork_id: str, expires_at: float = 1030.0) -> str:
     leases.check(token(fork_id, expires_at=expires_at), 0, None)
     return leases.open(fork_id)
 

@@ -12,7 +12,6 @@ from unittest import mock
 
 import planner.accusations
 import planner.faults
-from planner.plan_service import PlanService
 from planner.policy import group_plan
 from planner.registry import Registry
 from planner.store.base import StoreChange
@@ -23,7 +22,6 @@ from rfork.receiver.verifier import ChunkVerifier
 from rfork.schema import Plan
 from rfork.source.served_image import Leases, ServedImage
 from tests.simulation.instance import Instance
-from tests.simulation.planner import SharedStore
 
 Defect = Callable[[], AbstractContextManager[Any]]
 
@@ -92,11 +90,6 @@ def hang_after_planner_restart() -> AbstractContextManager[Any]:
         original(machine, plan, refusal, now)
 
     return patched(TransferMachine, "_receive_plan", receive_plan)
-
-
-def no_source_after_planner_restart() -> AbstractContextManager[Any]:
-    """A restarted planner that knows no source yet ends running forks."""
-    return patched(PlanService, "_is_after_restart", lambda service, context, now: False)
 
 
 def mixed_generations() -> AbstractContextManager[Any]:
@@ -170,18 +163,6 @@ def old_weights_not_dropped() -> AbstractContextManager[Any]:
     return patched(ChunkVerifier, "set_manifest", set_manifest)
 
 
-def provisional_images_mixed() -> AbstractContextManager[Any]:
-    """Chunks of differing files with one version are put together."""
-
-    def verify_local_files(verifier: ChunkVerifier, connection: int, *arguments: Any, **options: Any) -> Any:
-        verifier._storage_readers.add(connection)
-        verifier._set_provisional_id(verifier.provisional_id or arguments[0])
-        verifier._from_local_files.update(verifier.digests)
-        return {}
-
-    return patched(ChunkVerifier, "verify_local_files", verify_local_files)
-
-
 def spool_not_verified() -> AbstractContextManager[Any]:
     """Chunks of a previous process are used although their weights are not the ones of the manifest."""
     original = TransferMachine._reserve_spooled
@@ -209,18 +190,6 @@ def spool_not_verified() -> AbstractContextManager[Any]:
     return both()
 
 
-def commit_conflicts_ignored() -> AbstractContextManager[Any]:
-    """Two replicas of the planner elect a storage reader each."""
-    original = SharedStore.commit
-
-    async def commit(store: SharedStore, change: StoreChange) -> None:
-        if change.group is not None:
-            change = StoreChange(**{**vars(change), "version": store._records.versions.get(change.group, 0)})
-        await original(store, change)
-
-    return patched(SharedStore, "commit", commit)
-
-
 DEFECTS: list[Defect] = [
     wrong_bytes_accepted,
     corrupt_source_kept,
@@ -228,7 +197,6 @@ DEFECTS: list[Defect] = [
     double_read_of_storage,
     every_target_elected,
     hang_after_planner_restart,
-    no_source_after_planner_restart,
     mixed_generations,
     lease_of_old_generation_accepted,
     lost_wake_up,
@@ -238,7 +206,5 @@ DEFECTS: list[Defect] = [
     slot_leak,
     two_readers_of_one_chunk,
     old_weights_not_dropped,
-    provisional_images_mixed,
     spool_not_verified,
-    commit_conflicts_ignored,
 ]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from rfork.errors import NoSource
+from rfork.image.chunks import MIB
 from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import TransferMachine
 from rfork.schema import ChunkAssignment, Plan, SourceFault
+from rfork.settings import InstanceSettings
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fleet import (
     CHUNKS,
     NEVER_S,
     Fleet,
-    Script,
     Target,
     content_hash,
     image,
@@ -26,29 +28,87 @@ from tests.unit.receiver.fleet import (
 )
 from tests.unit.receiver.transfer_helpers import ALL
 
-Step = tuple[Event | None, float, Sequence[Action]]
+
+class Recorder:
+    """Records the events of a transfer, and replays them through another machine."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Event | None, float, Sequence[Action]]] = []
+        self._deadline_at = 0.0
+        self._target: Target
+
+    def __call__(self, event: Event | None, now: float, actions: Sequence[Action]) -> None:
+        self._steps.append((event, now, actions))
+
+    @property
+    def failed(self) -> bool:
+        """True if a source has failed."""
+        return bool(self._target.transfer.reasons)
+
+    def run(self, target: Target) -> None:
+        """Run the transfer."""
+        self._target, self._deadline_at = target, target.transfer._deadline.monotonic_time
+        target.run()
+
+    def check_replay(self, chosen: InstanceSettings) -> None:
+        """Check that a new machine returns the same actions."""
+        layout = self._target.image.layout
+        machine = TransferMachine(layout, chosen, instance_id="target", deadline_at=self._deadline_at)
+        for event, now, actions in self._steps:
+            repeated = machine.start(now) if event is None else machine.handle(event, now)
+            assert repr(actions) == repr(repeated)  # errors are compared by their text
+        assert machine.finished
 
 
-def test_a_recorded_transfer_can_be_replayed(fleet: Fleet) -> None:
+FAULTS: dict[str, Callable[[], FaultInjection]] = {
+    **{f"chunk {chunk} corrupt": partial(FaultInjection, corrupt_chunks={chunk}) for chunk in range(CHUNKS)},
+    **{f"dies after {count} MiB": partial(FaultInjection, dies_after_bytes=count * MIB) for count in range(CHUNKS)},
+    "rejects leases": partial(FaultInjection, rejects_leases=True),
+    "two chunks corrupt": partial(FaultInjection, corrupt_chunks={0, 4}),
+    "two faults": partial(FaultInjection, corrupt_chunks={1}, dies_after_bytes=3 * MIB),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_recorded_transfer_can_be_replayed(fleet: Fleet, fault: str) -> None:
     """The same events at the same times lead to the same actions."""
     source_image = image(1)
     manifest = source_image.manifest()
-    a = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}), manifest=manifest)
+    a = fleet.source("a", source_image, FAULTS[fault](), manifest=manifest)
     b = fleet.source("b", source_image, manifest=manifest)
-    steps: list[Step] = []
+    recorder = Recorder()
     target = Target(
         fleet,
-        Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))]),
-        observer=lambda event, now, actions: steps.append((event, now, actions)),
+        lambda faults, current: plan(route(b if recorder.failed else a, ALL)),
+        settings(no_source_timeout_s=1.0),
+        observer=recorder,
     )
-    deadline_at = target.transfer._deadline.monotonic_time
-    target.run()
-    machine = TransferMachine(target.image.layout, settings(), instance_id="target", deadline_at=deadline_at)
-    assert None is steps[0][0]
-    for event, now, actions in steps:
-        repeated = machine.start(now) if event is None else machine.handle(event, now)
-        assert repr(actions) == repr(repeated)  # errors are compared by their text
-    assert machine.finished
+    recorder.run(target)
+    recorder.check_replay(settings(no_source_timeout_s=1.0))
+    assert content_hash(source_image) == content_hash(target.image)
+
+
+@pytest.mark.parametrize("count", range(1, CHUNKS))
+def test_a_transfer_across_an_update_can_be_replayed(fleet: Fleet, count: int) -> None:
+    """The weights change once `count` chunks have been verified."""
+    seed = fleet.source("seed", image(1))
+    recorder = Recorder()
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        known = target.serving_state.manifests[-1] if len(target.chunk_state) else None
+        return plan(route(seed, ALL)) if seed.manifest is not None and known in (None, seed.manifest) else plan()
+
+    def update() -> None:
+        if not seed.generation and len(target.chunk_state) == count:
+            with seed.updating():
+                for region, other in zip(seed.image.regions, image(2).regions, strict=True):
+                    region.copy_(other)
+
+    target = Target(fleet, replan, observer=recorder)
+    target.chunk_state.subscribe(update)
+    recorder.run(target)
+    recorder.check_replay(settings())
+    assert content_hash(image(2)) == content_hash(target.image)
 
 
 def test_a_planner_that_does_not_respond_delays_no_read(fleet: Fleet) -> None:

@@ -64,6 +64,7 @@ FAULTS: dict[str, Callable[[], FaultInjection]] = {
     **{f"chunk {chunk} corrupt": partial(FaultInjection, corrupt_chunks={chunk}) for chunk in range(CHUNKS)},
     **{f"dies after {count} MiB": partial(FaultInjection, dies_after_bytes=count * MIB) for count in range(CHUNKS)},
     "rejects leases": partial(FaultInjection, rejects_leases=True),
+    "all chunks corrupt": partial(FaultInjection, corrupt_chunks=set(range(CHUNKS))),
     "two chunks corrupt": partial(FaultInjection, corrupt_chunks={0, 4}),
     "two faults": partial(FaultInjection, corrupt_chunks={1}, dies_after_bytes=3 * MIB),
 }
@@ -88,7 +89,7 @@ def test_a_recorded_transfer_can_be_replayed(fleet: Fleet, fault: str) -> None:
     assert content_hash(source_image) == content_hash(target.image)
 
 
-@pytest.mark.parametrize("count", range(1, CHUNKS))
+@pytest.mark.parametrize("count", range(1, CHUNKS - 1))
 def test_a_transfer_across_an_update_can_be_replayed(fleet: Fleet, count: int) -> None:
     """The weights change once `count` chunks have been verified."""
     seed = fleet.source("seed", image(1))
@@ -104,10 +105,11 @@ def test_a_transfer_across_an_update_can_be_replayed(fleet: Fleet, count: int) -
                 for region, other in zip(seed.image.regions, image(2).regions, strict=True):
                     region.copy_(other)
 
-    target = Target(fleet, replan, observer=recorder)
+    chosen = settings(max_inflight_chunks=1)  # with a second read in flight, the fork could end before the update
+    target = Target(fleet, replan, chosen, observer=recorder)
     target.chunk_state.subscribe(update)
     recorder.run(target)
-    recorder.check_replay(settings())
+    recorder.check_replay(chosen)
     assert content_hash(image(2)) == content_hash(target.image)
 
 

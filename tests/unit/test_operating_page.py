@@ -15,7 +15,7 @@ from docs.site.reference import metrics_page, settings_page
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operating.md"
 RULES = ROOT / "deploy" / "helm" / "rfork" / "rules"
-COMPOSED_PHRASES = {"outcome=interrupted", "No space left on device"}
+COMPOSED_PHRASES = {"No space left on device"}
 """Phrases that other programs or the logger compose."""
 
 

@@ -186,7 +186,7 @@ def test_names_do_not_share_a_spool(spool: Spool) -> None:
 def test_the_number_of_spools_is_limited(tmp_path: Path) -> None:
     """An error is raised if more processes use a folder than it may have spools."""
     spools = [acquire_spool(tmp_path, NAME, layout()) for _ in range(MAX_SPOOLS)]
-    with pytest.raises(StorageError, match="have a spool for rank here"):
+    with pytest.raises(StorageError, match="already keep chunks of rank here"):
         acquire_spool(tmp_path, NAME, layout())
     for each in spools:
         each.close()

@@ -59,3 +59,11 @@ def bare_python(folder: Path) -> tuple[Path, Path]:
     venv.create(folder, with_pip=False)
     packages = folder / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
     return folder / "bin" / "python", packages
+
+
+def link_packages(requirements: Iterable[str], target: Path) -> None:
+    """Link packages that are too large to copy into a folder."""
+    for name in sorted(set(dependency_closure(requirements))):
+        for top in {file.parts[0] for file in metadata.distribution(name).files or () if ".." not in file.parts}:
+            if top != "__pycache__" and not (target / top).exists():
+                (target / top).symlink_to(str(metadata.distribution(name).locate_file(top)))

@@ -76,11 +76,12 @@ def inspect_python(python: str, modules: Sequence[str] = ()) -> PythonInspection
 
 
 def base() -> list[str]:
-    """Return rfork's own requirements without torch. Needs Python 3.11."""
+    """Return the requirements of rfork and its planner without torch. Needs Python 3.11."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [line for line in project["dependencies"] if name_of(line) != "torch"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["planner"]]
+    return [line for line in lines if name_of(line) != "torch"]
 
 
 def optional(cuda: str | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 ======================  ==================================================================================
 ``path/``               on PYTHONPATH: rfork, and the metadata by which vLLM and SGLang find its plug-ins
-``deps/cp3XY/``         dependencies besides torch, for one Python version: after the image's own packages
+``deps/cp3XY/``         dependencies besides torch and numpy, for one Python version: after the image's own packages
 ``bin/rfork``           the command, run by the image's Python: for preStop hooks ======================
 ==================================================================================
 

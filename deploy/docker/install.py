@@ -73,7 +73,7 @@ def copy_sources(folder: Path) -> None:
 
 
 def planner(folder: Path) -> None:
-    """Create a virtual environment with the planner and its integrations, without torch and pip."""
+    """Create a virtual environment with the planner and its integrations, without torch, numpy and pip."""
     output = folder / PLANNER
     venv.create(output, with_pip=False, clear=True)
     destination = ("--python", output, "install", "--no-cache-dir")

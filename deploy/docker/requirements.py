@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 CONSTRAINTS: Final = ROOT / "constraints.txt"
-PLANNER_EXTRAS: Final = ("kubernetes", "redis", "tracing")
+PLANNER_EXTRAS: Final = ("planner", "kubernetes", "redis", "tracing")
 """Extras of the planner's image."""
-NOT_OURS: Final = frozenset({"torch"})
+NOT_OURS: Final = frozenset({"numpy", "torch"})
 """Packages that planners do not need and engine images provide."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+OWN_EXTRAS: Final = re.compile(r"rfork\[([a-z0-9,-]+)\]")
+"""A requirement of one extra that includes other extras."""
 
 
 def canonical(requirement: str) -> str:
@@ -31,8 +33,17 @@ def requirements(extras: Iterable[str] = (), *, pyproject: Path = ROOT / "pyproj
     """Return the requirements of rfork and some extras from pyproject.toml, without `NOT_OURS`."""
     project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
     optional: dict[str, list[str]] = project["optional-dependencies"]
-    listed: list[str] = [*project["dependencies"], *(each for extra in extras for each in optional[extra])]
+    listed = dict.fromkeys([*project["dependencies"], *_requirements_of_extras(extras, optional)])
     return tuple(each for each in listed if canonical(each) not in NOT_OURS)
+
+
+def _requirements_of_extras(extras: Iterable[str], optional: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for extra in extras:
+        for each in optional[extra]:
+            if included := OWN_EXTRAS.fullmatch(each):
+                yield from _requirements_of_extras(included[1].split(","), optional)
+            else:
+                yield each
 
 
 def build_requirements(*, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:

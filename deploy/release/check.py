@@ -6,7 +6,8 @@
 by links to the repository if its address is known; otherwise they would be dead on a package index, which is
 reported.
 2. Their metadata (twine) and contents (check-wheel-contents, and our own rules).
-3. The wheel in its own environment, without extras: `rfork version`, `rfork doctor`, the public names.
+3. The wheel in its own environment, without extras: `rfork version`, `rfork doctor`, the public names, and that
+`rfork planner` names its extra. Then with that extra.
 4. A software bill of materials of that environment (CycloneDX), in JSON.
 
 Needs only a package index. Exits with 1 at the first problem.
@@ -30,7 +31,7 @@ from rfork import __version__
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLIC: Final = "import rfork; [getattr(rfork, name) for name in rfork.__all__]; print(rfork.__version__)"
-REQUIRED: Final = ("torch", "fastapi", "grpcio", "pydantic", "safetensors", "xxhash")
+REQUIRED: Final = ("torch", "fastapi", "grpcio", "numpy", "pydantic", "safetensors", "uvicorn", "xxhash")
 """Components that a bill of materials must contain."""
 
 
@@ -72,6 +73,7 @@ def check(out: Path, sbom: Path, repository: str = "") -> None:
             print("not for a package index: README's links would be dead (make release-check REPOSITORY=URL)")
         python = installed(wheel, folder / "venv")
         check_installed(python)
+        check_planner(python, wheel)
         print(f"sbom: {bill_of_materials(python, folder_versions(folder), sbom)}")
     for path in (source, wheel):
         print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
@@ -121,12 +123,16 @@ def installed(wheel: Path, folder: Path) -> Path:
     """Return the Python of a new environment with only the wheel and its requirements."""
     venv.create(folder)  # without pip, which is not needed at run time
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     # Install torch first: later packages could otherwise select its build.
-    pins = ["-c", str(ROOT / "constraints.txt")]
     for what in ("torch", str(wheel)):
-        step(f"install {Path(what).name}", [*pip, *pins, what])
+        install(python, what)
     return python
+
+
+def install(python: Path, what: str) -> None:
+    """Install a package with the pinned versions."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    step(f"install {Path(what).name}", [*pip, "-c", str(ROOT / "constraints.txt"), what])
 
 
 def check_installed(python: Path) -> None:
@@ -138,6 +144,17 @@ def check_installed(python: Path) -> None:
     if not checks:
         raise ReleaseError("`rfork doctor` of the wheel printed no checks")
     print(f"installed: rfork {version_output}, doctor made {len(checks)} checks")
+
+
+def check_planner(python: Path, wheel: Path) -> None:
+    """Check that `rfork planner` names its extra without it, and can run with it."""
+    hint = "pip install 'rfork[planner]'"
+    done = execute(python.parent / "rfork", "planner")
+    if done.returncode != 2 or hint not in done.stderr or "Traceback" in done.stderr:
+        raise ReleaseError(f"without its extra, `rfork planner` exited with {done.returncode}: {done.stderr}")
+    install(python, f"{wheel}[planner]")
+    run_program(python, "-c", "import planner.server")
+    print("planner: needs and runs with rfork[planner]")
 
 
 def folder_versions(folder: Path) -> Path:
@@ -169,14 +186,19 @@ def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
 
 
 def run_program(program: Path, *arguments: str) -> str:
-    """Return the output of a program in the new environment, started outside this repository."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))}
-    done = subprocess.run(
-        [str(program), *arguments], cwd="/", env=environment, capture_output=True, text=True, check=False
-    )
+    """Return the output of a program in the new environment; it must succeed."""
+    done = execute(program, *arguments)
     if done.returncode not in (0, 1) or (done.returncode == 1 and "doctor" not in arguments):
         raise ReleaseError(f"{program.name} {' '.join(arguments)} exited with {done.returncode}: {done.stderr}")
     return done.stdout.strip()
+
+
+def execute(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in the new environment, started outside this repository."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))}
+    return subprocess.run(
+        [str(program), *arguments], cwd="/", env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def step(name: str, command: list[str]) -> None:

@@ -19,7 +19,7 @@ from rich.measure import Measurement
 
 from rfork import logs
 from rfork import settings as options
-from rfork.errors import RforkError
+from rfork.errors import MissingExtra, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
 from rfork.settings.unknown_variables import find_typos
@@ -133,6 +133,17 @@ def handle_errors(*, as_json: bool = False) -> Iterator[None]:
             _leave_interrupted()
         _report_bug(error, as_json=as_json)
         raise typer.Exit(BUG) from None
+
+
+@contextlib.contextmanager
+def requires_extra(what: str, extra: str) -> Iterator[None]:
+    """Import inside this block what needs an extra of rfork. Raises MissingExtra if a package is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith(("rfork.", "planner.")):  # a bug
+            raise
+        raise MissingExtra(what, extra=extra, reason=f"{error.name} is not installed") from None
 
 
 def _leave_interrupted() -> NoReturn:

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables
+from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, requires_extra
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings
 
@@ -38,6 +38,7 @@ def k8s(
         settings = options.load(InstanceSettings, planner=planner)
         configure_logs(settings)
         log_misspelt_variables()
-        from planner.integrations.runner import run_until_signal
+        with requires_extra("`rfork k8s`", "kubernetes"):
+            from planner.integrations.runner import run_until_signal
 
         run_until_signal([name for name in INTEGRATIONS if name in names], kubernetes_settings, settings)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, out, print_json
+from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, out, print_json, requires_extra
 from rfork.cli.options import JsonOption
 from rfork.settings import InstanceSettings, PlannerSettings
 
@@ -27,7 +27,8 @@ def planner(
         chosen = options.load(PlannerSettings, bind=bind, port=port)
         configure_logs(options.load(InstanceSettings), as_json=as_json)
         log_misspelt_variables()
-        from planner.server import serve
+        with requires_extra("`rfork planner`", "planner"):
+            from planner.server import serve
 
         def ready(url: str) -> None:
             if as_json:

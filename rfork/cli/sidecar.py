@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, out, print_json
+from rfork.cli.console import (
+    configure_logs,
+    err,
+    handle_errors,
+    log_misspelt_variables,
+    out,
+    print_json,
+    requires_extra,
+)
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import InstanceSettings, SidecarSettings
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
@@ -54,7 +62,8 @@ def sidecar(
         own = options.load(SidecarSettings, engine_url=engine, source_model=client_of_model, port=port)
         configure_logs(chosen, as_json=as_json)
         log_misspelt_variables()
-        from rfork.engines.sglang_bridge.sidecar import Sidecar
+        with requires_extra("`rfork sidecar`", "sidecar"):
+            from rfork.engines.sglang_bridge.sidecar import Sidecar
 
         with Sidecar(chosen, own) as running:
             stopped = shutdown_on_signal()

@@ -51,6 +51,7 @@ def run_checks(settings: InstanceSettings) -> list[CheckResult]:
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
         transports.check_opt_in_transports(transports.distributed_backends(), requested),
         configuration.check_unknown_variables(find_typos()),
+        configuration.check_planner_extra(configuration.missing_planner_modules()),
         configuration.check_resume(settings.resume_dir),
         configuration.check_reachability(settings),
         network.check_port("peer_port", settings.bind, settings.peer_port),

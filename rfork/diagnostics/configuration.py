@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,9 @@ import httpx
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError
 from rfork.settings import LOOPBACK, InstanceSettings
+
+PLANNER_MODULES = ("planner", "fastapi", "fastapi_offline", "prometheus_client", "uvicorn")
+"""Modules that `rfork planner` needs besides those of every instance."""
 
 
 def check_unknown_variables(misspelt: Mapping[str, str]) -> CheckResult:
@@ -36,6 +40,19 @@ def check_reachability(settings: InstanceSettings) -> CheckResult:
         return CheckResult("reachability", "skip", f"only this machine can connect ({address}), as to the planner")
     detail = f"other hosts cannot read from this one: its address is {address}"
     return CheckResult("reachability", "warn", detail, "set RFORK_BIND=0.0.0.0, and tokens and TLS: docs/security.md")
+
+
+def missing_planner_modules() -> list[str]:
+    """Return the `PLANNER_MODULES` that are not installed."""
+    return [module for module in PLANNER_MODULES if find_spec(module) is None]
+
+
+def check_planner_extra(missing: Sequence[str]) -> CheckResult:
+    """Check that a planner can run on this machine. `missing`: modules of the extra that are not installed."""
+    if not missing:
+        return CheckResult("planner extra", "ok", "`rfork planner` can run on this machine")
+    detail = f"`rfork planner` cannot run on this machine: no {', '.join(missing)}"
+    return CheckResult("planner extra", "off", detail, "pip install 'rfork[planner]'")
 
 
 def check_resume(folder: Path | None) -> CheckResult:

@@ -20,16 +20,11 @@ from rfork.image.compat_tags import ATTRIBUTE, tag_tensors
 
 MAX_DEPTH = 6
 """Maximum depth of helper objects below a module."""
-ENGINE_HELPER_ATTRIBUTES = (
+COMMON_HELPER_ATTRIBUTES = (
     *("quant_method", "old_quant_method", "scheme", "kernel", "impl", "runner", "experts"),
-    # vLLM: linear layers; method, kernel, implementation, experts and scales of MoE layers.
-    *("fp8_linear", "fp8_kernel", "linear_kernel", "moe_kernel", "moe_quant_config", "quant_config"),
-    *("fused_experts", "_fused_experts", "fallback_experts", "_prepared_experts", "fused_moe_impl"),
-    *("_a1", "_a2", "_w1", "_w2", "config"),
-    # SGLang: MoE runners, including those for Ascend.
-    *("runner_core", "_aiter_runner", "moe_runner_config", "w13_kernel", "w2_kernel"),
+    *("quant_config", "config"),
 )
-"""Attributes of layers and helper objects that refer to the code computing with the weights."""
+"""Attributes of layers and helper objects, in any engine, that refer to the code computing with the weights."""
 
 
 class HiddenState:
@@ -38,14 +33,24 @@ class HiddenState:
     On the target this happens before its weights arrive.
     """
 
-    def __init__(self, module: nn.Module, facts: Collection[str], packages: Collection[str]) -> None:
-        """`packages` are the engine's packages: only helper classes defined there are recorded."""
+    def __init__(
+        self,
+        module: nn.Module,
+        facts: Collection[str],
+        packages: Collection[str],
+        helper_attributes: Collection[str] = (),
+    ) -> None:
+        """`packages` are the engine's packages: only helper classes defined there are recorded.
+
+        `helper_attributes` are the engine's own, besides `COMMON_HELPER_ATTRIBUTES`.
+        """
         self._module = module
         self._packages = frozenset(packages)
         self._float_slots = tuple(_float_attributes(module))
         names = sha256("\n".join(name for name, _, _ in self._float_slots).encode()).hexdigest()[:16]
         self._float_values = torch.empty(len(self._float_slots), dtype=torch.float64, device=_device(module))
-        tags = tag_tensors((*facts, *_kernels(module, self._packages)))
+        attributes = (*COMMON_HELPER_ATTRIBUTES, *helper_attributes)
+        tags = tag_tensors((*facts, *_kernels(module, self._packages, attributes)))
         setattr(module, ATTRIBUTE, {"is": tags, "floats": {names: self._float_values}})
         self._write()
 
@@ -85,11 +90,11 @@ def _float_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]
             yield f"{name}.{key}", submodule, key
 
 
-def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
+def _kernels(module: nn.Module, packages: Collection[str], attributes: Collection[str]) -> Iterator[str]:
     """Yield the classes that compute with the weights, and the enum options set on them."""
     found: set[str] = set()
     for submodule in module.modules():
-        for _, helper in _helper_objects(submodule, packages):
+        for _, helper in _helper_objects(submodule, packages, attributes):
             helper_class = type(helper)
             choices = ",".join(
                 f"{key}={value.name}" for key, value in sorted(vars(helper).items()) if isinstance(value, Enum)
@@ -98,14 +103,16 @@ def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
     yield from sorted(found)
 
 
-def _helper_objects(module: object, packages: Collection[str]) -> Iterator[tuple[str, object]]:
+def _helper_objects(
+    module: object, packages: Collection[str], attributes: Collection[str]
+) -> Iterator[tuple[str, object]]:
     """Yield the helper objects reachable from a module with their attribute paths, each object once."""
     seen: set[int] = set()
     level = [("", module)]
     for _ in range(MAX_DEPTH):
         following = []
         for path, owner in level:
-            for key in ENGINE_HELPER_ATTRIBUTES:
+            for key in attributes:
                 helper = vars(owner).get(key)
                 if _is_helper(helper, packages) and id(helper) not in seen:
                     seen.add(id(helper))

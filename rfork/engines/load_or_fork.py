@@ -53,6 +53,8 @@ class ModelIdentity:
     """Engine and version, device, quantisation; see `rfork.image.compat_tags`."""
     packages: tuple[str, ...] = ()
     """Packages of the engine; see `rfork.engines.hidden_state`."""
+    helper_attributes: tuple[str, ...] = ()
+    """Attributes of the engine's layers that refer to helper objects; see there."""
     exclude: tuple[str, ...] = ()
     """Name patterns of tensors that are not weights, such as KV caches."""
     files: str | None = None
@@ -258,7 +260,8 @@ class _LoadOrFork:
 
     def _adopt_model(self, module: nn.Module) -> nn.Module:
         self._model = module
-        self._hidden_state = HiddenState(module, self._identity.facts, self._identity.packages)
+        identity = self._identity
+        self._hidden_state = HiddenState(module, identity.facts, identity.packages, identity.helper_attributes)
         return module
 
     def _abandon(self) -> None:

@@ -49,7 +49,7 @@ def main(folder: str, port: int) -> None:
     subject = identity_of(model_config, load_config, device_config, InstanceSettings())
 
     def layout(model: nn.Module) -> Layout:
-        HiddenState(model, subject.facts, subject.packages)
+        HiddenState(model, subject.facts, subject.packages, subject.helper_attributes)
         return capture(model, exclude=subject.exclude).layout
 
     made = SglangEngine(LoadConfig(), model_config, device_config)

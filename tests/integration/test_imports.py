@@ -20,6 +20,7 @@ for name in sys.argv[2:]:
             importlib.import_module(module.name)
 print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
 """
+PLANNER_PACKAGES = ["fastapi", "prometheus_client", "starlette", "uvicorn"]
 OPTIONAL = ["boto3", "gguf", "mooncake", "redis", "sglang", "transformers", "vllm"]
 
 
@@ -53,12 +54,12 @@ def test_integrations_run_without_torch() -> None:
 @pytest.mark.parametrize("package", ["image", "transport", "storage", "planner_client", "peer", "source", "receiver"])
 def test_packages_import_without_extras(package: str) -> None:
     """Every module of a package below the engines imports with the base dependencies alone."""
-    assert [] == imported_with([f"rfork.{package}"], OPTIONAL)
+    assert [] == imported_with([f"rfork.{package}"], [*OPTIONAL, *PLANNER_PACKAGES])
 
 
 def test_commands_start_without_extras() -> None:
     """The command line starts without extras, so that it can name a missing one."""
-    assert [] == imported_with(["rfork.cli.app"], OPTIONAL)
+    assert [] == imported_with(["rfork.cli.app"], [*OPTIONAL, *PLANNER_PACKAGES])
 
 
 def test_help_does_not_import_torch() -> None:

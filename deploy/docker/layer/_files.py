@@ -37,7 +37,6 @@ NEEDED = (
     "grpc_health",
     "httpx",
     "jwt",
-    "prometheus_client",
     "pydantic",
     "pydantic_settings",
     "safetensors",
@@ -52,7 +51,7 @@ TRIED = (
     "grpc_health.v1.health_pb2_grpc",
 )
 """Modules of rfork that import those cheaply."""
-NOT_OURS = frozenset({"torch"})
+NOT_OURS = frozenset({"numpy", "torch"})
 """Packages of the engine; any version is accepted."""
 
 

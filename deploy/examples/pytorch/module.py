@@ -6,7 +6,7 @@
 
 The fork prints the size, the source, the speed, and a checksum equal to the seed's. It is a seed itself while
 it runs: stop the first seed, start a third process, and that forks from the second. With `--once` it exits
-instead. Needs: pip install rfork.
+instead. Needs: pip install 'rfork[planner]'.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python pretrained.py HuggingFaceTB/SmolLM2-135M-Instruct --planner http://127.0.0.1:8700
 
 The first process reads the checkpoint, as `from_pretrained` does. The second forks from it, and reads only
-the config and the tokenizer. Needs: pip install 'rfork[transformers]'.
+the config and the tokenizer. Needs: pip install 'rfork[planner,transformers]'.
 """
 
 from __future__ import annotations

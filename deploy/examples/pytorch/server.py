@@ -9,7 +9,7 @@ Both are started in the same way: the first finds no seed and reads its checkpoi
 Each serves /health from the start, with 503 until every chunk of its weights is verified. On SIGTERM it stops
 cleanly: requests in progress are completed, and its readers may finish within RFORK_DRAIN_TIMEOUT_S seconds.
 
-Needs: pip install 'rfork[transformers]'. All settings of rfork (RFORK_*) apply.
+Needs: pip install 'rfork[planner,transformers]'. All settings of rfork (RFORK_*) apply.
 """
 
 from __future__ import annotations

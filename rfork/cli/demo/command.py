@@ -10,13 +10,14 @@ import json
 import shutil
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.live import Live
 
-from rfork.cli.console import err, handle_errors, out
+from rfork.cli.console import err, handle_errors, out, requires_extra
 from rfork.cli.demo.model import MODEL, default_cache, prepare
 from rfork.cli.demo.monitor import DemoMonitor
 from rfork.cli.demo.processes import Child, ChildFailed, Children, Event
@@ -50,6 +51,8 @@ def demo(
 ) -> None:
     """Fork a real model three times on this machine, kill a relay half way, and verify the result."""
     with handle_errors():
+        with requires_extra("`rfork demo`", "demo"):
+            import_module("planner.server")  # runs in a process of its own
         folder = prepare(cache or default_cache(), console=err)
         with tempfile.TemporaryDirectory(prefix="rfork-demo-") as scratch, Children() as children:
             bare = Path(scratch) / folder.name

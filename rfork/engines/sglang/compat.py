@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
+HELPER_ATTRIBUTES: Final = ("runner_core", "_aiter_runner", "moe_runner_config", "w13_kernel", "w2_kernel")
+"""Attributes of SGLang's layers that refer to MoE runners and kernels, including those for Ascend."""
 PATH_FIELDS: Final = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
 """Keys that state where a configuration was loaded from."""
 RESOLVED: Final = (

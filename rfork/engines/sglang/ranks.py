@@ -45,6 +45,7 @@ def identity_of(
         _rank(draft=model_config.is_draft_model),
         _facts(model_config, device_config),
         PACKAGES,
+        compat.HELPER_ATTRIBUTES,
         unsupported.SCRATCH,
         path,
         revision,

@@ -27,6 +27,14 @@ NON_WEIGHT_PATTERNS: Final = (
 )
 """`fnmatch` name patterns of tensors that belong to vLLM's models but are not served."""
 
+HELPER_ATTRIBUTES: Final = (
+    # Linear layers; method, kernel, implementation, experts and scales of MoE layers.
+    *("fp8_linear", "fp8_kernel", "linear_kernel", "moe_kernel", "moe_quant_config"),
+    *("fused_experts", "_fused_experts", "fallback_experts", "_prepared_experts", "fused_moe_impl"),
+    *("_a1", "_a2", "_w1", "_w2"),
+)
+"""Attributes of vLLM's layers that refer to the code computing with the weights."""
+
 PATH_FIELDS: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "auto_map", "_commit_hash"})
 """Configuration keys that state where a configuration came from or what wrote it."""
 PATHS: Final = ("_path", "_dir", "_file")

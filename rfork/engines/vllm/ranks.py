@@ -15,7 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.load_or_fork import ModelIdentity
-from rfork.engines.vllm.compat import NON_WEIGHT_PATTERNS, configuration, kernels, loads_from
+from rfork.engines.vllm.compat import HELPER_ATTRIBUTES, NON_WEIGHT_PATTERNS, configuration, kernels, loads_from
 from rfork.engines.vllm.model_name import model_name
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -32,6 +32,7 @@ def identity_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: In
         rank=rank_of(vllm_config, model_config, draft),
         facts=facts_of(vllm_config, model_config),
         packages=PACKAGES,
+        helper_attributes=HELPER_ATTRIBUTES,
         exclude=NON_WEIGHT_PATTERNS,
         files=files,
         revision=revision,

@@ -18,6 +18,8 @@ from tests.packages import dependency_closure
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "deploy" / "docker"
+PLANNER_ONLY = {"fastapi", "fastapi-offline", "prometheus-client", "starlette", "uvicorn"}
+"""Packages that only the planner needs."""
 PLANNER, ENGINE = DOCKER / "Dockerfile", DOCKER / "engine.Dockerfile"
 
 
@@ -103,11 +105,23 @@ def test_every_package_of_the_planners_image_is_pinned() -> None:
 
 
 def test_requirements_match_pyproject() -> None:
-    """The list comes from pyproject.toml, including version ranges, without torch."""
+    """The list comes from pyproject.toml, including version ranges, without torch and numpy."""
     listed = requirements.requirements()
     assert "protobuf>=7.35.1,<8" in listed
-    assert [] == [line for line in listed if line.startswith("torch")]
+    assert [] == [line for line in listed if line.startswith(("torch", "numpy"))]
     assert {"setuptools"} == {requirements.canonical(line) for line in requirements.build_requirements()}
+
+
+def test_the_base_install_has_no_package_of_the_planner() -> None:
+    """The requirements of the instance side include no web framework, directly or indirectly."""
+    assert set() == PLANNER_ONLY & set(dependency_closure(requirements.requirements()))
+
+
+@pytest.mark.parametrize("extra", ["planner", "redis", "kubernetes", "demo"])
+def test_extras_include_the_planner(extra: str) -> None:
+    """An extra that adds to the planner also installs what the planner needs."""
+    names = set(map(requirements.canonical, requirements.requirements([extra])))
+    assert PLANNER_ONLY - {"starlette"} <= names
 
 
 def test_an_engine_s_packages_keep_their_versions() -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rfork.diagnostics.configuration import check_reachability, check_resume, check_unknown_variables
+from rfork.diagnostics.configuration import (
+    check_planner_extra,
+    check_reachability,
+    check_resume,
+    check_unknown_variables,
+    missing_planner_modules,
+)
 from rfork.diagnostics.result import CheckResult, Status
 from rfork.settings import InstanceSettings
 from rfork.settings.unknown_variables import find_typos, variables
@@ -91,3 +97,17 @@ def test_a_finding_requires_a_fix(status: Status) -> None:
     """A warning or failure without a fix cannot be created."""
     with pytest.raises(ValueError, match="requires a fix"):
         CheckResult("x", status, "it is bad")
+
+
+def test_a_planner_can_run_here() -> None:
+    """All packages of the extra are installed."""
+    assert [] == missing_planner_modules()
+    assert "ok" == check_planner_extra([]).status
+
+
+def test_a_missing_planner_extra_is_off() -> None:
+    """The hint names the extra."""
+    check = check_planner_extra(["fastapi", "uvicorn"])
+    assert "off" == check.status
+    assert check.detail.endswith("no fastapi, uvicorn")
+    assert "pip install 'rfork[planner]'" == check.fix

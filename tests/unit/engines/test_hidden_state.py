@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from rfork.engines.hidden_state import HiddenState
+from rfork.engines.sglang import compat as sglang_compat
+from rfork.engines.vllm import compat as vllm_compat
 from rfork.errors import LayoutMismatch
 from rfork.image.capture import capture
 from rfork.image.compat_tags import tags_of
@@ -92,6 +94,18 @@ def test_tensors_of_nested_helpers_are_captured(path: str) -> None:
     vars(owner)["back"] = layer.impl
     HiddenState(layer, (), OWN)
     assert f"{path}.scale" in own_tensors(layer)
+
+
+@pytest.mark.parametrize("key", [*vllm_compat.HELPER_ATTRIBUTES, *sglang_compat.HELPER_ATTRIBUTES])
+def test_attributes_of_an_engine_are_followed(key: str) -> None:
+    """The class of a helper object is a fact if the engine's attributes name it."""
+    facts = []
+    for attributes in ((), (key,)):
+        layer = nn.Linear(2, 2)
+        vars(layer)[key] = Helper(torch.ones(2))
+        HiddenState(layer, (), OWN, attributes)
+        facts.append(set(tags_of(capture(layer).layout)))
+    assert {"kernels Linear: Helper(backend=FAST)"} == facts[1] - facts[0]
 
 
 def test_a_flag_that_differs_is_reported() -> None:

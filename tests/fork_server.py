@@ -8,6 +8,7 @@ those of the kernel. A process that needs another interpreter state (see `_reque
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -30,7 +31,16 @@ from typing import Any, AnyStr, TypedDict, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED_PACKAGES = ("rfork", "planner")
-PRELOADED_MODULES = ("torch", "torch.distributed", "transformers", "safetensors.torch", "grpc", "uvicorn", "fastapi")
+PRELOADED_MODULES = (
+    "torch",
+    "torch.distributed",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "safetensors.torch",
+    "grpc",
+    "uvicorn",
+    "fastapi",
+)
 NOT_PRELOADED = ("__main__", "rfork.engines.sglang", "rfork.engines.vllm")
 """Parts of module names: entry points, and plugins that import an engine."""
 START_PREFIXES = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TORCH_", "COV", "GRPC_", "MALLOC_")
@@ -61,7 +71,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._channel: socket.socket | None = None
-        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None
 
     def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> int:
         """Fork a process with these standard descriptors; return its process id."""
@@ -82,10 +92,10 @@ class ForkServer:
             return int.from_bytes(answer, "big")
 
     def _connected(self) -> socket.socket:
-        if self._channel is None or self._owner != os.getpid():
+        if self._channel is None:
             own, other = socket.socketpair()
             own.settimeout(REQUEST_TIMEOUT_S)
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", "from tests.fork_server import main; main()", str(other.fileno())],
                 env={**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"},
                 cwd=ROOT,
@@ -93,8 +103,14 @@ class ForkServer:
                 pass_fds=[other.fileno()],
             )
             other.close()
-            self._channel, self._owner = own, os.getpid()
+            self._channel = own
+            atexit.register(self._close)
         return self._channel
+
+    def _close(self) -> None:
+        if self._channel is not None and self._process is not None:
+            self._channel.close()
+            self._process.wait(REQUEST_TIMEOUT_S)
 
 
 _SERVER = ForkServer()
@@ -212,16 +228,17 @@ def _serve(channel: socket.socket) -> tuple[ForkRequest, list[int]] | None:
         body = bytearray()
         while len(body) < int.from_bytes(head, "big"):
             body += channel.recv(1 << 20)
-        read, write = os.pipe()
+        (read, write), (adopted, not_adopted) = os.pipe(), os.pipe()
         if (parent := os.fork()) == 0:
             if child := os.fork():
                 os.write(write, child.to_bytes(8, "big"))
                 os._exit(0)
+            os.close(not_adopted)
+            os.read(adopted, 1)
             return cast(ForkRequest, json.loads(body)), descriptors
-        os.close(write)
         os.waitpid(parent, 0)  # the child has its new parent now
         channel.sendall(os.read(read, 8))
-        for descriptor in (read, *descriptors):
+        for descriptor in (read, write, adopted, not_adopted, *descriptors):
             os.close(descriptor)
 
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, AnyStr, TypedDict, cast
+from typing import Any, AnyStr, TextIO, TypedDict, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED_PACKAGES = ("rfork", "planner")
@@ -128,8 +128,8 @@ class PythonProcess(subprocess.Popen[AnyStr]):
         if request is None:
             super()._execute_child(*positional)  # type: ignore[misc]
             return
-        given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
-        self.pid = _SERVER.fork(request, [default if number == -1 else number for number, default in given])
+        chosen = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
+        self.pid = _SERVER.fork(request, [default if number == -1 else number for number, default in chosen])
         self._child_created = True
         self._close_pipe_fds(*positional[10:16])  # type: ignore[attr-defined]
 
@@ -160,7 +160,8 @@ def _request(
         return None
     if environment.get("HF_HUB_OFFLINE", "1") != "1":
         return None
-    options, rest = [], [str(argument) for argument in command[1:]]
+    options: list[str] = []
+    rest = [str(argument) for argument in command[1:]]
     while rest[:2] == ["-X", "faulthandler"]:
         options, rest = [*options, *rest[:2]], rest[2:]
     if not rest or (rest[0].startswith("-") and (rest[0] not in ("-m", "-c") or len(rest) < 2)):
@@ -281,11 +282,14 @@ def _become(request: ForkRequest, descriptors: list[int]) -> None:
 
 
 def _open_streams(unbuffered: bool) -> None:
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    """Replace the standard streams by streams of the new descriptors, with the modes that Python selects."""
+    _set_stream("stdin", open(0, closefd=False))  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         binary = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered)
-        stream.mode = "w"  # type: ignore[misc]
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        _set_stream(name, io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered))
+
+
+def _set_stream(name: str, stream: TextIO) -> None:
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)

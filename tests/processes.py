@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.fork_server import PythonProcess
+
 # Importing torch and transformers dominates this time on a busy machine with two cores.
 START_S = 120.0
 STOP_S = 10.0
@@ -67,7 +69,7 @@ class RforkProcess:
         self.arguments = tuple(arguments)
         self._changed = threading.Condition()
         self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        self._process = subprocess.Popen(
+        self._process = PythonProcess(
             [sys.executable, "-m", module, *arguments],
             env=dict(environment),
             stdin=subprocess.DEVNULL,

@@ -30,6 +30,7 @@ from rfork.errors import CheckpointError
 from rfork.image.chunks import MIB
 from rfork.logs import configure
 from rfork.schema import Rank
+from tests.fork_server import PythonProcess
 
 Message = dict[str, str | int | float | bool | list[str] | None]
 
@@ -257,7 +258,7 @@ class EngineNode:
 
     def __init__(self, planner: str, folder: Path, *arguments: str, **options: str) -> None:
         self.lines: list[str] = []
-        self._process = subprocess.Popen(
+        self._process = PythonProcess(
             [sys.executable, "-m", "tests.integration.engine_node", str(folder), *arguments],
             env={
                 **os.environ,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import PythonProcess
 from tests.processes import send
 from tests.transport_contract import soon
 
@@ -54,7 +55,7 @@ class GlooProcess:
     """A process of `tests.integration.gloo_node`; its events are lines."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = PythonProcess(
             [sys.executable, "-X", "faulthandler", "-m", "tests.integration.gloo_node", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

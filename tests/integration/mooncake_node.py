@@ -20,6 +20,7 @@ from rfork.image.tensor_specs import TensorSpec
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.mooncake import TransferEngineTransport
+from tests.fork_server import PythonProcess
 from tests.processes import send
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ class MooncakeSeedProcess:
     """A seed in its own process."""
 
     def __init__(self, sizes: list[int], salt: int = 0) -> None:
-        self.process = subprocess.Popen(
+        self.process = PythonProcess(
             [sys.executable, __file__, json.dumps(sizes), str(salt)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ from rfork.image.chunks import MIB
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.shared_memory import SharedMemoryTransport
+from tests.fork_server import PythonProcess
 from tests.processes import send
 from tests.transport_contract import FakeGate, image_of
 
@@ -29,7 +30,7 @@ class SharedMemoryNode:
     """The test's handle of the process. Close it after use."""
 
     def __init__(self, **options: str) -> None:
-        self._process = subprocess.Popen(
+        self._process = PythonProcess(
             [sys.executable, "-m", "tests.integration.shared_memory_node"],
             env={**os.environ, **options},
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from tests.docs.pages import blocks, page_name, pages, required_servers
 from tests.docs.terminals import Terminals
 
 ROOT = Path(__file__).parents[2]
-SLOW = {"docs/snapshots.md", "docs/terminal.md"}
+SLOW = {"docs/formats.md", "docs/pytorch.md", "docs/snapshots.md", "docs/terminal.md"}
 """Pages left to `make test-all`: each starts ten processes that import torch sequentially, half a minute on
 two idle cores. The quickstart takes as long, but runs in each build nevertheless.
 """

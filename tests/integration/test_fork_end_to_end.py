@@ -246,8 +246,16 @@ def test_no_source_left_is_exit_code_7(fleet: ForkFleet, tmp_path: Path) -> None
     assert "no source or fallback worked" in process.stdout + process.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("seeds", [2, 1], ids=["another seed", "checkpoint"])
+# The logic of all four is in tests/unit/receiver/test_transfer.py and test_fallback.py.
+@pytest.mark.parametrize(
+    ("seeds", "number"),
+    [
+        pytest.param(2, signal.SIGKILL, id="another seed-killed"),
+        pytest.param(2, signal.SIGSTOP, id="another seed-stopped", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, id="checkpoint-killed", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, id="checkpoint-stopped", marks=pytest.mark.slow),
+    ],
+)
 def test_a_source_lost_during_a_fork(
     fleet: ForkFleet, expected_sha256: str, number: signal.Signals, seeds: int
 ) -> None:
@@ -269,7 +277,10 @@ def test_a_source_lost_during_a_fork(
         assert "fallback" == report["outcome"]
 
 
-@pytest.mark.parametrize("back", [True, False], ids=["restarted", "away"])
+@pytest.mark.parametrize(
+    "back",
+    [pytest.param(True, id="restarted"), pytest.param(False, id="away", marks=pytest.mark.slow)],
+)
 def test_a_planner_lost_during_a_fork(
     fleet: ForkFleet, rfork_process: StartRfork, expected_sha256: str, back: bool
 ) -> None:
@@ -293,7 +304,7 @@ def test_a_planner_lost_during_a_fork(
         assert ["finished"] == [view.state for view in fleet.client.forks(model="tiny")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM is exit code 130; the planner has the lease back and has removed the instance."""
     fleet.seed(rate=SLOW)

@@ -114,7 +114,10 @@ def fork_afterwards(fleet: WeightsFleet) -> str:
     return cast(str, node.request("report")["sha256"])
 
 
-@pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice in a row"])
+@pytest.mark.parametrize(
+    "updates",
+    [pytest.param((2,), id="once"), pytest.param((2, 3), id="twice in a row", marks=pytest.mark.slow)],
+)
 def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) -> None:
     """Targets that read the old weights, from seed or relay, start over with the newest ones; no source is
     blamed.
@@ -174,6 +177,7 @@ def test_a_silent_write_to_one_of_two_seeds(fleet: WeightsFleet) -> None:
     assert {wrong: True} == {name: "SourceCorrupt" in why for name, why in accused(fleet).items()}
 
 
+@pytest.mark.slow  # the logic is in tests/unit/receiver/test_in_place_updates.py and test_fallback.py
 def test_a_silent_write_to_the_only_seed(fleet: WeightsFleet) -> None:
     """The target detects it by digest, reports the seed, and loads from storage."""
     seed, name = fleet.seed(**SLOW)

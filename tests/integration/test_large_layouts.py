@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.integration.large_layout import LAST_TENSOR
 
 CPU_S = 20
@@ -33,6 +35,7 @@ def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow  # 100,000 tensors: tests/integration/peer_service/test_calls.py
 def test_a_million_tensors() -> None:
     """Layouts are hashed, streamed and compared, and a fork is planned and reported, within 20 s of CPU and 1
     GB per side.

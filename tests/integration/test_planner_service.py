@@ -19,6 +19,7 @@ from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkProgress, ForkResult
 from rfork.settings import PlannerSettings, TlsSettings
 from tests.conftest import StartRfork
+from tests.fork_server import PythonProcess
 from tests.unit.planner.builders import fault, fork_request, seed_report
 
 SERVE = """
@@ -124,7 +125,7 @@ def test_an_open_planner_logs_a_warning(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
     """Exit code 0, nothing but its own log on stderr; the chosen port is printed."""
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
+    with PythonProcess([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         try:
@@ -205,7 +206,7 @@ def test_a_stopping_planner_ends_its_streams() -> None:
 
 def test_a_signal_ends_a_planner_with_open_streams() -> None:
     """Exit code 0, even with an open stream."""
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
+    with PythonProcess([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         try:

@@ -27,6 +27,7 @@ from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
 from rfork.schema import ForkProgress
 from rfork.source.seed import Seed
+from tests.fork_server import PythonProcess
 from tests.processes import send
 
 Message = dict[str, str | int | list[str] | None]
@@ -167,7 +168,7 @@ class WeightsNode:
     """The test's handle of a `WeightsProcess` in its own process. Close it after use."""
 
     def __init__(self, planner: str, options: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
+        self._process = PythonProcess(
             [sys.executable, "-m", "tests.integration.weights_node"],
             env={**os.environ, "RFORK_PLANNER": planner, "RFORK_TRANSPORTS": "http", **options},
             stdin=subprocess.PIPE,

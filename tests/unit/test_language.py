@@ -8,7 +8,7 @@ import re
 import textwrap
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -91,10 +91,29 @@ def sources() -> dict[str, str]:
     }
 
 
+class SourceFile(NamedTuple):
+    """Names and texts of a Python file. Its syntax tree is not kept: millions of nodes would slow down each garbage
+    collection of the tests that follow.
+    """
+
+    names: list[Name]
+    docstrings: list[tuple[int, str]]
+    comments: list[tuple[int, str]]
+    messages: list[tuple[int, str]]
+    public_classes: list[str]
+
+
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Return the syntax tree of each file of `sources`."""
-    return {path: ast.parse(text) for path, text in sources().items()}
+def source_file(path: str) -> SourceFile:
+    """Return the contents of a file of `sources`."""
+    nodes = list(ast.walk(ast.parse(sources()[path])))
+    return SourceFile(
+        list(names_in(nodes, path)),
+        list(docstrings_in(nodes)),
+        list(comments_in(sources()[path])),
+        list(messages_in(nodes)),
+        [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")],
+    )
 
 
 def words_of(name: str) -> list[str]:
@@ -102,14 +121,9 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", ALLOWED_PHRASES.sub("", name))]
 
 
-def names_of(path: str) -> Iterator[Name]:
-    """Yield each class, function, parameter, variable and attribute that a file defines."""
-    return names_in(trees()[path], path)
-
-
-def names_in(tree: ast.Module, path: str) -> Iterator[Name]:
-    """Yield each class, function, parameter, variable and attribute that a syntax tree defines."""
-    for node in ast.walk(tree):
+def names_in(nodes: Iterable[ast.AST], path: str) -> Iterator[Name]:
+    """Yield each class, function, parameter, variable and attribute that these nodes define."""
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield Name(node.name, path, node.lineno)
         elif isinstance(node, ast.arg):
@@ -122,9 +136,9 @@ def names_in(tree: ast.Module, path: str) -> Iterator[Name]:
             yield Name(node.asname, path, node.lineno)
 
 
-def docstrings_of(path: str) -> Iterator[tuple[int, str]]:
+def docstrings_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and text of each docstring, those below attributes included."""
-    for node in ast.walk(trees()[path]):
+    for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = ast.get_docstring(node)
@@ -140,26 +154,28 @@ def docstrings_of(path: str) -> Iterator[tuple[int, str]]:
                 yield after.lineno, after.value.value
 
 
-def comments_of(path: str) -> Iterator[tuple[int, str]]:
+def comments_in(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each comment."""
-    for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
 
-def messages_of(path: str) -> Iterator[tuple[int, str]]:
+def messages_in(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and text of each string that is not a docstring, and of each part of an f-string.
 
     These are the errors, hints, log events, option helps and test values.
     """
-    expressions = {id(node.value) for node in ast.walk(trees()[path]) if isinstance(node, ast.Expr)}
-    for node in ast.walk(trees()[path]):
+    expressions = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in expressions:
             yield node.lineno, node.value
 
 
 def forbidden_words(text: str) -> list[str]:
     """Return the forbidden words of a text; quoted code is not checked."""
+    if not PROSE.search(text):
+        return []
     plain = re.sub(r"``.+?``|`[^`]+`|\"[^\"\n]+\"", "", text, flags=re.DOTALL)
     return [found["word"] for found in PROSE.finditer(plain)]
 
@@ -175,7 +191,7 @@ def nonstandard(names: Iterable[Name]) -> list[str]:
 @pytest.mark.parametrize("tree", TREES)
 def test_names_use_standard_terms(tree: str) -> None:
     """No name contains a word for which the field has a standard term."""
-    names = (name for path in sources() if path.startswith(f"{tree}/") for name in names_of(path))
+    names = (name for path in sources() if path.startswith(f"{tree}/") for name in source_file(path).names)
     assert [] == nonstandard(name for name in names if not name.text.startswith("test_"))
 
 
@@ -197,7 +213,7 @@ def test_prose_uses_standard_terms(tree: str) -> None:
         f"{path}:{line}: {word}"
         for path in sources()
         if path.startswith(f"{tree}/") and path != "tests/unit/test_language.py"
-        for texts in (docstrings_of(path), comments_of(path), messages_of(path))
+        for texts in (source_file(path).docstrings, source_file(path).comments, source_file(path).messages)
         for line, text in texts
         for word in forbidden_words(text)
     ]
@@ -210,7 +226,7 @@ def test_names_of_tests_use_standard_terms() -> None:
         f"{name}: {word}"
         for path in sources()
         if path.startswith("tests/")
-        for name in names_of(path)
+        for name in source_file(path).names
         if name.text.startswith("test_")
         for word in forbidden_words(name.text.replace("_", " "))
     ]
@@ -224,7 +240,7 @@ def test_docstrings_start_with_a_statement(tree: str) -> None:
         f"{path}:{line}: {text.splitlines()[0]}"
         for path in sources()
         if path.startswith(f"{tree}/")
-        for line, text in docstrings_of(path)
+        for line, text in source_file(path).docstrings
         if re.match(r"(What|Who|Whom|Whose|Whether|Which|Where|Why|How)\b", text)
     ]
     assert [] == found
@@ -233,11 +249,10 @@ def test_docstrings_start_with_a_statement(tree: str) -> None:
 def test_public_class_names_are_unique() -> None:
     """No public class name is defined twice in the product."""
     definitions: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in trees().items():
+    for path in sources():
         if path.startswith(("rfork/", "planner/")):
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    definitions[node.name].append(path)
+            for name in source_file(path).public_classes:
+                definitions[name].append(path)
     assert {} == {name: paths for name, paths in definitions.items() if len(paths) > 1}
 
 
@@ -253,4 +268,4 @@ def test_examples_use_standard_names(page: Path) -> None:
     """Names in the Python examples of a page contain no word for which the field has a standard term."""
     examples = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     trees_of_examples = [ast.parse(textwrap.dedent(example), mode="exec") for example in examples]
-    assert [] == nonstandard(name for tree in trees_of_examples for name in names_in(tree, page.name))
+    assert [] == nonstandard(name for tree in trees_of_examples for name in names_in(ast.walk(tree), page.name))

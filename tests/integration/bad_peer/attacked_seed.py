@@ -14,6 +14,7 @@ from typing import IO
 import grpc
 
 from rfork.peer.v1 import peer_pb2_grpc
+from tests.fork_server import PythonProcess
 from tests.integration.bad_peer_node import BadPeerNode, Facts, ForgedLease
 
 SIZE = 24 << 20
@@ -26,7 +27,7 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def start_process(command: list[str], environment: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True)
+    return PythonProcess(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True)
 
 
 @dataclass

@@ -45,7 +45,7 @@ def test_a_signal_right_after_ready_ends_the_command(
     assert (0, 1) == (done.code, len(outcomes))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_delivered_to_another_thread_ends_the_command(
     rfork_process: StartRfork, fleet: str, tiny_model: Path, number: signal.Signals, tmp_path: Path
 ) -> None:

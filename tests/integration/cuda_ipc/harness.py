@@ -14,6 +14,7 @@ from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint, Reader
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
+from tests.fork_server import PythonProcess
 from tests.transport_contract import TOKEN, content, soon
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +27,7 @@ class CudaIpcProcess:
     """A process of `tests.integration.cuda_ipc_node`."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
-        self.process = subprocess.Popen(
+        self.process = PythonProcess(
             [sys.executable, "-m", "tests.integration.cuda_ipc_node", json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

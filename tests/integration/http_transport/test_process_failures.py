@@ -17,6 +17,7 @@ from rfork.image.chunks import MIB
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
+from tests.fork_server import PythonProcess
 from tests.processes import send
 from tests.transport_contract import TOKEN, content, image_of, soon
 
@@ -36,7 +37,7 @@ threading.Event().wait()
 @pytest.fixture
 def seed() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
     """A seed in a separate process that serves the image `image_of((40 << 20, 1000), seed=1)`."""
-    with subprocess.Popen([sys.executable, "-c", SEED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with PythonProcess([sys.executable, "-c", SEED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None:
                 raise RuntimeError("the seed has no output")

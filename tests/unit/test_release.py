@@ -99,9 +99,9 @@ def test_publishing_waits_for_the_checks() -> None:
 
 
 def test_ci_runs_existing_targets() -> None:
-    """The workflow runs `.ci/run` and existing targets of the Makefile."""
-    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    """The workflows run `.ci/run` and existing targets of the Makefile."""
+    text, nightly = ((ROOT / ".github" / "workflows" / name).read_text() for name in ("ci.yml", "nightly.yml"))
     makefile = (ROOT / "Makefile").read_text()
     assert "run: .ci/run" in text
-    for target in re.findall(r"run: make (\S+)", text):
+    for target in re.findall(r"(?:run: make|arguments:) (\S+)", text + nightly):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

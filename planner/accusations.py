@@ -64,6 +64,11 @@ class Accusation:
     contradicted_by: tuple[str, ...] = ()
     """Keys of witnesses that have since read verified bytes from the source."""
 
+    @property
+    def error(self) -> str:
+        """Name of the error, with which the reason begins."""
+        return self.reason.partition(":")[0]
+
 
 def address_of(client: str | None) -> str:
     """Return the network address of a caller, or an empty string where it does not distinguish callers."""

@@ -198,7 +198,9 @@ def _quarantine_if_due(record: InstanceRecord, now: float, bounds: FaultBounds) 
     record = replace(record, accusations=active)
     if not active:
         return record
-    if total_credibility(active) >= QUORUM or bounds.is_late(record, now):
+    # Missed heartbeats confirm that a source does not respond, but not that it sent wrong bytes.
+    is_silent = any(each.error == STALLED for each in active) and bounds.is_late(record, now)
+    if total_credibility(active) >= QUORUM or is_silent:
         return replace(record, quarantined_until=active[-1].until, quarantine=active[-1].reason)
     return replace(record, quarantined_until=0.0, quarantine="")
 

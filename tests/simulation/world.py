@@ -341,7 +341,7 @@ class World:
         undisturbed = draw.random() < 0.2
         for _ in range(draw.randint(1, MAX_TARGETS - 1)):
             at = draw.choice([0.0, 0.0, draw.random() * 0.05, draw.random() * 3])
-            self.later(1.5 + at, lambda: self._add_target(f"target{len(self.targets)}"), on=None)
+            self.later(1.5 + at, lambda: self._add_target(self._next_name()), on=None)
         if not undisturbed:
             for _ in range(draw.choice([1, 1, 2, 3])):
                 at = 1.5 + draw.random() * draw.choice([0.1, 1.0, 4.0])
@@ -381,8 +381,11 @@ class World:
     def on_forked(self, target: Target) -> None:
         """Let another instance of the same model start the moment that one is complete, in some worlds."""
         if self.random.random() < 0.1 and len(self.targets) < MAX_TARGETS:
-            name = f"target{len(self.targets)}"
-            self.later(self.random.random() * 0.003, lambda: self._add_target(name, like=target.instance), on=None)
+            delay_s = self.random.random() * 0.003
+            self.later(delay_s, lambda: self._add_target(self._next_name(), like=target.instance), on=None)
+
+    def _next_name(self) -> str:
+        return f"target{len(self.targets)}"
 
     def _watch(self) -> None:
         """Check what must hold at any time, and stop once all is quiet."""

@@ -208,7 +208,7 @@ def test_readers_on_two_hosts_quarantine_a_source(planner: PlannerClient) -> Non
     assert [] == sources(planner.request_plan(fork_request("c")))
 
 
-@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceUnavailable"])
+@pytest.mark.parametrize("error", ["SourceTimeout", "SourceUnavailable"])
 def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
     planner: PlannerClient, time: FakeTime, error: str
 ) -> None:
@@ -218,6 +218,15 @@ def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
     time.now += 8
     planner.request_plan(fork_request("a", faults=(fault("s", error),)))
     assert error == planner.instance("s").quarantined
+
+
+def test_missed_heartbeats_do_not_confirm_wrong_bytes(planner: PlannerClient, time: FakeTime) -> None:
+    """The reader's memory may be at fault, and the source only cut off from the planner."""
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    time.now += 8
+    planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
+    assert None is planner.instance("s").quarantined
 
 
 def test_a_contradicted_accuser_loses_credibility(planner: PlannerClient) -> None:

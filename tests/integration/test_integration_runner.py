@@ -195,7 +195,7 @@ def test_the_webhook_reloads_a_renewed_certificate(
     process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
     url, old = process.wait_for(r"webhook ready.*url=(\S+)")[1], folder.own
     (folder.path / "tls.key").write_text("half of")
-    process.wait_for("unusable certificate.*the key is not unencrypted PEM")
+    process.wait_for("unusable webhook certificate.*the key is not unencrypted PEM")
     planner_urls = [injected_planner_urls(mutate(url, old))]
     new = folder.renew(2 * DAYS)
     process.wait_for(f"certificate in use.*{certs.date(new.pair.not_after)}")

@@ -1,7 +1,8 @@
 """Runs one transfer: executes the actions of its state machine on threads, and feeds back what happens.
 
-Runs on the target. The caller's thread is the only one that touches the machine: it takes events from one queue,
-and executes actions in order. Worker threads read chunks and digest them in place, so that the verification of one
+Runs on the target. A thread that has an event handles it under one lock, and executes the actions in order, so that
+a worker gets its next read without waiting for another thread. The caller's thread checks timeouts and runs the
+loader. Worker threads read chunks and digest them in place, so that the verification of one
 chunk overlaps the transfer of others; each source has a thread of its own (`rfork.receiver.sources`); plans are
 requested on another, so that a planner that does not respond delays no read.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -136,8 +138,13 @@ class Transfer:
         self._serving_state = serving_state
         self._deadline = deadline
         self._observer = observer
-        self._events: SimpleQueue[Event | BaseException] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the machine against readers of its statistics
+        self._tasks: SimpleQueue[RunLoader | Finish | BaseException | None] = SimpleQueue()
+        """Work of the caller's thread; None: a tick is due earlier than it assumed."""
+        self._events: deque[Event] = deque()
+        self._is_handling = False
+        self._tick_due = 0.0
+        self._trace: TraceContext | None = None
+        self._lock = threading.RLock()  # guards the machine, and keeps actions in order
         self._machine = TransferMachine(
             image.layout,
             settings,
@@ -152,7 +159,7 @@ class Transfer:
         self._sources: dict[int, ChunkSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
-        self._spool = SpoolReader(spool, image, self._events.put) if spool is not None else None
+        self._spool = SpoolReader(spool, image, self._handle) if spool is not None else None
         self._planning: threading.Thread | None = None
         self._work: SimpleQueue[ReadChunk | DigestKeptChunk | None] = SimpleQueue()
         self._stopping = False
@@ -195,11 +202,11 @@ class Transfer:
 
     def update_leases(self, leases: Mapping[str, Lease]) -> None:
         """Replace the lease tokens, by source."""
-        self._events.put(LeasesRenewed(leases))
+        self._handle(LeasesRenewed(leases))
 
     def request_replan(self, reason: str) -> None:
         """Request a new plan soon; the current one stays in use until then."""
-        self._events.put(ReplanSuggested(reason))
+        self._handle(ReplanSuggested(reason))
 
     # -- the caller's thread ----------------------------------------------------------------------------
 
@@ -209,43 +216,76 @@ class Transfer:
         Raises DeadlineExceeded, NoSource (the planner knows none, or all that it knows failed),
         PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or raises.
         """
+        self._trace = current_context()
         for worker in self._workers:
             worker.start()
         if self._spool is not None:
             self._spool.start()
         try:
-            now = time.monotonic()
-            self._step(None, now, lambda: self._machine.start(now))
-            while not self._machine.finished:
-                event, now = self._next_event(), time.monotonic()
-                self._step(event, now, partial(self._machine.handle, event, now))
+            self._handle(None)
+            while self._run_task():
+                pass
         finally:
             self._stop()
         if self._error is not None:
             raise self._error
         return self.stats
 
-    def _next_event(self) -> Event:
-        """Wait for the next event, or return a tick if one is due."""
+    def _run_task(self) -> bool:
+        """Run the next task of the caller's thread, or a tick once it is due; returns False at the end."""
+        with self._lock:
+            now = time.monotonic()
+            self._tick_due = self._machine.wake_at(now)
+        try:
+            task = self._tasks.get(timeout=max(0.0, self._tick_due - now))
+        except Empty:
+            self._handle(self._tick())
+            return True
+        if isinstance(task, BaseException):
+            raise task
+        if isinstance(task, Finish):
+            self._error = task.error
+            return False
+        if task is not None:
+            self._load(task.assignment)
+        return True
+
+    def _tick(self) -> Tick:
         now = time.monotonic()
-        left_s = self._machine.wake_at(now) - now
-        if left_s > 0:
-            try:
-                event = self._events.get(timeout=left_s)
-            except Empty:
-                pass
-            else:
-                if isinstance(event, BaseException):
-                    raise event
-                return event
-        now = time.monotonic()
-        activity = {connection: source.activity(now) for connection, source in self._sources.items()}
+        with self._lock:
+            activity = {connection: source.activity(now) for connection, source in self._sources.items()}
         spool_at, spool_bytes = (self._spool.advanced_at, self._spool.bytes_read) if self._spool else (0.0, 0)
         return Tick(activity, spool_at, spool_bytes)
 
-    def _step(self, event: Event | None, now: float, handle: Callable[[], list[Action]]) -> None:
+    # -- any thread -------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event | None) -> None:
+        """Pass an event to the machine and execute its actions; None starts it.
+
+        An event that an action causes on this thread is handled after the remaining actions.
+        """
         with self._lock:
-            actions = handle()
+            if event is not None:
+                self._events.append(event)
+            if self._is_handling or self._stopping:
+                return
+            self._is_handling = True
+            try:
+                if event is None:
+                    self._step(None)
+                while self._events:
+                    self._step(self._events.popleft())
+            except BaseException as error:  # raised on the caller's thread
+                self._tasks.put(error)
+            finally:
+                self._is_handling = False
+            if self._machine.wake_at(time.monotonic()) < self._tick_due:
+                self._tick_due = 0.0
+                self._tasks.put(None)
+
+    def _step(self, event: Event | None) -> None:
+        now = time.monotonic()
+        actions = self._machine.start(now) if event is None else self._machine.handle(event, now)
         self._deadline.extend(self._machine.deadline_at)
         if self._observer is not None:
             self._observer(event, now, actions)
@@ -261,11 +301,11 @@ class Transfer:
             case RequestPlan():
                 self._start_planning(action)
             case OpenPeer(connection, route):
-                peer = self._source_factory.open_peer(route, connection, self._events.put)
-                self._open(connection, peer)
+                with use_context(self._trace):
+                    self._open(connection, self._source_factory.open_peer(route, connection, self._handle))
             case OpenStorage(connection, assignment):
-                storage = self._source_factory.open_storage(assignment, connection, self._events.put)
-                self._open(connection, storage)
+                with use_context(self._trace):
+                    self._open(connection, self._source_factory.open_storage(assignment, connection, self._handle))
             case RenewLease(connection, lease):
                 source = self._sources[connection]
                 if isinstance(source, PeerSource):
@@ -288,8 +328,8 @@ class Transfer:
             case StopSpool():
                 if self._spool is not None:
                     self._spool.stop()
-            case RunLoader(assignment):
-                self._load(assignment)
+            case RunLoader() | Finish():
+                self._tasks.put(action)
             case SetManifest(manifest):
                 self._serving_state.set_manifest(manifest)
             case SetProvisionalId(provisional_id):
@@ -301,8 +341,6 @@ class Transfer:
             case ReportStorageActivity(active_at, relayed):
                 read_at = partial(_constant, active_at) if active_at is not None else None
                 self._serving_state.report_storage_activity(read_at, relayed=relayed)
-            case Finish(error):
-                self._error = error
             case _:
                 assert_never(action)
 
@@ -325,14 +363,15 @@ class Transfer:
         try:
             manifest = self._run_loader(assignment)
         except RforkError as error:
-            self._events.put(LoaderFailed(assignment, error))
+            self._handle(LoaderFailed(assignment, error))
         else:
-            self._events.put(LoaderFinished(assignment, manifest))
+            self._handle(LoaderFinished(assignment, manifest))
         finally:
             self._serving_state.report_storage_activity(None)
 
     def _stop(self) -> None:
-        self._stopping = True
+        with self._lock:
+            self._stopping = True
         for _ in self._workers:
             self._work.put(None)
         if self._spool is not None:
@@ -357,7 +396,7 @@ class Transfer:
     def _start_planning(self, request: RequestPlan) -> None:
         closing, self._closing = self._closing, []
         self._planning = threading.Thread(
-            target=self._request_plan, args=(request, closing, current_context()), name="rfork-plan", daemon=True
+            target=self._request_plan, args=(request, closing, self._trace), name="rfork-plan", daemon=True
         )
         self._planning.start()
 
@@ -366,15 +405,15 @@ class Transfer:
     ) -> None:
         for thread in closing:  # a source that is opened again must have released the previous reader slot
             thread.join()
-        event: Event | BaseException
         try:
             with use_context(trace):
-                event = PlanReceived(self._replan(request.faults, request.assignments))
+                event: Event = PlanReceived(self._replan(request.faults, request.assignments))
         except (NoSource, PlannerUnreachable, PlannerRejected) as error:
             event = PlanFailed(error)
         except BaseException as error:  # raised on the caller's thread
-            event = error
-        self._events.put(event)
+            self._tasks.put(error)
+            return
+        self._handle(event)
 
     # -- worker threads ---------------------------------------------------------------------------------
 
@@ -382,7 +421,7 @@ class Transfer:
         while (work := self._work.get()) is not None:
             if self._stopping:
                 continue
-            self._events.put(self._digest_kept(work) if isinstance(work, DigestKeptChunk) else self._read(work))
+            self._handle(self._digest_kept(work) if isinstance(work, DigestKeptChunk) else self._read(work))
 
     def _digest_kept(self, request: DigestKeptChunk) -> KeptChunkDigested:
         try:
@@ -395,7 +434,7 @@ class Transfer:
         source, began = self._sources[request.connection], time.monotonic()
         try:
             source.read(request)
-            self._events.put(ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
+            self._handle(ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
             needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
             digest = self._image.digest(request.chunk) if needs_digest else None
         except RforkError as error:

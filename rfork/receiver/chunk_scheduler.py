@@ -92,6 +92,8 @@ class ChunkScheduler:
 
     def _reassign_from_slowest(self, load: Mapping[str, int], window: Callable[[str], int]) -> bool:
         """Assign one chunk of a late source to an idle one; returns whether a chunk was moved."""
+        if not self.late:
+            return False
         for source, readable in self._readable.items():
             if source in self.late or load.get(source, 0) >= window(source):
                 continue
@@ -215,8 +217,9 @@ class ChunkScheduler:
     @property
     def unassigned(self) -> bool:
         """True if a missing chunk has no source, so that a new plan is needed."""
-        covered = self._verified | self._assigned.keys() | self._in_flight.keys()
-        return len(covered) < self.chunk_count
+        # Verified chunks are neither assigned nor in flight. Evaluated for every event: no set of all chunks is built.
+        orphaned = sum(chunk not in self._assigned for chunk in self._in_flight)
+        return len(self._verified) + len(self._assigned) + orphaned < self.chunk_count
 
     @property
     def complete(self) -> bool:

@@ -25,6 +25,7 @@ from typing import Final, assert_never
 from rfork.errors import (
     DeadlineExceeded,
     Fault,
+    LayoutMismatch,
     NoSource,
     RforkError,
     SourceCorrupt,
@@ -188,6 +189,7 @@ class TransferMachine:
         """Bytes of the chunks that have arrived, valid or not, without those of a loader."""
         self._settings = settings
         self._instance_id = instance_id
+        self._layout_id = layout.layout_id
         self._chunks = layout.chunks
         self._actions: list[Action] = []
         self._scheduler = ChunkScheduler(len(layout.chunks), verified)
@@ -575,6 +577,8 @@ class TransferMachine:
 
     def _set_manifest(self, source: _Source, manifest: Manifest, now: float) -> None:
         """Check the manifest of a source: all sources must have the weights that the first one named."""
+        if manifest.layout.layout_id != self._layout_id:
+            raise LayoutMismatch(f"{source.address}: the manifest has another layout than the image")
         known = self._verifier.manifest
         begun = bool(self._scheduler.verified_chunks) or self._scheduler.in_flight > 0
         expected = known.weights_id if known is not None and begun else self._planned_weights_id

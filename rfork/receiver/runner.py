@@ -2,9 +2,9 @@
 
 Runs on the target. A thread that has an event handles it under one lock, and executes the actions in order, so that
 a worker gets its next read without waiting for another thread. The caller's thread checks timeouts and runs the
-loader. Worker threads read chunks and digest them in place, so that the verification of one
-chunk overlaps the transfer of others; each source has a thread of its own (`rfork.receiver.sources`); plans are
-requested on another, so that a planner that does not respond delays no read.
+loader. Worker threads read chunks and digest them in place, so that the verification of one chunk overlaps the
+transfer of others. Each source has a thread of its own (`rfork.receiver.sources`). Plans are requested on another
+thread, so that a planner that does not respond delays no read.
 """
 
 from __future__ import annotations
@@ -253,7 +253,11 @@ class Transfer:
     def _tick(self) -> Tick:
         now = time.monotonic()
         with self._lock:
-            activity = {connection: source.activity(now) for connection, source in self._sources.items()}
+            activity = {
+                connection: source.activity(now)
+                for connection, source in self._sources.items()
+                if connection not in self._closed
+            }
         spool_at, spool_bytes = (self._spool.advanced_at, self._spool.bytes_read) if self._spool else (0.0, 0)
         return Tick(activity, spool_at, spool_bytes)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rfork.image import ranges
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
 
 COUNT = 6
@@ -217,7 +218,10 @@ def test_a_chunk_never_has_two_readers(steps: list[tuple[str, object]]) -> None:
                         verified.add(read.chunk)
                     else:
                         scheduler.dropped(read)
-        assert (len(in_flight), verified == set(range(COUNT))) == (scheduler.in_flight, scheduler.complete)
+        covered = verified.union(*(ranges.indices(part) for part in scheduler.shares.values()))
+        assert len(in_flight) == scheduler.in_flight
+        assert (verified == set(range(COUNT))) == scheduler.complete
+        assert (covered != set(range(COUNT))) == scheduler.unassigned
     assert {chunk: times - 1 for chunk, times in read_counts.items() if times > 1} == scheduler.rereads
 
 

@@ -20,6 +20,7 @@ from rfork.errors import (
     TransportUnavailable,
 )
 from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
 from rfork.receiver.events import (
     ChunkDigested,
     ChunksOffered,
@@ -60,7 +61,7 @@ from rfork.receiver.machine import (
 )
 from rfork.schema import ChunkAssignment
 from rfork.transport.base import CONNECT_TIMEOUT_S
-from tests.unit.receiver.fleet import CHUNKS, settings
+from tests.unit.receiver.fleet import CHUNKS, image, settings
 from tests.unit.receiver.machines import (
     ALL,
     FILES,
@@ -251,6 +252,16 @@ def test_a_valid_chunk_is_served() -> None:
     harness = following("a")
     harness.offer("a", (0, 1))
     assert [MarkVerified(0, RIGHT[0])] == harness.read("a", 0)
+
+
+def test_a_manifest_of_another_layout_fails_its_source() -> None:
+    """It is not served, and the next plan names another source."""
+    harness = MachineHarness()
+    harness.plan(peer("a", ALL))
+    other = image(chunks=CHUNKS - 1)
+    actions = harness.handle(ManifestReceived(0, Manifest(other.layout, RIGHT[:-1])))
+    assert [] == of_type(actions, SetManifest)
+    assert ["LayoutMismatch"] == harness.reasons
 
 
 def test_the_manifest_is_served_before_the_first_chunk() -> None:

@@ -85,7 +85,7 @@ from rfork.receiver.events import (
 )
 from rfork.receiver.read_concurrency import ReadConcurrency
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
-from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier
+from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.storage.base import storage_name
@@ -781,7 +781,7 @@ class TransferMachine:
         error: RforkError
         try:
             verified_digest = self._verifier.check(source.connection, chunk, digest)
-        except ValueError as wrong:
+        except WrongDigest as wrong:
             error = (StorageError if source.is_storage else SourceCorrupt)(f"{source.address}: {wrong}")
         except RforkError as unverifiable:
             error = unverifiable

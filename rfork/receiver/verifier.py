@@ -37,6 +37,10 @@ KEPT_SOURCE_ID = "kept"
 """Source id, in the scheduler, of chunks that the image still contains from the previous weights."""
 
 
+class WrongDigest(Exception):
+    """A chunk does not have the expected digest."""
+
+
 class ChunkVerifier:
     """The manifest or the provisional image of one fork, and the digests that each source reported.
 
@@ -181,13 +185,13 @@ class ChunkVerifier:
         """Return the digest of a chunk that was read from this source; None: none is known.
 
         `digest` is that of the bytes, None if they were not digested. Raises SourceWeightsChanged if the chunk
-        can no longer be verified, and ValueError if the digest is wrong.
+        can no longer be verified, and WrongDigest.
         """
         expected = self._expected(connection, chunk)
         if digest is None:
             return expected
         if expected is not None and digest != expected:
-            raise ValueError(f"chunk {chunk} does not match its digest")
+            raise WrongDigest(f"chunk {chunk} does not match its digest")
         return digest
 
     def _expected(self, connection: int, chunk: int) -> bytes | None:

@@ -124,7 +124,6 @@ class Target:
         self._plan_named_weights = False
         self._open_candidates_at = 0.0
         self._candidates_opened = False
-        self._planning = False
         self._spool_stopped = False
 
     # -- events and actions -----------------------------------------------------------------------------
@@ -179,7 +178,6 @@ class Target:
                     self.spool[chunk] = digest
                 served.chunk_state.mark_verified(chunk, digest)
             case RequestPlan():
-                self._planning = True
                 world.start(self._plan(action))
             case OpenPeer(connection, route):
                 self._open(connection, PeerSource(self, connection, route))
@@ -265,7 +263,6 @@ class Target:
             event = PlanReceived(await self._request(request))
         except (NoSource, PlannerUnreachable, PlannerRejected) as error:
             event = PlanFailed(error)
-        self._planning = False
         self.handle(event)
 
     async def _request(self, request: RequestPlan) -> Plan:

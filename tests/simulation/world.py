@@ -20,7 +20,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rfork.errors import RforkError
 from rfork.settings import InstanceSettings, PlannerSettings
 from tests.simulation.content import content_of, manifest_of
 from tests.simulation.event_loop import Deadlock, VirtualLoop
@@ -550,7 +549,7 @@ FAULTS: list[Callable[..., None]] = [
 ]
 
 
-def run_world(seed: int) -> RforkError | BaseException | None:
+def run_world(seed: int) -> BaseException | None:
     """Run one world; return what broke, or None."""
     world = World(seed)
     try:

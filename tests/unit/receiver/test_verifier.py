@@ -17,7 +17,7 @@ from rfork.receiver.events import (
     SetManifest,
     SetProvisionalId,
 )
-from rfork.receiver.verifier import ChunkVerifier
+from rfork.receiver.verifier import ChunkVerifier, WrongDigest
 from tests.unit.receiver.fleet import CHUNKS
 from tests.unit.receiver.machines import LAYOUT, MANIFEST, RIGHT, WRONG, manifest_of, of_type
 
@@ -69,7 +69,7 @@ def test_a_chunk_is_checked_against_the_digest_of_its_source() -> None:
     harness = VerifierHarness()
     harness.verifier.add_provisional_digests(A, X, {2: WRONG}, alone=True)
     assert WRONG == harness.verifier.check(A, 2, WRONG)
-    with pytest.raises(ValueError, match="chunk 2 does not match its digest"):
+    with pytest.raises(WrongDigest, match="chunk 2 does not match its digest"):
         harness.verifier.check(A, 2, RIGHT[2])
 
 
@@ -79,7 +79,7 @@ def test_the_manifest_replaces_digests_of_the_source() -> None:
     harness.verifier.add_provisional_digests(A, X, {2: WRONG}, alone=True)
     harness.verifier.set_manifest(MANIFEST)
     assert RIGHT[2] == harness.verifier.check(A, 2, RIGHT[2])
-    with pytest.raises(ValueError, match="does not match"):
+    with pytest.raises(WrongDigest, match="does not match"):
         harness.verifier.check(A, 2, WRONG)
 
 

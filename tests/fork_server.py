@@ -53,7 +53,7 @@ PR_SET_CHILD_SUBREAPER = 36
 REQUEST_TIMEOUT_S = 120.0
 
 
-class ForkRequest(TypedDict):
+class ProcessRequest(TypedDict):
     """Describes a process to fork."""
 
     options: list[str]
@@ -73,7 +73,7 @@ class ForkServer:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> int:
+    def fork(self, request: ProcessRequest, descriptors: Sequence[int]) -> int:
         """Fork a process with these standard descriptors; return its process id."""
         with self._lock:
             channel = self._connected()
@@ -149,7 +149,7 @@ def run_python(arguments: Sequence[str], **options: Any) -> subprocess.Completed
 
 def _request(
     command: Sequence[str], environment: Mapping[str, str] | None, folder: str | None, session: bool
-) -> ForkRequest | None:
+) -> ProcessRequest | None:
     """Return the request for this command, or None if it needs a real start."""
     environment = dict(os.environ if environment is None else environment)
     if not isinstance(command, list) or command[0] != sys.executable:
@@ -167,7 +167,7 @@ def _request(
     if not rest or (rest[0].startswith("-") and (rest[0] not in ("-m", "-c") or len(rest) < 2)):
         return None
     folder = os.fspath(folder) if folder is not None else os.getcwd()
-    return ForkRequest(options=options, program=rest, environment=environment, folder=folder, session=session)
+    return ProcessRequest(options=options, program=rest, environment=environment, folder=folder, session=session)
 
 
 def _start_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -220,7 +220,7 @@ def _import_all(package: str) -> None:
             importlib.import_module(found.name)
 
 
-def _serve(channel: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+def _serve(channel: socket.socket) -> tuple[ProcessRequest, list[int]] | None:
     """Return the request in each process that was forked for one, and None in the server at its end."""
     while True:
         head, descriptors, _, _ = socket.recv_fds(channel, 8, 3)
@@ -236,14 +236,14 @@ def _serve(channel: socket.socket) -> tuple[ForkRequest, list[int]] | None:
                 os._exit(0)
             os.close(not_adopted)
             os.read(adopted, 1)
-            return cast(ForkRequest, json.loads(body)), descriptors
+            return cast(ProcessRequest, json.loads(body)), descriptors
         os.waitpid(parent, 0)  # the child has its new parent now
         channel.sendall(os.read(read, 8))
         for descriptor in (read, write, adopted, not_adopted, *descriptors):
             os.close(descriptor)
 
 
-def _become(request: ForkRequest, descriptors: list[int]) -> None:
+def _become(request: ProcessRequest, descriptors: list[int]) -> None:
     """Turn this forked process into the one that a real start would have made, and run its program."""
     environment, program = request["environment"], request["program"]
     high = [os.dup(descriptor) for descriptor in descriptors]  # none is 0, 1 or 2 now

@@ -139,7 +139,8 @@ def test_request_replan_plans_the_rest_again(fleet: Fleet) -> None:
     stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert IMAGE_BYTES == stats.bytes_read
-    assert 1 == stats.replans
+    # The second plan itself may arrive after the last chunk.
+    assert 2 == len(script.faults_by_request)
 
 
 def test_the_old_plan_stays_valid_while_a_restarted_planner_knows_no_source(fleet: Fleet) -> None:

@@ -184,7 +184,6 @@ def test_a_checkpoint_that_must_be_converted(
     )
 
 
-@pytest.mark.slow
 def test_a_loader_that_dies_is_replaced(
     group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str
 ) -> None:
@@ -204,7 +203,6 @@ def test_a_loader_that_dies_is_replaced(
     )
 
 
-@pytest.mark.slow
 def test_a_group_shares_a_snapshot(group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
     """Three instances with a snapshot and without a checkpoint read every byte of it once."""
     image = capture(loaded_model(tiny_model))

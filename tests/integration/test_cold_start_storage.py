@@ -118,7 +118,6 @@ def test_an_object_replaced_during_a_read(
     assert (image_sha256(image), True) == (report["sha256"], "StorageChanged" in reasons_text(report))
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_during_a_read(
     cold_group: ColdGroup, image: Image, server: StorageServer, tmp_path: Path
 ) -> None:

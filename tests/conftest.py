@@ -15,7 +15,6 @@ import pytest
 from hypothesis.internal.conjecture import providers
 
 from rfork import logs
-from tests.models import make_tiny_llama
 from tests.ports import free_port
 from tests.processes import START_S, RforkProcess
 
@@ -98,6 +97,8 @@ def _seeds_closed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face folder of a tiny random Llama: config, tokenizer, shards. Do not write into it."""
+    from tests.models import make_tiny_llama  # imports torch, for which the process that distributes tests has no use
+
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_tiny_llama(folder)
     return folder

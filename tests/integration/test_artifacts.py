@@ -201,6 +201,7 @@ def test_storage_round_trip(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moves", [0, 3])
+@pytest.mark.slow  # logic: tests/unit/artifacts/test_unpack.py
 def test_a_process_killed_while_unpacking_leaves_complete_entries(cache: Path, moves: int, tmp_path: Path) -> None:
     """Entries in the cache are complete; the next process loads the missing ones and removes the staging
     folder.
@@ -223,6 +224,7 @@ def test_an_incomplete_cache_still_compiles(first: tuple[Path, dict[str, float]]
     assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
 
 
+@pytest.mark.slow  # logic: tests/unit/artifacts/test_unpack.py
 def test_two_instances_unpack_concurrently(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have staged all files before either moves them: each file is moved once, and is complete."""
     written, packed = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))

@@ -81,6 +81,7 @@ def reasons_text(report: Report) -> str:
     return "; ".join(cast(list[str], report["reasons"]))
 
 
+@pytest.mark.slow  # logic: tests/simulation
 def test_a_group_reads_its_http_snapshot_once(cold_group: ColdGroup, image: Image, server: StorageServer) -> None:
     """Three instances start concurrently: they read one image between them, the server sends little more, and
     all are right.
@@ -103,6 +104,7 @@ def test_a_group_reads_its_http_snapshot_once(cold_group: ColdGroup, image: Imag
     assert not [process for process in started if "secret" in process.transcript()]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_machine_storage.py
 def test_an_object_replaced_during_a_read(
     cold_group: ColdGroup, image: Image, server: StorageServer, tiny_model: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_server_that_dies_during_a_read(
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_storage_candidates.py
 def test_wrong_credentials_are_reported_and_skipped(
     cold_group: ColdGroup, image: Image, seaweed_server: SeaweedServer, tiny_model: Path
 ) -> None:

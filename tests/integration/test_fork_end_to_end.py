@@ -197,6 +197,7 @@ def test_a_corrupted_source(fleet: ForkFleet) -> None:
     assert equal(right, target)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_fallback.py
 def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha256: str, free_port: int) -> None:
     """If the planner is unreachable, the checkpoint loads, and the report states why."""
     planner = f"http://127.0.0.1:{free_port}"
@@ -210,6 +211,7 @@ def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha25
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_plan_requester.py
 def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected_sha256: str) -> None:
     """One missing response does not end the fork: the next one plans it under its id."""
     fleet.seed()
@@ -224,6 +226,7 @@ def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected
     )  # fmt: skip
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_independent_cold_start_makes_no_target_wait(fleet: ForkFleet, expected_sha256: str) -> None:
     """With `cold_start` independent, a model without a source is loaded from the checkpoint as a fallback."""
     own = {"RFORK_COLD_START": "independent"}
@@ -305,6 +308,7 @@ def test_a_planner_lost_during_a_fork(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow  # logic: tests/unit/receiver/test_transfer_termination.py
 def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM is exit code 130; the planner has the lease back and has removed the instance."""
     fleet.seed(rate=SLOW)
@@ -317,6 +321,7 @@ def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) ->
     assert 1 == len(fleet.client.instances(model="tiny"))
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_layout_names_the_tensor(fleet: ForkFleet, tmp_path: Path) -> None:
     """For a seed of the same version with other shapes, the reason names the first tensor that differs."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -149,6 +149,7 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
     assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_dtype_is_another_layout(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Models of different dtypes do not fork from each other, and those of one dtype do."""
     first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)
@@ -209,6 +210,7 @@ def test_a_copy_is_no_fork(settings: InstanceSettings, llama: Path, tmp_path: Pa
     assert (None, None) == (rfork.fork_report(other), rfork.fork_report(read))
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_pull_leaves_merged_weights_to_transformers(
     rfork_process: StartRfork, planner: str, mixtral: Path, tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_an_image_on_a_gpu_is_not_for_gloo(pair: GlooPair, monkeypatch: pytest.M
         pair.transport.export(pair.source, FakeGate())
 
 
+@pytest.mark.slow  # also: test_a_reader_that_leaves_delays_no_other
 def test_nothing_is_left_after_twenty_readers(pair: GlooPair) -> None:
     """No thread and no descriptor of either side: both are in this process."""
 

@@ -159,6 +159,7 @@ def test_unauthenticated_clients_do_not_reach_a_group(node: Callable[..., GlooPr
 
 
 @pytest.mark.parametrize("payload", [b"", os.urandom(1024)], ids=["silent", "garbage"])
+@pytest.mark.slow  # logic: tests/integration/test_gloo.py
 def test_many_connections_from_the_readers_host(node: Callable[..., GlooProcess], payload: bytes) -> None:
     """A hundred connections that pass the filter, which distinguishes hosts, but are no rank: both sides
     survive.

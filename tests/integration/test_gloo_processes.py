@@ -43,6 +43,7 @@ from tests.transport_contract import content, image_of, soon
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow  # logic: tests/integration/test_gloo.py
 def test_a_target_that_dies_or_stops_during_a_send(
     node: Callable[..., GlooProcess], signal_number: signal.Signals
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_target_that_dies_or_stops_during_a_send(
     assert wait_until(lambda: not running_threads()), running_threads()
 
 
+@pytest.mark.slow  # logic: tests/integration/test_gloo.py
 def test_a_stopped_target_continues(node: Callable[..., GlooProcess]) -> None:
     """Its group has ended by then; it joins another one and gets the rest."""
     seed = start_seed(rate=SLOW, stall_s=1.0)

@@ -192,6 +192,7 @@ LONG_AGO = "Thu, 01 Jan 1970 00:00:00 GMT"
     ],
     ids=str,
 )
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
 def test_retries_are_bounded(server: StorageServer, fault: Fault, cause: str) -> None:
     """After the attempts and the time of the settings a read fails; the error has the number of attempts and
     the cause.

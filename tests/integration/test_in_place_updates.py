@@ -118,6 +118,7 @@ def fork_afterwards(fleet: WeightsFleet) -> str:
     "updates",
     [pytest.param((2,), id="once"), pytest.param((2, 3), id="twice in a row", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow  # logic: tests/simulation
 def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) -> None:
     """Targets that read the old weights, from seed or relay, start over with the newest ones; no source is
     blamed.
@@ -134,6 +135,7 @@ def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) 
     assert newest == fork_afterwards(fleet)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_in_place_updates.py
 def test_targets_of_a_fenced_seed_fall_back(fleet: WeightsFleet) -> None:
     """A target that read the old weights waits for another source until the configured timeout, and then
     loads from storage.
@@ -163,6 +165,7 @@ def test_an_update_under_a_reader_that_opens_its_channel(fleet: WeightsFleet) ->
     assert {} == quarantined(fleet)
 
 
+@pytest.mark.slow  # logic: tests/simulation
 def test_a_silent_write_to_one_of_two_seeds(fleet: WeightsFleet) -> None:
     """The target detects it by digest, reports the seed, and reads the bytes from the other."""
     seeds = {name: node for node, name in (fleet.seed(**SLOWER) for _ in range(2))}
@@ -190,6 +193,7 @@ def test_a_silent_write_to_the_only_seed(fleet: WeightsFleet) -> None:
     assert {name: True} == {name: "SourceCorrupt" in why for name, why in accused(fleet).items()}
 
 
+@pytest.mark.slow  # logic: tests/simulation
 def test_a_silent_write_to_a_relay(fleet: WeightsFleet) -> None:
     """The relay's memory is corrupted after verification: its reader blames it, and reads from the root."""
     seed, relay, target = fleet.chain(relay=SLOWER)

@@ -79,6 +79,7 @@ def fleet(rfork_process: StartRfork, tmp_path: Path) -> Iterator[ToyEngineFleet]
     made.client.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
     """The first instance uses the engine's loader; the next one forks everything, including hidden tensors,
     and reads no file.
@@ -91,6 +92,7 @@ def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
     """Of several that start together one is elected; the others wait for it and fork from it."""
     # Starting processes may be silent this long on a busy machine.
@@ -129,6 +131,7 @@ def test_another_is_elected_after_a_loader_fails(fleet: ToyEngineFleet, failure:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     """An instance with only a configuration waits for one with the weights, and forks from it."""
     complete, config_only = fleet.node("--gate"), fleet.node("--config-only")
@@ -146,6 +149,7 @@ def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_the_report_has_the_reason_of_the_election(fleet: ToyEngineFleet) -> None:
     """A cold start's reason is in the report, in its summary line, and at the planner."""
     response = fleet.node().request("up")
@@ -157,6 +161,7 @@ def test_the_report_has_the_reason_of_the_election(fleet: ToyEngineFleet) -> Non
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_engines_layout_is_refused_with_a_reason(fleet: ToyEngineFleet) -> None:
     """It uses its own loader, and reports the difference locally and to the planner."""
     fleet.node().request("up")
@@ -201,6 +206,7 @@ def test_a_cold_load_costs_no_second_model(fleet: ToyEngineFleet) -> None:
     assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
     """An unreachable planner, or none, does not stop an engine from serving."""
     down = fleet.node(planner="http://127.0.0.1:9", no_source_timeout_s="1").request("up")
@@ -211,6 +217,7 @@ def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_fallback.py
 def test_fail_if_not_forked_never_loads(fleet: ToyEngineFleet) -> None:
     """With the setting, an unreachable source, a missing planner and a bug each raise rfork's errors."""
     no_source = fleet.node(fail_if_not_forked="1", no_source_timeout_s="1").request("up")
@@ -228,6 +235,7 @@ def test_a_bug_in_the_plugin_does_not_stop_the_engine(fleet: ToyEngineFleet) -> 
     assert (expected_proof(1, SIZE), 1, False) == (response["proof"], response["loads"], response["instance"])
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None:
     """The speculative model has its own image: each role forks from its own seed."""
     seed, target = fleet.node(replica="one"), fleet.node("--config-only", replica="two")
@@ -240,6 +248,7 @@ def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_fence.py
 def test_later_forks_get_an_updated_seeds_weights(fleet: ToyEngineFleet) -> None:
     """Weights and scalars that change on the seed reach later forks, also after memory has moved."""
     seed = fleet.node()

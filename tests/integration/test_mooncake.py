@@ -129,6 +129,7 @@ def test_a_killed_seed_is_unavailable_and_another_continues(start_seed: StartSee
     assert (type(error), wrong_tensors(tensors)) == (SourceUnavailable, [])
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_runner.py
 def test_a_stopped_seed_times_out_and_writes_nothing_later(start_seed: StartSeed) -> None:
     """SIGSTOP during a read is SourceTimeout, and no byte arrives once the seed continues."""
     seed = start_seed(LARGE)

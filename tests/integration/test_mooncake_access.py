@@ -196,6 +196,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.slow  # logic: tests/unit/transport/test_bpf_filter.py
 def test_an_unauthenticated_client_reaches_no_port_of_the_engine(mooncake_lab: MooncakeLab) -> None:
     """While a reader reads, another host can connect to neither port, and the reader's host to both."""
     mooncake_lab.open()
@@ -278,6 +279,7 @@ def test_a_reader_is_locked_out_after_its_channel_closes(mooncake_lab: MooncakeL
     assert ([], [True, True], []) == (before, cut, mooncake_lab.reachable_ports("reader"))
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_channels.py
 def test_a_reader_is_locked_out_after_its_lease_expires(mooncake_lab: MooncakeLab) -> None:
     """Automatically: the channel ends with the lease, and access ends with the channel."""
     mooncake_lab.open("fork-2", lifetime_s=8.0)

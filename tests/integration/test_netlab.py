@@ -117,6 +117,7 @@ def test_a_link_can_be_reshaped(lab: NetworkLab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "min_packets", "max_packets"), [(0.0, 200, 200), (0.3, 100, 180)])
+@pytest.mark.slow
 def test_a_link_loses_the_configured_share_of_packets(
     lab: NetworkLab, tmp_path: Path, loss: float, min_packets: int, max_packets: int
 ) -> None:

@@ -16,6 +16,8 @@ import pytest
 from deploy.docker.requirements import PLANNER_EXTRAS, requirements
 from tests.packages import bare_python, build_wheel, copy_packages
 
+pytestmark = pytest.mark.slow  # also: tests/integration/test_imports.py and tests/unit/deploy/test_dockerfiles.py
+
 COMMANDS = ("planner", "k8s", "drain", "status", "launch", "doctor", "version")
 """The commands that the image runs."""
 

@@ -81,6 +81,7 @@ def readers(planner: PlannerClient) -> Counter[str]:
     )
 
 
+@pytest.mark.slow  # logic: tests/simulation and tests/unit/planner/store/test_redis.py
 def test_no_slot_is_assigned_twice(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Rounds of concurrent requests to both replicas, with forks ending in between: no source exceeds its
     capacity.
@@ -102,6 +103,7 @@ def test_no_slot_is_assigned_twice(replicas: tuple[PlannerReplica, PlannerReplic
     )
 
 
+@pytest.mark.slow  # logic: tests/simulation
 def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Sixteen instances without a source send requests to both replicas: one loads from storage, the others
     wait for it.
@@ -132,6 +134,7 @@ def test_the_other_replica_continues_after_one_is_killed(replicas: tuple[Planner
     assert first_keys == second.planner.report(seed_report("s", readers=("fork-t",))).lease_keys
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_planners_recover_from_a_redis_restart(
     replicas: tuple[PlannerReplica, PlannerReplica], redis_server: RedisServer
 ) -> None:

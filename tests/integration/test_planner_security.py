@@ -158,6 +158,7 @@ def test_each_role_has_its_permissions(start: StartPlanner, tokens: Path) -> Non
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")])
+@pytest.mark.slow  # logic: tests/unit/planner/test_ownership.py
 def test_only_a_servers_own_processes_drain_it(
     start: StartPlanner,
     tokens: Path,
@@ -180,6 +181,7 @@ def test_only_a_servers_own_processes_drain_it(
         assert expected == planner.instance("pod-x-main-0").report.state
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_auth.py
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
     """A new token is accepted, a removed one is not; an invalid file changes nothing and is logged."""
     process, url = start(PLANNER_TOKENS_FILE=tokens)
@@ -194,6 +196,7 @@ def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path)
     assert (True, False) == (f"{tokens}:1" in process.stderr, "work-2" in process.stderr + process.stdout)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_stream_authorization.py
 def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None:
     """The page's stream and an event reader end within seconds; neither can reconnect."""
     _, url = start(PLANNER_TOKENS_FILE=tokens)
@@ -217,6 +220,7 @@ def test_a_malformed_tokens_file_fails_the_start(rfork_process: StartRfork, toke
     assert (2, True, False) == (code, f"{tokens}:2" in log_text.replace(" ", ""), "hidden" in log_text)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_leases.py
 def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: int) -> None:
     """A lease signed with the old key stays valid at a source while the restarted planner has both keys, and
     not later.
@@ -319,6 +323,7 @@ def test_a_request_with_an_endless_head_is_closed(monkeypatch: pytest.MonkeyPatc
             assert b"" == connection.recv(1)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_connections.py
 def test_the_planner_logs_missing_descriptors_once(start: StartPlanner) -> None:
     """It continues to serve: idle connections are closed."""
     process, url = start()

@@ -238,6 +238,7 @@ def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
         assert (False, ["planned"]) == (reader.is_alive(), seen)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_drain_waits_for_an_instances_readers(rfork_process: StartRfork) -> None:
     """`rfork drain` ends after the last reader: exit code 0, and the response as JSON."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
@@ -256,6 +257,7 @@ def test_drain_waits_for_an_instances_readers(rfork_process: StartRfork) -> None
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_drain_reports_why_it_failed(rfork_process: StartRfork) -> None:
     """The last seed: exit code 5 unless forced; remaining readers: exit code 4; an unknown instance: can
     exit.
@@ -273,6 +275,7 @@ def test_drain_reports_why_it_failed(rfork_process: StartRfork) -> None:
         assert "instance s is drained and cannot exit after 0 s" in runs[1].stderr
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
     """`rfork drain --own`: all instances of RFORK_REPLICA, even the last, and no other; without a name: exit
     code 2.
@@ -289,6 +292,7 @@ def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
         assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_heartbeat.py
 def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, free_port: int) -> None:
     """It needs the planner to list its ranks, and waits for it no longer than for readers."""
     command = ("drain", "--own", "--planner", f"http://127.0.0.1:{free_port}", "--wait")
@@ -302,6 +306,7 @@ def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, fr
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_a_server_waits_for_readers_that_it_cannot_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
     """With an instance's token the last seed is not drained, but waits until it has no readers."""
     (tmp_path / "tokens").write_text("instance instance\n")

@@ -19,6 +19,8 @@ from rfork import __version__
 from tests.docs.pages import PageBlock
 from tests.docs.run_by import blocks_run_by
 
+pytestmark = pytest.mark.slow  # also: `make release-check`
+
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://host.example/people/rfork"
 

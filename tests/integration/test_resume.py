@@ -156,6 +156,7 @@ def test_a_killed_target_resumes(fleet: ResumeFleet, expected_image: Image) -> N
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow  # logic: tests/unit/receiver/test_resume.py
 def test_a_target_that_is_killed_repeatedly_resumes(fleet: ResumeFleet, expected_image: Image) -> None:
     """Each process resumes from the state of the previous one."""
     fleet.seed()
@@ -176,6 +177,7 @@ def test_a_target_that_is_killed_repeatedly_resumes(fleet: ResumeFleet, expected
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_resume.py
 def test_weights_that_changed_meanwhile_are_fetched(
     fleet: ResumeFleet,
     expected_image: Image,
@@ -207,6 +209,7 @@ def test_weights_that_changed_meanwhile_are_fetched(
     )
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_resume.py
 def test_two_targets_resume_from_one_directory(fleet: ResumeFleet, expected_image: Image) -> None:
     """Two processes of one rank on one host are killed; each has its own file, and both resume."""
     fleet.seed()

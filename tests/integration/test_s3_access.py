@@ -34,6 +34,7 @@ from tests.s3_stores import (
 from tests.seaweed import UseIdentity
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/s3/test_errors.py
 def test_a_reader_cannot_write(s3: SeaweedServer, s3_store: OpenStore, use_identity: UseIdentity) -> None:
     """A reader's credentials open and list, but neither write nor remove."""
     put(s3_store(), "blob", b"abc")

@@ -75,6 +75,7 @@ def plan_counts(url: str) -> dict[float, int]:
 
 
 @pytest.mark.parametrize(("announced", "expected"), [(True, {4.0: 1}), (False, {})])
+@pytest.mark.slow  # logic: tests/unit/planner/scaleups/test_batching.py
 def test_announced_forks_share_one_plan(
     rfork_process: StartRfork, tiny_model: Path, tmp_path: Path, announced: bool, expected: dict[float, int]
 ) -> None:
@@ -120,6 +121,7 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str,
     return first, second
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> None:
     """A scale-up announced to one is known to both: forks wait at both, and are planned when the last one
     arrives at either.
@@ -144,6 +146,7 @@ def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> 
         planner.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, str]) -> None:
     """A fork that waits at the other replica gets its plan."""
     with PlannerClient(replicas[1], timeout_s=TIMEOUT_S) as second, ThreadPoolExecutor(1) as threads:
@@ -160,6 +163,7 @@ def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, s
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_a_planner_that_joins_later_knows_announced_scale_ups(
     redis_server: RedisServer, rfork_process: StartRfork
 ) -> None:
@@ -206,6 +210,7 @@ async def test_integrations_reach_a_planner_with_tls(tmp_path: Path, monkeypatch
     assert 2 == view.scaleup.replicas
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_client.py
 async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> None:
     """The dead pooled connection causes no error; while nothing listens, requests fail."""
     settings = PlannerSettings.model_validate({"port": free_port})

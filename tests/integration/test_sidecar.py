@@ -149,6 +149,7 @@ def test_each_rank_gets_its_own_info(planner: str) -> None:
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None:
     """The fork runs while the client loads, is renewed past its lifetime, and finishes as unverified."""
     with (
@@ -172,6 +173,7 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         assert seed.ranks[0][0] == left.removeprefix(STOCK_PREFIX).rsplit(":", 2)[0]
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_slots_are_bounded_and_a_client_waits_for_one(planner: str) -> None:
     """Two seeds with one slot each: two clients get one each; the third is refused, or waits if configured."""
     with contextlib.ExitStack() as stack:
@@ -231,6 +233,7 @@ def test_memory_of_a_restarted_engine_is_not_served(planner: str) -> None:
             assert before[0].instance_id != published(planner, 1)[0].instance_id
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
     """The generation and the weights change, and the client's sidecar reports that its weights may be torn."""
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
@@ -246,6 +249,7 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_a_restarted_planner_relearns_leases(free_port: int) -> None:
     """The seed's heartbeat and the client's renewal restore both: the one slot stays occupied."""
     settings = PlannerSettings(port=free_port, heartbeat_interval_s=0.2, lease_ttl_s=TTL_S)
@@ -315,6 +319,7 @@ def test_memory_addresses_require_a_lease(planner: str) -> None:
     ("field", "value", "reason"),
     [("pp_size", 2, "2 pipeline stages"), ("speculative_algorithm", "EAGLE", "a draft model (EAGLE)")],
 )
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge.py
 def test_an_engine_with_conflicting_ranks_is_not_published(
     planner: str, rfork_process: StartRfork, field: str, value: str | int, reason: str
 ) -> None:

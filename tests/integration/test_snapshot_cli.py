@@ -93,6 +93,7 @@ def expected_sha256(tiny_model: Path) -> str:
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/snapshots/test_commands.py
 def test_a_snapshot_of_a_seed_is_written_and_restored(
     rfork_process: StartRfork,
     planner: str,
@@ -194,6 +195,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/object_store/test_store.py
 def test_snapshots_in_s3(s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str) -> None:
     """Both formats in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"

@@ -77,6 +77,7 @@ def test_the_only_source_is_suspended_in_mid_fork(fleet: WeightsFleet, transport
 
 
 @pytest.mark.parametrize("transport", ["http", *SLOW_TRANSPORTS[1:]])
+@pytest.mark.slow  # logic: tests/unit/source/test_suspend.py
 def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: WeightsFleet, transport: str) -> None:
     """Its reader continues with the other one, and keeps its chunks."""
     seeds = {name: node for node, name in (fleet.seed(**slow_environment(transport)) for _ in range(2))}
@@ -159,6 +160,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 @needs_mooncake
+@pytest.mark.slow  # logic: tests/unit/source/test_suspend.py
 def test_twenty_rounds_leak_nothing() -> None:
     """Each round is read over both transports, with the right bytes from their current location; no resources
     accumulate.

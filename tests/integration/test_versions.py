@@ -125,6 +125,7 @@ def test_new_weights_are_loaded_and_not_forked_from_old_ones(fleet: VersionedFle
     assert any("first of version files:" in reason for reason in cast(list[str], report["reasons"]))
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_the_same_files_under_two_paths_are_forked(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def _error_kinds(report: Report) -> list[str]:
     return ["peer" if ":" not in source["source_id"] else "storage" for source in sources]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_a_stated_version_is_forked_without_files(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_stated_version_is_forked_without_files(
     assert ("v2", sha256_of(folders[1])) == (report["version"], report["sha256"])
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_target_without_files_and_version_is_refused_where_two_versions_are_served(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_target_without_files_and_version_is_refused_where_two_versions_are_se
     assert (True, True) == (code != 0, "2 versions of llama are served (v1, v2)" in pull.transcript())
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_two_cold_targets_with_different_files_load_separately(
     fleet: VersionedFleet, folders: tuple[Path, Path]
 ) -> None:
@@ -170,6 +174,7 @@ def test_two_cold_targets_with_different_files_load_separately(
     assert [sha256_of(folder) for folder in folders] == [result(pull)["sha256"] for pull in pulls]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_a_checkpoint_that_is_replaced_while_its_seed_runs_is_another_version(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -197,6 +202,7 @@ def settings(fleet: VersionedFleet) -> InstanceSettings:
     return InstanceSettings(planner=fleet.url, transports=("http",), deadline_s=60)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettings) -> None:
     """A target without a stated version gets the loader's weights."""
 
@@ -216,6 +222,7 @@ def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettin
     assert "2 versions of net are served" in " ".join(report.reasons)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_target_without_a_version_adopts_the_only_one_served(settings: InstanceSettings) -> None:
     """Its report names the version."""
     with serving(OneWeightModel(1), settings, "2026-11"):
@@ -226,6 +233,7 @@ def test_a_target_without_a_version_adopts_the_only_one_served(settings: Instanc
     assert ("2026-11", 1) == (report.version, target.weight[0].item())
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_an_updated_seed_has_another_version(settings: InstanceSettings) -> None:
     """Targets of the old version do not get the new weights, and targets of the new one do."""
     module, stale, fresh = OneWeightModel(1), OneWeightModel(0), OneWeightModel(0)
@@ -288,6 +296,7 @@ def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_bet
     assert [10, 11] == [rank.weight[0].item() for rank in ranks]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_rollouts.py
 def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: InstanceSettings, replicas: None) -> None:
     """One server never mixes two versions, whatever its nodes have on disk."""
     target = of_replica(settings, "target")
@@ -305,6 +314,7 @@ def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: Insta
         report.seed.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_rollouts.py
 def test_replicas_that_start_during_a_rolling_update_are_of_one_version_each(
     settings: InstanceSettings, replicas: None
 ) -> None:

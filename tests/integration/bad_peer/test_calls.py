@@ -62,6 +62,7 @@ def test_500_channels_of_one_fork(attacked_seed: AttackedSeed) -> None:
     assert expected == ended
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_leases.py
 def test_a_hundred_leases(attacked_seed: AttackedSeed) -> None:
     """As many forks get a slot as there are slots; when their leases expire, other forks get them."""
     emptied = {"readers": 0}

@@ -155,6 +155,7 @@ def test_a_seed_that_closes_ends_its_streams(start_seed: StartSeed) -> None:
     peer.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_seed.py
 def test_a_seed_that_closes_ends_its_calls(start_seed: StartSeed, caplog: pytest.LogCaptureFixture) -> None:
     """However many readers it cuts, none of their calls leaves an object that warns when it is collected."""
     gc.collect()  # warnings of other tests' objects do not count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--hypothesis-profile") != "explore":
         providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection: tests that collect garbage would traverse it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 StartRfork = Callable[..., RforkProcess]

@@ -17,7 +17,7 @@ from benchmarks.chaos_scenarios import SHORT_ROUNDS, generate_round
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.slow,  # logic: tests/simulation; `.ci/run` runs the quick rounds of `benchmarks.chaos`
+    pytest.mark.slow,  # logic: tests/simulation; `make chaos` and `.ci/run` run these rounds
     pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "rounds can be run"),
 ]
 

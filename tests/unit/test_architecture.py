@@ -240,6 +240,19 @@ def test_every_test_has_a_docstring() -> None:
     assert [] == undocumented
 
 
+def test_tests_that_prove_a_promise_exist() -> None:
+    """The table of promises and the comments at slow tests name existing tests."""
+    table = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("|")]
+    comments = [
+        line
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"mark\.slow,?  # ", line)
+    ]
+    named = {name for line in (*table, *comments) for name in re.findall(r"tests/[\w/]+(?:\.py)?", line)}
+    assert set() == {name for name in named if not (ROOT / name).exists()}
+
+
 def test_the_structure_page_lists_every_package() -> None:
     """docs/structure.md has one line for each package of rfork and planner, and for each test folder."""
     packages = {

@@ -98,6 +98,14 @@ def test_publishing_waits_for_the_checks() -> None:
     assert {"id-token": "write"} == jobs["pypi"]["permissions"]
 
 
+def test_the_nightly_jobs_run_every_test() -> None:
+    """Each folder of tests has a job, except that of tests that need a GPU."""
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    named = re.findall(r"TESTS=tests/(\w+)", nightly) + re.findall(r"arguments: test-(\w+)$", nightly, re.MULTILINE)
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders - {"gpu"} == set(named)
+
+
 def test_ci_runs_existing_targets() -> None:
     """The workflows run `.ci/run` and existing targets of the Makefile."""
     text, nightly = ((ROOT / ".github" / "workflows" / name).read_text() for name in ("ci.yml", "nightly.yml"))

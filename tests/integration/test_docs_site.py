@@ -62,7 +62,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=False,
     )
-    assert (0, True) == (built.returncode, out.is_dir()), built.stdout + built.stderr
+    assert 0 == built.returncode, built.stdout + built.stderr
+    assert out.is_dir(), built.stdout + built.stderr
     return out
 
 

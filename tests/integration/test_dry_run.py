@@ -32,7 +32,8 @@ def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tm
     rfork_process("seed", *common, until=READY, environment=own | {"RFORK_REPLICA": "seed"})
     command = ("plan", "--dry-run", "--targets", "2", "--planner", url)
     text_process, json_process = rfork_process(*command), rfork_process(*command, "--json")
-    assert (0, 0) == (text_process.wait(), json_process.wait())
+    assert 0 == text_process.wait()
+    assert 0 == json_process.wait()
     (preview,) = PreviewPage.model_validate_json(json_process.stdout).items
     scaleup = ScaleUp(scaleup_id="up", model="tiny", replicas=2)
     httpx.post(
@@ -57,8 +58,6 @@ def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tm
     # By type: an existing seed, or another fork.
     predicted = Counter(share.source_id[:4] == "seed" for each in preview.targets for share in each.shares)
     read = Counter(share.source_id[:4] == "seed" for shares in plans for share in shares)
-    assert ({True: 2, False: 2}, predicted, True) == (
-        predicted,
-        read,
-        "(running)" in text_process.stdout,
-    )
+    assert {True: 2, False: 2} == predicted
+    assert predicted == read
+    assert "(running)" in text_process.stdout

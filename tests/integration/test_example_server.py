@@ -91,7 +91,7 @@ def read_tokens(connection: http.client.HTTPConnection) -> list[int]:
     """Return the requested tokens."""
     response = connection.getresponse()
     text = response.read().decode()
-    assert (200, text) == (response.status, text)
+    assert 200 == response.status, text
     return cast(list[int], json.loads(text)["tokens"])
 
 

@@ -33,7 +33,8 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
         check=False,
         timeout=150,
     )
-    assert (0, "") == (done.returncode, done.stderr)
+    assert "" == done.stderr
+    assert 0 == done.returncode
     imported: list[str] = json.loads(done.stdout)
     return imported
 

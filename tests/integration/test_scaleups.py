@@ -88,7 +88,8 @@ def test_announced_forks_share_one_plan(
     rfork_process("seed", *common, until=READY, environment=own)
     if announced:
         view = announce(url, 3)
-        assert (1, "they fork from 1 seed") == (view.seeds, view.reason)
+        assert 1 == view.seeds
+        assert "they fork from 1 seed" == view.reason
     gates = [PlanGate(tmp_path / f"t{number}") for number in range(3)]
     pulls = [rfork_process("pull", *common, "--sha256", environment=own | gate.environment) for gate in gates]
     for gate, pull in zip(gates, pulls, strict=True):
@@ -100,7 +101,9 @@ def test_announced_forks_share_one_plan(
     digests = {json.loads(pull.stdout.splitlines()[-1])["sha256"] for pull in pulls}
     # A fork that lost a finished relay is planned again individually.
     together = {bound: count for bound, count in plan_counts(url).items() if bound > 1}
-    assert ([0] * 3, 1, expected) == (codes, len(digests), together)
+    assert [0] * 3 == codes
+    assert 1 == len(digests)
+    assert expected == together
     if announced:
         assert 3 == get_scaleup(url).arrived_count
 
@@ -139,9 +142,9 @@ def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> 
         waiting = [plan.done() for plan in plans]
         plans.append(threads.submit(second.request_plan, fork_request("t3", model="tiny")))
         sources = [route.source_id for plan in plans for route in plan.result(TIMEOUT_S).routes]
-    assert ([False] * 3, [{2.0: 1}, {2.0: 1}], 4) == (
-        waiting, [plan_counts(url) for url in replicas], len(set(sources)),
-    )  # fmt: skip
+    assert [False] * 3 == waiting
+    assert [{2.0: 1}, {2.0: 1}] == [plan_counts(url) for url in replicas]
+    assert 4 == len(set(sources))
     for planner in (first, second):
         planner.close()
 
@@ -156,11 +159,9 @@ def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, s
         until(lambda: get_scaleup(replicas[0]).arrived_count == 1)
         waiting = plan.done()
         httpx.delete(f"{replicas[0]}/v1/scaleups/up", trust_env=False, timeout=TIMEOUT_S).raise_for_status()
-        assert (False, "fork-a", []) == (
-            waiting,
-            plan.result(TIMEOUT_S).fork_id,
-            httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json(),
-        )
+        assert not waiting
+        assert "fork-a" == plan.result(TIMEOUT_S).fork_id
+        assert [] == httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json()
 
 
 @pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
@@ -181,7 +182,8 @@ def test_a_planner_that_joins_later_knows_announced_scale_ups(
         planner.request_plan(fork_request("a", model="tiny"))
     second = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
     views = [get_scaleup(url).model_copy(update={"expires_in_s": 0.0}) for url in (first, second)]
-    assert (1, views[0]) == (views[0].arrived_count, views[1])
+    assert 1 == views[0].arrived_count
+    assert views[0] == views[1]
 
 
 # -- the integrations' client -------------------------------------------------------------------------
@@ -220,7 +222,8 @@ async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> 
     with pytest.raises(PlannerUnavailable, match="All connection attempts failed"):
         await fleet.instances()
     with run_in_thread(settings):
-        assert ((), ()) == (before, await fleet.instances())
+        assert () == before
+        assert () == await fleet.instances()
     await fleet.close()
 
 

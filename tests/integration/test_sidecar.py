@@ -132,7 +132,8 @@ def test_a_stock_client_gets_the_published_seed(planner: str, path: str) -> None
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
         response = request_weight_info(sidecar, path=path)
-        assert (200, info_of(engine)) == (response.status_code, response.json())
+        assert 200 == response.status_code
+        assert info_of(engine) == response.json()
 
 
 def test_each_rank_gets_its_own_info(planner: str) -> None:
@@ -165,7 +166,9 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         until(lambda: forks(planner)[0].state == "finished", "the lease released")
         finish = forks(planner)[0].finish
         assert finish is not None
-        assert ("forked", 2080, {}) == (finish.outcome, finish.bytes_read, finish.sources)
+        assert "forked" == finish.outcome
+        assert 2080 == finish.bytes_read
+        assert {} == finish.sources
         assert "not verified" in finish.reasons[0]
         with PlannerClient(planner) as client:
             until(lambda: len(client.instances()) == 1, "the client's instance removed")
@@ -243,10 +246,10 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
         why = ("the seed left or changed its weights while they may have been read",)
         until(lambda: [fork.finish.reasons for fork in forks(planner) if fork.finish] == [why], str(why))
         after = published(planner, 1)[0]
-        assert (before.instance_id, 1, True, "failed") == (
-            after.instance_id, after.generation, before.weights_id != after.weights_id,
-            forks(planner)[0].state,
-        )  # fmt: skip
+        assert before.instance_id == after.instance_id
+        assert 1 == after.generation
+        assert before.weights_id != after.weights_id
+        assert "failed" == forks(planner)[0].state
 
 
 @pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
@@ -274,7 +277,8 @@ def test_rfork_forks_and_stock_forks_are_separate(planner: str) -> None:
         with_stock_layout = client.request_plan(
             fork_request("native-target-2", model=stock.model, layout_id=stock.layout_id)
         )
-        assert ((), ()) == (native.routes, with_stock_layout.routes)
+        assert () == native.routes
+        assert () == with_stock_layout.routes
     with client_of(planner) as sidecar, PlannerClient(planner) as client:
         client.report(seed_report("native-seed", model=MODEL))
         client.report(seed_report("native-seed-2", model=STOCK_PREFIX + MODEL))
@@ -297,7 +301,8 @@ def test_two_layouts_of_one_name_are_refused(planner: str) -> None:
         client = stack.enter_context(client_of(planner))
         published(planner, 2)
         response = request_weight_info(client)
-        assert (503, True) == (response.status_code, "in 2 layouts" in response.json()["error"]["message"])
+        assert 503 == response.status_code
+        assert "in 2 layouts" in response.json()["error"]["message"]
 
 
 def test_memory_addresses_require_a_lease(planner: str) -> None:
@@ -329,7 +334,8 @@ def test_an_engine_with_conflicting_ranks_is_not_published(
         command = ("sidecar", "--engine", engine.url, "--planner", planner)
         process = rfork_process(*command, until="sidecar ready")
         line = process.wait_for("engine not published").string
-        assert (True, []) == (reason in line, published(planner, 0))
+        assert reason in line
+        assert [] == published(planner, 0)
 
 
 def test_plain_tcp_must_be_enabled(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +379,8 @@ def test_the_command_publishes_serves_and_deregisters(planner: str, rfork_proces
         loading.healthy = True
         client.wait_for("lease released")
         seed.signal(signal.SIGTERM)
-        assert (0, []) == (seed.wait(), published(planner, 0))
+        assert 0 == seed.wait()
+        assert [] == published(planner, 0)
         refused = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert 404 == refused.status_code
         client.wait_for("SGLang client refused")

@@ -133,7 +133,8 @@ def test_the_same_files_under_two_paths_are_forked(
     fleet.seed(folders[0])
     copy = Path(shutil.copytree(folders[0], tmp_path / "elsewhere" / MODEL))
     report = result(fleet.pull(copy))
-    assert ("forked", ["peer"]) == (report["outcome"], _error_kinds(report))
+    assert "forked" == report["outcome"]
+    assert ["peer"] == _error_kinds(report)
 
 
 def _error_kinds(report: Report) -> list[str]:
@@ -150,7 +151,8 @@ def test_a_stated_version_is_forked_without_files(
         fleet.seed(folder, "--version", version)
     target = copy_without_weights(folders[0], tmp_path / MODEL)
     report = result(fleet.pull(target, "--version", "v2"))
-    assert ("v2", sha256_of(folders[1])) == (report["version"], report["sha256"])
+    assert "v2" == report["version"]
+    assert sha256_of(folders[1]) == report["sha256"]
 
 
 @pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
@@ -162,7 +164,8 @@ def test_a_target_without_files_and_version_is_refused_where_two_versions_are_se
         fleet.seed(folder, "--version", version)
     pull = fleet.pull(copy_without_weights(folders[0], tmp_path / MODEL))
     code = pull.wait()
-    assert (True, True) == (code != 0, "2 versions of llama are served (v1, v2)" in pull.transcript())
+    assert code != 0
+    assert "2 versions of llama are served (v1, v2)" in pull.transcript()
 
 
 @pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
@@ -230,7 +233,8 @@ def test_a_target_without_a_version_adopts_the_only_one_served(settings: Instanc
         report = rfork.fork(target, model="net", settings=settings)
         if report.seed is not None:
             report.seed.close()
-    assert ("2026-11", 1) == (report.version, target.weight[0].item())
+    assert "2026-11" == report.version
+    assert 1 == target.weight[0].item()
 
 
 @pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
@@ -246,7 +250,9 @@ def test_an_updated_seed_has_another_version(settings: InstanceSettings) -> None
         for report in (old, new):
             if report.seed is not None:
                 report.seed.close()
-    assert ("v2", 1, 2) == (seed.version, stale.weight[0].item(), fresh.weight[0].item())
+    assert "v2" == seed.version
+    assert 1 == stale.weight[0].item()
+    assert 2 == fresh.weight[0].item()
 
 
 def _fill(module: nn.Module, value: float) -> None:

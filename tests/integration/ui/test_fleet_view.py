@@ -89,7 +89,8 @@ def test_a_busy_fleet(page: Page, fleet: FleetPlayer, planner: str) -> None:
         expect(page.locator("#scaleup-list")).to_contain_text("10 replicas of")
         first = drawn_rows(page).first
         expect(first).to_contain_text("llama-7c9f-0")
-        assert ("1", "true") == (first.get_attribute("aria-level"), first.get_attribute("aria-expanded"))
+        assert "1" == first.get_attribute("aria-level")
+        assert "true" == first.get_attribute("aria-expanded")
         assert {"seed", "relay", "target"} <= set(page.locator("#legend").inner_text().split())
         expect(page.locator("#source-rows")).to_contain_text("1.60 GB/s")
         fleet.end(llama(11), fleet.request_fork(llama(11), "x"), 9.5)

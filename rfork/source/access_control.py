@@ -18,13 +18,11 @@ from rfork.image.memory import Image
 from rfork.planner_client.planner_clock import PlannerClock
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
-from rfork.source.channels import ChannelTable
-from rfork.source.egress_limiter import EgressLimiter
+from rfork.source.channels import ChannelTable, ServingSpans
+from rfork.source.egress_limiter import EgressLimiter, ReaderRateAdvisor
 from rfork.source.latency_controller import MIN_RATE, LatencyController
 from rfork.source.leases import LeaseTable
-from rfork.source.rate_advisor import ReaderRateAdvisor
 from rfork.source.served_image import ServedImage, VersionOf
-from rfork.source.serving_spans import ServingSpans
 from rfork.source.suspendable_image import SuspendableImage
 from rfork.tracing import Tracer
 from rfork.transport.base import AccessGate, ControlStream, Endpoint, Transport

@@ -1,5 +1,6 @@
-"""Open channels of a seed: reader slots and access to a transport, for the duration of a lease. Runs on the
-source.
+"""Readers of a seed: their channels, what is served to them, and their running reads. Runs on the source.
+
+A channel is a reader slot and access to a transport, for the duration of a lease.
 
 Transports with reads that the seed does not see authorize a reader when its channel opens. Therefore they
 must be notified when the channel ends, whether the reader closes it or its lease expires. This may block, so
@@ -8,22 +9,120 @@ a separate thread does it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from rfork.errors import SourceWeightsChanged
 from rfork.logs import logger
 from rfork.source.leases import LeaseTable
-from rfork.source.serving_spans import ServingSpans
-from rfork.tracing import NOOP_TRACER, Span
+from rfork.tracing import NO_SPAN, NOOP_TRACER, Span, Tracer
 from rfork.transport.base import ControlStream, Endpoint, Exporter
 
 SWEEP_S = 0.5
 """Maximum time that a reader keeps access after its lease has expired."""
+WARN_S = 1.0
+"""A read that is still running this long after it was aborted is logged."""
 
 log = logger(__name__)
+
+
+class InflightReads:
+    """Registry of running reads. Thread-safe; a read is one block of `track`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inflight: dict[int, Callable[[], None]] = {}
+        self._next_id = 0
+
+    @contextlib.contextmanager
+    def track(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Register a read of the image's memory; `abort`, called from another thread, makes the block end soon."""
+        with self._changed:
+            self._next_id += 1
+            number = self._next_id
+            self._inflight[number] = abort
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._inflight[number]
+                self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> int:
+        """Return once every read that has started has ended; return how many had to be aborted.
+
+        Reads that are still running after `timeout_s` seconds are aborted.
+        """
+        with self._changed:
+            last = self._next_id
+            if self._changed.wait_for(lambda: not self._started_before(last), timeout_s):
+                return 0
+            aborts = self._started_before(last)
+        for abort in aborts:
+            abort()
+        with self._changed:
+            # Without a timeout: bytes that change while they are sent are worse than a late update.
+            while not self._changed.wait_for(lambda: not self._started_before(last), WARN_S):
+                log.warning("aborted reads are still running and delay a change of the bytes", reads=len(aborts))
+        return len(aborts)
+
+    def _started_before(self, last: int) -> list[Callable[[], None]]:
+        """Return the abort functions of running reads that started as number `last` or before."""
+        return [abort for number, abort in self._inflight.items() if number <= last]
+
+
+class ServingSpans:
+    """Counts bytes served to forks, if tracing is enabled; `current_limit` returns the rate limit of all
+    readers.
+
+    Transports with reads that run no code here are not counted: their spans have no bytes. Thread-safe.
+    """
+
+    def __init__(self, tracer: Tracer, current_limit: Callable[[], int | None], instance_id: str = "") -> None:
+        self._tracer = tracer
+        self._instance_id = instance_id
+        self._current_limit = current_limit
+        self._lock = threading.Lock()
+        self._bytes: Counter[str] = Counter()  # by fork, for those with a channel
+        self._channels: Counter[str] = Counter()
+
+    def begin(self, fork_id: str, transport: str, address: str) -> Span:
+        """Record a channel opened for the reader at this IP address, which made the call."""
+        if not self._tracer.enabled:
+            return NO_SPAN
+        with self._lock:
+            self._channels[fork_id] += 1
+        return self._tracer.start_span(
+            "serve",
+            kind="server",
+            instance=self._instance_id,
+            fork=fork_id,
+            transport=transport,
+            reader=address,
+            rate_limit_bytes_per_s=self._current_limit(),
+        )
+
+    def add(self, fork_id: str, nbytes: int) -> None:
+        """Record that `nbytes` bytes are about to be sent."""
+        if self._tracer.enabled:
+            with self._lock:
+                if fork_id in self._channels:
+                    self._bytes[fork_id] += nbytes
+
+    def end(self, fork_id: str, span: Span) -> None:
+        """End a channel's span. Concurrent channels of a fork each report what the fork received until then."""
+        if not self._tracer.enabled:
+            return
+        with self._lock:
+            nbytes = self._bytes[fork_id]
+            self._channels[fork_id] -= 1
+            if self._channels[fork_id] <= 0:
+                del self._channels[fork_id], self._bytes[fork_id]
+        span.set(bytes=nbytes or None, rate_limit_bytes_per_s=self._current_limit())
+        span.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Progress, StorageActivity
-from rfork.source.inflight_reads import InflightReads
+from rfork.source.channels import InflightReads
 from rfork.source.served_image import ServedImage, VersionOf
 
 log = logger(__name__)

@@ -23,8 +23,8 @@ from rfork.schema import InstanceAck, InstanceReport, Placement, StorageCandidat
 from rfork.settings import InstanceSettings
 from rfork.source.access_control import AccessControl
 from rfork.source.access_control import InstanceIdentity as InstanceIdentity
+from rfork.source.egress_limiter import ReaderRateAdvisor
 from rfork.source.latency_controller import StepTimer
-from rfork.source.rate_advisor import ReaderRateAdvisor
 from rfork.tracing import Tracer
 from rfork.tracing import get_tracer as process_tracer
 from rfork.transport.base import Transport

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from rfork.errors import SourceWeightsChanged
 from rfork.logs import logger
-from rfork.source.leases import LeaseTable
-from rfork.tracing import NO_SPAN, NOOP_TRACER, Span, Tracer
+from rfork.source.egress_limiter import EgressLimiter
+from rfork.source.served_image import Leases
+from rfork.tracing import NO_SPAN, Span, Tracer
 from rfork.transport.base import ControlStream, Endpoint, Exporter
 
 SWEEP_S = 0.5
@@ -75,16 +76,15 @@ class InflightReads:
 
 
 class ServingSpans:
-    """Counts bytes served to forks, if tracing is enabled; `current_limit` returns the rate limit of all
-    readers.
+    """Counts bytes served to forks, if tracing is enabled, and records the limit of all readers.
 
     Transports with reads that run no code here are not counted: their spans have no bytes. Thread-safe.
     """
 
-    def __init__(self, tracer: Tracer, current_limit: Callable[[], int | None], instance_id: str = "") -> None:
+    def __init__(self, tracer: Tracer, limiter: EgressLimiter, instance_id: str) -> None:
         self._tracer = tracer
         self._instance_id = instance_id
-        self._current_limit = current_limit
+        self._limiter = limiter
         self._lock = threading.Lock()
         self._bytes: Counter[str] = Counter()  # by fork, for those with a channel
         self._channels: Counter[str] = Counter()
@@ -102,7 +102,7 @@ class ServingSpans:
             fork=fork_id,
             transport=transport,
             reader=address,
-            rate_limit_bytes_per_s=self._current_limit(),
+            rate_limit_bytes_per_s=self._limiter.current_limit,
         )
 
     def add(self, fork_id: str, nbytes: int) -> None:
@@ -121,7 +121,7 @@ class ServingSpans:
             self._channels[fork_id] -= 1
             if self._channels[fork_id] <= 0:
                 del self._channels[fork_id], self._bytes[fork_id]
-        span.set(bytes=nbytes or None, rate_limit_bytes_per_s=self._current_limit())
+        span.set(bytes=nbytes or None, rate_limit_bytes_per_s=self._limiter.current_limit)
         span.end()
 
 
@@ -137,22 +137,27 @@ class Channel:
 
 
 class ChannelTable:
-    """Opens and closes channels on `exporters` (by transport). `ended` is called after expired ones were
-    removed.
+    """Opens and closes channels on `exporters` (by transport).
+
+    `leases_lock` guards `leases`; `clock` is the planner's time, in seconds since the epoch. `serving_spans` records
+    the bytes served on each channel. `on_expired` is called after expired channels were removed.
     """
 
     def __init__(
         self,
-        leases: LeaseTable,
+        leases: Leases,
+        leases_lock: threading.RLock,
+        clock: Callable[[], float],
         exporters: Mapping[str, Exporter],
-        ended: Callable[[], None],
-        serving_spans: ServingSpans | None = None,
+        serving_spans: ServingSpans,
+        on_expired: Callable[[], None],
     ) -> None:
-        """`serving_spans` records the bytes served on each channel."""
         self._leases = leases
+        self._leases_lock = leases_lock
+        self._clock = clock
         self._exporters = exporters
-        self._ended = ended
-        self._serving_spans = serving_spans or ServingSpans(NOOP_TRACER, lambda: None)
+        self._serving_spans = serving_spans
+        self._on_expired = on_expired
         self._lock = threading.Lock()
         self._open_channels: dict[str, Channel] = {}  # by channel
         self._closed_channels: deque[Channel] = deque()  # readers whose access has not been revoked yet
@@ -187,7 +192,8 @@ class ChannelTable:
             raise SourceWeightsChanged(f"the source offers {offered} now, not {transport}")
         # All under the lock: a lease that expires meanwhile is removed once its access is recorded.
         with self._lock:
-            channel_id = self._leases.open(fork_id)
+            with self._leases_lock:
+                channel_id = self._leases.open(fork_id, self._clock())
             span = self._serving_spans.begin(fork_id, transport, address)
             self._open_channels[channel_id] = Channel(channel_id, fork_id, transport, exporter, span)
             try:
@@ -197,14 +203,14 @@ class ChannelTable:
                 self._end(channel_id)
                 raise
 
-    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
+    def run_control_stream(self, channel_id: str, stream: ControlStream) -> None:
         """Run the exporter's side of the channel's control stream until the stream ends; blocks."""
         with self._lock:
             channel = self._open_channels.get(channel_id)
         if channel is None:
-            line.close()
+            stream.close()
         else:
-            channel.exporter.run_control_stream(channel_id, line)
+            channel.exporter.run_control_stream(channel_id, stream)
 
     def close(self, channel_id: str) -> None:
         """Release the slot immediately, and revoke the access soon after; an unknown channel is not an error."""
@@ -226,7 +232,8 @@ class ChannelTable:
             return len({channel.fork_id for channel in self._open_channels.values() if channel.transport in transports})
 
     def _end(self, channel_id: str) -> None:
-        self._leases.close(channel_id)
+        with self._leases_lock:
+            self._leases.close(channel_id)
         channel = self._open_channels.pop(channel_id, None)
         if channel is not None:
             self._serving_spans.end(channel.fork_id, channel.span)
@@ -249,11 +256,12 @@ class ChannelTable:
             self._woken.wait(SWEEP_S)
             self._woken.clear()
             try:
-                swept = self._leases.sweep()
+                with self._leases_lock:
+                    swept = self._leases.sweep(self._clock())
                 for channel_id in swept:
                     self.close(channel_id)
                 self._revoke()
                 if swept:
-                    self._ended()
+                    self._on_expired()
             except Exception:  # a bug: leases that expire later must be handled nevertheless
                 log.exception("failed to remove expired leases")

@@ -11,10 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-import torch
-
-from rfork.errors import RforkError, SourceWeightsChanged, TransportUnavailable
-from rfork.image.layout import Layout
+from rfork.errors import RforkError, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import AccessGate, Exporter, Transport
@@ -158,17 +155,3 @@ def _close(exporters: Mapping[str, Exporter]) -> None:
             failed.append(error)
     if failed:
         raise failed[0]
-
-
-class ReleasedImage(Image):
-    """An image without memory: the image of a seed whose weights are suspended.
-
-    Access to its bytes, digests or addresses raises SourceWeightsChanged.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
-
-    def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
-        # Every access to the memory checks this first; without memory it is address 0.
-        raise SourceWeightsChanged("the weights are suspended: there is no memory to read")

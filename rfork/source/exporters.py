@@ -65,11 +65,19 @@ class ExporterSet(Mapping[str, Exporter]):
             if self._open or self._ended:
                 return
             opened: dict[str, Exporter] = {}
+            reasons: list[TransportUnavailable] = []
             try:
-                self._export(image, gate, opened)
+                for transport in self._transports:
+                    try:
+                        opened[transport.name] = transport.export(image, gate)
+                    except TransportUnavailable as error:
+                        _log_unusable(transport.name, error)
+                        reasons.append(error)
             except BaseException:
                 _close(opened)
                 raise
+            if reasons and not opened:
+                raise reasons[0]
             self._withdrawn.clear()
             self._open = opened
 
@@ -84,32 +92,10 @@ class ExporterSet(Mapping[str, Exporter]):
                     try:
                         more[transport.name] = transport.export(image, gate)
                     except RforkError as error:
-                        log.warning(
-                            "transport cannot be used",
-                            transport=transport.name,
-                            error=error.kind,
-                            detail=str(error),
-                        )
+                        _log_unusable(transport.name, error)
             both = {**self._open, **more}
             self._open = {each.name: both[each.name] for each in self._transports if each.name in both}
             return bool(more)
-
-    def _export(self, image: Image, gate: AccessGate, opened: dict[str, Exporter]) -> None:
-        reasons: list[TransportUnavailable] = []
-        for transport in self._transports:
-            try:
-                opened[transport.name] = transport.export(image, gate)
-            except TransportUnavailable as error:
-                log.warning(
-                    "transport cannot be used",
-                    transport=transport.name,
-                    error=error.kind,
-                    detail=str(error),
-                    hint=error.hint,
-                )
-                reasons.append(error)
-        if reasons and not opened:
-            raise reasons[0]
 
     def disable(self, name: str, error: TransportUnavailable) -> None:
         """Stop offering a transport that turned out to be unusable. One that is not open is not an error."""
@@ -143,6 +129,10 @@ class ExporterSet(Mapping[str, Exporter]):
         """Close all permanently."""
         self._ended = True
         self.close()
+
+
+def _log_unusable(transport: str, error: RforkError) -> None:
+    log.warning("transport cannot be used", transport=transport, error=error.kind, detail=str(error), hint=error.hint)
 
 
 def _close(exporters: Mapping[str, Exporter]) -> None:

@@ -73,8 +73,8 @@ class Connections:
     @classmethod
     def of(cls, settings: InstanceSettings) -> Connections:
         """Return the transports and the planner of the settings."""
-        planner = PlannerClient.of(settings) if settings.planner is not None else None
-        return cls(select_transports(settings), planner)
+        transports = select_transports(settings)
+        return cls(transports, PlannerClient.of(settings) if settings.planner is not None else None)
 
 
 class Seed:
@@ -105,7 +105,7 @@ class Seed:
         self._changing = threading.RLock()
         """Acquired for each change of the served image; listeners may be called meanwhile."""
         self._lock = threading.RLock()
-        """Guards the leases, the listeners and `served_bytes`. No other code of this class is called meanwhile."""
+        """Guards the leases, the listeners and `served_bytes`. No listener is called meanwhile."""
         self._updates = threading.Lock()
         """Acquired while the weights are updated, suspended or moved: one such change at a time."""
         self._update_count = 0

@@ -1,8 +1,8 @@
 """State machine of one served image: its chunks, generation and version, who may read it, and its reader slots.
 
 Runs on the source. Pure: no thread, clock, socket or lock of its own. `rfork.source.seed` makes its changes one at a
-time; its reads see each attribute before or after a change. `unix_s` is the planner's time in seconds since the
-epoch, which leases refer to; `now` is `time.monotonic()`.
+time and calls its leases under a second lock; other reads see each attribute before or after a change. `unix_s` is
+the planner's time in seconds since the epoch, which leases refer to; `now` is `time.monotonic()`.
 
 Lease tokens are verified locally: the planner signs them with a key that it shares with this instance only, in the
 response to each heartbeat. During a key rotation it sends several keys; a removed key verifies tokens until those

@@ -24,6 +24,7 @@ from rfork.engines.version_selection import CurrentVersion, choose_version, vers
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.manifest import Manifest
+from rfork.image.memory import compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
@@ -32,8 +33,7 @@ from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkSession
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.selection import select_transports
 from rfork.weights_version import is_single, of_weights, unnamed
 
@@ -208,9 +208,8 @@ def seed(
             replica=agreed,
         ),
         chosen,
-        select_transports(chosen),
+        Connections.of(chosen),
         manifest=manifest,
-        planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
     ) as served_seed:
         yield served_seed
 

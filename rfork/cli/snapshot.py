@@ -201,8 +201,8 @@ def _from_folder(folder: Path, name: str | None, version: str | None, destinatio
     from rfork.engines.transformers import loaded_model
     from rfork.engines.version_selection import version_of_files
     from rfork.image.capture import capture
+    from rfork.image.memory import compute_manifest
     from rfork.schema import Rank
-    from rfork.source.image_state import compute_manifest
 
     model, before = model_name(folder, name), version_of_files(folder)
     with show_loading(f"load {model}"):

@@ -19,12 +19,11 @@ from torch import nn
 from rfork.errors import CheckpointError, RforkError, StorageError
 from rfork.image.capture import capture
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.receiver.fallback import DerivedTensors, Fallback, load_into_clean_module
 from rfork.schema import StorageAssignment, StorageCandidate
 from rfork.schema.types import StorageType
-from rfork.source.image_state import compute_manifest
 from rfork.source.seed import Seed
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.base import ImageStorage, storage_name, to_candidate

@@ -61,7 +61,7 @@ from rfork.receiver.throughput import ThroughputMeter
 from rfork.schema import source_type
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.source.served_image import VersionOf
 from rfork.tracing import Tracer
 from rfork.tracing import get_tracer as process_tracer
@@ -165,11 +165,8 @@ class ForkSession:
             image,
             self._identity,
             self._settings,
-            self._transports,
+            Connections(self._transports, planner=self._planner, serve_peer=self._serve_peer, tracer=self._tracer),
             chunk_state=chunk_state,
-            planner=self._planner,
-            serve_peer=self._serve_peer,
-            tracer=self._tracer,
         ).start()
         reasons: list[RforkError] = []
         try:

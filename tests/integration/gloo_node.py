@@ -11,12 +11,11 @@ import sys
 import threading
 import time
 
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.base import Reader
 from rfork.transport.collective import GlooTransport
 from tests.transport_contract import content, image_of
@@ -32,7 +31,7 @@ def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
     image = image_of(SIZES, seed=1)
     settings = InstanceSettings(max_egress_bytes_per_s=rate, source_idle_timeout_s=stall_s)
     identity = InstanceIdentity("model", instance_id="seed-1")
-    seed = Seed(image, identity, settings, [GlooTransport(settings)], manifest=compute_manifest(image))
+    seed = Seed(image, identity, settings, Connections([GlooTransport(settings)]), manifest=compute_manifest(image))
     seed.set_lease_keys([KEY])
     return seed.start()
 

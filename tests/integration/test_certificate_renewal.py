@@ -13,12 +13,12 @@ import trustme
 
 from planner.server import run_in_thread
 from rfork.errors import LeaseRejected, PlannerUnreachable
+from rfork.image.memory import compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.deadline_transport import DeadlineTransport
 from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tls_expiry import not_after
 from rfork.tls_files import CurrentContext, client_context
 from rfork.transport.http import HttpTransport
@@ -151,7 +151,9 @@ def test_a_source_loads_renewed_files(tmp_path: Path, server: TlsFiles, old: tru
     """Its data port and its peer service use them for new readers."""
 
     settings = InstanceSettings(node_name="node", transports=("http",))
-    seed = Seed(IMAGE, InstanceIdentity("m"), settings, [HttpTransport(settings)], manifest=compute_manifest(IMAGE))
+    seed = Seed(
+        IMAGE, InstanceIdentity("m"), settings, Connections([HttpTransport(settings)]), manifest=compute_manifest(IMAGE)
+    )
     with seed:
         server.write_authorities(old, new)
         server.write_certificate(new)

@@ -194,8 +194,8 @@ class Target:
             case CloseSource(connection):
                 self._sources[connection].close()
             case ExcludeStorage(name):
-                self.instance.storage = tuple(
-                    each for each in self.instance.storage if f"{each.kind}:{each.uri}" != name
+                self.instance.served.storage = tuple(
+                    each for each in self.instance.served.storage if f"{each.kind}:{each.uri}" != name
                 )
             case DigestKeptChunk(chunk):
                 digest = self.instance.memory[chunk]
@@ -283,7 +283,7 @@ class Target:
         self._candidates_opened = True
         kind: StorageType = "loader" if self.world.opaque_loader else "checkpoint"
         origin = None if self.world.opaque_loader else origin_of(self.instance.files)
-        self.instance.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
+        self.instance.served.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
         return True
 
     async def _call(self, request: RequestPlan) -> Plan:
@@ -376,7 +376,7 @@ class Target:
     def _end(self, outcome: str) -> None:
         instance, world = self.instance, self.world
         self.ended_at, self.outcome = world.now, outcome
-        instance.storage = ()
+        instance.served.storage = ()
         if outcome in ("forked", "fallback"):
             world.check_complete(self)
         if outcome == "forked":
@@ -385,7 +385,8 @@ class Target:
             instance.notify_readers()
             instance.send_report()
         elif outcome == "fallback":
-            instance.publish(instance.own_version or world.version_by_content(instance))
+            content = manifest_of(tuple(instance.memory))
+            instance.publish(instance.own_version or instance.served.version_by_content(content))
         result = ForkResult(
             outcome=outcome if outcome in ("forked", "fallback") else "failed",  # type: ignore[arg-type]
             seconds=world.now - self.began_at,

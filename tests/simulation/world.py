@@ -218,10 +218,6 @@ class World:
     def _contents(self) -> set[tuple[bytes, ...]]:
         return {content for contents in self.versions.values() for content in contents}
 
-    def version_by_content(self, instance: Instance) -> str:
-        """Return a version derived from the bytes, as an instance without a version has after it read files."""
-        return f"weights-{manifest_of(tuple(instance.memory)).weights_id[:16]}"
-
     def _check_end(self) -> None:
         for target in self.targets:
             name = target.instance.name

@@ -25,7 +25,7 @@ from rfork.receiver.sources import Emit, PeerSource, StorageSource
 from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
 from rfork.schema.types import StorageType
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name
 from rfork.storage.spool import Spool
 from rfork.testing.peers import InMemoryPeers
@@ -98,11 +98,9 @@ class Fleet:
             source_image,
             InstanceIdentity("model", instance_id=name),
             settings(max_readers=max_readers),
-            [InMemoryTransport(self.network, faults)],
+            Connections([InMemoryTransport(self.network, faults)], serve_peer=self.peers.service, tracer=tracer),
             chunk_state=chunk_state,
             manifest=manifest or (source_image.manifest() if knows_manifest else None),
-            serve_peer=self.peers.service,
-            tracer=tracer,
         ).start()
         seed.set_lease_keys([derive_key(SECRET, name)])
         self._seeds.append(seed)

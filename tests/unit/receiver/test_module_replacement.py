@@ -15,7 +15,7 @@ from rfork.receiver.chunk_persister import ChunkPersister
 from rfork.receiver.fallback import DerivedTensors, LoaderError, engine_fallback
 from rfork.receiver.module_replacement import ModuleReplacement
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 
 
@@ -40,7 +40,9 @@ class ReplacementHarness:
             InstanceSettings(),
             InstanceIdentity("model"),
         )
-        self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], chunk_state=chunk_state).start()
+        self.seed = Seed(
+            self.image, identity, settings, Connections([HttpTransport(settings)]), chunk_state=chunk_state
+        ).start()
         derived = DerivedTensors(self.model, self.image)
         persister = ChunkPersister(None, identity, self.image, chunk_state)
         self.replacement = ModuleReplacement(self.image, self.seed, persister, derived, (), lambda: None)

@@ -16,7 +16,7 @@ from rfork.planner_client.lease import derive_key
 from rfork.receiver.deadline import Deadline
 from rfork.receiver.events import ReadChunk
 from rfork.receiver.sources import PeerSource
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing import transport
 from rfork.testing.peers import InMemoryPeer
 from rfork.testing.transport import InMemoryTransport
@@ -183,9 +183,8 @@ def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: 
         fast.image,
         InstanceIdentity("model", instance_id="slow"),
         settings(max_egress_bytes_per_s=1),
-        [InMemoryTransport(fleet.network, one_sided=True)],
+        Connections([InMemoryTransport(fleet.network, one_sided=True)], serve_peer=fleet.peers.service),
         manifest=fast.manifest,
-        serve_peer=fleet.peers.service,
     )
     with seed:
         seed.set_lease_keys([derive_key(SECRET, "slow")])

@@ -17,7 +17,7 @@ from rfork.planner_client.lease import derive_key
 from rfork.receiver.deadline import Deadline
 from rfork.receiver.events import ReadChunk
 from rfork.receiver.sources import PeerSource
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeer
 from rfork.testing.transport import (
     FaultInjection,
@@ -99,9 +99,8 @@ def running_peer_source(
         source_image,
         InstanceIdentity("model", instance_id="a"),
         settings(max_readers=max_readers, drain_timeout_s=0),
-        list(transports),
+        Connections(list(transports), serve_peer=fleet.peers.service),
         manifest=source_image.manifest(),
-        serve_peer=fleet.peers.service,
     )
     with seed:
         seed.set_lease_keys([derive_key(SECRET, "a")])

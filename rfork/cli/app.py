@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Annotated
 
 import typer
 
@@ -11,8 +12,10 @@ from rfork import __version__
 from rfork.cli import (
     cache,
     convert,
+    demo,
     doctor,
     drain,
+    explain,
     k8s,
     launch,
     plan,
@@ -22,16 +25,12 @@ from rfork.cli import (
     sidecar,
     snapshot,
     status,
+    top,
 )
-from rfork.cli.console import handle_errors, hard_exit, out, print_json, replace_unencodable_output
-from rfork.cli.demo import command as demo
-from rfork.cli.explain import command as explain
-from rfork.cli.options import JsonOption
-from rfork.cli.top import command as top
+from rfork.cli.console import handle_errors, hard_exit, out, replace_unencodable_output
 
 app = typer.Typer(
     name="rfork",
-    help="fork() for model weights: start LLM replicas from replicas that are already running.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -57,14 +56,20 @@ app.command("doctor", short_help="Check this machine and its settings.")(doctor.
 app.command("demo", short_help="Fork a real model on this machine and verify the result.")(demo.demo)
 
 
-@app.command("version")
-def version(as_json: JsonOption = False) -> None:
-    """Print the version."""
-    with handle_errors(as_json=as_json):
-        if as_json:
-            print_json({"version": __version__})
-        else:
+def _print_version(requested: bool) -> None:
+    if requested:
+        with handle_errors():
             out.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """fork() for model weights: start LLM replicas from replicas that are already running."""
 
 
 def main() -> None:

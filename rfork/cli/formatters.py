@@ -62,6 +62,15 @@ def source(name: str) -> str:
     return short(name) if source_type(name) == "peer" else name
 
 
+def sources_note(sources: dict[str, int]) -> str:
+    """Format the sources, largest first: ``from 1f3a9c2e and 2 others``."""
+    names = [source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
+    if not names:
+        return ""
+    suffix = f" and {plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"from {names[0]}{suffix}"
+
+
 def version(name: str | None) -> str:
     """Format a version for a table: shortened, or empty if it is not determined."""
     return weights_version.short(name) if name else ""
@@ -78,6 +87,12 @@ def rank(key: str) -> str:
         if count != "1":
             parts.append(f"{name} {index}/{count}")
     return " ".join(parts) or "-"
+
+
+def model(name: str, rank_key: str) -> str:
+    """Format a model and its rank, which is omitted if it is the only one."""
+    text = rank(rank_key)
+    return name if text == "-" else f"{name} {text}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -19,8 +19,7 @@ def k8s(
         list[str], typer.Argument(metavar="INTEGRATION...", help=f"One or more of: {', '.join(INTEGRATIONS)}.")
     ],
     planner: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="URL of the planner used by the integration [env: RFORK_PLANNER]"),
+        str | None, typer.Option(metavar="URL", help="URL of the planner used by the integration [env: RFORK_PLANNER]")
     ] = None,
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_K8S_BIND]")

@@ -12,23 +12,19 @@ from rich.console import ConsoleRenderable, Group
 from rich.text import Text
 from rich.tree import Tree
 
-from rfork import settings as options
 from rfork.cli import formatters
-from rfork.cli.completion import complete_model, complete_version
 from rfork.cli.console import err, handle_errors, print_json, print_renderable
-from rfork.cli.options import JsonOption, PlannerOption
+from rfork.cli.options import JsonOption, PlannerOption, planner_client
 from rfork.errors import PlannerRejected, UserError
 from rfork.image.ranges import count
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Preview, PreviewPage, PreviewRequest, PreviewTarget
-from rfork.settings import InstanceSettings
 from rfork.weights_version import short
 
 MAX_REPLICAS_DRAWN: Final = 64
 """Maximum number of replicas of a rank drawn individually."""
 RATE: Final = re.compile(
-    r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?",
-    re.IGNORECASE,
+    r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?", re.IGNORECASE
 )
 POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 STORAGE: Final = "storage"
@@ -55,10 +51,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="Name of the model; required if the planner knows several.",
-            autocompletion=complete_model,
-            show_default=False,
+            metavar="[MODEL]", help="Name of the model; required if the planner knows several.", show_default=False
         ),
     ] = None,
     version: Annotated[
@@ -67,7 +60,6 @@ def plan(
             "--version",
             metavar="VERSION",
             help="Version of the weights, or a unique prefix [default: the version that most instances serve]",
-            autocompletion=complete_version,
         ),
     ] = None,
     targets: Annotated[
@@ -92,14 +84,9 @@ def plan(
     storage: Annotated[
         str | None,
         typer.Option(
-            "--storage",
-            metavar="RATE",
-            help="Storage speed per reader, such as 3GB/s [default: as measured]",
+            "--storage", metavar="RATE", help="Storage speed per reader, such as 3GB/s [default: as measured]"
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="No effect: this command never starts or registers anything.")
-    ] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,7 +102,7 @@ def plan(
             "link_bytes_per_s": None if link is None else rate_of(link),
             "storage_bytes_per_s": None if storage is None else rate_of(storage),
         }  # fmt: skip
-        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
+        with planner_client(planner) as client:
             name = model or _only_model(client)
             full = None if version is None else _full_version(client, name, version)
             page = _request_preview(client, {"model": name, "version": full, **overrides})
@@ -125,7 +112,7 @@ def plan(
         for preview in page.items:
             print_renderable(render_tree(preview, alone=len(page.items) == 1))
         if not page.items:
-            err.print("no instance has reported the size of its image yet", markup=False)
+            err.print("no instance has reported the size of its image yet")
 
 
 def _request_preview(client: PlannerClient, fields: Mapping[str, str | float | None]) -> PreviewPage:

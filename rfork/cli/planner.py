@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, out, print_json, requires_extra
+from rfork.cli.console import configure_logs, handle_errors, log_misspelt_variables, print_result, requires_extra
 from rfork.cli.options import JsonOption
 from rfork.settings import InstanceSettings, PlannerSettings
 
@@ -17,8 +17,7 @@ def planner(
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_PLANNER_BIND]")
     ] = None,
     port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port to listen on; 0 picks one [env: RFORK_PLANNER_PORT]"),
+        int | None, typer.Option(metavar="PORT", help="Port to listen on; 0 picks one [env: RFORK_PLANNER_PORT]")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,9 +30,7 @@ def planner(
             from planner.server import serve
 
         def ready(url: str) -> None:
-            if as_json:
-                print_json({"event": "ready", "url": url})
-            else:
-                out.print(f"planner ready at {url} (page: {url}/ui, API: {url}/docs)")
+            text = f"planner ready at {url} (page: {url}/ui, API: {url}/docs)"
+            print_result({"event": "ready", "url": url}, text, as_json=as_json)
 
         serve(chosen, ready)

@@ -8,7 +8,7 @@ from typing import cast
 
 from rich.console import Console
 
-from rfork.cli.demo.monitor import DemoMonitor
+from rfork.cli.demo import DemoMonitor
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ChunkAssignment
 from tests.unit.cli.fleet_builders import running_fork
@@ -46,5 +46,4 @@ def test_a_tree_four_deep_fits_80_columns() -> None:
         "node-2  ██████······  50%   92.0 MB/s  from node-1",
         "node-3  ██████······  50%   92.0 MB/s  killed (SIGKILL), from node-2",
         "node-4  ████████████ 100%   92.0 MB/s  from node-1, node-2, node-3",
-        "the seed is starting",
     ] == lines

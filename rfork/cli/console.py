@@ -313,10 +313,10 @@ class FittedTable:
             min_width = {at: min(size, self.columns[at].min_width or size) for at, size in widths.items()}
             if sum(min_width.values()) + GAP * (len(widths) - 1) <= width:
                 break
-            least_important = max(widths, key=lambda at: (self.columns[at].priority, at))
-            if not self.columns[least_important].priority:
+            omitted = max(widths, key=lambda at: (self.columns[at].priority, at))
+            if not self.columns[omitted].priority:
                 return min_width  # rich truncates what still does not fit
-            del widths[least_important]
+            del widths[omitted]
         excess = sum(widths.values()) + GAP * (len(widths) - 1) - width
         for _ in range(excess):
             widest = max((at for at, size in widths.items() if size > min_width[at]), key=lambda at: widths[at])
@@ -425,9 +425,13 @@ def transformers_bars(*, enabled: bool) -> Iterator[None]:
     """Enable or disable the progress bars of transformers inside the block."""
     from transformers.utils import logging
 
+    switches: dict[bool, Callable[[], None]] = {
+        True: logging.enable_progress_bar,
+        False: logging.disable_progress_bar,
+    }
     before = logging.is_progress_bar_enabled()
-    (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+    switches[enabled]()
     try:
         yield
     finally:
-        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+        switches[before]()

@@ -16,7 +16,6 @@ from rfork.cli import (
     doctor,
     drain,
     explain,
-    k8s,
     launch,
     plan,
     planner,
@@ -37,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would interpret "[env: …]" as markup
 )
 app.command("planner", short_help="Run the planner.")(planner.planner)
-app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(k8s.k8s)
+app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(planner.k8s)
 app.command("seed", short_help="Load a model folder and serve its weights.")(seed.seed)
 app.command("sidecar", short_help="Select seeds for unmodified SGLang servers.")(sidecar.sidecar)
 app.command("pull", short_help="Fork a model from running instances.")(pull.pull)

@@ -7,27 +7,31 @@ replacement. Finally compares the tensors of all processes, and their answers to
 from __future__ import annotations
 
 import json
+import os
+import queue
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Final
+from typing import IO, Annotated, Any, Final
 
 import typer
 from pydantic import BaseModel
 from rich.live import Live
-from rich.text import Text
-from rich.tree import Tree
 
 from rfork.cli import fleet_queries
 from rfork.cli.console import Column, FittedTable, err, handle_errors, out, print_renderable, requires_extra
 from rfork.cli.demo_model import MODEL, default_cache, prepare
-from rfork.cli.demo_processes import Child, ChildFailed, Event
 from rfork.cli.formatters import rate
-from rfork.errors import StorageError
+from rfork.cli.top import FleetPoller
+from rfork.cli.top_screen import Screen
+from rfork.errors import RforkError, StorageError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo
 
@@ -38,8 +42,15 @@ FORK_S: Final = 300.0
 POLL_INTERVAL_S: Final = 0.1
 KILL_FROM, KILL_UNTIL = 0.4, 0.85
 """Verified share of the image at which a relay is killed."""
+END_S: Final = 10.0
+"""Time between SIGTERM and SIGKILL at the end."""
+ERROR_LINES: Final = 5
+"""Lines of stderr shown if a process fails."""
 WEIGHTS: Final = (".safetensors", ".bin", ".gguf", ".safetensors.index.json")
-BAR: Final = 12
+
+
+Event = dict[str, Any]
+"""A line of JSON that a process printed."""
 
 
 def demo(
@@ -104,34 +115,40 @@ def _run(folder: Path, bare: Path, egress_rate: int, children: ExitStack) -> Dem
         f"{rate(egress_rate)}, slow enough to watch (--egress-rate)"
     )
     forks = {f"node-{number}": pull(bare, number) for number in range(1, FORKS + 1)}
-    monitor = DemoMonitor(seed_id=str(seed["instance_id"]))
-    with (
-        PlannerClient(url) as client,
-        Live(console=err, get_renderable=monitor.render, refresh_per_second=8, transient=False) as live,
-    ):
-        live.auto_refresh = err.is_terminal
-        deadline = time.monotonic() + FORK_S
-        while not monitor.done(FORKS):
-            monitor.poll(client)
-            victim = monitor.relay_to_kill()
-            if victim is not None:
-                forks.pop(victim).kill()
-                monitor.killed(victim)
+    killed, killed_at_share = None, 0.0
+    deadline = time.monotonic() + FORK_S
+    with PlannerClient(url) as client, Live(console=err, auto_refresh=False, transient=True) as live:
+        poller = FleetPoller(client)
+        while True:
+            sample = poller.poll()
+            live.update(Screen(sample, url, time.time()), refresh=True)
+            others = [each for each in sample.fleet.forks if each.instance_id != seed["instance_id"]]
+            if sum(each.state == "finished" for each in others) >= FORKS:
+                break
+            relay = relay_to_kill(others) if killed is None else None
+            host = sample.fleet.hosts.get(relay.instance_id) if relay is not None else None
+            if relay is not None and host is not None:
+                killed, killed_at_share = host, fleet_queries.verified_share(relay)
+                err.print(f"killing {host}, a relay with {killed_at_share:.0%} verified, and starting another fork")
+                forks.pop(host).kill()
                 forks[f"node-{FORKS + 1}"] = pull(bare, FORKS + 1)
             for child in forks.values():
                 child.check()
             if time.monotonic() > deadline:
                 raise ChildFailed(f"the forks did not finish within {FORK_S:.0f} s")
             time.sleep(POLL_INTERVAL_S)
-    if not err.is_terminal:
-        err.print()  # without a terminal, Live does not print a final newline
-    reports = {host: child.wait_for("outcome", FORK_S) for host, child in sorted(forks.items())}
-    return DemoResult(
-        seed=_row("node-0", seed),
-        forks=[_row(host, report) for host, report in reports.items()],
-        killed=monitor.victim,
-        killed_at_share=monitor.killed_at_share,
-    )
+    rows = [_row(name, child.wait_for("outcome", FORK_S)) for name, child in sorted(forks.items())]
+    return DemoResult(seed=_row("node-0", seed), forks=rows, killed=killed, killed_at_share=killed_at_share)
+
+
+def relay_to_kill(forks: Sequence[ForkInfo]) -> ForkInfo | None:
+    """Return the fork of a half-finished relay with a reader; None if there is none."""
+    running = [fork for fork in forks if fork.state == "running"]
+    source_ids = {share.source_id for fork in running for share in fork.plan}
+    for fork in running:
+        if fork.instance_id in source_ids and KILL_FROM <= fleet_queries.verified_share(fork) <= KILL_UNTIL:
+            return fork
+    return None
 
 
 def _copy_without_weights(folder: Path, bare: Path) -> None:
@@ -149,79 +166,95 @@ def _write(path: Path, result: DemoResult) -> None:
         raise StorageError(f"{path}: {error.strerror or error}") from None
 
 
-# -- the running demo -----------------------------------------------------------------------------------------
+# -- its processes --------------------------------------------------------------------------------------------
 
 
-class DemoMonitor:
-    """The planner's view of the forks. `seed_id`: instance of the seed, whose own start is not shown."""
+class ChildFailed(RforkError):
+    """A process of the demo exited, or did not respond in time."""
 
-    def __init__(self, seed_id: str = "") -> None:
-        self.victim: str | None = None
-        self.killed_at_share = 0.0
-        self._seed_id = seed_id
-        self._hosts: dict[str, str] = {}
-        self._forks: list[ForkInfo] = []
 
-    def poll(self, client: PlannerClient) -> None:
-        """Fetch the current instances and forks from the planner."""
-        for view in client.instances():
-            self._hosts[view.report.instance_id] = view.report.placement.host
-        forks = [fork for fork in client.forks() if fork.instance_id != self._seed_id]
-        self._forks = sorted(forks, key=lambda fork: -fork.age_s)
+class Child:
+    """A ``python -m …`` process that writes JSON lines to stdout."""
 
-    def done(self, expected: int) -> bool:
-        """Return whether this many forks have finished."""
-        return sum(1 for fork in self._forks if fork.state == "finished") >= expected
-
-    def relay_to_kill(self) -> str | None:
-        """Return the host of a half-finished relay with a reader, unless a relay was already killed."""
-        if self.victim is not None:
-            return None
-        running = [fork for fork in self._forks if fork.state == "running"]
-        source_ids = {share.source_id for fork in running for share in fork.plan}
-        for fork in running:
-            if fork.instance_id in source_ids and KILL_FROM <= fleet_queries.verified_share(fork) <= KILL_UNTIL:
-                return self._hosts[fork.instance_id]
-        return None
-
-    def killed(self, host: str) -> None:
-        """Note that the relay on `host` was killed."""
-        self.victim = host
-        self.killed_at_share = max(
-            fleet_queries.verified_share(fork) for fork in self._forks if self._host(fork.instance_id) == host
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name = name
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**_without_settings(os.environ), **environment},
         )
-
-    def render(self) -> Tree:
-        """Return the fork tree with a progress bar per fork."""
-        tree = Tree(Text("node-0  seed", style="bold green"))
-        branches: dict[str, Tree] = {"node-0": tree}
-        for fork in self._forks:
-            sources = [self._host(share.source_id) for share in fork.plan]
-            parent = next((branches[source] for source in sources if source in branches), tree)
-            branches[self._host(fork.instance_id)] = parent.add(self._line(fork, sources))
-        return tree
-
-    def _line(self, fork: ForkInfo, sources: list[str]) -> Text:
-        host, share = self._host(fork.instance_id), fleet_queries.verified_share(fork)
-        filled = round(share * BAR)
-        mb_per_s = fork.progress.bytes_per_s / 1e6 if fork.progress is not None else 0.0
-        # Must fit 80 columns: the bar already shows "running" and "finished".
-        word, style = "", "green" if fork.state == "finished" else "cyan"
-        if host == self.victim:
-            word, style = "killed (SIGKILL), ", "red"
-        elif fork.state not in ("running", "finished"):
-            word = f"{fork.state}, "
-        return Text(
-            f"{host}  {'█' * filled}{'·' * (BAR - filled)} {share:4.0%} {mb_per_s:6.1f} MB/s  "
-            f"{word}from {', '.join(sources) or '?'}",
-            style=style,
-            no_wrap=True,
-            overflow="ellipsis",
+        self._thread = threading.Thread(
+            target=self._read, args=(self._process.stdout,), name=f"{name}-out", daemon=True
         )
+        self._thread.start()
 
-    def _host(self, instance_id: str) -> str:
-        """Return the node of an instance, or the first part of its id."""
-        return self._hosts.get(instance_id, instance_id[:8])
+    def wait_for(self, key: str, timeout_s: float) -> Event:
+        """Return the next event that has this key.
+
+        Raises ChildFailed if the process reports an error or exits, or after the timeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self._failure(f"did not respond within {timeout_s:.0f} s") from None
+            if event is None:
+                raise self._failure(f"exited with code {self._process.wait()}")
+            if "error" in event and "fault" in event:
+                raise ChildFailed(str(event["message"]))
+            if key in event:
+                return event
+
+    def check(self) -> None:
+        """Raise ChildFailed if the process has exited."""
+        if self._process.poll() is not None:
+            raise self._failure(f"exited with code {self._process.wait()}")
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Send SIGTERM, then SIGKILL if the process does not exit; return when it has exited."""
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._thread.join()
+        self._errors.close()
+
+    def _read(self, stdout: IO[str]) -> None:
+        with stdout:
+            for line in stdout:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # output of a library
+                if isinstance(event, dict):
+                    self._events.put(event)
+        self._events.put(None)
+
+    def _failure(self, problem: str) -> ChildFailed:
+        self._errors.seek(0)
+        last = self._errors.read().splitlines()[-ERROR_LINES:]
+        return ChildFailed("\n  ".join([f"{self._name} {problem}", *last]))
+
+
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Remove rfork settings exported by the user's shell, so that the demo always runs the same way."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith("RFORK_") or name.startswith("RFORK_TRACING_")
+    }
 
 
 # -- its result -----------------------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from rfork.errors import PlannerRejected, UserError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, ModelInfo
 
-MAX_CANDIDATES_LISTED: Final = 5
-"""Maximum number of candidates listed for an ambiguous prefix."""
 FORKS_HINT: Final = "`rfork status --forks` lists known forks; the planner forgets the oldest finished ones"
 ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BAR: Final = 20
@@ -108,9 +106,8 @@ def find_fork(client: PlannerClient, text: str) -> ForkInfo:
         raise _not_found_error(client, text)
     if len({fork.fork_id for fork in found.values()}) > 1:
         names = sorted(found)
-        more = f" and {len(names) - MAX_CANDIDATES_LISTED} more" if len(names) > MAX_CANDIDATES_LISTED else ""
         raise UserError(
-            f"{text!r} is ambiguous, {len(names)} ids match: {', '.join(names[:MAX_CANDIDATES_LISTED])}{more}",
+            f"{text!r} is ambiguous, {len(names)} ids match: {formatters.first_names(names)}",
             hint="type more of the id",
         )
     return next(iter(found.values()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from rfork import weights_version
 from rfork.schema import source_type
 
+MAX_NAMES: Final = 5
 _GENERATED_ID: Final = re.compile(r"[0-9a-f]{32}")
 _RANK_KEY: Final = re.compile(r"(main|speculative)-tp(\d+)of(\d+)-pp(\d+)of(\d+)-ep(\d+)of(\d+)")
 
@@ -93,6 +95,12 @@ def model(name: str, rank_key: str) -> str:
     """Format a model and its rank, which is omitted if it is the only one."""
     text = rank(rank_key)
     return name if text == "-" else f"{name} {text}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Format the first names of a list, and the number of the others: ``a, b, c, d, e and 3 more``."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def plural(count: int, noun: str) -> str:

@@ -140,7 +140,8 @@ def _full_version(client: PlannerClient, model: str, text: str) -> str:
         return text
     if len(found) > 1:
         raise UserError(
-            f"{text!r} is ambiguous, {len(found)} versions match: {', '.join(found[:5])}", hint="type more of it"
+            f"{text!r} is ambiguous, {len(found)} versions match: {formatters.first_names(found)}",
+            hint="type more of it",
         )
     return found[0]
 
@@ -154,9 +155,8 @@ def _only_model(client: PlannerClient) -> str:
             "the planner knows no model: there is nothing to plan with",
             hint="start an instance, for example with `rfork seed MODEL_DIR`",
         )
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise UserError(
-        f"the planner knows {formatters.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
+        f"the planner knows {formatters.plural(len(names), 'model')}: {formatters.first_names(names)}",
         hint="select one: `rfork plan MODEL`",
     )
 
@@ -177,7 +177,12 @@ def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
             break
         target = next(each for each in preview.targets if each.instance_id == name)
         if parent not in nodes:
-            nodes[parent] = tree.add(_root(parent, preview))
+            storage_rate = formatters.rate(preview.storage_bytes_per_s)
+            nodes[parent] = tree.add(
+                Text(f"{STORAGE}, {storage_rate} per reader", style="magenta")
+                if parent == STORAGE
+                else Text.assemble((formatters.short(parent), "green"), " (running)")
+            )
         nodes[name] = nodes[parent].add(_line(target, parent, preview))
     unserved = [each for each in preview.targets if not each.shares]
     if unserved:
@@ -236,32 +241,17 @@ def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
     return parents
 
 
-def _root(name: str, preview: Preview) -> Text:
-    if name == STORAGE:
-        return Text(f"storage, {formatters.rate(preview.storage_bytes_per_s)} per reader", style="magenta")
-    return Text.assemble((formatters.short(name), "green"), " (running)")
-
-
 def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
     first = target.instance_id if parent == STORAGE else parent
-    reads = [
-        _share_text(count(share.chunks), preview.chunk_count)
-        + ("" if share.source_id == parent else f" from {_source_label(share.source_id, target)}")
-        + _transport_suffix(target.transports, share.source_id)
-        for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks)))
-    ]
+    reads = []
+    for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks))):
+        chunks, transport = count(share.chunks), target.transports.get(share.source_id)
+        read = "all" if chunks == preview.chunk_count else f"{chunks / max(1, preview.chunk_count):.0%}"
+        if share.source_id == target.instance_id:
+            read += f" from {STORAGE}"
+        elif share.source_id != parent:
+            read += f" from {formatters.short(share.source_id)}"
+        reads.append(f"{read} over {transport}" if transport is not None else read)
     when = "never complete" if target.seconds is None else formatters.duration(target.seconds)
     host = f" on {target.host}" if target.host else ""
     return Text.assemble((target.instance_id, "cyan"), f"{host}: {', '.join(reads)}; ", (when, "bold"))
-
-
-def _share_text(chunks: int, of: int) -> str:
-    return "all" if chunks == of else f"{chunks / max(1, of):.0%}"
-
-
-def _source_label(source_id: str, target: PreviewTarget) -> str:
-    return STORAGE if source_id == target.instance_id else formatters.short(source_id)
-
-
-def _transport_suffix(transports: Mapping[str, str], source_id: str) -> str:
-    return f" over {transports[source_id]}" if source_id in transports else ""

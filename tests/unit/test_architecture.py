@@ -88,7 +88,7 @@ PLANNER_ALLOWED_IMPORTS = {
 """Modules of `rfork` that the planner may import. None of them imports torch."""
 
 ENVIRONMENT_WRITERS = {
-    "rfork/cli/demo/processes.py": "starts processes without the demo's own settings",
+    "rfork/cli/demo.py": "starts processes without the demo's own settings",
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
     "rfork/engines/sglang/flags.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",

@@ -234,7 +234,7 @@ def _from_fleet(
             def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
-            image, manifest = fetch(instance, lambda: PlannerClient.of(settings), settings, show)
+            image, manifest, _ = fetch(instance, settings, show)
         results.append(destination.write(image, manifest, instance.rank, name, instance.version))
         del image
     return results

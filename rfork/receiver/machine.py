@@ -42,7 +42,7 @@ from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
 from rfork.logs import logger
-from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 from rfork.receiver.events import (
     Action,
     ChunkDigested,
@@ -83,7 +83,6 @@ from rfork.receiver.events import (
     Tick,
     TransportRefused,
 )
-from rfork.receiver.read_concurrency import ReadConcurrency
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from rfork.errors import (
     NoSource,
@@ -28,7 +29,6 @@ from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.receiver.deadline import Deadline
 from rfork.receiver.events import (
     Action,
     ChunkDigested,
@@ -64,10 +64,10 @@ from rfork.receiver.events import (
     StopSpool,
     Tick,
 )
-from rfork.receiver.loader_liveness import LoaderLiveness
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.report import SourceShare, TransferStats
-from rfork.receiver.sources import ChunkSource, PeerSource, SourceFactoryProtocol, SpoolReader, StorageSource
+from rfork.receiver.report import ForkTimer, SourceShare, TransferStats
+from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
+from rfork.receiver.spool import SpoolReader
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.storage.spool import Spool
@@ -75,10 +75,17 @@ from rfork.tracing import TraceContext, current_context, use_context
 
 log = logger(__name__)
 
+MIN_CPU_S: Final = 0.001
+"""CPU time that counts as progress of a loader."""
+MIN_BYTES: Final = 64 << 10
+"""Bytes whose reading counts as progress of a loader."""
+PROCESS_IO: Final = Path("/proc/self/io")
+"""Linux: bytes that this process has read, by system calls (rchar) and from disks, also through maps
+(read_bytes).
+"""
+
 Replan = Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan]
 """Requests a plan, given the faults since the last plan and the current assignments."""
-RunsLoader = Callable[[StorageAssignment], Manifest]
-"""Fills the image with a loader that this instance offered; raises RforkError if that fails."""
 Observer = Callable[[Event | None, float, Sequence[Action]], None]
 """Receives each event with its time and the actions that followed; the first event is None."""
 
@@ -108,10 +115,10 @@ class ServingState(Protocol):
 class Transfer:
     """The transfer of one fork. Call `run` once.
 
-    `source_factory` creates the sources of a plan; `replan` requests a plan from the planner; `run_loader` is
-    called on the caller's thread if the planner elected this instance to run its loader; `serving_state`
-    receives the manifest before the first chunk verified against it is served. `spool` is that of a previous
-    process. `observer` receives everything that the machine did, for example to replay it.
+    `source_factory` creates the sources of a plan; its loaders run on the caller's thread if the planner elected
+    this instance to run one. `replan` requests a plan from the planner; `serving_state` receives the manifest
+    before the first chunk verified against it is served. `spool` is that of a previous process. `observer`
+    receives everything that the machine did, for example to replay it.
     """
 
     def __init__(
@@ -121,11 +128,10 @@ class Transfer:
         settings: InstanceSettings,
         *,
         instance_id: str,
-        source_factory: SourceFactoryProtocol,
+        source_factory: SourceFactory,
         replan: Replan,
-        run_loader: RunsLoader,
         serving_state: ServingState,
-        deadline: Deadline,
+        timer: ForkTimer,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -134,9 +140,8 @@ class Transfer:
         self._settings = settings
         self._source_factory = source_factory
         self._replan = replan
-        self._run_loader = run_loader
         self._serving_state = serving_state
-        self._deadline = deadline
+        self._timer = timer
         self._observer = observer
         self._tasks: SimpleQueue[RunLoader | Finish | BaseException | None] = SimpleQueue()
         """Work of the caller's thread; None: a tick is due earlier than it assumed."""
@@ -149,14 +154,14 @@ class Transfer:
             image.layout,
             settings,
             instance_id=instance_id,
-            deadline_at=deadline.monotonic_time,
+            deadline_at=timer.deadline,
             verified=chunk_state.verified,
             digests=chunk_state.digests,
             provisional_id=chunk_state.provisional_id,
             spool_records=spool.records if spool is not None else None,
         )
         self._error: RforkError | None = None
-        self._sources: dict[int, ChunkSource] = {}
+        self._sources: dict[int, PeerSource | StorageSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
         self._spool = SpoolReader(spool, image, self._handle) if spool is not None else None
@@ -290,7 +295,7 @@ class Transfer:
     def _step(self, event: Event | None) -> None:
         now = time.monotonic()
         actions = self._machine.start(now) if event is None else self._machine.handle(event, now)
-        self._deadline.extend(self._machine.deadline_at)
+        self._timer.extend_deadline(self._machine.deadline_at)
         if self._observer is not None:
             self._observer(event, now, actions)
         for action in actions:
@@ -325,7 +330,7 @@ class Transfer:
             case CloseSource(connection, error):
                 self._close(connection, error)
             case ExcludeStorage(name):
-                self._source_factory.exclude(name)
+                self._source_factory.own_storage.remove(name)
             case ReadSpool():
                 if self._spool is not None:
                     self._spool.read(action)
@@ -348,9 +353,9 @@ class Transfer:
             case _:
                 assert_never(action)
 
-    def _open(self, connection: int, source: ChunkSource) -> None:
+    def _open(self, connection: int, source: PeerSource | StorageSource) -> None:
         self._sources[connection] = source
-        source.start()
+        source.thread.start()
 
     def _close(self, connection: int, error: RforkError | None) -> None:
         source = self._sources[connection]
@@ -365,7 +370,7 @@ class Transfer:
     def _load(self, assignment: StorageAssignment) -> None:
         self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
         try:
-            manifest = self._run_loader(assignment)
+            manifest = self._source_factory.own_storage.run_loader(assignment)
         except RforkError as error:
             self._handle(LoaderFailed(assignment, error))
         else:
@@ -386,7 +391,7 @@ class Transfer:
         for worker in self._workers:
             worker.join()
         for source in self._sources.values():
-            source.join()
+            source.thread.join()
         for closing in self._closing:
             closing.join()
         if self._spool is not None:
@@ -452,3 +457,38 @@ class Transfer:
 
 def _constant(value: float) -> float:
     return value
+
+
+class LoaderLiveness:
+    """Detects whether an opaque loader still makes progress: watches the thread that creates it.
+
+    A loader reports nothing, so progress is inferred from the CPU time of its thread and from the bytes that its
+    process has read: a loader that hangs in a read, or waits for one, uses no CPU time and reads nothing.
+    `last_activity` may be called from any thread while the watched one is alive.
+    """
+
+    def __init__(self) -> None:
+        # Without a clock per thread, use that of the process: too lenient to a loader rather than too strict.
+        own = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if own else time.CLOCK_PROCESS_CPUTIME_ID
+        self._lock = threading.Lock()
+        self._cpu_s = time.clock_gettime(self._clock)
+        self._read = _process_bytes_read()
+        self._at = time.monotonic()
+
+    def last_activity(self) -> float:
+        """Return when it last made progress, as a `time.monotonic()` value."""
+        with self._lock:
+            cpu_s, read = time.clock_gettime(self._clock), _process_bytes_read()
+            if cpu_s - self._cpu_s >= MIN_CPU_S or read - self._read >= MIN_BYTES:
+                self._cpu_s, self._read, self._at = cpu_s, read, time.monotonic()
+            return self._at
+
+
+def _process_bytes_read() -> int:
+    try:
+        lines = PROCESS_IO.read_text().splitlines()
+    except OSError:  # not on Linux, or not readable: the CPU time alone decides
+        return 0
+    counts = dict(line.split(": ", 1) for line in lines)
+    return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))

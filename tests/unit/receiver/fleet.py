@@ -18,13 +18,12 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.receiver.deadline import Deadline
-from rfork.receiver.report import TransferStats
-from rfork.receiver.runner import Observer, RunsLoader, ServingState, Transfer
-from rfork.receiver.sources import Emit, PeerSource, StorageSource
+from rfork.receiver.report import ForkTimer, TransferStats
+from rfork.receiver.runner import Observer, ServingState, Transfer
+from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
 from rfork.schema.types import StorageType
-from rfork.settings import InstanceSettings, StorageSettings
+from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name
 from rfork.storage.spool import Spool
@@ -257,46 +256,22 @@ class RecordingServingState:
             self.storage_activity.append(read_at is not None)
 
 
-@dataclass
-class FleetSourceFactory:
-    """Opens the sources of a plan on the fleet's network; see `rfork.receiver.sources.SourceFactoryProtocol`."""
-
-    fleet: Fleet
-    image: Image
-    settings: InstanceSettings
-    deadline: Deadline
-    files: Mapping[str, ImageStorage]
-    excluded: list[str] = field(default_factory=list)
-
-    def exclude(self, name: str) -> None:
-        self.excluded.append(name)
-
-    def open_peer(self, route: Route, connection: int, emit: Emit) -> PeerSource:
-        transports = {"memory": InMemoryTransport(self.fleet.network)}
-        return PeerSource(
-            route,
-            self.image,
-            transports,
-            self.fleet.peers.dial,
-            self.settings,
-            connection,
-            emit,
-            self.deadline,
-        )
-
-    def open_storage(self, read: StorageAssignment, connection: int, emit: Emit) -> StorageSource:
-        return StorageSource(
-            read,
-            lambda read: self.files[storage_name(read.kind, read.uri)],
-            self.image,
-            connection,
-            emit,
-            StorageSettings(),
-        )
-
-
 def no_loader(read: StorageAssignment) -> Manifest:
     raise StorageError("no loader in this test")
+
+
+@dataclass
+class FleetStorage:
+    """Files and a loader of the target; see `rfork.receiver.sources.OwnStorage`."""
+
+    files: Mapping[str, ImageStorage]
+    run_loader: Callable[[StorageAssignment], Manifest]
+
+    def storage_for(self, read: StorageAssignment) -> ImageStorage:
+        return self.files[storage_name(read.kind, read.uri)]
+
+    def remove(self, name: str) -> None:
+        """Accept a failed storage; the script decides what is read next."""
 
 
 class Target:
@@ -313,7 +288,7 @@ class Target:
         chunk_state: ChunkState | None = None,
         serving_state: ServingState | None = None,
         files: Sequence[Files] = (),
-        run_loader: RunsLoader = no_loader,
+        run_loader: Callable[[StorageAssignment], Manifest] = no_loader,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -321,17 +296,18 @@ class Target:
         self.chunk_state = ChunkState(self.image.layout.chunks) if chunk_state is None else chunk_state
         self.serving_state = RecordingServingState(self.chunk_state)
         chosen = chosen or settings()
-        deadline = Deadline(time.monotonic() + deadline_s)
+        timer = ForkTimer(deadline_s)
+        transports = {"memory": InMemoryTransport(fleet.network)}
+        context = ForkContext(self.image, transports, fleet.peers.dial, chosen, timer)
         self.transfer = Transfer(
             self.image,
             self.chunk_state,
             chosen,
             instance_id="target",
-            source_factory=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
+            source_factory=SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader)),
             replan=replan,
-            run_loader=run_loader,
             serving_state=serving_state or self.serving_state,
-            deadline=deadline,
+            timer=timer,
             spool=spool,
             observer=observer,
         )

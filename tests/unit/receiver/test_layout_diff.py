@@ -7,7 +7,7 @@ from torch import nn
 
 from rfork.image.capture import capture, image_from_tensors
 from rfork.image.compat_tags import tag_tensors
-from rfork.receiver.layout_diff import explain_layout_mismatch
+from rfork.receiver.planner_requests import explain_layout_mismatch
 from tests.unit.receiver.fleet import NEVER_S, Fleet, route
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rfork.receiver import loader_liveness
-from rfork.receiver.loader_liveness import LoaderLiveness
+from rfork.receiver import runner
+from rfork.receiver.runner import LoaderLiveness
 from tests.unit.receiver.fleet import NEVER_S
 
 
 def test_a_blocked_thread_is_inactive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last activity stays unchanged however often it is polled."""
-    monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
-    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", 0.1)  # starting to wait costs some CPU time too
+    monkeypatch.setattr(runner, "PROCESS_IO", tmp_path / "none")
+    monkeypatch.setattr(runner, "MIN_CPU_S", 0.1)  # starting to wait costs some CPU time too
     created: list[LoaderLiveness] = []
     ready, finished = threading.Event(), threading.Event()
 
@@ -35,20 +35,20 @@ def test_a_blocked_thread_is_inactive(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_cpu_time_counts_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the CPU time of the observed thread counts."""
-    monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
+    monkeypatch.setattr(runner, "PROCESS_IO", tmp_path / "none")
     liveness = LoaderLiveness()
     before = liveness.last_activity()
     sum(range(2_000_000))
     assert liveness.last_activity() > before
 
 
-@pytest.mark.parametrize(("count", "is_active"), [(loader_liveness.MIN_BYTES, True), (10, False)])
+@pytest.mark.parametrize(("count", "is_active"), [(runner.MIN_BYTES, True), (10, False)])
 def test_reads_count_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_active: bool) -> None:
     """Reads of the process count even on other threads; a few bytes do not."""
     io_file = tmp_path / "io"
     io_file.write_text("rchar: 1000\nwchar: 5\nread_bytes: 0\n")
-    monkeypatch.setattr(loader_liveness, "IO", io_file)
-    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", NEVER_S)
+    monkeypatch.setattr(runner, "PROCESS_IO", io_file)
+    monkeypatch.setattr(runner, "MIN_CPU_S", NEVER_S)
     liveness = LoaderLiveness()
     before = liveness.last_activity()
     io_file.write_text(f"rchar: 1000\nwchar: 5\nread_bytes: {count}\n")

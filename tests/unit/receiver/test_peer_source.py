@@ -13,9 +13,9 @@ from rfork.errors import SourceTimeout, SourceUnavailable
 from rfork.image.chunk_state import ChunkState
 from rfork.peer.base import Dial, Peer
 from rfork.planner_client.lease import derive_key
-from rfork.receiver.deadline import Deadline
 from rfork.receiver.events import ReadChunk
-from rfork.receiver.sources import PeerSource
+from rfork.receiver.report import ForkTimer
+from rfork.receiver.sources import ForkContext, PeerSource
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing import transport
 from rfork.testing.peers import InMemoryPeer
@@ -45,13 +45,15 @@ def build_peer_source(
 ) -> PeerSource:
     return PeerSource(
         route(seed, ALL),
-        image(),
-        {"memory": InMemoryTransport(fleet.network)},
-        dial or fleet.peers.dial,
-        settings(source_idle_timeout_s=stall_s),
         CONNECTION,
         recorder,
-        Deadline(time.monotonic() + NEVER_S),
+        ForkContext(
+            image(),
+            {"memory": InMemoryTransport(fleet.network)},
+            dial or fleet.peers.dial,
+            settings(source_idle_timeout_s=stall_s),
+            ForkTimer(NEVER_S),
+        ),
     )
 
 
@@ -59,13 +61,13 @@ def test_the_manifest_precedes_the_first_offer(fleet: Fleet) -> None:
     """A seed sends its manifest once, then offers all its chunks over the transport that both sides have."""
     seed, recorder = fleet.source("a", image(1)), EventRecorder()
     peer_source = build_peer_source(fleet, seed, recorder)
-    peer_source.start()
+    peer_source.thread.start()
     assert recorder.offered.wait(NEVER_S)
     assert ["memory"] == recorder.transports
     assert [seed.manifest] == recorder.manifests
     assert [(ALL,)] == recorder.offers
     peer_source.close()
-    peer_source.join()
+    peer_source.thread.join()
     assert [] == recorder.failures
 
 
@@ -80,11 +82,11 @@ def test_a_source_closed_while_it_dials_ends(fleet: Fleet) -> None:
         return fleet.peers.dial(address, token)
 
     peer_source = build_peer_source(fleet, seed, recorder, dial=dial)
-    peer_source.start()
+    peer_source.thread.start()
     dial_started.wait(NEVER_S)
     peer_source.close()
     proceed.set()
-    peer_source.join()
+    peer_source.thread.join()
     assert [] == recorder.offers
     assert [] == recorder.failures
     assert () == seed.report().readers
@@ -105,8 +107,8 @@ def test_an_exception_of_a_transport_is_a_failure_of_the_source(fleet: Fleet) ->
 
     recorder = EventRecorder()
     peer_source = build_peer_source(fleet, fleet.source("a", image(1)), recorder, dial=dial)
-    peer_source.start()
-    peer_source.join()
+    peer_source.thread.start()
+    peer_source.thread.join()
     assert ["TargetError"] == [error.kind for error in recorder.failures]
     assert "ZeroDivisionError: a bug" in str(recorder.failures[0])
 
@@ -119,11 +121,11 @@ def test_a_source_that_closes_the_channel_has_ended(fleet: Fleet) -> None:
         EventRecorder(),
     )
     peer_source = build_peer_source(fleet, seed, recorder)
-    peer_source.start()
+    peer_source.thread.start()
     recorder.offered.wait(NEVER_S)
     channels = seed._served.leases._channels
     seed.close_channel(next(iter(channels)))
-    peer_source.join()
+    peer_source.thread.join()
     assert ["SourceUnavailable"] == [error.kind for error in recorder.failures]
 
 
@@ -144,19 +146,21 @@ def test_a_waiting_reader_presents_its_renewed_lease(fleet: Fleet) -> None:
 
     peer_source = PeerSource(
         route(relay, ALL).model_copy(update={"lease": first}),
-        image(),
-        {"memory": InMemoryTransport(fleet.network)},
-        lambda address, token: RenewingPeer(fleet.peers, address, token),
-        settings(source_idle_timeout_s=0.4),
         CONNECTION,
         recorder,
-        Deadline(time.monotonic() + NEVER_S),
+        ForkContext(
+            image(),
+            {"memory": InMemoryTransport(fleet.network)},
+            lambda address, token: RenewingPeer(fleet.peers, address, token),
+            settings(source_idle_timeout_s=0.4),
+            ForkTimer(NEVER_S),
+        ),
     )
-    peer_source.start()
+    peer_source.thread.start()
     peer_source.renew(newer)
     assert renewed.wait(NEVER_S)
     peer_source.close()
-    peer_source.join()
+    peer_source.thread.join()
     assert [] == recorder.failures
 
 
@@ -164,14 +168,14 @@ def test_a_source_reports_its_activity(fleet: Fleet) -> None:
     """The time of its last message, and that of its last offer."""
     recorder = EventRecorder()
     peer_source = build_peer_source(fleet, fleet.source("a", image(1)), recorder)
-    peer_source.start()
+    peer_source.thread.start()
     assert recorder.offered.wait(NEVER_S)
     activity = peer_source.activity(time.monotonic())
     assert activity.message_at >= activity.progress_at
     assert 0.0 == activity.connecting_until
     assert None is activity.storage_at
     peer_source.close()
-    peer_source.join()
+    peer_source.thread.join()
 
 
 def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +195,7 @@ def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: 
         seed.set_lease_keys([derive_key(SECRET, "slow")])
         recorder = EventRecorder()
         peer_source = build_peer_source(fleet, seed, recorder)
-        peer_source.start()
+        peer_source.thread.start()
         assert recorder.offered.wait(NEVER_S)
         clock_reads = count()  # one second passes with each reading of the clock
         monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: next(clock_reads)))
@@ -199,4 +203,4 @@ def test_a_reader_obeys_the_rate_limit_of_its_source(fleet: Fleet, monkeypatch: 
         with pytest.raises(SourceTimeout, match="throttled"):
             peer_source.read(ReadChunk(CONNECTION, 1, 3.0))
         peer_source.close()
-        peer_source.join()
+        peer_source.thread.join()

@@ -14,9 +14,9 @@ from rfork.errors import NotSameHost, SourceTimeout, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.peer.base import Dial, Peer
 from rfork.planner_client.lease import derive_key
-from rfork.receiver.deadline import Deadline
 from rfork.receiver.events import ReadChunk
-from rfork.receiver.sources import PeerSource
+from rfork.receiver.report import ForkTimer
+from rfork.receiver.sources import ForkContext, PeerSource
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeer
 from rfork.testing.transport import (
@@ -108,20 +108,22 @@ def running_peer_source(
         names = tuple(transport.name for transport in transports)
         peer_source = PeerSource(
             route(seed, ALL).model_copy(update={"transports": names}),
-            image(),
-            {transport.name: transport for transport in transports},
-            dial or fleet.peers.dial,
-            settings(source_idle_timeout_s=stall_s),
             CONNECTION,
             recorder,
-            Deadline(time.monotonic() + NEVER_S),
+            ForkContext(
+                image(),
+                {transport.name: transport for transport in transports},
+                dial or fleet.peers.dial,
+                settings(source_idle_timeout_s=stall_s),
+                ForkTimer(NEVER_S),
+            ),
         )
-        peer_source.start()
+        peer_source.thread.start()
         try:
             yield seed, peer_source
         finally:
             peer_source.close()
-            peer_source.join()
+            peer_source.thread.join()
 
 
 def test_an_unusable_transport_is_skipped(fleet: Fleet) -> None:
@@ -151,7 +153,7 @@ def test_a_source_that_no_transport_reaches_is_not_blamed(fleet: Fleet) -> None:
     recorder = EventRecorder()
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, recorder, unusable) as (seed, peer_source):
-        peer_source.join()
+        peer_source.thread.join()
         assert ["NotSameHost"] == recorder.transport_errors
         assert [("NotSameHost", "network")] == [(error.kind, error.fault) for error in recorder.failures]
         assert () == seed.report().readers

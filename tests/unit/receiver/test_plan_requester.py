@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rfork.image.capture import capture
-from rfork.receiver import plan_requester
+from rfork.receiver import planner_requests
 from rfork.receiver.report import ForkReport
 from rfork.schema import Plan
 from rfork.settings import InstanceSettings
@@ -64,7 +64,7 @@ def load_twos(module: nn.Module) -> None:
 @pytest.fixture(autouse=True)
 def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the interval between two requests."""
-    monkeypatch.setattr(plan_requester, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(planner_requests, "RETRY_INTERVAL_S", 0.01)
 
 
 def run_fork(fleet: Fleet, planner: FakePlanner, chosen: InstanceSettings | None = None) -> ForkReport:
@@ -128,8 +128,8 @@ def test_an_unreachable_planner_is_abandoned_after_the_outage_limit(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is retried until then, even if the fork's own deadline is later."""
-    monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 0.1)
-    monkeypatch.setattr(plan_requester, "time", FakeTimeModule(time.monotonic()))
+    monkeypatch.setattr(planner_requests, "MAX_PLANNER_OUTAGE_S", 0.1)
+    monkeypatch.setattr(planner_requests, "time", FakeTimeModule(time.monotonic()))
     planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=600))
     assert "twos" == report.fallback
@@ -142,7 +142,7 @@ def test_the_duration_of_a_failed_request_counts_towards_the_outage(
 ) -> None:
     """Connecting took longer than the outage limit, so there is no second attempt."""
     clock = FakeTimeModule(time.monotonic())
-    monkeypatch.setattr(plan_requester, "time", clock)
+    monkeypatch.setattr(planner_requests, "time", clock)
     planner = FlakyPlanner([httpx.ConnectTimeout("connect timed out")] * 9, lambda: plan(reason="no source"))
     planner.on_request = lambda: clock.sleep(5.0)
     report = run_fork(fleet, planner, settings(deadline_s=600))
@@ -152,7 +152,7 @@ def test_the_duration_of_a_failed_request_counts_towards_the_outage(
 
 def test_no_request_is_retried_after_the_deadline(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork's deadline comes before the planner's outage limit."""
-    monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 60.0)
+    monkeypatch.setattr(planner_requests, "MAX_PLANNER_OUTAGE_S", 60.0)
     planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=0.2))
     assert "twos" == report.fallback

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
-from rfork.receiver.read_concurrency import ReadConcurrency
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 
 MIB = 1 << 20
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rfork.receiver.phase_timer import PhaseTimer
 from rfork.receiver.report import (
     ForkReport,
+    ForkTimer,
     SourceShare,
+    ThroughputMeter,
     TransferStats,
     build_fork_result,
     transports_by_source,
 )
-from rfork.receiver.throughput import ThroughputMeter
 
 FORKED = ForkReport(
     fork_id="f",
@@ -93,7 +93,7 @@ def test_the_report_can_be_serialized_as_json() -> None:
 
 def test_phases_entered_twice_add_up() -> None:
     """The duration of a phase is the sum of all its runs, including failed ones."""
-    timer = PhaseTimer()
+    timer = ForkTimer(60.0)
     with timer.phase("plan"):
         pass
     once = timer.phases["plan"]
@@ -107,7 +107,7 @@ def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPat
     """A nested phase comes before the enclosing one and is subtracted from it; the current phase is last."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    timer = PhaseTimer()
+    timer = ForkTimer(60.0)
     phase_snapshots: list[dict[str, float]] = []
     with timer.phase("capture"):
         now = 1.0
@@ -143,7 +143,7 @@ def test_transports_are_reported_for_peers_only() -> None:
 
 def test_a_failed_fork_reports_its_phases() -> None:
     """It also reports the rates of its link and its sources."""
-    timer = PhaseTimer()
+    timer = ForkTimer(60.0)
     with timer.phase("capture"):
         pass
     share = SourceShare("peer-1", "node-1", "http", 1, 5)

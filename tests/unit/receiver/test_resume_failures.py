@@ -13,11 +13,10 @@ import torch
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.receiver import chunk_persister as persister_module
-from rfork.receiver.chunk_persister import ChunkPersister
+from rfork.receiver import spool as spool_module
 from rfork.receiver.events import Event, ReadSpool, SpoolChunkRead, SpoolFailed
 from rfork.receiver.fallback import Fallback
-from rfork.receiver.sources import SpoolReader
+from rfork.receiver.spool import ChunkPersister, SpoolReader
 from rfork.schema import Plan, StorageAssignment
 from rfork.source.seed import Seed
 from rfork.storage.spool import Spool
@@ -166,7 +165,7 @@ def test_a_persister_that_fails_to_start_leaves_no_seed(
 
     monkeypatch.setattr(Seed, "close", recording_close)
     monkeypatch.setattr(ChunkPersister, "start", fail_to_start)
-    monkeypatch.setattr(persister_module, "FLUSH_TIMEOUT_S", 0.0)  # there is no thread to wait for
+    monkeypatch.setattr(spool_module, "FLUSH_TIMEOUT_S", 0.0)  # there is no thread to wait for
     planner = scripted_planner(plan)
     with pytest.raises(RuntimeError, match="new thread"):
         run_fork(fleet, Model(), planner, settings_with_resume_dir(tmp_path))

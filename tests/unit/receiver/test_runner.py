@@ -47,7 +47,7 @@ class Recorder:
 
     def run(self, target: Target) -> None:
         """Run the transfer."""
-        self._target, self._deadline_at = target, target.transfer._deadline.monotonic_time
+        self._target, self._deadline_at = target, target.transfer._timer.deadline
         target.run()
 
     def check_replay(self, chosen: InstanceSettings) -> None:

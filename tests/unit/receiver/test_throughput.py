@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.receiver.throughput import ThroughputMeter, measurable_bytes, top_rates
+from rfork.receiver.report import ThroughputMeter, measurable_bytes, top_rates
 
 RateSamples = list[tuple[float, int]]
 """Times, and the bytes that had arrived by then."""

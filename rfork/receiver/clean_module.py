@@ -42,7 +42,7 @@ class TargetModule:
     exclude: Sequence[str]
     """Patterns of tensors that the image leaves out; see `capture`."""
     derived: DerivedTensors | None
-    """What no fallback would write; None if there is no fallback."""
+    """The tensors that no fallback would write; None if there is no fallback."""
 
     def is_in_place(self) -> bool:
         """Return whether the image still is the module's memory: no loader has replaced its tensors."""

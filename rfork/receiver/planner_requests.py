@@ -279,17 +279,17 @@ class ProgressReporter:
         while True:
             last = self._done.wait(POLL_INTERVAL_S)
             now = time.monotonic()
-            shares = self._transfer.shares
-            bytes_by_source = {share.source_id: share.verified_bytes for share in shares}
-            self.meter.add(now, self._transfer.measurable_bytes, measurable_bytes(bytes_by_source))
+            stats = self._transfer.stats
+            bytes_by_source = {share.source_id: share.verified_bytes for share in stats.shares}
+            self.meter.add(now, stats.bytes_read - stats.loader_bytes, measurable_bytes(bytes_by_source))
             self._latest = progress = ForkProgress(
                 verified=self._chunk_state.verified,
-                bytes_read=self._transfer.bytes_read,
+                bytes_read=stats.bytes_read,
                 bytes_per_s=self.meter.bytes_per_s,
                 sources=bytes_by_source,
                 source_bytes_per_s=top_rates(self.meter.source_bytes_per_s),
                 link_bytes_per_s=self.meter.max_bytes_per_s,
-                transports=transports_by_source(shares),
+                transports=transports_by_source(stats.shares),
                 phases={phase: round(seconds, 4) for phase, seconds in self._timer.phases.items()},
             )
             self._run_callback(progress)

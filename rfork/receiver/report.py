@@ -170,7 +170,9 @@ class SourceShare:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Statistics of a transfer; sizes in bytes."""
+    """Statistics of a transfer; sizes in bytes. `bytes_read` counts the chunks that have arrived, valid or not;
+    `sources` are in descending order of their bytes.
+    """
 
     bytes_read: int
     bytes_repeated: int
@@ -178,6 +180,13 @@ class TransferStats:
     sources: tuple[SourceShare, ...]
     resume_s: float = 0.0
     """Seconds spent reading chunks from the spool of a previous process."""
+    loader_bytes: int = 0
+    """Those of `bytes_read` that a loader read, which are counted only at its end, so they have no rate."""
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """The sources without that spool."""
+        return tuple(share for share in self.sources if share.source_id != RESUME_SOURCE_ID)
 
     @property
     def resumed_bytes(self) -> int:

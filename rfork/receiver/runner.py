@@ -29,43 +29,10 @@ from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.receiver.events import (
-    Action,
-    ChunkDigested,
-    ChunkReceived,
-    CloseSource,
-    CompareFiles,
-    DigestKeptChunk,
-    Event,
-    ExcludeStorage,
-    FenceImage,
-    Finish,
-    InvalidateChunks,
-    KeptChunkDigested,
-    LeasesRenewed,
-    LoaderFailed,
-    LoaderFinished,
-    MarkVerified,
-    OpenPeer,
-    OpenStorage,
-    PlanFailed,
-    PlanReceived,
-    PrefetchChunks,
-    ReadChunk,
-    ReadFailed,
-    ReadSpool,
-    RenewLease,
-    ReplanSuggested,
-    ReportStorageActivity,
-    RequestPlan,
-    RunLoader,
-    SetManifest,
-    SetProvisionalId,
-    StopSpool,
-    Tick,
-)
+from rfork.receiver import events
+from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.report import ForkTimer, SourceShare, TransferStats
+from rfork.receiver.report import ForkTimer, TransferStats
 from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
 from rfork.receiver.spool import SpoolReader
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
@@ -143,7 +110,7 @@ class Transfer:
         self._serving_state = serving_state
         self._timer = timer
         self._observer = observer
-        self._tasks: SimpleQueue[RunLoader | Finish | BaseException | None] = SimpleQueue()
+        self._tasks: SimpleQueue[events.RunLoader | events.Finish | BaseException | None] = SimpleQueue()
         """Work of the caller's thread; None: a tick is due earlier than it assumed."""
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -166,7 +133,7 @@ class Transfer:
         self._closing: list[threading.Thread] = []
         self._spool = SpoolReader(spool, image, self._handle) if spool is not None else None
         self._planning: threading.Thread | None = None
-        self._work: SimpleQueue[ReadChunk | DigestKeptChunk | None] = SimpleQueue()
+        self._work: SimpleQueue[events.ReadChunk | events.DigestKeptChunk | None] = SimpleQueue()
         self._stopping = False
         self._workers = [
             threading.Thread(target=self._work_loop, name=f"rfork-read-{number}", daemon=True)
@@ -182,36 +149,18 @@ class Transfer:
             return self._machine.stats
 
     @property
-    def shares(self) -> tuple[SourceShare, ...]:
-        """Chunks and bytes that each source served so far, by bytes in descending order."""
-        with self._lock:
-            return self._machine.shares
-
-    @property
     def reasons(self) -> tuple[RforkError, ...]:
         """Each failure of a source so far, in order."""
         with self._lock:
             return tuple(self._machine.reasons)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the chunks that have arrived, valid or not."""
-        return self._machine.bytes_read
-
-    @property
-    def measurable_bytes(self) -> int:
-        """Those of them that were counted as they arrived, unlike a loader's, which are known only at its
-        end.
-        """
-        return self._machine.measurable_bytes
-
     def update_leases(self, leases: Mapping[str, Lease]) -> None:
         """Replace the lease tokens, by source."""
-        self._handle(LeasesRenewed(leases))
+        self._handle(events.LeasesRenewed(leases))
 
     def request_replan(self, reason: str) -> None:
         """Request a new plan soon; the current one stays in use until then."""
-        self._handle(ReplanSuggested(reason))
+        self._handle(events.ReplanSuggested(reason))
 
     # -- the caller's thread ----------------------------------------------------------------------------
 
@@ -248,14 +197,14 @@ class Transfer:
             return True
         if isinstance(task, BaseException):
             raise task
-        if isinstance(task, Finish):
+        if isinstance(task, events.Finish):
             self._error = task.error
             return False
         if task is not None:
             self._load(task.assignment)
         return True
 
-    def _tick(self) -> Tick:
+    def _tick(self) -> events.Tick:
         now = time.monotonic()
         with self._lock:
             activity = {
@@ -264,7 +213,7 @@ class Transfer:
                 if connection not in self._closed
             }
         spool_at, spool_bytes = (self._spool.advanced_at, self._spool.bytes_read) if self._spool else (0.0, 0)
-        return Tick(activity, spool_at, spool_bytes)
+        return events.Tick(activity, spool_at, spool_bytes)
 
     # -- any thread -------------------------------------------------------------------------------------
 
@@ -303,51 +252,51 @@ class Transfer:
 
     def _execute(self, action: Action) -> None:
         match action:
-            case ReadChunk() | DigestKeptChunk():
+            case events.ReadChunk() | events.DigestKeptChunk():
                 self._work.put(action)
-            case MarkVerified(chunk, digest):
+            case events.MarkVerified(chunk, digest):
                 self._chunk_state.mark_verified(chunk, digest)
-            case RequestPlan():
+            case events.RequestPlan():
                 self._start_planning(action)
-            case OpenPeer(connection, route):
+            case events.OpenPeer(connection, route):
                 with use_context(self._trace):
                     self._open(connection, self._source_factory.open_peer(route, connection, self._handle))
-            case OpenStorage(connection, assignment):
+            case events.OpenStorage(connection, assignment):
                 with use_context(self._trace):
                     self._open(connection, self._source_factory.open_storage(assignment, connection, self._handle))
-            case RenewLease(connection, lease):
+            case events.RenewLease(connection, lease):
                 source = self._sources[connection]
                 if isinstance(source, PeerSource):
                     source.renew(lease)
-            case CompareFiles(connection, digests):
+            case events.CompareFiles(connection, digests):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
                     source.compare(digests)
-            case PrefetchChunks(connection):
+            case events.PrefetchChunks(connection):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
                     source.prefetch(action)
-            case CloseSource(connection, error):
+            case events.CloseSource(connection, error):
                 self._close(connection, error)
-            case ExcludeStorage(name):
+            case events.ExcludeStorage(name):
                 self._source_factory.own_storage.remove(name)
-            case ReadSpool():
+            case events.ReadSpool():
                 if self._spool is not None:
                     self._spool.read(action)
-            case StopSpool():
+            case events.StopSpool():
                 if self._spool is not None:
                     self._spool.stop()
-            case RunLoader() | Finish():
+            case events.RunLoader() | events.Finish():
                 self._tasks.put(action)
-            case SetManifest(manifest):
+            case events.SetManifest(manifest):
                 self._serving_state.set_manifest(manifest)
-            case SetProvisionalId(provisional_id):
+            case events.SetProvisionalId(provisional_id):
                 self._chunk_state.set_provisional_id(provisional_id)
-            case InvalidateChunks(chunks):
+            case events.InvalidateChunks(chunks):
                 self._serving_state.invalidate(chunks)
-            case FenceImage():
+            case events.FenceImage():
                 self._serving_state.fence()
-            case ReportStorageActivity(active_at, relayed):
+            case events.ReportStorageActivity(active_at, relayed):
                 read_at = partial(_constant, active_at) if active_at is not None else None
                 self._serving_state.report_storage_activity(read_at, relayed=relayed)
             case _:
@@ -372,9 +321,9 @@ class Transfer:
         try:
             manifest = self._source_factory.own_storage.run_loader(assignment)
         except RforkError as error:
-            self._handle(LoaderFailed(assignment, error))
+            self._handle(events.LoaderFailed(assignment, error))
         else:
-            self._handle(LoaderFinished(assignment, manifest))
+            self._handle(events.LoaderFinished(assignment, manifest))
         finally:
             self._serving_state.report_storage_activity(None)
 
@@ -402,7 +351,7 @@ class Transfer:
 
     # -- the planning thread ----------------------------------------------------------------------------
 
-    def _start_planning(self, request: RequestPlan) -> None:
+    def _start_planning(self, request: events.RequestPlan) -> None:
         closing, self._closing = self._closing, []
         self._planning = threading.Thread(
             target=self._request_plan, args=(request, closing, self._trace), name="rfork-plan", daemon=True
@@ -410,15 +359,15 @@ class Transfer:
         self._planning.start()
 
     def _request_plan(
-        self, request: RequestPlan, closing: Sequence[threading.Thread], trace: TraceContext | None
+        self, request: events.RequestPlan, closing: Sequence[threading.Thread], trace: TraceContext | None
     ) -> None:
         for thread in closing:  # a source that is opened again must have released the previous reader slot
             thread.join()
         try:
             with use_context(trace):
-                event: Event = PlanReceived(self._replan(request.faults, request.assignments))
+                event: Event = events.PlanReceived(self._replan(request.faults, request.assignments))
         except (NoSource, PlannerUnreachable, PlannerRejected) as error:
-            event = PlanFailed(error)
+            event = events.PlanFailed(error)
         except BaseException as error:  # raised on the caller's thread
             self._tasks.put(error)
             return
@@ -430,29 +379,29 @@ class Transfer:
         while (work := self._work.get()) is not None:
             if self._stopping:
                 continue
-            self._handle(self._digest_kept(work) if isinstance(work, DigestKeptChunk) else self._read(work))
+            self._handle(self._digest_kept(work) if isinstance(work, events.DigestKeptChunk) else self._read(work))
 
-    def _digest_kept(self, request: DigestKeptChunk) -> KeptChunkDigested:
+    def _digest_kept(self, request: events.DigestKeptChunk) -> events.KeptChunkDigested:
         try:
-            return KeptChunkDigested(request.chunk, self._image.digest(request.chunk))
+            return events.KeptChunkDigested(request.chunk, self._image.digest(request.chunk))
         except Exception:  # out of memory, or a bug: a source serves the chunk
             log.exception("digest failed")
-            return KeptChunkDigested(request.chunk, None)
+            return events.KeptChunkDigested(request.chunk, None)
 
-    def _read(self, request: ReadChunk) -> ChunkDigested | ReadFailed:
+    def _read(self, request: events.ReadChunk) -> events.ChunkDigested | events.ReadFailed:
         source, began = self._sources[request.connection], time.monotonic()
         try:
             source.read(request)
-            self._handle(ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
+            self._handle(events.ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
             needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
             digest = self._image.digest(request.chunk) if needs_digest else None
         except RforkError as error:
-            return ReadFailed(request.connection, request.chunk, error)
+            return events.ReadFailed(request.connection, request.chunk, error)
         except Exception as error:  # out of memory, or a bug: a failure of this side, which must not hang the fork
             log.exception("unexpected error in a read", chunk=request.chunk)
             text = f"unexpected error while chunk {request.chunk} was read: {type(error).__name__}: {error}"
-            return ReadFailed(request.connection, request.chunk, TargetError(text))
-        return ChunkDigested(request.connection, request.chunk, digest)
+            return events.ReadFailed(request.connection, request.chunk, TargetError(text))
+        return events.ChunkDigested(request.connection, request.chunk, digest)
 
 
 def _constant(value: float) -> float:

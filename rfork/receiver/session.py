@@ -102,7 +102,7 @@ class ForkOptions:
     """Optional parts of a fork."""
 
     fallbacks: Sequence[Fallback] = ()
-    """What this instance could load itself, in order of preference. If the planner knows no source, they are
+    """Loads of this instance itself, in order of preference. If the planner knows no source, they are
     offered to it (unless `InstanceSettings.cold_start` is ``independent``), and it may elect this instance to read
     one of them for all waiting instances; they are tried in order once nothing else works. Without a planner, only
     they are used.

@@ -35,20 +35,8 @@ from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
-from rfork.receiver.events import (
-    ChunksOffered,
-    Event,
-    FilesCompared,
-    ManifestReceived,
-    PrefetchChunks,
-    ProvisionalDigests,
-    ReadChunk,
-    SourceActivity,
-    SourceConnected,
-    SourceFailed,
-    StorageOpened,
-    TransportRefused,
-)
+from rfork.receiver import events
+from rfork.receiver.events import Event
 from rfork.receiver.report import ForkTimer
 from rfork.schema import Lease, Route, StorageAssignment
 from rfork.settings import InstanceSettings, StorageSettings
@@ -85,7 +73,7 @@ class OwnStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForkContext:
-    """What all peers of one fork are opened with."""
+    """Objects that all sources of one fork share."""
 
     image: Image
     transports: Mapping[str, Transport]
@@ -156,9 +144,9 @@ class PeerSource:
         self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"rfork-source-{route.source_id[:8]}", daemon=True)
 
-    def activity(self, now: float) -> SourceActivity:
+    def activity(self, now: float) -> events.SourceActivity:
         """Return the times of its last activities."""
-        return SourceActivity(
+        return events.SourceActivity(
             message_at=self._message_at,
             progress_at=self._progress_at,
             connecting_until=self._connecting_until,
@@ -171,7 +159,7 @@ class PeerSource:
         """Present a newer token from now on."""
         self._token = lease.token
 
-    def read(self, request: ReadChunk) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk; see `rfork.transport.base.Reader.read`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self._address}: the channel is closed")
@@ -209,7 +197,7 @@ class PeerSource:
 
     def _fail(self, error: RforkError) -> None:
         if not self._closed.is_set():
-            self._emit(SourceFailed(self._connection, error))
+            self._emit(events.SourceFailed(self._connection, error))
 
     def _consume_progress(self) -> None:
         peer = self._peer = self._dial(self._address, lambda: self._token)
@@ -244,7 +232,7 @@ class PeerSource:
                         detail=str(error),
                         hint=error.hint,
                     )
-                    self._emit(TransportRefused(self._connection, error))
+                    self._emit(events.TransportRefused(self._connection, error))
                 self._close_channel(peer, channel_id)
                 if not offered:
                     raise
@@ -252,7 +240,7 @@ class PeerSource:
         # A source may be silent while this side connects: silence counts from here.
         self._message_at = self._progress_at = time.monotonic()
         self._connecting_until = 0.0
-        self._emit(SourceConnected(self._connection, self._transport))
+        self._emit(events.SourceConnected(self._connection, self._transport))
         self._watch_progress(peer, channel_id)
 
     def _step_deadline(self) -> float:
@@ -287,12 +275,12 @@ class PeerSource:
                 self._progress_at = self._message_at
             if update.weights_id is not None and update.weights_id != known:
                 manifest = peer.manifest(self._image.layout, self._step_deadline())
-                self._emit(ManifestReceived(self._connection, manifest))
+                self._emit(events.ManifestReceived(self._connection, manifest))
                 known = manifest.weights_id
             elif update.weights_id is None and update.chunks:
-                self._emit(ProvisionalDigests(self._connection, *self._provisional_digests(update)))
+                self._emit(events.ProvisionalDigests(self._connection, *self._provisional_digests(update)))
             if update.chunks:
-                self._emit(ChunksOffered(self._connection, update.chunks))
+                self._emit(events.ChunksOffered(self._connection, update.chunks))
         raise SourceUnavailable(f"{self._address}: the source closed the channel")
 
     def _record_upstream_activity(self, update: Progress) -> None:
@@ -356,9 +344,9 @@ class StorageSource:
         self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name="rfork-source-storage", daemon=True)
 
-    def activity(self, now: float) -> SourceActivity:
+    def activity(self, now: float) -> events.SourceActivity:
         """Return the times of its last activities."""
-        return SourceActivity(
+        return events.SourceActivity(
             message_at=now,
             progress_at=now,
             storage_at=self._blocks.advanced_at,
@@ -370,7 +358,7 @@ class StorageSource:
         """Compare the files with these digests; the result is the event `FilesCompared`."""
         self._comparisons.put(digests)
 
-    def prefetch(self, request: PrefetchChunks) -> None:
+    def prefetch(self, request: events.PrefetchChunks) -> None:
         """Read chunks ahead from the next read on."""
         chunks = self._image.layout.chunks
         self._prefetch_hints = (
@@ -378,7 +366,7 @@ class StorageSource:
             [chunks[chunk] for chunk in request.upcoming],
         )
 
-    def read(self, request: ReadChunk) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk. Ignores the deadline: a slow disk is no reason to stop."""
         storage = self._storage
         if storage is None:
@@ -400,12 +388,11 @@ class StorageSource:
         try:
             storage = self._storage = self._own_storage.storage_for(self._assignment)
             prefetch_chunks = -(-self._blocks.ahead_bytes // self._image.layout.chunks.chunk_size)
-            self._emit(
-                StorageOpened(self._connection, storage.manifest, storage.origin, prefetch_chunks, secrets.token_hex(8))
-            )
+            manifest, origin, unique_id = storage.manifest, storage.origin, secrets.token_hex(8)
+            self._emit(events.StorageOpened(self._connection, manifest, origin, prefetch_chunks, unique_id))
             while (digests := self._comparisons.get()) is not None:
                 agrees = all(self._matches(storage, chunk, digest) for chunk, digest in digests.items())
-                self._emit(FilesCompared(self._connection, digests, agrees))
+                self._emit(events.FilesCompared(self._connection, digests, agrees))
         except RforkError as error:
             self._fail(error)
         except Exception as error:  # a bug must end the source, not hang the fork
@@ -413,7 +400,7 @@ class StorageSource:
 
     def _fail(self, error: RforkError) -> None:
         if not self._closed.is_set():
-            self._emit(SourceFailed(self._connection, error))
+            self._emit(events.SourceFailed(self._connection, error))
 
     def _matches(self, storage: ImageStorage, chunk: int, digest: bytes) -> bool:
         """Return whether the files contain a chunk with this digest; reads it into separate memory."""

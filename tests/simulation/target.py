@@ -333,7 +333,7 @@ class Target:
             verified=instance.served.chunk_state.verified,
             bytes_read=machine.bytes_read,
             bytes_per_s=0,
-            sources={share.source_id: share.verified_bytes for share in machine.shares},
+            sources={share.source_id: share.verified_bytes for share in machine.stats.shares},
         )
         try:
             ack = await self.world.planner.call(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rfork.errors import StorageError
+from rfork.errors import RforkError, StorageError
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
@@ -32,6 +32,8 @@ from rfork.testing.transport import FaultInjection, InMemoryNetwork, InMemoryTra
 from rfork.tracing import Tracer
 
 CHUNKS = 6
+ALL = (0, CHUNKS)
+IMAGE_BYTES = CHUNKS * MIB
 FORK_ID = "fork-1"
 SECRET = b"s" * 32
 NEVER_S = 60.0
@@ -325,3 +327,12 @@ def live_transfer_threads() -> list[str]:
     names = (thread.name for thread in threading.enumerate())
     prefixes = ("rfork-read", "rfork-source", "rfork-progress")
     return [name for name in names if name.startswith(prefixes)]
+
+
+def verified_by_source(target: Target) -> dict[str, int]:
+    """Return the number of verified chunks by source."""
+    return {share.source_id: share.verified_chunks for share in target.transfer.stats.shares}
+
+
+def raise_plan_error(error: RforkError) -> Plan:
+    raise error

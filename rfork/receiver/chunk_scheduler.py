@@ -38,9 +38,9 @@ def _unlimited(_source_id: str) -> int:
 class ChunkScheduler:
     """The chunks of one fork; each chunk has at most one reader at a time."""
 
-    def __init__(self, chunk_count: int, verified: Iterable[Range] = ()) -> None:
+    def __init__(self, chunk_count: int) -> None:
         self.chunk_count = chunk_count
-        self._verified = set(ranges.indices(verified))
+        self._verified: set[int] = set()
         self._assigned: dict[int, str] = {}
         self._reserved: dict[int, str] = {}
         self._in_flight: dict[int, str] = {}

@@ -130,15 +130,9 @@ class TransferMachine:
         *,
         instance_id: str,
         deadline_at: float,
-        verified: tuple[Range, ...] = (),
-        digests: Mapping[int, bytes] | None = None,
-        provisional_id: str | None = None,
         spool_records: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`verified`, `digests` and `provisional_id` are of chunks that are verified from the start.
-
-        `spool_records` are the digests by chunk of the spool; None: there is no spool.
-        """
+        """`spool_records` are the digests by chunk of the spool; None: there is no spool."""
         self.deadline_at = deadline_at
         """Deadline of the fork. It is extended while this instance reads its own storage for waiting instances
         and makes progress: starting over elsewhere would take longer.
@@ -153,10 +147,8 @@ class TransferMachine:
         self._layout_id = layout.layout_id
         self._chunks = layout.chunks
         self._actions: list[Action] = []
-        self._scheduler = ChunkScheduler(len(layout.chunks), verified)
-        self._verifier = ChunkVerifier(
-            layout, self._scheduler, self._actions.append, digests=digests, provisional_id=provisional_id
-        )
+        self._scheduler = ChunkScheduler(len(layout.chunks))
+        self._verifier = ChunkVerifier(layout, self._scheduler, self._actions.append)
         self._concurrency = ReadConcurrency(settings.max_inflight_chunks)
         self._spool = _Spool(spool_records)
         self._loader: StorageAssignment | None = None

@@ -122,9 +122,6 @@ class Transfer:
             settings,
             instance_id=instance_id,
             deadline_at=timer.deadline,
-            verified=chunk_state.verified,
-            digests=chunk_state.digests,
-            provisional_id=chunk_state.provisional_id,
             spool_records=spool.records if spool is not None else None,
         )
         self._error: RforkError | None = None

@@ -40,20 +40,11 @@ class ChunkVerifier:
     `emit` receives the actions that follow from each call, in order.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        scheduler: ChunkScheduler,
-        emit: Callable[[Action], None],
-        *,
-        digests: Mapping[int, bytes] | None = None,
-        provisional_id: str | None = None,
-    ) -> None:
-        """`digests` and `provisional_id` are of the chunks that are verified from the start."""
+    def __init__(self, layout: Layout, scheduler: ChunkScheduler, emit: Callable[[Action], None]) -> None:
         self.manifest: Manifest | None = None
-        self.digests = dict(digests or {})
+        self.digests: dict[int, bytes] = {}
         """Known digests of the verified chunks."""
-        self.provisional_id = provisional_id
+        self.provisional_id: str | None = None
         """The provisional image of the verified chunks; None if there is none, or a manifest."""
         self._layout = layout
         self._scheduler = scheduler

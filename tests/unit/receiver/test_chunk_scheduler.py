@@ -29,6 +29,14 @@ from tests.unit.receiver.spools import ALL
 COUNT = 6
 
 
+def partly_verified(count: int, *parts: ranges.Range) -> ChunkScheduler:
+    """Return a scheduler with these chunks verified."""
+    scheduler = ChunkScheduler(count)
+    for chunk in ranges.indices(parts):
+        scheduler.verified(ChunkRead("earlier", chunk))
+    return scheduler
+
+
 def build_scheduler(count: int = COUNT, **routes: tuple[int, int]) -> ChunkScheduler:
     """Return a scheduler in which each named source serves all chunks of its range."""
     scheduler = ChunkScheduler(count)
@@ -57,7 +65,7 @@ def test_a_new_scheduler_needs_a_plan() -> None:
 
 def test_verified_chunks_are_not_read() -> None:
     """A fork that resumes from a chunk state reads only the missing chunks."""
-    scheduler = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
+    scheduler = partly_verified(COUNT, (0, 2), (3, 6))
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(0, 6)])
     assert (ChunkRead("a", 2), None) == (scheduler.next_read(), scheduler.next_read())
@@ -276,7 +284,7 @@ def test_offers_made_before_a_failure_are_void() -> None:
 
 def test_an_invalidated_chunk_needs_a_plan() -> None:
     """A verified chunk that turns out wrong has no source until the next plan."""
-    scheduler = ChunkScheduler(2, [(0, 2)])
+    scheduler = partly_verified(2, (0, 2))
     before = scheduler.unassigned, scheduler.complete
     scheduler.invalidate([1])
     assert ((False, True), (True, False)) == (before, (scheduler.unassigned, scheduler.complete))
@@ -284,7 +292,7 @@ def test_an_invalidated_chunk_needs_a_plan() -> None:
 
 def test_shares_list_unverified_chunks_by_source() -> None:
     """They include chunks in flight and chunks planned."""
-    scheduler = ChunkScheduler(5, [(0, 1)])
+    scheduler = partly_verified(5, (0, 1))
     scheduler.assign({"a": [(0, 3)], "b": [(3, 5)]})
     scheduler.mark_available("a", [(0, 3)])
     scheduler.next_read()
@@ -367,7 +375,7 @@ def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
 
 def test_the_verified_chunks() -> None:
     """They include those of the start, and no longer those that were invalidated."""
-    scheduler = ChunkScheduler(4, [(0, 2)])
+    scheduler = partly_verified(4, (0, 2))
     scheduler.verified(ChunkRead("a", 3))
     scheduler.invalidate([1])
     assert {0, 3} == scheduler.verified_chunks

@@ -59,18 +59,6 @@ def test_three_sources_serve_concurrently(fleet: Fleet) -> None:
     assert {"a": 1, "b": 2, "c": 3} == verified_by_source(target)
 
 
-def test_verified_chunks_are_not_read_again(fleet: Fleet) -> None:
-    """A transfer that starts with verified chunks reads only the rest."""
-    source_image = image(1)
-    seed = fleet.source("a", source_image)
-    started = image()
-    started.regions[0].copy_(source_image.regions[0])
-    chunk_state = ChunkState(started.layout.chunks, range(CHUNKS // 2))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=started, chunk_state=chunk_state)
-    stats = target.run()
-    assert (content_hash(source_image), IMAGE_BYTES // 2) == (content_hash(target.image), stats.bytes_read)
-
-
 def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
     """There is nothing to read, so no plan is requested."""
     script = Script([])

@@ -29,8 +29,8 @@ from rfork.planner_client.client import PlannerClient
 from rfork.receiver.fallback import FallbackRunner
 from rfork.receiver.report import ForkTimer, ThroughputMeter, measurable_bytes, top_rates, transports_by_source
 from rfork.receiver.runner import Transfer
+from rfork.receiver.sources import ForkContext
 from rfork.schema import ChunkAssignment, ForkProgress, ForkRequest, Plan, Route, SourceFault
-from rfork.settings import InstanceSettings
 from rfork.tracing import TraceContext, current_context, use_context
 
 log = logger(__name__)
@@ -80,17 +80,15 @@ class PlanRequester:
         fork_id: str,
         planner: PlannerClient,
         local: FallbackRunner,
-        dial: Dial,
-        settings: InstanceSettings,
-        timer: ForkTimer,
+        context: ForkContext,
     ) -> None:
         self._fork_id = fork_id
         self._planner = planner
         self._seed = local.seed
         self._local = local
-        self._dial = dial
-        self._settings = settings
-        self._timer = timer
+        self._dial = context.dial
+        self._settings = context.settings
+        self._timer = context.timer
         self.reasons: list[RforkError] = []
         """Reasons why this instance was assigned its own storage; the last one is the most specific."""
         self._compared: set[str] = set()

@@ -27,16 +27,14 @@ from rfork.errors import (
 )
 from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.report import ForkTimer, TransferStats
+from rfork.receiver.report import TransferStats
 from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
 from rfork.receiver.spool import SpoolReader
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
-from rfork.settings import InstanceSettings
 from rfork.storage.spool import Spool
 from rfork.tracing import TraceContext, current_context, use_context
 
@@ -90,25 +88,21 @@ class Transfer:
 
     def __init__(
         self,
-        image: Image,
-        chunk_state: ChunkState,
-        settings: InstanceSettings,
-        *,
-        instance_id: str,
         source_factory: SourceFactory,
+        chunk_state: ChunkState,
         replan: Replan,
         serving_state: ServingState,
-        timer: ForkTimer,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._image = image
+        context = source_factory.context
+        self._image = context.image
         self._chunk_state = chunk_state
-        self._settings = settings
+        self._settings = context.settings
         self._source_factory = source_factory
         self._replan = replan
         self._serving_state = serving_state
-        self._timer = timer
+        self._timer = context.timer
         self._observer = observer
         self._tasks: SimpleQueue[events.RunLoader | events.Finish | BaseException | None] = SimpleQueue()
         """Work of the caller's thread; None: a tick is due earlier than it assumed."""
@@ -118,23 +112,23 @@ class Transfer:
         self._trace: TraceContext | None = None
         self._lock = threading.RLock()  # guards the machine, and keeps actions in order
         self._machine = TransferMachine(
-            image.layout,
-            settings,
-            instance_id=instance_id,
-            deadline_at=timer.deadline,
+            context.image.layout,
+            context.settings,
+            instance_id=context.instance_id,
+            deadline_at=context.timer.deadline,
             spool_records=spool.records if spool is not None else None,
         )
         self._error: RforkError | None = None
         self._sources: dict[int, PeerSource | StorageSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
-        self._spool = SpoolReader(spool, image, self._handle) if spool is not None else None
+        self._spool = SpoolReader(spool, context.image, self._handle) if spool is not None else None
         self._planning: threading.Thread | None = None
         self._work: SimpleQueue[events.ReadChunk | events.DigestKeptChunk | None] = SimpleQueue()
         self._stopping = False
         self._workers = [
             threading.Thread(target=self._work_loop, name=f"rfork-read-{number}", daemon=True)
-            for number in range(settings.max_inflight_chunks)
+            for number in range(context.settings.max_inflight_chunks)
         ]
 
     # -- interface for other threads --------------------------------------------------------------------

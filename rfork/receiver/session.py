@@ -259,23 +259,18 @@ class ForkSession:
         return report
 
     def _run_transfer(self, local: FallbackRunner, persister: ChunkPersister) -> None:
-        planner, seed, settings, dial = self._network.planner, local.seed, self._settings, self._network.dial
+        planner, seed = self._network.planner, local.seed
         if planner is None:
             raise NoSource("no planner is set", hint="set RFORK_PLANNER, or pass planner=")
         transports = {transport.name: transport for transport in self._network.transports}
-        context = ForkContext(seed.image, transports, dial, settings, self._timer)
+        context = ForkContext(
+            self._identity.instance_id, seed.image, transports, self._network.dial, self._settings, self._timer
+        )
         with local:
-            plan_requester = PlanRequester(self._fork_id, planner, local, dial, settings, self._timer)
+            plan_requester = PlanRequester(self._fork_id, planner, local, context)
+            source_factory = SourceFactory(context, local, self._tracer)
             transfer = self._transfer = Transfer(
-                seed.image,
-                seed.chunk_state,
-                settings,
-                instance_id=self._identity.instance_id,
-                source_factory=SourceFactory(context, local, self._tracer),
-                replan=plan_requester,
-                serving_state=seed,
-                timer=self._timer,
-                spool=persister.spool,
+                source_factory, seed.chunk_state, plan_requester, seed, persister.spool
             )
             reporter = ProgressReporter(
                 self._fork_id, planner, transfer, seed.chunk_state, self._timer, self._options.on_progress

@@ -73,8 +73,9 @@ class OwnStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForkContext:
-    """Objects that all sources of one fork share."""
+    """Identity and settings of one fork, and the objects that its parts share."""
 
+    instance_id: str
     image: Image
     transports: Mapping[str, Transport]
     dial: Dial

@@ -300,18 +300,14 @@ class Target:
         chosen = chosen or settings()
         timer = ForkTimer(deadline_s)
         transports = {"memory": InMemoryTransport(fleet.network)}
-        context = ForkContext(self.image, transports, fleet.peers.dial, chosen, timer)
+        context = ForkContext("target", self.image, transports, fleet.peers.dial, chosen, timer)
         self.transfer = Transfer(
-            self.image,
+            SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader)),
             self.chunk_state,
-            chosen,
-            instance_id="target",
-            source_factory=SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader)),
-            replan=replan,
-            serving_state=serving_state or self.serving_state,
-            timer=timer,
-            spool=spool,
-            observer=observer,
+            replan,
+            serving_state or self.serving_state,
+            spool,
+            observer,
         )
 
     def run(self) -> TransferStats:

@@ -63,6 +63,7 @@ def build_peer_source(
         CONNECTION,
         recorder,
         ForkContext(
+            "target",
             image(),
             {"memory": InMemoryTransport(fleet.network)},
             dial or fleet.peers.dial,
@@ -164,6 +165,7 @@ def test_a_waiting_reader_presents_its_renewed_lease(fleet: Fleet) -> None:
         CONNECTION,
         recorder,
         ForkContext(
+            "target",
             image(),
             {"memory": InMemoryTransport(fleet.network)},
             lambda address, token: RenewingPeer(fleet.peers, address, token),
@@ -287,6 +289,7 @@ def running_peer_source(
             CONNECTION,
             recorder,
             ForkContext(
+                "target",
                 image(),
                 {transport.name: transport for transport in transports},
                 dial or fleet.peers.dial,

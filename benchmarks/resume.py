@@ -35,8 +35,8 @@ from benchmarks.pull.target import PullTarget
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.capture import capture
-from rfork.receiver.chunk_persister import spool_name
 from rfork.receiver.report import ForkReport
+from rfork.receiver.spool import spool_name
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool

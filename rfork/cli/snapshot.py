@@ -191,7 +191,7 @@ def _write_fleet(
     for instance in instances:
         rank_name = snapshot_name(instance.rank).removesuffix(".safetensors")
         with Bar(f"fetch {name} {rank_name}") as bar:
-            image, manifest = fetch(instance, lambda: PlannerClient.of(settings), settings, bar.show_fork)
+            image, manifest, _ = fetch(instance, settings, bar.show_fork)
         results.append(write_image(image, manifest, instance.rank, name, instance.version))
         del image
     return results

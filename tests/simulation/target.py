@@ -1,6 +1,6 @@
 """A simulated fork: production's transfer machine, whose actions are executed in virtual time.
 
-It replaces `rfork.receiver.runner`, `rfork.receiver.plan_requester` and the fallbacks of `rfork.receiver.session`.
+It replaces `rfork.receiver.runner`, `rfork.receiver.planner_requests` and the fallbacks of `rfork.receiver.session`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from rfork.receiver.events import (
     Tick,
 )
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.plan_requester import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
+from rfork.receiver.planner_requests import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
 from rfork.schema import (
     ForkProgress,
     ForkRequest,
@@ -257,7 +257,7 @@ class Target:
     # -- the planner ------------------------------------------------------------------------------------
 
     async def _plan(self, request: RequestPlan) -> None:
-        """Request a plan, as `rfork.receiver.plan_requester` does."""
+        """Request a plan, as `rfork.receiver.planner_requests` does."""
         event: Event
         try:
             event = PlanReceived(await self._request(request))
@@ -333,7 +333,7 @@ class Target:
             verified=instance.served.chunk_state.verified,
             bytes_read=machine.bytes_read,
             bytes_per_s=0,
-            sources={share.source_id: share.verified_bytes for share in machine.shares},
+            sources={share.source_id: share.verified_bytes for share in machine.stats.shares},
         )
         try:
             ack = await self.world.planner.call(

@@ -15,8 +15,8 @@ from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.receiver.chunk_persister import ChunkPersister, spool_name
 from rfork.receiver.fallback import Fallback
+from rfork.receiver.spool import ChunkPersister, spool_name
 from rfork.schema import Plan, Rank
 from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool
@@ -124,7 +124,7 @@ def persister_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelname in ("WARNING", "ERROR") and record.name == "rfork.receiver.chunk_persister"
+        if record.levelname in ("WARNING", "ERROR") and record.name == "rfork.receiver.spool"
     ]
 
 

@@ -11,9 +11,9 @@ import pytest
 from rfork.errors import SourceUnavailable, StorageError
 from rfork.image.chunks import MIB
 from rfork.image.ranges import Range
-from rfork.receiver import storage_prefetch
-from rfork.receiver.storage_prefetch import StoragePrefetcher
 from rfork.settings import StorageSettings
+from rfork.storage.io import prefetcher
+from rfork.storage.io.prefetcher import StoragePrefetcher
 from tests.unit.receiver.fleet import CHUNKS, NEVER_S, Files, image
 
 STORED_IMAGE = image(1)
@@ -57,7 +57,7 @@ class ReadGate:
 @pytest.mark.parametrize("block_bytes", [MIB, 5 * MIB // 2, 64 * MIB])
 def test_the_blocks_make_up_the_requested_range(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     """Their size and order do not matter, and each block updates the time of the last progress."""
-    monkeypatch.setattr(storage_prefetch, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(prefetcher, "BLOCK_BYTES", block_bytes)
     reads = reader()
     before = time.monotonic()
     blocks = dict(sorted((offset, bytes(block)) for offset, block in reads.read(Files(STORED_IMAGE), MIB, SIZE)))
@@ -138,7 +138,7 @@ def test_obsolete_ranges_are_not_prefetched() -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for few blocks, a long range is still read completely, and so is an unexpected one."""
-    monkeypatch.setattr(storage_prefetch, "BLOCK_BYTES", MIB // 4)
+    monkeypatch.setattr(prefetcher, "BLOCK_BYTES", MIB // 4)
     files = Files(STORED_IMAGE)
     reads = StoragePrefetcher("files", StorageSettings(concurrency=2))
     ahead = [(MIB, SIZE)]

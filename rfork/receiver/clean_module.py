@@ -1,24 +1,99 @@
-"""Poison in the memory that a fallback must fill, to find tensors that it did not write. Runs on the target.
+"""The module that a fork fills, and what a loader leaves unchanged in it. Runs on the target.
 
-A failed transfer leaves any bytes in any tensor, so a loader that skips one would leave a mixture of two
-images. Floating-point tensors are filled with a NaN that no computation produces, others with random bytes.
+A failed transfer may leave any bytes in any tensor. A checkpoint or an engine's loader overwrites the parameters
+and persistent buffers, but not what the model computed when it was built (rotary tables, masks): these are copied
+before the first byte arrives. A loader that skips a tensor would leave a mixture of two images, so the memory that
+it must fill is poisoned first: floating-point tensors with a NaN that no computation produces, others with random
+bytes.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
+from torch import nn
 
+from rfork.errors import UserError
+from rfork.image import ranges
+from rfork.image.capture import capture
+from rfork.image.memory import Image
 from rfork.image.wrappers import plain_tensors
-from rfork.storage.module_io.extents import is_dense, overlaps_itself
+from rfork.storage.module_io.extents import extent_of, is_dense, overlaps_itself
+from rfork.storage.module_io.state_dict import registered_state
 
 BLOCK = 8
 """Consecutive bytes that identify the poison in tensors that may contain any bytes."""
 STEP = 64 << 20
 """Bytes per comparison, which bounds its memory."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModule:
+    """The module that a fork fills."""
+
+    module: nn.Module
+    image: Image
+    exclude: Sequence[str]
+    """Patterns of tensors that the image leaves out; see `capture`."""
+    derived: DerivedTensors | None
+    """The tensors that no fallback would write; None if there is no fallback."""
+
+    def is_in_place(self) -> bool:
+        """Return whether the image still is the module's memory: no loader has replaced its tensors."""
+        return self.image.shares_memory_with(capture(self.module, exclude=self.exclude))
+
+
+class DerivedTensors:
+    """Tensors that a loader would not write, copied at construction and put back by `restore`.
+
+    `kept` has the copies (uint8, 1-D), each with its offset in the image, in image order. `loadable` are the
+    tensors of the image that a loader must write: parameters and persistent buffers.
+    """
+
+    def __init__(self, module: nn.Module, image: Image) -> None:
+        """Raises UserError if the module's `state_dict` raises."""
+        regions = image.regions
+        carried = ranges.normalise(
+            (begin, begin + length) for begin, length in zip(regions.addresses, regions.lengths, strict=True)
+        )
+        self.loadable = {
+            name: tensor
+            for name, tensor in _loadable(module).items()
+            if any(_inside(extent_of(plain), carried) for plain in _with_bytes(tensor))
+        }
+        loaded = ranges.normalise(
+            extent_of(plain) for tensor in self.loadable.values() for plain in _with_bytes(tensor) if is_dense(plain)
+        )
+        self.kept: list[tuple[int, torch.Tensor]] = []
+        self._regions: list[torch.Tensor] = []
+        offset = 0
+        for index, (begin, length) in enumerate(zip(regions.addresses, regions.lengths, strict=True)):
+            if not _inside((begin, begin + length), loaded):
+                self.kept.append((offset, regions[index].clone()))
+                self._regions.append(regions[index])
+            offset += length
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Return the addresses of the tensors' storages."""
+        return frozenset(region.untyped_storage().data_ptr() for region in self._regions)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory used by the copies."""
+        return sum(copy.nbytes for _, copy in self.kept)
+
+    def restore(self) -> None:
+        """Restore the bytes from before the transfer."""
+        with torch.no_grad():
+            for region, (_, copy) in zip(self._regions, self.kept, strict=True):
+                region.copy_(copy)
 
 
 class Poison:
@@ -136,3 +211,28 @@ def _parts(elements: torch.Tensor) -> Iterator[torch.Tensor]:
 def _version(tensor: torch.Tensor) -> int:
     """Return a number that changes when torch writes to the tensor."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers, except those that the module leaves out of its state."""
+    try:
+        state = module.state_dict(keep_vars=True)
+        objects = {id(value) for value in state.values()}
+    except Exception as error:  # the module's own code may raise anything
+        raise UserError(f"the module's state_dict() raised {one_line(error)}") from error
+    return {name: tensor for name, tensor in registered_state(module).items() if name in state or id(tensor) in objects}
+
+
+def _with_bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the tensors with its bytes, without overlapping elements."""
+    return (plain for plain in plain_tensors(tensor) if can_be_poisoned(plain))
+
+
+def _inside(extent: ranges.Range, merged: Sequence[ranges.Range]) -> bool:
+    index = bisect_right(merged, extent[0], key=itemgetter(0)) - 1
+    return index >= 0 and extent[1] <= merged[index][1]
+
+
+def one_line(error: Exception) -> str:
+    """Return an exception of foreign code as one line of text."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

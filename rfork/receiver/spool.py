@@ -1,8 +1,9 @@
-"""Writes a fork's verified chunks to a spool, so that a restarted process can resume. Runs on the target.
+"""Keeps a fork's verified chunks in a spool, so that a restarted process can resume. Runs on the target.
 
-Runs on its own threads and reads chunks directly from the image, without a queue. The writer has the lowest
-priority: with a disk slower than the network, or on cores that the fork needs, it lags. Nothing here can fail
-or delay a fork: on an error it logs one line and stops, and a thread that hangs is abandoned.
+`ChunkPersister` writes chunks as they are verified; `SpoolReader` fills the chunks of a process that died. Both
+run on their own threads. The writer has the lowest priority: with a disk slower than the network, or on cores
+that the fork needs, it lags. Nothing here can fail or delay a fork: on an error it logs one line and stops, and
+a thread that hangs is abandoned.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import errno
 import hashlib
 import re
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, Self
@@ -18,8 +21,10 @@ from typing import Final, Self
 from rfork.errors import StorageError, reason_of
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
+from rfork.image.host_memory import copy_block
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.receiver.events import Event, ReadSpool, SpoolChunkRead, SpoolFailed
 from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool
 from rfork.storage.spool_lock import acquire_spool
@@ -28,9 +33,11 @@ from rfork.thread_priority import lower_thread_priority
 log = logger(__name__)
 
 BLOCK_BYTES: Final = 4 * MIB
-"""Size of one write: the writer can be stopped between two writes."""
+"""Size of one read or write: both can be stopped between two of them."""
 FLUSH_TIMEOUT_S: Final = 1.0
 """Maximum time that a fork waits for a spool to open, stop or be removed."""
+READ_STOP_S: Final = 1.0
+"""Maximum time that a fork waits for a read of a spool that hangs."""
 WRITER_NICE: Final = 19
 """Niceness of the writer: it gets the CPU time that the fork and other processes do not use."""
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -45,7 +52,10 @@ def spool_name(identity: InstanceIdentity) -> str:
 
 
 class ChunkPersister:
-    """Keeps verified chunks of one fork in a spool under `folder`; without a folder it does nothing."""
+    """Keeps verified chunks of one fork in a spool under `folder`; without a folder it does nothing.
+
+    Reads chunks directly from the image, without a queue.
+    """
 
     def __init__(self, folder: Path | None, identity: InstanceIdentity, image: Image, chunk_state: ChunkState) -> None:
         self._folder = folder
@@ -181,3 +191,77 @@ class ChunkPersister:
             spool.remove()
         except OSError as error:
             log.warning("failed to remove the chunks kept for a restart", reason=reason_of(error))
+
+
+class SpoolReader:
+    """Fills chunks from the spool of a process that died, on its own thread.
+
+    A disk may hang: blocks are read into separate memory, so that they cannot be written to the image later.
+    """
+
+    def __init__(self, spool: Spool, image: Image, emit: Callable[[Event], None]) -> None:
+        self.advanced_at = 0.0
+        """Time of the last block."""
+        self.bytes_read = 0
+        self._spool = spool
+        self._image = image
+        self._emit = emit
+        self._writing = threading.Lock()
+        self._stopped = False
+        self._requests: SimpleQueue[ReadSpool | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rfork-spool-read", daemon=True)
+
+    def start(self) -> None:
+        """Start its thread."""
+        self._thread.start()
+
+    def read(self, request: ReadSpool) -> None:
+        """Fill one chunk; the result is the event `SpoolChunkRead`."""
+        self._requests.put(request)
+
+    def stop(self) -> None:
+        """Stop writing to the image."""
+        with self._writing:  # a copy in progress ends
+            self._stopped = True
+        self._requests.put(None)
+
+    def join(self) -> None:
+        """Wait until its thread has ended; call it after `stop`. A thread that hangs is abandoned."""
+        if self._thread.is_alive():
+            self._thread.join(READ_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            scratch = memoryview(bytearray(min(BLOCK_BYTES, self._image.layout.chunks.chunk_size)))
+            while (request := self._requests.get()) is not None:
+                began = time.monotonic()
+                digest = self._load(request, scratch)
+                self._emit(SpoolChunkRead(request.chunk, digest, time.monotonic() - began))
+        except OSError as error:
+            if not self._stopped:  # otherwise the fork has ended and closed the spool
+                log.warning("kept chunks not readable, reading from the sources", reason=reason_of(error))
+        except Exception:  # out of memory, or a bug: the sources must serve the rest
+            log.exception("unexpected error with kept chunks, reading from the sources")
+        finally:
+            self._emit(SpoolFailed())
+
+    def _load(self, request: ReadSpool, scratch: memoryview) -> bytes | None:
+        """Fill one chunk; returns the digest of its bytes, or None if the spool did not have all of them."""
+        begin, end = self._image.layout.chunks[request.chunk]
+        is_complete = True
+        for at in range(begin, end, scratch.nbytes):
+            block = scratch[: min(scratch.nbytes, end - at)]
+            is_complete = self._spool.read(at, block)
+            if not is_complete:
+                break
+            with self._writing:
+                if self._stopped:
+                    return None
+                with self._image.writable(at, at + block.nbytes) as views:
+                    copy_block(block, views)
+            self.advanced_at = time.monotonic()
+            self.bytes_read += block.nbytes
+        digest = self._image.digest(request.chunk) if is_complete else None
+        if not self._stopped and digest != request.digest:
+            self._spool.erase(request.chunk)  # so that it is spooled again once a source has served it
+        return digest

@@ -1,4 +1,4 @@
-"""A planner that fails the first requests: when they are retried, and when the fork gives up."""
+"""Plan requests to a planner that fails, and the explanation of layout mismatches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from rfork.image.capture import capture
-from rfork.receiver import plan_requester
+from rfork.image.capture import capture, image_from_tensors
+from rfork.image.compat_tags import tag_tensors
+from rfork.receiver import planner_requests
+from rfork.receiver.planner_requests import explain_layout_mismatch
 from rfork.receiver.report import ForkReport
 from rfork.schema import Plan
 from rfork.settings import InstanceSettings
 from tests.unit.receiver.fake_planner import FakePlanner, problem_response
-from tests.unit.receiver.fleet import Fleet, Script, plan, route, settings
+from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, plan, route, settings
 from tests.unit.receiver.sessions import ALL, TWOS, Model, session
 
 Failure = httpx.RequestError | httpx.Response
@@ -64,7 +66,7 @@ def load_twos(module: nn.Module) -> None:
 @pytest.fixture(autouse=True)
 def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the interval between two requests."""
-    monkeypatch.setattr(plan_requester, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(planner_requests, "RETRY_INTERVAL_S", 0.01)
 
 
 def run_fork(fleet: Fleet, planner: FakePlanner, chosen: InstanceSettings | None = None) -> ForkReport:
@@ -128,8 +130,8 @@ def test_an_unreachable_planner_is_abandoned_after_the_outage_limit(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is retried until then, even if the fork's own deadline is later."""
-    monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 0.1)
-    monkeypatch.setattr(plan_requester, "time", FakeTimeModule(time.monotonic()))
+    monkeypatch.setattr(planner_requests, "MAX_PLANNER_OUTAGE_S", 0.1)
+    monkeypatch.setattr(planner_requests, "time", FakeTimeModule(time.monotonic()))
     planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=600))
     assert "twos" == report.fallback
@@ -142,7 +144,7 @@ def test_the_duration_of_a_failed_request_counts_towards_the_outage(
 ) -> None:
     """Connecting took longer than the outage limit, so there is no second attempt."""
     clock = FakeTimeModule(time.monotonic())
-    monkeypatch.setattr(plan_requester, "time", clock)
+    monkeypatch.setattr(planner_requests, "time", clock)
     planner = FlakyPlanner([httpx.ConnectTimeout("connect timed out")] * 9, lambda: plan(reason="no source"))
     planner.on_request = lambda: clock.sleep(5.0)
     report = run_fork(fleet, planner, settings(deadline_s=600))
@@ -152,7 +154,7 @@ def test_the_duration_of_a_failed_request_counts_towards_the_outage(
 
 def test_no_request_is_retried_after_the_deadline(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork's deadline comes before the planner's outage limit."""
-    monkeypatch.setattr(plan_requester, "MAX_PLANNER_OUTAGE_S", 60.0)
+    monkeypatch.setattr(planner_requests, "MAX_PLANNER_OUTAGE_S", 60.0)
     planner = FlakyPlanner([CONNECTION_REFUSED] * 1000, lambda: plan(reason="no source"))
     report = run_fork(fleet, planner, settings(deadline_s=0.2))
     assert "twos" == report.fallback
@@ -173,3 +175,50 @@ def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
     report = run_fork(fleet, planner)
     assert "forked" == report.outcome
     assert 3 == len(planner.requested_fork_ids)
+
+
+def explain(fleet: Fleet, *, unreachable: bool = False) -> str:
+    seed = fleet.source("a", image_from_tensors({"first": torch.zeros(4), "second": torch.zeros(2, 3)}))
+    target_image = image_from_tensors({"first": torch.zeros(4), "second": torch.zeros(2, 5, dtype=torch.bfloat16)})
+    source_route = route(seed)
+    if unreachable:
+        fleet.peers.kill(source_route.address)
+    return str(explain_layout_mismatch(source_route, target_image.layout, fleet.peers.dial, NEVER_S))
+
+
+def test_the_first_tensor_that_differs_is_named_on_both_sides(fleet: Fleet) -> None:
+    """The message contains name, dtype and shape of both."""
+    message = explain(fleet)
+    assert [] == [
+        part for part in ("second: here bfloat16[2, 5]", "there float32[2, 3]", "another layout") if part not in message
+    ]
+
+
+def test_an_unreachable_source_of_another_layout_is_named(fleet: Fleet) -> None:
+    """If the comparison fails, the message names the source and the reason."""
+    message = explain(fleet, unreachable=True)
+    assert "another layout" in message
+    assert "not compared: memory:1: connection refused" in message
+
+
+def test_a_different_attribute_is_named(fleet: Fleet) -> None:
+    """If all tensors are equal, the message contains the attribute's name, its module and both values."""
+    target_image, other = (capture(nn.LayerNorm(4, eps=eps)) for eps in (1e-5, 1e-6))
+    message = str(
+        explain_layout_mismatch(route(fleet.source("a", other)), target_image.layout, fleet.peers.dial, NEVER_S)
+    )
+    assert message.endswith("first difference: attribute eps: here 1e-05 at the module, there 1e-06 at the module")
+
+
+def test_image_facts_are_reported_before_tensors(fleet: Fleet) -> None:
+    """The facts recorded with two images explain more than the first tensor that differs."""
+    sides = []
+    for version in ("1", "2"):
+        module = nn.Linear(2, int(version))
+        vars(module)["rfork"] = {"is": tag_tensors((f"engine toy {version}", "device cpu"))}
+        sides.append(capture(module))
+    target_image, other = sides
+    message = str(
+        explain_layout_mismatch(route(fleet.source("a", other)), target_image.layout, fleet.peers.dial, NEVER_S)
+    )
+    assert message.endswith("first difference: engine: here toy 1; there toy 2")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rfork.receiver.poison import Poison
+from rfork.receiver.clean_module import Poison
 
 DTYPES = (
     torch.float32,

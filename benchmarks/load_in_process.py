@@ -1,4 +1,4 @@
-"""The planner without HTTP, for `benchmarks.planner_load`: a service in this process, and the policy."""
+"""The planner without HTTP, for `benchmarks.planner_load`: a plan service in this process, and the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rfork.schema import ForkRequest, Plan
 from rfork.settings import PlannerSettings
 
 REQUEST_PLAN, POLICY = "PlanService.plan", "policy.plan"
-FOR_EVER_S = 86_400.0
+FOR_EVER_S, MAX_LEASE_TTL_S = 86_400.0, 3_600.0
 
 
 class InProcessPlanner:
@@ -32,7 +32,7 @@ class InProcessPlanner:
             PlannerSettings,
             batch_window_s=0.0,
             instance_ttl_s=FOR_EVER_S,
-            lease_ttl_s=FOR_EVER_S,
+            lease_ttl_s=MAX_LEASE_TTL_S,
         )
         clock = Clock()
         self._fleet = fleet

@@ -12,7 +12,7 @@ requests. "core" and "client" are the shares of one core that the server and the
 - "x bare" is relative to "bare: POST", an ``async def`` that returns a constant dict and does not read the
   body, which is that of a plan. "bare: POST, models" parses the planner's request and returns a constant plan:
   no route with these models is faster.
-- "in process": the same plans by the registry, and by the policy alone, without HTTP.
+- "in process": the same plans by the plan service, and by the policy alone, without HTTP.
 - "maximum rate": heartbeats, or complete forks, over 16 connections that never pause. "calls/s" is the rate of
   responses.
 - "R ranks, N heartbeats/s": forks start at 5 per second while seeds send heartbeats at the default rate of R

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from planner.group_index import GroupIndex
+from planner.core.group_index import GroupIndex
+from planner.core.records import ForkRecord, GroupKey
+from planner.core.records import RouteRecord as PlannedRead
 from planner.policy import group_plan
 from planner.policy.transports import is_same_host_route
-from planner.policy_types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
-from planner.store.records import ForkRecord, GroupKey
-from planner.store.records import RouteRecord as PlannedRead
+from planner.policy.types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range
 from rfork.schema import Rank
 

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from benchmarks.simulate.fleet import SimFleet, SimHost, SimNode
 from benchmarks.simulate.planner import IMAGE_SECONDS, SimPlanner, SimPlanRequest
-from planner.request_batcher import window_s
+from planner.core.batch_queue import window_s
 from rfork.errors import RforkError, SettingsError
 
 MAX_TIME: Final = 100.0

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ForkDemand
+from planner.policy.types import ForkDemand
 from rfork.image.chunk_state import ChunkState
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest

@@ -145,7 +145,7 @@ class Instance:
         on_acked, self._on_acked = self._on_acked, []
         with suppress(NetworkError):
             ack = await self.world.planner.call(
-                self.name, self.host, lambda registry, claimant: registry.report(report, claimant)
+                self.name, self.host, lambda service, claimant: service.report(report, claimant)
             )
             self._receive_ack(ack)
             pause_s = REPORT_FRACTION * ack.heartbeat_s

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.ownership import Claimant
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.errors import (
     NetworkError,
     NoSource,
@@ -77,8 +77,8 @@ REPORT_TIMEOUT_S = 0.5
 URI = "file:///model"
 
 
-def request_plan(message: ForkRequest, registry: Registry, claimant: Claimant) -> Awaitable[Plan]:
-    return registry.request_plan(message, claimant)
+def request_plan(message: ForkRequest, service: PlanService, claimant: Claimant) -> Awaitable[Plan]:
+    return service.plan(message, claimant)
 
 
 class Target:
@@ -339,7 +339,7 @@ class Target:
             ack = await self.world.planner.call(
                 instance.name,
                 instance.host,
-                lambda registry, claimant: registry.progress(self.fork_id, progress, claimant),
+                lambda service, claimant: service.progress(self.fork_id, progress, claimant),
             )
         except PlannerRejected as error:
             if error.problem == "unknown-fork":
@@ -414,7 +414,7 @@ class Target:
             await self.world.planner.call(
                 self.instance.name,
                 self.instance.host,
-                lambda registry, claimant: registry.finish(self.fork_id, result, claimant),
+                lambda service, claimant: service.finish(self.fork_id, result, claimant),
             )
         except NetworkError:
             return

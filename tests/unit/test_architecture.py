@@ -160,6 +160,20 @@ def test_the_planner_imports_only_shared_modules() -> None:
     assert [] == wrong
 
 
+def test_the_core_of_the_planner_is_pure() -> None:
+    """The planner's core and policy import no clock, thread, socket, event loop, web framework or store."""
+    impure = {"asyncio", "fastapi", "random", "redis", "secrets", "socket", "starlette", "threading", "time"}
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules_of("planner")
+        if module.startswith(("planner.core", "planner.policy"))
+        for imported in imports_of(tree)
+        if imported.split(".")[0] in impure
+        or (imported.startswith("planner.") and not imported.startswith(("planner.core", "planner.policy")))
+    ]
+    assert [] == wrong
+
+
 def cycle_among(packages: tuple[str, ...]) -> list[str]:
     """Return modules that import one another in a cycle, including imports in functions and for type checkers."""
     trees = {name: tree for package in packages for name, tree in modules_of(package)}

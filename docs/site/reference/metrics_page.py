@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from docs.site.reference.markdown import anchor_of, heading, nowrap_code, sentence, table
+from planner.clock import Clock
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus
 from planner.integrations.keda.metric_source import EngineClient, MetricSource
 from planner.integrations.keda.scaler import Scaler
@@ -19,7 +20,6 @@ from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, Re
 from planner.integrations.kubernetes.topology import NodeTopology
 from planner.integrations.kubernetes.webhook_app import admission_app
 from planner.integrations.planner_api import PlannerApi
-from planner.leases import Clock
 from planner.metrics import Metrics as PlannerMetrics
 from rfork.settings import KubernetesSettings
 

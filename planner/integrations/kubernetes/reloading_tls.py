@@ -8,9 +8,9 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge
 
+from planner.clock import Clock
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes.certs import CertPair, InvalidCertificate, date
-from planner.leases import Clock
 from rfork.logs import logger
 
 LOG_INTERVAL_S: Final = 3600.0

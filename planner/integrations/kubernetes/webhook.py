@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 
+from planner.clock import Clock
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes.cert_source import (
     CertSource,
@@ -20,7 +21,6 @@ from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, Re
 from planner.integrations.kubernetes.secrets import connect_secrets
 from planner.integrations.kubernetes.topology import NodeTopology
 from planner.integrations.kubernetes.webhook_app import admission_app
-from planner.leases import Clock
 from planner.sockets import address_of, listen, run_server
 from rfork.errors import SettingsError
 from rfork.logs import logger

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
+from planner.clock import Clock
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import certs
 from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, SecretCertSource
 from planner.integrations.kubernetes.certs import CertBundle
 from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
-from planner.leases import Clock
 from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
 

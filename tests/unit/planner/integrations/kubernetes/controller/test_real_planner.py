@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from planner.app import create_app
+from planner.clock import Clock as PlannerClock
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
 from planner.integrations.kubernetes.controller.controller import Controller
 from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_client import PlannerRestClient
-from planner.leases import Clock as PlannerClock
 from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
 from tests.unit.fake_clock import FakeClock

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from planner.store.records import InstanceRecord
+from planner.core.records import InstanceRecord
 from rfork import weights_version
 from rfork.schema import InstanceReport
 

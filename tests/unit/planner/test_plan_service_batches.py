@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from planner.core.records import StoreChange
+from planner.plan_service import PlanService
 from planner.policy import group_plan
-from planner.registry import Registry
-from planner.store.base import StoreChange, StoreUnavailable
+from planner.store.base import StoreUnavailable
 from planner.store.memory import MemoryStore
 from rfork.schema import ForkResult, Plan
 from tests.unit.planner.builders import (
@@ -20,7 +21,7 @@ from tests.unit.planner.builders import (
     FakeTime,
     fault,
     fork_request,
-    make_registry,
+    make_service,
     report,
     seed_report,
     storage_candidates,
@@ -66,14 +67,14 @@ class SlowStore(MemoryStore):
 
 @pytest.fixture
 def store(time: FakeTime) -> FlakyStore:
-    """The store of `registry`."""
+    """The store of `service`."""
     return FlakyStore(time)
 
 
 @pytest.fixture
-def registry(time: FakeTime, store: FlakyStore) -> Registry:
-    """A registry in which the first request waits for others."""
-    return make_registry(time, store, batch_window_s=0.02)
+def service(time: FakeTime, store: FlakyStore) -> PlanService:
+    """A service in which the first request waits for others."""
+    return make_service(time, store, batch_window_s=0.02)
 
 
 def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
@@ -82,11 +83,11 @@ def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
     return peers | {str(read.kind): read.chunks for read in plan.storage}
 
 
-async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: FlakyStore) -> None:
+async def test_arrivals_in_one_window_share_one_plan(service: PlanService, store: FlakyStore) -> None:
     """Ten concurrent requests get one plan, in which each has its slot."""
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     names = [f"t{index}" for index in range(10)]
-    plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in names))
+    plans = await asyncio.gather(*(service.plan(fork_request(name)) for name in names))
     expected = [{"s": ALL}] + [{before: ALL} for before in names[:-1]]
     assert [10] == store.plans
     assert expected == [parts(plan) for plan in plans]
@@ -95,42 +96,42 @@ async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: 
 async def test_finishing_waits_for_a_plan_in_progress(time: FakeTime) -> None:
     """The batch is closed and the store has not accepted the plan yet."""
     store = SlowStore(time)
-    registry = make_registry(time, store, batch_window_s=0.001)
-    await registry.report(seed_report("s"))
-    plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
+    service = make_service(time, store, batch_window_s=0.001)
+    await service.report(seed_report("s"))
+    plan_task = asyncio.create_task(service.plan(fork_request("a")))
     await store.began.wait()
     failed = ForkResult(outcome="failed", seconds=1, bytes_read=0)
-    ended = asyncio.create_task(registry.finish("fork-a", failed))
+    ended = asyncio.create_task(service.finish("fork-a", failed))
     await asyncio.sleep(0)
     store.released.set()
     await asyncio.gather(plan_task, ended)
-    assert "failed" == registry.fork("fork-a").state
-    assert [] == registry.state.live_forks()
+    assert "failed" == service.fork("fork-a").state
+    assert [] == service.state.live_forks()
 
 
-async def test_groups_do_not_wait_for_one_another(registry: Registry, store: FlakyStore) -> None:
+async def test_groups_do_not_wait_for_one_another(service: PlanService, store: FlakyStore) -> None:
     """Each model has its own window."""
-    await asyncio.gather(*(registry.request_plan(fork_request(name, model=name)) for name in "ab"))
+    await asyncio.gather(*(service.plan(fork_request(name, model=name)) for name in "ab"))
     assert [1, 1] == store.plans
 
 
-async def test_replans_and_started_forks_do_not_wait(registry: Registry, store: FlakyStore) -> None:
+async def test_replans_and_started_forks_do_not_wait(service: PlanService, store: FlakyStore) -> None:
     """They are planned before the window of the first request has closed."""
-    await registry.report(seed_report("s", max_readers=4))
-    first = asyncio.create_task(registry.request_plan(fork_request("a")))
-    await registry.request_plan(fork_request("b", (0, 3)))
-    await registry.request_plan(fork_request("c", faults=(fault("x", "SourceUnavailable"),)))
+    await service.report(seed_report("s", max_readers=4))
+    first = asyncio.create_task(service.plan(fork_request("a")))
+    await service.plan(fork_request("b", (0, 3)))
+    await service.plan(fork_request("c", faults=(fault("x", "SourceUnavailable"),)))
     waiting = not first.done()
     await first
     assert waiting
     assert [1, 1, 1] == store.plans
 
 
-async def test_a_disconnected_caller_does_not_cancel_the_others_plan(registry: Registry) -> None:
+async def test_a_disconnected_caller_does_not_cancel_the_others_plan(service: PlanService) -> None:
     """This includes the first caller, which opened the window."""
-    await registry.report(seed_report("s"))
-    first = asyncio.create_task(registry.request_plan(fork_request("a")))
-    second = asyncio.create_task(registry.request_plan(fork_request("b")))
+    await service.report(seed_report("s"))
+    first = asyncio.create_task(service.plan(fork_request("a")))
+    second = asyncio.create_task(service.plan(fork_request("b")))
     await asyncio.sleep(0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -138,24 +139,20 @@ async def test_a_disconnected_caller_does_not_cancel_the_others_plan(registry: R
     assert {"a": ALL} == parts(await second)
 
 
-async def test_a_failed_plan_fails_for_its_complete_batch(registry: Registry, store: FlakyStore) -> None:
+async def test_a_failed_plan_fails_for_its_complete_batch(service: PlanService, store: FlakyStore) -> None:
     """Each caller gets the error, and the next window is a new one."""
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     store.failures_left = 1
-    results = await asyncio.gather(
-        *(registry.request_plan(fork_request(name)) for name in "ab"), return_exceptions=True
-    )
-    again = await registry.request_plan(fork_request("a"))
+    results = await asyncio.gather(*(service.plan(fork_request(name)) for name in "ab"), return_exceptions=True)
+    again = await service.plan(fork_request("a"))
     assert [StoreUnavailable] * 2 == [type(result) for result in results]
     assert {"s": ALL} == parts(again)
 
 
-async def test_the_same_request_twice_in_one_window_is_one_fork(registry: Registry, store: FlakyStore) -> None:
+async def test_the_same_request_twice_in_one_window_is_one_fork(service: PlanService, store: FlakyStore) -> None:
     """A caller that repeats its request gets the same plan."""
-    await registry.report(seed_report("s"))
-    first, second = await asyncio.gather(
-        registry.request_plan(fork_request("a")), registry.request_plan(fork_request("a"))
-    )
+    await service.report(seed_report("s"))
+    first, second = await asyncio.gather(service.plan(fork_request("a")), service.plan(fork_request("a")))
     assert [1] == store.plans
     assert parts(first) == parts(second)
 
@@ -173,38 +170,38 @@ async def test_one_target_of_a_cold_group_is_elected(
     time: FakeTime, storage: object, expected: list[object], batch_s: float
 ) -> None:
     """Storage is read once, whether targets arrive together or one after another."""
-    registry = make_registry(time, batch_window_s=batch_s)
+    service = make_service(time, batch_window_s=batch_s)
     requests = [fork_request(name, storage=storage_candidates(storage)) for name in "abc"]  # type: ignore[arg-type]
     if batch_s:
-        plans = list(await asyncio.gather(*(registry.request_plan(request) for request in requests)))
+        plans = list(await asyncio.gather(*(service.plan(request) for request in requests)))
     else:
-        plans = [await registry.request_plan(request) for request in requests]
+        plans = [await service.plan(request) for request in requests]
     assert expected == [parts(plan) for plan in plans]
 
 
-async def test_a_batch_shares_a_snapshot_in_a_ring(registry: Registry) -> None:
+async def test_a_batch_shares_a_snapshot_in_a_ring(service: PlanService) -> None:
     """With enough chunks for two, each reads half."""
     requests = [fork_request(name, storage=storage_candidates(SNAPSHOT), chunk_count=20) for name in "ab"]
-    plans = await asyncio.gather(*(registry.request_plan(request) for request in requests))
+    plans = await asyncio.gather(*(service.plan(request) for request in requests))
     low, high = ((0, 10),), ((10, 20),)
     assert [{"snapshot": low, "b": high}, {"snapshot": high, "a": low}] == [parts(plan) for plan in plans]
 
 
 async def test_a_missing_leader_is_replaced_by_a_follower(time: FakeTime) -> None:
     """The follower reads missing chunks from storage, and the next one reads from it."""
-    registry = make_registry(time)
+    service = make_service(time)
     for name in "abc":
-        await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
-    await registry.remove("a")
+        await service.plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
+    await service.remove("a")
     report_fields: dict[str, Any] = {
         "weights_id": None,
         "provisional_id": ORIGIN,
         "storage": storage_candidates(CHECKPOINT),
     }
-    await registry.report(report("c", (0, 4), **report_fields))
+    await service.report(report("c", (0, 4), **report_fields))
     faults = (fault("a", "SourceUnavailable"),)
-    first = await registry.request_plan(fork_request("b", (0, 5), faults=faults, **report_fields))
-    second = await registry.request_plan(fork_request("c", (0, 4), **report_fields))
+    first = await service.plan(fork_request("b", (0, 5), faults=faults, **report_fields))
+    second = await service.plan(fork_request("c", (0, 4), **report_fields))
     assert {"checkpoint": ((5, 12),)} == parts(first)
     assert {"b": ((4, 12),)} == parts(second)
     assert ORIGIN == first.provisional_id == second.provisional_id
@@ -212,21 +209,21 @@ async def test_a_missing_leader_is_replaced_by_a_follower(time: FakeTime) -> Non
 
 async def test_an_elected_reader_whose_storage_fails_is_replaced(time: FakeTime) -> None:
     """The other is elected when it replans, and the first reads from it."""
-    registry = make_registry(time)
+    service = make_service(time)
     for name in "ab":
-        await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
+        await service.plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
     failed = (fault("a", "StorageError", "storage"),)
-    unplanned = await registry.request_plan(fork_request("a", faults=failed, storage=storage_candidates(CHECKPOINT)))
-    elected = await registry.request_plan(fork_request("b", storage=storage_candidates(CHECKPOINT)))
-    follower = await registry.request_plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
+    unplanned = await service.plan(fork_request("a", faults=failed, storage=storage_candidates(CHECKPOINT)))
+    elected = await service.plan(fork_request("b", storage=storage_candidates(CHECKPOINT)))
+    follower = await service.plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
     assert {} == parts(unplanned)
     assert {"checkpoint": ALL} == parts(elected)
     assert {"b": ALL} == parts(follower)
 
 
-async def test_without_storage_no_target_is_elected(registry: Registry) -> None:
+async def test_without_storage_no_target_is_elected(service: PlanService) -> None:
     """Each gets the reason immediately."""
-    plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in "ab"))
+    plans = await asyncio.gather(*(service.plan(fork_request(name)) for name in "ab"))
     for plan in plans:
         assert {} == parts(plan)
         assert plan.retry_after_s is None
@@ -244,50 +241,13 @@ async def test_a_request_that_cannot_be_planned_does_not_fail_the_others(
         return original_plan(group, demands, now)
 
     monkeypatch.setattr(group_plan, "plan", plan)
-    registry = make_registry(time, batch_window_s=0.02)
-    await registry.report(seed_report("s"))
+    service = make_service(time, batch_window_s=0.02)
+    await service.report(seed_report("s"))
     good, bad = await asyncio.gather(
-        registry.request_plan(fork_request("a")),
-        registry.request_plan(fork_request("bad")),
+        service.plan(fork_request("a")),
+        service.plan(fork_request("bad")),
         return_exceptions=True,
     )
     assert isinstance(good, Plan)
     assert {"s": ALL} == parts(good)
     assert OverflowError is type(bad)
-
-
-WAITS = [
-    (1, 0.5, (), [0.002] * 4),
-    (1, 0.04, (), [0.002, 0.05, 0.05, 0.05]),
-    (1, 0.5, (SNAPSHOT,), [0.05] * 4),
-    (3, 0.5, (), [0.002, 0.048, 0.25, 0.5, 0.75]),
-    (3, 0.5, (SNAPSHOT,), [0.05, 0.25, 0.5, 0.75]),
-]
-
-
-@pytest.mark.parametrize(("together", "apart_s", "storage", "expected"), WAITS)
-async def test_the_window_grows_only_while_several_requests_arrive(
-    time: FakeTime,
-    monkeypatch: pytest.MonkeyPatch,
-    together: int,
-    apart_s: float,
-    storage: Any,
-    expected: list[float],
-) -> None:
-    """A single request hardly waits, if none came just before and it has no storage."""
-    waited: list[float] = []
-    pause = asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        waited.append(round(seconds, 6))
-        await pause(0)
-
-    registry = make_registry(time, batch_window_s=0.05)
-    monkeypatch.setattr("planner.request_batcher.asyncio.sleep", sleep)
-    for moment in range(4):
-        names = [f"t{moment}-{each}" for each in range(together)]
-        await asyncio.gather(
-            *(registry.request_plan(fork_request(name, storage=storage_candidates(*storage))) for name in names)
-        )
-        time.now += apart_s
-    assert expected == waited

@@ -5,13 +5,12 @@ Times are in seconds on the store's clock, which all replicas share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.accusations import Accusation, active_accusations
-from planner.policy_types import HostLocation, Source, Storage
+from planner.policy.types import HostLocation, Source, Storage
 from rfork import schema
 from rfork.image.ranges import Range, normalise
 from rfork.schema import (
@@ -24,7 +23,7 @@ from rfork.schema import (
     ScaleUp,
     StorageAssignment,
 )
-from rfork.schema.types import ForkState
+from rfork.schema.types import ForkState, Outcome
 
 
 class GroupKey(NamedTuple):
@@ -34,6 +33,53 @@ class GroupKey(NamedTuple):
     version: str
     """Empty for targets whose version is not resolved yet."""
     rank_key: str
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A reader that reports faults, with the attributes that distinguish it from other readers."""
+
+    instance_id: str
+    host: str
+    address: str = ""
+    """Network address that it calls from; empty if unknown."""
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for readers that cannot be distinguished."""
+        return f"{self.host}|{self.address}"
+
+    def is_apart_from(self, other: Witness) -> bool:
+        """Return True if the two readers are on different hosts."""
+        unknown = not self.address or not other.address
+        return self.host != other.host and (unknown or self.address != other.address)
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A reader's statement that a source is at fault."""
+
+    accuser: Witness
+    fork_id: str
+    reason: str
+    at: float
+    until: float
+    """Time from which it no longer counts."""
+    generation: int
+    """Generation of the source's weights that were read."""
+    credibility: float = 1.0
+    contradicted_by: tuple[str, ...] = ()
+    """Keys of witnesses that have since read verified bytes from the source."""
+
+    @property
+    def error(self) -> str:
+        """Name of the error, with which the reason begins."""
+        return self.reason.partition(":")[0]
+
+
+def active_accusations(accusations: Iterable[Accusation], generation: int, now: float) -> tuple[Accusation, ...]:
+    """Return the accusations that still count: not expired, and against the source's current generation."""
+    return tuple(each for each in accusations if each.generation == generation and now < each.until)
 
 
 @dataclass(frozen=True)
@@ -234,3 +280,34 @@ class ScaleUpRecord:
     def expected(self) -> int:
         """Total number of replicas expected since `first_at`."""
         return self.before + self.scaleup.replicas
+
+
+@dataclass(frozen=True)
+class StoreChange:
+    """Records to write, and ids to remove, atomically."""
+
+    instances: tuple[InstanceRecord, ...] = ()
+    forks: tuple[ForkRecord, ...] = ()
+    removed: tuple[str, ...] = ()
+    """Ids of instances to remove."""
+    scaleups: tuple[ScaleUpRecord, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    """Ids of scale-ups to remove."""
+    group: GroupKey | None = None
+    """If set, the change is applied only if the forks of this group have not changed since `version`."""
+    version: int = 0
+
+
+def build_fork_result(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> ForkResult:
+    """Return the result of a fork that the planner ends on behalf of its target."""
+    progress = fork.progress
+    return ForkResult(
+        outcome=outcome,
+        seconds=max(0.0, now - fork.requested_at),
+        bytes_read=progress.bytes_read if progress else 0,
+        sources=progress.sources if progress else {},
+        transports=progress.transports if progress else {},
+        phases=progress.phases if progress else {},
+        link_bytes_per_s=progress.link_bytes_per_s if progress else None,
+        reasons=(reason,),
+    )

@@ -110,7 +110,7 @@ class HolderCount:
 class GroupView:
     """One rank of one model: all instances that have it or are receiving it.
 
-    The mappings may be live views of a registry: the policy only reads them, and decides synchronously.
+    The mappings may be live views of the planner's index: the policy only reads them, and decides synchronously.
     """
 
     model: str

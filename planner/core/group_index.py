@@ -4,22 +4,234 @@ The policy weighs sources by distance, load, completeness and progress. The inde
 the same criteria, for each host, NVLink domain, rack, zone and for the complete group: a change moves one
 member between buckets, and the best few of each locality are found without inspecting the others. Buckets are
 coarse (load in quarters, progress in eighths), which only affects the choice of candidates.
+
+A member has one slot per reader, up to its maximum. A reader is either a fork whose plan names the member, or
+an unplanned reader: a fork that the member reports and that this planner did not plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from planner.content_counts import ContentCounts
-from planner.group_history import GroupHistory
-from planner.policy_types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, HolderCount, Source
-from planner.reader_slots import ReaderSlots
-from planner.source_buckets import Bucket, Content, SourceBuckets, bucket_key, localities
+from planner.core.group_history import GroupHistory
+from planner.core.records import ForkRecord, GroupKey
+from planner.policy.transports import has_only_gpu_kernels, has_only_same_host, is_same_host_route
+from planner.policy.types import (
+    SLOW_FRACTION,
+    ChunkShare,
+    ForkDemand,
+    GroupView,
+    HolderCount,
+    HostLocation,
+    Source,
+)
 from rfork.image.ranges import count
 
-if TYPE_CHECKING:
-    from planner.store.records import ForkRecord, GroupKey
+Content = tuple[str | None, str | None]
+"""weights_id, or else provisional_id."""
+Scope = tuple[str, ...]
+Bucket = tuple[int, int, bool, int]
+"""Tier (see `availability_tier`), load in quarters, incomplete, eighths missing: the lowest is best."""
+MAX_LOAD_LEVEL: Final = 60
+"""Quarters from which all loads count as equal."""
+
+
+class SourceBuckets:
+    """The members of one layout and content, in buckets for each locality."""
+
+    def __init__(self) -> None:
+        self.scopes: dict[Scope, dict[Bucket, dict[str, None]]] = {}
+
+    def add(self, location: HostLocation, bucket: Bucket, instance_id: str) -> None:
+        """Add a member to its bucket of each locality."""
+        for scope in localities(location):
+            self.scopes.setdefault(scope, {}).setdefault(bucket, {})[instance_id] = None
+
+    def remove(self, location: HostLocation, bucket: Bucket, instance_id: str) -> None:
+        """Remove a member from its buckets."""
+        for scope in localities(location):
+            buckets = self.scopes[scope]
+            members = buckets[bucket]
+            del members[instance_id]
+            if not members:
+                del buckets[bucket]
+                if not buckets:
+                    del self.scopes[scope]
+
+    def best(self, scope: Scope, limit: int) -> Iterator[str]:
+        """Yield the first `limit` members of a locality, best first."""
+        buckets = self.scopes.get(scope)
+        if buckets is None:
+            return
+        for bucket in sorted(buckets):
+            for instance_id in buckets[bucket]:
+                yield instance_id
+                limit -= 1
+                if not limit:
+                    return
+
+
+def localities(location: HostLocation) -> tuple[Scope, ...]:
+    """Return the localities of a member, nearest first."""
+    scopes: list[Scope] = [("host", location.host)]
+    if location.nvlink is not None:
+        scopes.append(("nvlink", location.nvlink))
+    if location.rack is not None:
+        scopes.append(("rack", location.zone or "", location.rack))
+    if location.zone is not None:
+        scopes.append(("zone", location.zone))
+    scopes.append(("all",))
+    return tuple(scopes)
+
+
+def bucket_key(source: Source, *, readers: int, load: float, has_data: bool, missing: bool) -> Bucket:
+    """Return the bucket of a member with this many readers, which use `load` of its link.
+
+    `has_data`: its plan has sources; `missing`: a reader could not reach it.
+    """
+    quarters = min(MAX_LOAD_LEVEL, math.ceil(4 * load / source.egress_share - 0.01))
+    missing_quarters = 0 if source.complete else 8 - 8 * source.watermark // max(1, source.chunk_count)
+    return (
+        availability_tier(source, readers, has_data=has_data, missing=missing),
+        quarters,
+        not source.complete,
+        missing_quarters,
+    )
+
+
+def availability_tier(source: Source, readers: int, *, has_data: bool, missing: bool) -> int:
+    """Return 0: can be read from; 1: slow, or by kernels on its GPU only; 2: no free slot; 3: has no source
+    of its own, or serves its own host only; 4: must not be read from.
+    """
+    if source.state == "draining" or source.quarantine or missing:
+        return 4
+    if not source.complete and not has_data:
+        return 3
+    if has_only_same_host(source.transports):
+        return 3
+    if readers >= source.max_readers:
+        return 2
+    return 1 if (source.slow and not source.complete) or has_only_gpu_kernels(source.transports) else 0
+
+
+class ContentCounts:
+    """The counts of one group. A member must be removed with the values with which it was added."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[str, dict[Content, HolderCount]] = {}
+
+    def counts_for(self, layout_id: str) -> Mapping[Content, HolderCount]:
+        """Return the holders of a layout, by content."""
+        return self._layouts.get(layout_id, {})
+
+    @property
+    def any_seed(self) -> bool:
+        """True if any member serves a complete image."""
+        return any(
+            holders.seeds for counts_by_content in self._layouts.values() for holders in counts_by_content.values()
+        )
+
+    def add(self, source: Source) -> None:
+        """Count a member, if it serves anything."""
+        self._change(source, 1)
+
+    def remove(self, source: Source) -> None:
+        """Stop counting a member."""
+        self._change(source, -1)
+
+    def _change(self, source: Source, change: int) -> None:
+        key = (source.weights_id, None) if source.weights_id else (None, source.provisional_id)
+        if key == (None, None) or source.state == "draining" or source.quarantine or not source.verified:
+            return
+        counts_by_content = self._layouts.setdefault(source.layout_id, {})
+        before = counts_by_content.get(key, HolderCount())
+        after = HolderCount(
+            seeds=before.seeds + change * source.complete,
+            instances=before.instances + change,
+            generation=max(before.generation, source.generation),
+        )
+        if after.instances:
+            counts_by_content[key] = after
+        else:
+            del counts_by_content[key]
+            if not counts_by_content:
+                del self._layouts[source.layout_id]
+
+
+UNPLANNED_SHARE: Final = 0.5
+"""Fraction of its speed that a reader without a known plan is assumed to use."""
+
+
+class ReaderSlots:
+    """The readers of every member. They outlive its record: a silent member may come back."""
+
+    def __init__(self) -> None:
+        self.readers: dict[str, dict[str, float]] = {}
+        """Forks that have a slot at each member, by instance_id, with the fraction of its link's speed that
+        each uses.
+        """
+        self.local: dict[str, set[str]] = {}
+        """Those readers that stay within the member's host, by instance_id."""
+        self._unplanned_readers: dict[str, tuple[str, ...]] = {}  # by instance_id
+
+    def unplanned_readers(self, instance_id: str) -> tuple[str, ...] | None:
+        """Return the unplanned readers that a member reported last; None if it is not a member."""
+        return self._unplanned_readers.get(instance_id)
+
+    def set_unplanned_readers(self, instance_id: str, unplanned_readers: tuple[str, ...]) -> None:
+        """Assign slots to the unplanned readers that a member reports, and release those that it no longer
+        reports.
+        """
+        readers, current = self.readers.setdefault(instance_id, {}), set(unplanned_readers)
+        for name in self._unplanned_readers.get(instance_id, ()):
+            if name not in current and readers.get(name) == UNPLANNED_SHARE:
+                del readers[name]
+        for name in unplanned_readers:
+            readers.setdefault(name, UNPLANNED_SHARE)
+        self._unplanned_readers[instance_id] = unplanned_readers
+
+    def remove_member(self, instance_id: str) -> None:
+        """Remove a member; its planned readers keep their slots."""
+        self.set_unplanned_readers(instance_id, ())
+        del self._unplanned_readers[instance_id]
+        if not self.readers[instance_id]:
+            del self.readers[instance_id]
+
+    def add_reader(self, fork: ForkRecord, chunks: int, speed: float) -> None:
+        """Assign a fork a slot at each source of its plan. `chunks`: total chunks of the image; `speed`: the
+        fork's read rate as a fraction of its link.
+        """
+        for route in fork.reads:
+            readers = self.readers.setdefault(route.source_id, {})
+            readers[fork.fork_id] = speed * count(route.chunks) / chunks
+            if is_same_host_route(route.transports):
+                self.local.setdefault(route.source_id, set()).add(fork.fork_id)
+            if unassigned := self._unplanned_readers.get(route.source_id):
+                self._unplanned_readers[route.source_id] = tuple(name for name in unassigned if name != fork.fork_id)
+
+    def release(self, fork: ForkRecord) -> list[str]:
+        """Release the fork's slots, and return the sources that it had one at."""
+        released: list[str] = []
+        for route in fork.reads:
+            if (local := self.local.get(route.source_id)) is not None:
+                local.discard(fork.fork_id)
+                if not local:
+                    del self.local[route.source_id]
+            readers = self.readers.get(route.source_id)
+            if readers is not None and readers.pop(fork.fork_id, None) is not None:
+                released.append(route.source_id)
+                if not readers and route.source_id not in self._unplanned_readers:
+                    del self.readers[route.source_id]
+        return released
+
+    def load(self, instance_id: str) -> float:
+        """Return the load that an instance's readers put on its network link, in links."""
+        local = self.local.get(instance_id, ())
+        readers = self.readers.get(instance_id, {})
+        return sum(share for fork_id, share in readers.items() if fork_id not in local)
+
 
 MAX_NEARBY: Final = 4
 """Members of each locality of a target that a plan inspects."""
@@ -68,7 +280,7 @@ class GroupIndex:
 
     @property
     def readers(self) -> Mapping[str, Mapping[str, float]]:
-        """Forks that read from each member, by instance_id (see `planner.reader_slots.ReaderSlots`)."""
+        """Forks that read from each member, by instance_id (see `ReaderSlots`)."""
         return self._reader_slots.readers
 
     # -- changes ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The registry's decisions about plans, leases, faults and quarantine."""
+"""The service's decisions about plans, leases, faults and quarantine."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ import httpx
 
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError, reason_of
+from rfork.net.tls import ca_expires_at, certificate_expires_at, client_context, server_context
 from rfork.planner_client.rest import unreachable_error
 from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
-from rfork.tls_expiry import ca_expires_at, certificate_expires_at
-from rfork.tls_files import client_context, server_context
 
 MAX_CLOCK_SKEW_S = 5.0
 SOON_DAYS = 14

@@ -13,14 +13,13 @@ import trustme
 
 from planner.server import run_in_thread
 from rfork.errors import LeaseRejected, PlannerUnreachable
+from rfork.net.tls import CurrentContext, client_context, not_after
 from rfork.peer.client import PeerClient
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.deadline_transport import DeadlineTransport
 from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings
 from rfork.source.image_state import compute_manifest
 from rfork.source.seed import InstanceIdentity, Seed
-from rfork.tls_expiry import not_after
-from rfork.tls_files import CurrentContext, client_context
 from rfork.transport.http import HttpTransport
 from tests.unit.source.seeds import IMAGE
 

@@ -16,13 +16,13 @@ import pytest
 import trustme
 
 from rfork.errors import SettingsError, StorageAccessDenied, StorageError, StorageNotFound
+from rfork.net.stream import TlsStream
 from rfork.settings import StorageSettings
 from rfork.storage.blob import read_range
 from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
 from rfork.storage.http.connect import Cancelled, CancelScope, client_context, open_connection
 from rfork.storage.http.hedging import MIN_SAMPLES
 from rfork.storage.http.request import HttpOrigin
-from rfork.transport.http.stream import TlsStream
 from tests.storage_faults import ErrorStatus, Fault, StallFault
 from tests.storage_server import StorageServer
 

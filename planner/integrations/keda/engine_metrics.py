@@ -12,7 +12,7 @@ import httpx
 from planner.integrations.keda.signals import MetricPage, parse_metrics
 from planner.integrations.planner_client import DEAD_CONNECTION
 from rfork.errors import SettingsError, reason_of
-from rfork.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
+from rfork.net.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
 from rfork.settings import TlsSettings, host_port
 
 ENGINE_TIMEOUT_S: Final = 2.0

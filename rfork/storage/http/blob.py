@@ -15,6 +15,7 @@ from typing import Final
 
 from rfork.errors import StorageError
 from rfork.logs import logger
+from rfork.net.stream import ScatterCursor
 from rfork.settings import StorageSettings
 from rfork.storage.http.connect import Cancelled, CancelScope
 from rfork.storage.http.hedged_request import HedgedRequest
@@ -24,7 +25,6 @@ from rfork.storage.http.requests import HttpResource
 from rfork.storage.http.responses import Explain, ObjectVersion, check_content_range, version_from_response
 from rfork.storage.http.retry import RetryableError, RetryBudget
 from rfork.storage.http.timeout import ReadTimeout
-from rfork.transport.http.stream import ScatterCursor
 
 __all__ = ["Explain", "HttpConnectionPool", "HttpRequest", "ObjectVersion", "RangedBlob", "Sign"]
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rfork.errors import SettingsError, reason_of
+from rfork.net.stream import PlainStream, Stream, TlsStream
 from rfork.settings import StorageSettings
 from rfork.storage.http.request import HttpOrigin
-from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 
 
 class Cancelled(Exception):

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from rfork.errors import RforkError
 from rfork.logs import logger
+from rfork.net.stream import ScatterCursor
 from rfork.storage.http.connect import Cancelled, CancelScope
 from rfork.storage.http.hedging import MIN_DELAY_S, HedgePolicy
 from rfork.storage.http.retry import RetryableError
-from rfork.transport.http.stream import ScatterCursor
 
 Fetch = Callable[[ScatterCursor, int, int], None]
 """Fills a cursor with bytes `[begin, end)` in one attempt."""

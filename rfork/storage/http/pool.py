@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from rfork.net.stream import Stream
 from rfork.settings import StorageSettings
 from rfork.storage.http.connect import Cancelled, CancelScope, client_context, open_connection
 from rfork.storage.http.hedging import HedgePolicy
 from rfork.storage.http.request import HttpOrigin
-from rfork.transport.http.stream import Stream
 
 MAX_IDLE_S: Final = 30.0
 """Maximum idle time of a connection: firewalls and load balancers may drop idle connections silently."""

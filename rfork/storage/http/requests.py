@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from rfork.errors import StorageError
+from rfork.net.http_heads import MalformedHead, ResponseHead, is_keep_alive, parse_response
+from rfork.net.stream import ScatterCursor, Stream
 from rfork.storage.http.connect import CancelScope
 from rfork.storage.http.pool import HttpConnectionPool, PooledConnection
 from rfork.storage.http.request import HttpRequest, Sign
 from rfork.storage.http.responses import REDIRECTS, Explain, error_from_response
 from rfork.storage.http.retry import RetryableError
 from rfork.storage.http.timeout import ReadTimeout
-from rfork.transport.http.parser import MalformedHead, ResponseHead, is_keep_alive, parse_response
-from rfork.transport.http.stream import ScatterCursor, Stream
 
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_ERROR_BODY: Final = 16 << 10

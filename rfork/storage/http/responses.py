@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 from rfork.errors import StorageAccessDenied, StorageChanged, StorageError, StorageNotFound
+from rfork.net.http_heads import ResponseHead, parse_content_range
 from rfork.storage.http.retry import RetryableError, retry_after
-from rfork.transport.http.headers import parse_content_range
-from rfork.transport.http.parser import ResponseHead
 
 Explain = Callable[[int, bytes], StorageError | None]
 """Translates status and text of an error response for one type of server; None: use the generic meaning."""

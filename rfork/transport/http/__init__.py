@@ -10,9 +10,9 @@ from __future__ import annotations
 from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
+from rfork.net.tls import client_context, server_context
 from rfork.settings import InstanceSettings
 from rfork.thread_priority import SERVING_THREAD_NICE
-from rfork.tls_files import client_context, server_context
 from rfork.transport.base import (
     AccessGate,
     Availability,

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from rfork.errors import SourceCorrupt, SourceUnavailable, SourceWeightsChanged
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.net import http_heads as http_fields
+from rfork.net.http_heads import is_keep_alive
+from rfork.net.stream import ScatterCursor, Stream
 from rfork.transport.base import TokenSource
-from rfork.transport.http import headers as http_fields
-from rfork.transport.http.parser import is_keep_alive
 from rfork.transport.http.range_request import (
     HttpLocation,
     IdleTimeout,
@@ -25,7 +26,6 @@ from rfork.transport.http.range_request import (
     read_body_into,
     send_range_request,
 )
-from rfork.transport.http.stream import ScatterCursor, Stream
 
 log = logger(__name__)
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 
-from rfork.transport.http import headers as http_fields
-from rfork.transport.http.parser import MalformedHead, RequestHead, is_keep_alive, parse_request
+from rfork.net import http_heads as http_fields
+from rfork.net.http_heads import MalformedHead, RequestHead, is_keep_alive, parse_request
+from rfork.net.stream import Stream
 from rfork.transport.http.responses import ImageResource, ImageResponse, error_response, respond
-from rfork.transport.http.stream import Stream
 
 MAX_HEAD_BYTES = 16 << 10
 """Maximum bytes of a request line and its header fields."""

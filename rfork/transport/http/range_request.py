@@ -25,9 +25,9 @@ from rfork.errors import (
     SourceWeightsChanged,
     TargetError,
 )
+from rfork.net.http_heads import MalformedHead, ResponseHead, parse_response
+from rfork.net.stream import PlainStream, ScatterCursor, Stream, TlsStream
 from rfork.transport.base import CONNECT_TIMEOUT_S
-from rfork.transport.http.parser import MalformedHead, ResponseHead, parse_response
-from rfork.transport.http.stream import PlainStream, ScatterCursor, Stream, TlsStream
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_ERROR_BODY = 4096

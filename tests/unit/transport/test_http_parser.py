@@ -10,23 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.errors import SourceCorrupt
-from rfork.transport.http.headers import (
+from rfork.net.http_heads import (
+    MalformedHead,
     RangeNotSatisfiable,
+    ResponseHead,
     bearer_token,
     etag_matches,
+    is_keep_alive,
     parse_content_range,
     parse_range,
-)
-from rfork.transport.http.parser import (
-    MalformedHead,
-    ResponseHead,
-    is_keep_alive,
     parse_request,
     parse_response,
 )
+from rfork.net.stream import ScatterCursor
 from rfork.transport.http.range_request import HttpLocation
 from rfork.transport.http.responses import ImageResource, respond
-from rfork.transport.http.stream import ScatterCursor
 from tests.transport_contract import TOKEN, FakeGate, image_of
 
 MAX_BYTES = 1000

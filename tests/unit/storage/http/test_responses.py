@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged, StorageError
+from rfork.net.http_heads import ResponseHead
 from rfork.storage.http.request import HttpOrigin, HttpRequest
 from rfork.storage.http.requests import decode_chunked
 from rfork.storage.http.responses import (
@@ -19,7 +20,6 @@ from rfork.storage.http.responses import (
     version_from_response,
 )
 from rfork.storage.http.retry import RetryableError
-from rfork.transport.http.parser import ResponseHead
 
 URI = "https://models.example/llama.bin"
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rfork.net.stream import ScatterCursor, Stream
 from rfork.settings import StorageSettings
 from rfork.storage.http.connect import Cancelled, CancelScope
 from rfork.storage.http.hedged_request import HedgedRequest
@@ -26,7 +27,6 @@ from rfork.storage.http.retry import (
     retry_after,
 )
 from rfork.storage.http.timeout import MIN_BYTES_PER_TIMEOUT, ReadTimeout
-from rfork.transport.http.stream import ScatterCursor, Stream
 from tests.unit.fake_clock import FakeClock
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)

@@ -24,8 +24,8 @@ _RANGE = re.compile(r"([0-9]{0,19})\s*-\s*([0-9]{0,19})")
 _CONTENT_RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", re.IGNORECASE)
 
 
-class MalformedHead(ValueError):
-    """Not a valid HTTP/1.1 head; `status` is the server's response code for it."""
+class MalformedMessage(ValueError):
+    """Not a valid HTTP/1.1 message; `status` is the server's response code for it."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -54,24 +54,24 @@ class ResponseHead:
 def parse_request(received: bytes, max_bytes: int) -> tuple[RequestHead, bytes] | None:
     """Return the head at the start of `received` and the bytes after it; None if it is incomplete.
 
-    Raises MalformedHead as early as possible, also for a head of more than `max_bytes` bytes.
+    Raises MalformedMessage as early as possible, also for a head of more than `max_bytes` bytes.
     """
     received = received.removeprefix(b"\r\n")  # RFC 9112 2.2: some clients end the previous request like this
     if (end := _end_of_head(received, max_bytes)) is None:
         first = received.partition(b"\r\n")[0]
         if first and not _REQUEST_BEGUN.match(first):
-            raise MalformedHead("not an HTTP request")
+            raise MalformedMessage("not an HTTP request")
         return None
     lines = _lines(received[:end])
     match = _REQUEST_LINE.fullmatch(lines[0])
     if match is None:
-        raise MalformedHead("malformed request line")
+        raise MalformedMessage("malformed request line")
     method, request_target, version = match.groups()
     if not version.startswith("1."):
-        raise MalformedHead(f"HTTP/{version} is not supported", 505)
+        raise MalformedMessage(f"HTTP/{version} is not supported", 505)
     fields = _fields(lines[1:])
     if version >= "1.1" and "," in fields.get("host", ","):
-        raise MalformedHead("a request must have exactly one Host field")
+        raise MalformedMessage("a request must have exactly one Host field")
     return RequestHead(method, request_target, version, fields), received[end + len(_END) :]
 
 
@@ -79,19 +79,19 @@ def parse_response(received: bytes, max_bytes: int) -> tuple[ResponseHead, bytes
     """Return the final head in `received`, skipping 1xx heads, and the bytes after it; None if it is
     incomplete.
 
-    Raises MalformedHead.
+    Raises MalformedMessage.
     """
     while (end := _end_of_head(received, max_bytes)) is not None:
         lines = _lines(received[:end])
         match = _STATUS_LINE.fullmatch(lines[0])
         if match is None:
-            raise MalformedHead("malformed status line")
+            raise MalformedMessage("malformed status line")
         received = received[end + len(_END) :]
         status = int(match.group(2))
         if status >= 200:
             return ResponseHead(status, match.group(1), _fields(lines[1:])), received
     if not received.startswith(_STATUS_BEGUN[: len(received)]):
-        raise MalformedHead("not an HTTP response")
+        raise MalformedMessage("not an HTTP response")
     return None
 
 
@@ -106,16 +106,16 @@ def _end_of_head(received: bytes, max_bytes: int) -> int | None:
     if end >= 0:
         return end
     if len(received) >= max_bytes:
-        raise MalformedHead(f"the head is longer than {max_bytes} bytes", 431)
+        raise MalformedMessage(f"the head is longer than {max_bytes} bytes", 431)
     if b"\n" in received.replace(b"\r\n", b""):
-        raise MalformedHead("lines must end in CR LF")
+        raise MalformedMessage("lines must end in CR LF")
     return None
 
 
 def _lines(head: bytes) -> list[str]:
     lines = head.decode("latin-1").split("\r\n")
     if _CONTROL.search("".join(lines)):
-        raise MalformedHead("control characters are not allowed in a head")
+        raise MalformedMessage("control characters are not allowed in a head")
     return lines
 
 
@@ -125,7 +125,7 @@ def _fields(lines: list[str]) -> dict[str, str]:
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not _NAME.fullmatch(name):
-            raise MalformedHead("malformed header field")
+            raise MalformedMessage("malformed header field")
         name, value = name.lower(), value.strip(" \t")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields
@@ -168,9 +168,22 @@ def parse_content_range(value: str) -> tuple[int, int, int | None]:
     """
     match = _CONTENT_RANGE.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"malformed Content-Range {value!r}")
+        raise ValueError(f"sent a malformed Content-Range {value!r}")
     first, last, size = match.groups()
     return int(first), int(last) + 1, None if size == "*" else int(size)
+
+
+def check_partial_content(fields: Mapping[str, str], begin: int, end: int) -> None:
+    """Raise ValueError, whose text is a predicate of the server, unless the fields of a 206 response announce a
+    plain body with exactly the bytes `[begin, end)` of the file.
+    """
+    got_begin, got_end, _ = parse_content_range(fields.get("content-range", ""))
+    if (got_begin, got_end) != (begin, end):
+        raise ValueError(f"sent bytes [{got_begin}, {got_end}) instead of [{begin}, {end})")
+    if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
+        raise ValueError(f"does not declare a body of {end - begin} bytes")
+    if fields.get("content-encoding", "identity") != "identity":
+        raise ValueError(f"encodes the body as {fields['content-encoding'][:40]}")
 
 
 def etag_matches(value: str, etag: str) -> bool:

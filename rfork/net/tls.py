@@ -106,7 +106,7 @@ def _server_context(tls: TlsSettings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _show_certificate(context, tls)
     if tls.ca is not None:
-        _trust(context, tls)
+        _trust(context, tls.ca, "RFORK_TLS_CA")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -117,14 +117,23 @@ def client_context(tls: TlsSettings) -> ssl.SSLContext:
     Trusts only `tls.ca` if set, otherwise the system's authorities. Presents `tls.certificate` if set. Raises
     SettingsError if a file cannot be used.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if tls.ca is not None:
-        _trust(context, tls)
-    else:
-        context.load_default_certs()
+    context = verifying_context(tls.ca, "RFORK_TLS_CA")
     if tls.certificate is not None:
         _show_certificate(context, tls)
+    return context
+
+
+def verifying_context(ca: Path | None, variable: str) -> ssl.SSLContext:
+    """Return the context of a client that trusts only the authorities in `ca`, or else the system's.
+
+    Raises SettingsError, which names the environment variable, if the file cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca is None:
+        context.load_default_certs()
+    else:
+        _trust(context, ca, variable)
     return context
 
 
@@ -138,11 +147,11 @@ def _show_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
         raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {reason_of(error)}") from error
 
 
-def _trust(context: ssl.SSLContext, tls: TlsSettings) -> None:
+def _trust(context: ssl.SSLContext, ca: Path, variable: str) -> None:
     try:
-        context.load_verify_locations(cafile=tls.ca)
-    except OSError as error:
-        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca}: {reason_of(error)}") from error
+        context.load_verify_locations(cafile=ca)
+    except OSError as error:  # includes ssl.SSLError
+        raise SettingsError(f"{variable}: cannot use {ca}: {reason_of(error)}") from error
 
 
 def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:

@@ -72,6 +72,7 @@ PLANNER_ALLOWED_IMPORTS = {
     "rfork.net.grpc_credentials",
     "rfork.image.ranges",
     "rfork.logs",
+    "rfork.planner_client.client",
     "rfork.planner_client.lease",
     "rfork.planner_client.ownership",
     "rfork.schema",

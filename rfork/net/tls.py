@@ -98,10 +98,18 @@ def server_context(tls: TlsSettings) -> ssl.SSLContext | None:
     """
     if not tls.serves:
         return None
-    return serve_current(_server_context(tls), CurrentContext(tls, _server_context))
+    context, current = load_server_context(tls), CurrentContext(tls, load_server_context)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
+        # At this point of the handshake neither certificate nor authorities have been used yet.
+        connection.context = current()
+
+    context.sni_callback = choose
+    return context
 
 
-def _server_context(tls: TlsSettings) -> ssl.SSLContext:
+def load_server_context(tls: TlsSettings) -> ssl.SSLContext:
+    """Return the TLS context of a server with the files as they are now. Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _show_certificate(context, tls)
@@ -154,17 +162,6 @@ def _trust(context: ssl.SSLContext, ca: Path, variable: str) -> None:
         raise SettingsError(f"{variable}: cannot use {ca}: {reason_of(error)}") from error
 
 
-def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:
-    """Make a server's context use the current files at each handshake; return the context."""
-
-    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
-        # At this point of the handshake neither certificate nor authorities have been used yet.
-        connection.context = current()
-
-    context.sni_callback = choose
-    return context
-
-
 def files_version(tls: TlsSettings) -> Version:
     """Return a value that changes whenever one of the files does."""
     return tuple(file_version(path) for path in (tls.certificate, tls.key, tls.ca) if path is not None)
@@ -177,35 +174,6 @@ def file_version(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def certificate_expires_at(certificate: Path, key: Path) -> float:
-    """Return when the certificate expires, in seconds since the epoch.
-
-    Performs a TLS handshake with itself in memory, the only way to get a local certificate's data from the
-    `ssl` module. Raises ssl.SSLError, for example if it has expired or `key` does not match.
-    """
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(certificate, key)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.load_verify_locations(cafile=certificate)
-    # The certificate itself is trusted, regardless of its issuer.
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server_side = server.wrap_bio(to_server, to_client, server_side=True)
-    client_side = client.wrap_bio(to_client, to_server)
-    pending = [client_side, server_side]
-    while pending:
-        side = pending.pop(0)
-        try:
-            side.do_handshake()
-        except ssl.SSLWantReadError:
-            pending.append(side)
-    peer_certificate = client_side.getpeercert()
-    if not peer_certificate:
-        raise ssl.SSLError("the certificate was not presented")
-    return ssl.cert_time_to_seconds(str(peer_certificate["notAfter"]))
 
 
 def ca_expires_at(authorities: Path) -> float:

@@ -1,4 +1,9 @@
-"""HTTP client for ranges: keep-alive connections to web servers, and one request on one of them."""
+"""HTTP client for ranges: keep-alive connections to web servers, and one request on one of them.
+
+Written here because bodies are received into existing memory. For 32 MiB ranges over loopback, httpx, which
+returns bytes to copy, receives a quarter as many bytes per CPU second; `http.client` five sixths into one
+view, and half into views of 64 KiB, such as tensors.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "net": {"errors", "logs", "settings"},
     "image": BASE,
     "transport": BASE | {"image"},
-    "storage": BASE | {"image", "transport"},
+    "storage": BASE | {"image"},
     "planner_client": BASE | {"image"},
     "peer": BASE | {"image", "transport", "planner_client"},
     "testing": MIDDLE,

@@ -30,8 +30,8 @@ from statistics import median
 import rfork
 from benchmarks import harness, shapes
 from benchmarks.harness import Contender, Row
-from benchmarks.pull_source import READY_TIMEOUT_S, settings_for, source_process
-from benchmarks.pull_target import PullTarget
+from benchmarks.pull.source import READY_TIMEOUT_S, settings_for, source_process
+from benchmarks.pull.target import PullTarget
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.capture import capture

@@ -1,6 +1,9 @@
 """S3 and compatible services: objects of a bucket below a prefix.
 
-Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs.
+Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs, with
+`rfork.storage.http`. obstore, which `rfork.storage.object_store` uses for other clouds, is not used here: reading
+from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one copy more), it reads no AWS
+profiles, and it cannot complete a multipart upload only if the object does not exist.
 """
 
 from __future__ import annotations

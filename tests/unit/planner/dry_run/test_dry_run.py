@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.sim_runner import SimRun, SimScenario
+from benchmarks.simulate.runner import SimRun, SimScenario
 from planner.dry_run import build_scenario, preview, snapshot_group
 from planner.dry_run.flow_simulation import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
 from planner.policy import group_plan

@@ -22,10 +22,10 @@ from planner.core.group_history import Origin, origin_of
 from planner.core.records import ForkRecord, InstanceRecord
 from planner.core.scaleups import ExpectedReplicas
 from rfork import errors, weights_version
+from rfork.net.tls import not_after
 from rfork.schema import ForkResult, SourceFault, source_type
 from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceType, StorageType
 from rfork.settings import TransportName
-from rfork.tls_expiry import not_after
 
 FAULT_OF: Final = {
     name: error_class.fault

@@ -21,9 +21,9 @@ from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork import __version__
 from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.net.tls import server_context
 from rfork.schema.types import VERSION_HEADER
 from rfork.settings import LOOPBACK, PlannerSettings
-from rfork.tls_files import server_context
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 

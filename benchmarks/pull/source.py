@@ -26,8 +26,8 @@ from rfork.errors import RforkError
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.registration import regions_to_register as registered_areas
+from rfork.net.stream import MAX_VIEWS
 from rfork.settings import InstanceSettings, PlannerSettings
-from rfork.transport.http.stream import MAX_VIEWS
 from rfork.transport.mooncake.library import library_state
 from rfork.transport.selection import TRANSPORTS
 

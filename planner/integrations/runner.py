@@ -48,10 +48,10 @@ async def _controller(
 ) -> None:
     from planner.integrations.kubernetes.cluster_client import connect
     from planner.integrations.kubernetes.controller import loop as controller
-    from planner.integrations.planner_client import PlannerRestClient
+    from planner.integrations.planner_api import AsyncPlannerClient
 
     async with contextlib.AsyncExitStack() as closing:
-        planner_api = PlannerRestClient(settings)
+        planner_api = AsyncPlannerClient(settings)
         closing.push_async_callback(planner_api.close)
         cluster = connect(kubernetes_settings)
         closing.push_async_callback(cluster.close)
@@ -62,9 +62,9 @@ async def _scaler(
     kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
 ) -> None:
     from planner.integrations.keda import scaler
-    from planner.integrations.planner_client import PlannerRestClient
+    from planner.integrations.planner_api import AsyncPlannerClient
 
-    planner_api = PlannerRestClient(settings)
+    planner_api = AsyncPlannerClient(settings)
     try:
         await scaler.run(kubernetes_settings, planner_api, status, get_tracer(SCALER))
     finally:

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rfork.net.token_bucket import SLICE_S, TokenBucket
 from rfork.source.latency_controller import LatencyController
-from rfork.transport.token_bucket import SLICE_S, TokenBucket
 
 MIN_GRANT = 16 << 10
 """Minimum size of a grant in bytes, unless less is requested: smaller grants cost more than they transfer."""

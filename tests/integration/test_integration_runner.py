@@ -160,7 +160,7 @@ def test_integrations_do_not_import_torch() -> None:
     """The planner's container image has no torch: the integrations and their command import without it."""
     code = (
         "import sys; sys.modules['torch'] = None;"
-        "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_client;"
+        "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_api;"
         "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.loop"
     )
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode

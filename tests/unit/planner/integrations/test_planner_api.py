@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from planner.app import create_app
-from planner.integrations import planner_client
-from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient, PlannerApi, PlannerUnavailable
 from rfork.errors import SettingsError
+from rfork.planner_client import client as planner_client
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.schema import ScaleUp
 from rfork.settings import InstanceSettings, PlannerSettings
 from tests.unit.planner.builders import FakeTime, fork_request, seed_report
+from tests.unit.planner.threadsafe_asgi_transport import ThreadsafeAsgiTransport
 
 URL = "http://planner:8700"
 SCALEUP = ScaleUp(scaleup_id="up", model="m", replicas=3)
@@ -30,17 +30,17 @@ def settings(**changes: object) -> InstanceSettings:
     return InstanceSettings.model_validate({"planner": URL, "token": "rule", **changes})
 
 
-def client_with_handler(handler: ResponseHandler, **changes: object) -> PlannerRestClient:
+def client_with_handler(handler: ResponseHandler, **changes: object) -> AsyncPlannerClient:
     """Return a client whose requests are handled by `handler`."""
-    return PlannerRestClient(settings(**changes), httpx.MockTransport(handler))
+    return AsyncPlannerClient(settings(**changes), httpx.MockTransport(handler))
 
 
 @pytest.fixture
-async def planner_api(time: FakeTime) -> AsyncIterator[PlannerRestClient]:
+async def planner_api(time: FakeTime) -> AsyncIterator[AsyncPlannerClient]:
     """A client of a planner that requires a token and knows a seed and a fork."""
     planner_settings = PlannerSettings.model_validate({"token": "rule", "batch_window_s": 0, "scaleup_wait_s": 0})
     app = create_app(planner_settings, time.clock)
-    planner_api = PlannerRestClient(settings(), httpx.ASGITransport(app))
+    planner_api = AsyncPlannerClient(settings(), ThreadsafeAsgiTransport(app))
     own = {"Authorization": "Bearer rule", "Content-Type": "application/json", OWNER_HEADER: "o" * 32}
     async with httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(app), headers=own, trust_env=False) as web:
         for name in "abc":
@@ -88,49 +88,6 @@ async def test_names_are_quoted() -> None:
     assert [b"/v1/instances/a%2F..%2Fb", b"/v1/scaleups/a:b"] == paths
 
 
-async def test_the_token_is_sent() -> None:
-    """As a bearer token; without a token there is no header."""
-    sent_tokens: list[str | None] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        sent_tokens.append(request.headers.get("authorization"))
-        return httpx.Response(200, json=[])
-
-    for token in ("rule", None):
-        await client_with_handler(handler, token=token).models()
-    assert ["Bearer rule", None] == sent_tokens
-
-
-class DisconnectingHandler:
-    """Responds only after a number of closed connections."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self.request_count = 0
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        """Answer one request."""
-        self.request_count += 1
-        if self.left:
-            self.left -= 1
-            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
-        return httpx.Response(204)
-
-
-@pytest.mark.parametrize(("dead", "request_count", "unavailable"), [(0, 1, False), (1, 2, False), (2, 2, True)])
-async def test_a_closed_connection_is_retried_once(dead: int, request_count: int, unavailable: bool) -> None:
-    """A planner that restarted is available; repeated failures are reported."""
-    handler = DisconnectingHandler(dead)
-    planner_api = client_with_handler(handler)
-    failed = False
-    try:
-        await planner_api.remove("a")
-    except PlannerUnavailable:
-        failed = True
-    assert request_count == handler.request_count
-    assert unavailable == failed
-
-
 def problem_response(status: int, slug: str, detail: str) -> httpx.Response:
     """Return a problem document."""
     problem = {"type": f"https://rfork.dev/problems/{slug}", "title": "x", "status": status, "detail": detail}
@@ -139,43 +96,29 @@ def problem_response(status: int, slug: str, detail: str) -> httpx.Response:
 
 def unreachable(request: httpx.Request) -> httpx.Response:
     """Refuse the connection."""
-    raise httpx.ConnectError("All connection attempts failed")
-
-
-def cyclic_pages(request: httpx.Request) -> httpx.Response:
-    """Return a page that names itself as the next one."""
-    return httpx.Response(200, json={"items": [], "next": "a"})
+    raise httpx.ConnectError("connection refused")
 
 
 NO_PLANNER = "; check that RFORK_PLANNER is the URL of an rfork planner of this release"
 UNAVAILABLE_CASES: list[tuple[ResponseHandler, str]] = [
-    (unreachable, f"planner {URL} did not respond to GET /v1/instances: All connection attempts failed"),
+    (
+        unreachable,
+        f"planner {URL} is unreachable: connection refused; start it (`rfork planner`), or correct RFORK_PLANNER",
+    ),
     (
         lambda _: problem_response(503, "store-unavailable", "the store is unavailable"),
-        f"planner {URL} refused GET /v1/instances (503 store-unavailable): the store is unavailable",
+        f"planner {URL} refused GET /v1/instances: the store is unavailable",
     ),
     (
         lambda _: problem_response(403, "forbidden", "this requires the role reader; the token has the role instance"),
-        f"planner {URL} refused GET /v1/instances (403 forbidden): this requires the role reader; "
-        "the token has the role instance; set RFORK_TOKEN to an operator token",
-    ),
-    (
-        lambda _: httpx.Response(502, text="<html>"),
-        f"unexpected response from {URL} to GET /v1/instances (status 502): not a problem document" + NO_PLANNER,
+        f"planner {URL} refused GET /v1/instances: this requires the role reader; "
+        "the token has the role instance; "
+        "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens",
     ),
     (
         lambda _: httpx.Response(200, text="<html>"),
         f"unexpected response from {URL} to GET /v1/instances (status 200): body: Invalid JSON: "
         "expected value at line 1 column 1" + NO_PLANNER,
-    ),
-    (
-        lambda _: httpx.Response(200, json={"items": [{}], "next": None}),
-        f"unexpected response from {URL} to GET /v1/instances (status 200): items.0.report: Field required"
-        + NO_PLANNER,
-    ),
-    (
-        cyclic_pages,
-        f"unexpected response from {URL} to GET /v1/instances (status 200): its pages repeat" + NO_PLANNER,
     ),
 ]
 
@@ -185,7 +128,7 @@ async def test_an_unavailable_planner_is_reported_in_one_line(handler: ResponseH
     """It names the request and the cause."""
     with pytest.raises(PlannerUnavailable) as unavailable:
         await client_with_handler(handler).instances()
-    assert expected == str(unavailable.value)
+    assert f"GET /v1/instances: {expected}" == str(unavailable.value)
 
 
 async def test_the_timeout_covers_all_pages_of_a_call() -> None:
@@ -197,7 +140,7 @@ async def test_the_timeout_covers_all_pages_of_a_call() -> None:
         request_count += 1
         return httpx.Response(200, content=json.dumps({"items": [], "next": f"{request_count:09}"}))
 
-    with pytest.raises(PlannerUnavailable, match=r"did not respond to GET /v1/forks: no response within 0\.05 s"):
+    with pytest.raises(PlannerUnavailable, match=r"GET /v1/forks: planner .* no response within 0\.05 s"):
         await client_with_handler(handler, planner_timeout_s=0.05).forks()
 
 
@@ -205,23 +148,14 @@ async def test_a_closed_client_is_unavailable() -> None:
     """It raises no other error."""
     planner_api = client_with_handler(lambda _: httpx.Response(200, json=EMPTY))
     await planner_api.close()
-    with pytest.raises(PlannerUnavailable, match="the client is closed"):
+    with pytest.raises(PlannerUnavailable, match="the client has been closed"):
         await planner_api.instances()
 
 
-BAD: list[tuple[dict[str, object], str]] = [
-    ({"planner": None}, "no planner is set"),
-    ({"planner": "planner:8700"}, "invalid planner URL 'planner:8700'"),
-    ({"planner": "http://[::1"}, "invalid planner URL"),
-    ({"token": "schlüssel\u2603"}, "the planner token contains characters that are not allowed in an HTTP header"),
-]
-
-
-@pytest.mark.parametrize(("changes", "expected"), BAD)
-def test_invalid_settings_are_rejected(changes: dict[str, object], expected: str) -> None:
+def test_a_missing_planner_is_a_settings_error() -> None:
     """Before any request."""
-    with pytest.raises(SettingsError, match=expected.replace("[", r"\[")):
-        PlannerRestClient(settings(**changes))
+    with pytest.raises(SettingsError, match="no planner is set"):
+        AsyncPlannerClient(settings(planner=None))
 
 
 def test_unusable_tls_files_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,4 +163,4 @@ def test_unusable_tls_files_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "ca").write_text("no certificate")
     monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "ca"))
     with pytest.raises(SettingsError, match="invalid TLS files of the planner client"):
-        PlannerRestClient(settings())
+        AsyncPlannerClient(settings(planner="https://planner"))

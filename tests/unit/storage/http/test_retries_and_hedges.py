@@ -1,32 +1,26 @@
-"""Retries, hedges and waits of ranged reads, without sockets."""
+"""Retries and hedges of ranged reads, without sockets."""
 
 from __future__ import annotations
 
-import os
 import threading
 from datetime import UTC, datetime
-from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rfork.net.connect import CancelScope
+from rfork.net.stream import ScatterCursor
 from rfork.settings import StorageSettings
-from rfork.storage.http.connect import Cancelled, CancelScope
-from rfork.storage.http.hedged_request import HedgedRequest
-from rfork.storage.http.hedging import MAX_HEDGED_FRACTION, MIN_DELAY_S, MIN_SAMPLES, HedgePolicy
-from rfork.storage.http.pool import MAX_IDLE_S, HttpConnectionPool, PooledConnection
-from rfork.storage.http.request import HttpOrigin
+from rfork.storage.http.hedging import MAX_HEDGED_FRACTION, MIN_DELAY_S, MIN_SAMPLES, HedgedRequest, HedgePolicy
 from rfork.storage.http.retry import (
     MAX_DELAY_S,
     MAX_RETRY_AFTER_S,
     MIN_PROGRESS_BYTES,
-    RetryableError,
     RetryBudget,
     retry_after,
 )
-from rfork.storage.http.timeout import MIN_BYTES_PER_TIMEOUT, ReadTimeout
-from rfork.transport.http.stream import ScatterCursor, Stream
+from rfork.storage.http.session import HttpSession
 from tests.unit.fake_clock import FakeClock
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -204,7 +198,7 @@ def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyP
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("rfork.storage.http.hedged_request.threading.Thread.start", start)
+    monkeypatch.setattr("rfork.storage.http.hedging.threading.Thread.start", start)
     hedges = hedges_after(HedgePolicy(4, MIB), 1000)
     cursor = ScatterCursor([memoryview(bytearray(100))])
     hedged_request = HedgedRequest(
@@ -216,150 +210,9 @@ def test_a_hedge_that_cannot_start_releases_its_slot(monkeypatch: pytest.MonkeyP
     assert 0 == cursor.done
 
 
-# Waits.
-
-
-class FakeConnection:
-    """Connection that records that it was cut."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def abort(self) -> None:
-        self.count += 1
-
-
-def test_ending_a_leg_cuts_only_its_connection() -> None:
-    """A released connection may serve another request, so ending the leg does not cut it."""
-    before, attached, after = FakeConnection(), FakeConnection(), FakeConnection()
-    cancel_scope = CancelScope()
-    with cancel_scope.attached(before):
-        pass
-    with cancel_scope.attached(attached):
-        cancel_scope.end()
-    with pytest.raises(Cancelled), cancel_scope.attached(after):
-        pass
-    assert 0 == before.count
-    assert 1 == attached.count
-    assert 0 == after.count
-
-
-def test_an_ended_leg_acquires_no_connection() -> None:
-    """It does not wait for a connection either."""
-    cancel_scope = CancelScope()
-    cancel_scope.end()
-    with pytest.raises(Cancelled):
-        HttpConnectionPool(StorageSettings()).acquire(
-            HttpOrigin(False, "127.0.0.1", 1), cancel_scope, fresh=False, extra=False
-        )
-
-
-class FakeStream:
-    """Stream of which only the close is checked."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def pooled_stream(pool: HttpConnectionPool, origin: HttpOrigin, process: int | None = None) -> FakeStream:
-    """Return a connection to the pool after a response."""
-    stream = FakeStream()
-    connection = PooledConnection(
-        cast(Stream, stream), origin, extra=True, process=os.getpid() if process is None else process
-    )
-    pool.release(connection, usable=True)
-    return stream
-
-
-def acquire_stream(pool: HttpConnectionPool, origin: HttpOrigin) -> object:
-    """Return the pool's idle connection for a request; None if it would open one."""
-    cancel_scope = CancelScope()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("rfork.storage.http.pool.open_connection", lambda *_: None)
-        return pool.acquire(origin, cancel_scope, fresh=False, extra=True).stream
-
-
-FIRST_ORIGIN, SECOND_ORIGIN = HttpOrigin(False, "first", 80), HttpOrigin(False, "second", 80)
-
-
-@pytest.mark.parametrize(("idle_s", "reused"), [(MAX_IDLE_S - 1, True), (MAX_IDLE_S, False)])
-def test_long_idle_connections_are_not_used(idle_s: float, reused: bool) -> None:
-    """Middleboxes may have dropped them, so they are closed."""
-    clock = FakeClock()
-    pool = HttpConnectionPool(StorageSettings(), clock)
-    old = pooled_stream(pool, FIRST_ORIGIN)
-    clock.now += idle_s
-    assert reused == (acquire_stream(pool, FIRST_ORIGIN) is old)
-    assert reused != old.closed
-
-
-def test_idle_connections_of_one_origin_are_dropped() -> None:
-    """Connections to other servers stay."""
-    pool = HttpConnectionPool(StorageSettings())
-    first, second = pooled_stream(pool, FIRST_ORIGIN), pooled_stream(pool, SECOND_ORIGIN)
-    pool.drop_idle(FIRST_ORIGIN)
-    assert acquire_stream(pool, FIRST_ORIGIN) is None
-    assert first.closed
-    assert acquire_stream(pool, SECOND_ORIGIN) is second
-
-
-def test_connections_of_another_process_are_not_kept() -> None:
-    """A connection that was acquired before a fork of the process is closed afterwards and frees no slot."""
-    pool = HttpConnectionPool(StorageSettings())
-    other = pooled_stream(pool, FIRST_ORIGIN, process=os.getpid() + 1)
-    assert acquire_stream(pool, FIRST_ORIGIN) is None
-    assert other.closed
-
-
 @pytest.mark.parametrize(("memory", "max_bytes"), [(16 * MIB, 16 * MIB), (1 << 30, 256 * MIB)])
 def test_a_block_may_be_hedged_with_little_memory(memory: int, max_bytes: int) -> None:
     """Hedges may use a quarter of the memory, and in any case a block of the maximum size."""
-    hedges = hedges_after(HttpConnectionPool(StorageSettings(staging_bytes=memory)).hedges, 1000)
+    hedges = hedges_after(HttpSession(StorageSettings(staging_bytes=memory)).hedges, 1000)
     assert hedges.reserve(max_bytes)
     assert not hedges.reserve(1)
-
-
-# Timeouts.
-
-
-@pytest.mark.parametrize(
-    ("received", "expected"),
-    [
-        ([], "the server sent nothing for 10 s"),
-        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"the server sent only {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
-        ([1, MIN_BYTES_PER_TIMEOUT - 1], None),
-        ([MIN_BYTES_PER_TIMEOUT, 0], None),
-    ],
-)
-def test_a_body_needs_a_minimum_speed(
-    received: list[int], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each timeout period needs a minimum number of bytes; then the next period begins."""
-    clock = FakeClock()
-    monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
-    timeout = ReadTimeout(10.0)
-    clock.now += 9.0
-    for count in received:
-        timeout.record_body(count)
-    clock.now += 1.0
-    message = None
-    try:
-        timeout.remaining()
-    except RetryableError as error:
-        message = str(error)
-    assert expected == message
-
-
-def test_a_response_head_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time for the complete head is not extended when bytes arrive."""
-    clock = FakeClock()
-    monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
-    timeout = ReadTimeout(10.0)
-    clock.now += 9.0
-    timeout.record(2 * MIN_BYTES_PER_TIMEOUT)
-    clock.now += 1.0
-    with pytest.raises(RetryableError, match=f"sent only {2 * MIN_BYTES_PER_TIMEOUT} bytes in 10 s"):
-        timeout.remaining()

@@ -15,10 +15,10 @@ import ssl
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Protocol
 
 Bytes = bytes | memoryview
 
@@ -84,69 +84,53 @@ class ScatterCursor:
                 break
 
 
-class Stream(Protocol):
-    """One connection. Used by one thread at a time; any thread may `abort` it."""
-
-    def handshake(self, timeout: float) -> None:
-        """Set up the connection. Raises TimeoutError or another OSError."""
-        ...
-
-    def receive(self, max_bytes: int, timeout: float) -> bytes:
-        """Receive up to `max_bytes` bytes; none at the end of the stream. Raises TimeoutError or another
-        OSError.
-        """
-        ...
-
-    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
-        """Receive up to `max_bytes` bytes into the cursor within `timeout`, advance it, and return the number
-        of bytes.
-
-        Returns 0 at the end of the stream. Raises TimeoutError if none arrived, or another OSError.
-        """
-        ...
-
-    def send(self, views: Sequence[Bytes], timeout: float) -> None:
-        """Send all views. Raises TimeoutError (the stream is then unusable) or another OSError."""
-        ...
-
-    def shutdown_write(self) -> None:
-        """Signal the end of sent data; receiving continues."""
-        ...
-
-    def abort(self) -> None:
-        """Shut down the connection and wake a thread blocked on it. Safe from any thread."""
-        ...
-
-    def close(self) -> None:
-        """Close the socket. Only for the thread that uses the stream."""
-        ...
-
-
-class _SocketStream:
-    """Shutdown and close, shared by plain and TLS streams."""
+class Stream(ABC):
+    """One connection over TCP. Used by one thread at a time; any thread may `abort` it."""
 
     def __init__(self, raw_socket: socket.socket) -> None:
         raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._raw_socket = raw_socket
         self._close_lock = threading.Lock()
 
+    @abstractmethod
+    def handshake(self, timeout: float) -> None:
+        """Set up the connection. Raises TimeoutError or another OSError."""
+
+    @abstractmethod
+    def receive(self, max_bytes: int, timeout: float) -> bytes:
+        """Receive up to `max_bytes` bytes; none at the end of the stream. Raises TimeoutError or another
+        OSError.
+        """
+
+    @abstractmethod
+    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
+        """Receive up to `max_bytes` bytes into the cursor within `timeout`, advance it, and return the number
+        of bytes.
+
+        Returns 0 at the end of the stream. Raises TimeoutError if none arrived, or another OSError.
+        """
+
+    @abstractmethod
+    def send(self, views: Sequence[Bytes], timeout: float) -> None:
+        """Send all views. Raises TimeoutError (the stream is then unusable) or another OSError."""
+
     def shutdown_write(self) -> None:
-        """See `Stream`."""
+        """Signal the end of sent data; receiving continues."""
         _shut_down(self._raw_socket, socket.SHUT_WR)
 
     def abort(self) -> None:
-        """See `Stream`."""
+        """Shut down the connection and wake a thread blocked on it. Safe from any thread."""
         with self._close_lock:
             _shut_down(self._raw_socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See `Stream`."""
+        """Close the socket. Only for the thread that uses the stream."""
         # With the lock, a concurrent `abort` cannot shut down the next socket that gets this descriptor.
         with self._close_lock:
             self._raw_socket.close()
 
 
-class PlainStream(_SocketStream):
+class PlainStream(Stream):
     """A `Stream` over plain TCP."""
 
     def __init__(self, raw_socket: socket.socket) -> None:
@@ -200,7 +184,7 @@ class PlainStream(_SocketStream):
             self._limits[option] = seconds
 
 
-class TlsStream(_SocketStream):
+class TlsStream(Stream):
     """A `Stream` over TLS.
 
     It is shut down as a TCP connection, not by SSLSocket's methods: those drop the TLS state immediately, and

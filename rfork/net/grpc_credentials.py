@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import grpc
 
-from rfork.errors import SettingsError, reason_of
+from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.net.tls import load_server_context
 from rfork.settings import TlsSettings
 
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
-CREDENTIALS_ERROR: Final = "invalid TLS files"
 PEM_HINT: Final = (
     "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY must be a matching pair of PEM files, and RFORK_TLS_CA a PEM file"
 )
@@ -32,8 +28,8 @@ def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
         return None
     try:
         renewal = _Renewal(tls, _read(tls))
-    except OSError as error:
-        raise SettingsError(f"{CREDENTIALS_ERROR}: {error}", hint=PEM_HINT) from error
+    except (SettingsError, OSError) as error:
+        raise SettingsError(f"invalid TLS files: {error}", hint=PEM_HINT) from error
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
         _configuration(renewal.files),
         renewal,  # type: ignore[arg-type]  # None: nothing new
@@ -55,7 +51,7 @@ class _Renewal:
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         try:
             files = _read(self._tls)
-        except OSError as error:
+        except (SettingsError, OSError) as error:
             # For example an incomplete renewal: a certificate that does not match the key yet.
             if str(error) != self._last_problem:  # once per problem, not at each handshake
                 logger("rfork.tls").warning("invalid TLS files, using the previous ones", reason=str(error))
@@ -69,42 +65,20 @@ class _Renewal:
 
 
 def _read(tls: TlsSettings) -> Files:
-    """Return the files' bytes. Raises OSError if gRPC could not use them."""
-    if tls.certificate is None or tls.key is None:
-        raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
+    """Return the files' bytes. Raises SettingsError or OSError if gRPC could not use them."""
     before = _contents(tls)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with _naming("RFORK_TLS_CERTIFICATE", f"{tls.certificate} with {tls.key}"):
-        context.load_cert_chain(tls.certificate, tls.key)
-    if tls.ca is not None:
-        with _naming("RFORK_TLS_CA", str(tls.ca)):
-            context.load_verify_locations(cafile=tls.ca)
+    load_server_context(tls)
     # OpenSSL opened the files itself: the bytes are the checked ones only if the files did not change
     # meanwhile.
     if before != _contents(tls):
-        raise OSError("the files are changing")
-    key, certificate, authorities = before
-    return key, certificate, authorities if tls.ca else None
+        raise SettingsError("the files are changing")
+    return before
 
 
-def _contents(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
-    return _content("KEY", tls.key), _content("CERTIFICATE", tls.certificate), _content("CA", tls.ca)
-
-
-def _content(name: str, path: Path | None) -> bytes:
-    if path is None:
-        return b""
-    with _naming(f"RFORK_TLS_{name}", str(path)):
-        return path.read_bytes()
-
-
-@contextmanager
-def _naming(variable: str, files: str) -> Iterator[None]:
-    """Add the variable and its files to an OSError raised in the block."""
-    try:
-        yield
-    except OSError as error:  # includes ssl.SSLError
-        raise OSError(f"{variable}: cannot use {files}: {reason_of(error)}") from error
+def _contents(tls: TlsSettings) -> Files:
+    if tls.certificate is None or tls.key is None:
+        raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
+    return tls.key.read_bytes(), tls.certificate.read_bytes(), tls.ca.read_bytes() if tls.ca is not None else None
 
 
 def _configuration(files: Files) -> grpc.ServerCertificateConfiguration:

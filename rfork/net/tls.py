@@ -5,10 +5,12 @@ The files may be replaced at run time, for example when certificates are renewed
 
 from __future__ import annotations
 
+import re
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from math import floor
 from pathlib import Path
 from typing import Final
@@ -16,11 +18,12 @@ from typing import Final
 from rfork.errors import SettingsError, reason_of
 from rfork.logs import logger
 from rfork.settings import TlsSettings
-from rfork.tls_expiry import not_after
 
 SOON_S: Final = 14 * 86400.0
 """A certificate that expires within this time causes a warning."""
 REMIND_S: Final = 3600.0
+UTC_TIME: Final = 0x17
+"""Tag of a time with a two-digit year, used before 2050."""
 
 Version = tuple[tuple[int, ...] | None, ...]
 
@@ -95,15 +98,23 @@ def server_context(tls: TlsSettings) -> ssl.SSLContext | None:
     """
     if not tls.serves:
         return None
-    return serve_current(_server_context(tls), CurrentContext(tls, _server_context))
+    context, current = load_server_context(tls), CurrentContext(tls, load_server_context)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
+        # At this point of the handshake neither certificate nor authorities have been used yet.
+        connection.context = current()
+
+    context.sni_callback = choose
+    return context
 
 
-def _server_context(tls: TlsSettings) -> ssl.SSLContext:
+def load_server_context(tls: TlsSettings) -> ssl.SSLContext:
+    """Return the TLS context of a server with the files as they are now. Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _show_certificate(context, tls)
     if tls.ca is not None:
-        _trust(context, tls)
+        _trust(context, tls.ca, "RFORK_TLS_CA")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -114,14 +125,23 @@ def client_context(tls: TlsSettings) -> ssl.SSLContext:
     Trusts only `tls.ca` if set, otherwise the system's authorities. Presents `tls.certificate` if set. Raises
     SettingsError if a file cannot be used.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if tls.ca is not None:
-        _trust(context, tls)
-    else:
-        context.load_default_certs()
+    context = verifying_context(tls.ca, "RFORK_TLS_CA")
     if tls.certificate is not None:
         _show_certificate(context, tls)
+    return context
+
+
+def verifying_context(ca: Path | None, variable: str) -> ssl.SSLContext:
+    """Return the context of a client that trusts only the authorities in `ca`, or else the system's.
+
+    Raises SettingsError, which names the environment variable, if the file cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca is None:
+        context.load_default_certs()
+    else:
+        _trust(context, ca, variable)
     return context
 
 
@@ -135,22 +155,11 @@ def _show_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
         raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {reason_of(error)}") from error
 
 
-def _trust(context: ssl.SSLContext, tls: TlsSettings) -> None:
+def _trust(context: ssl.SSLContext, ca: Path, variable: str) -> None:
     try:
-        context.load_verify_locations(cafile=tls.ca)
-    except OSError as error:
-        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca}: {reason_of(error)}") from error
-
-
-def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:
-    """Make a server's context use the current files at each handshake; return the context."""
-
-    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
-        # At this point of the handshake neither certificate nor authorities have been used yet.
-        connection.context = current()
-
-    context.sni_callback = choose
-    return context
+        context.load_verify_locations(cafile=ca)
+    except OSError as error:  # includes ssl.SSLError
+        raise SettingsError(f"{variable}: cannot use {ca}: {reason_of(error)}") from error
 
 
 def files_version(tls: TlsSettings) -> Version:
@@ -165,3 +174,56 @@ def file_version(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def ca_expires_at(authorities: Path) -> float:
+    """Return when the first of the authorities in this PEM file expires, in seconds since the epoch.
+
+    Raises ssl.SSLError if the file contains none.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cafile=authorities)
+    ends = [ssl.cert_time_to_seconds(str(found["notAfter"])) for found in context.get_ca_certs()]
+    if not ends:
+        raise ssl.SSLError(f"{authorities} contains no certificate of an authority")
+    return min(ends)
+
+
+def not_after(certificate: Path) -> float:
+    """Return the expiry of the first certificate of a PEM file, even in the past, in seconds since the epoch.
+
+    Raises OSError if the file cannot be read, and ValueError if it contains no certificate.
+    """
+    found = re.search(
+        "-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", certificate.read_text("ascii"), re.DOTALL
+    )
+    if found is None:
+        raise ValueError(f"{certificate} contains no certificate")
+    try:
+        return _not_after(memoryview(ssl.PEM_cert_to_DER_cert(found[0])))
+    except IndexError as error:
+        raise ValueError(f"{certificate}: the certificate is truncated") from error
+
+
+def _not_after(der: memoryview) -> float:
+    """Return `notAfter` of a certificate (RFC 5280, section 4.1)."""
+    fields = list(_parts(next(_parts(next(_parts(der))[1]))[1]))
+    if fields[0][0] == 0xA0:  # the version, which is optional
+        del fields[0]
+    _, validity = fields[3]
+    tag, text = list(_parts(validity))[1]
+    timestamp = bytes(text).decode("ascii").removesuffix("Z")
+    form = "%y%m%d%H%M%S" if tag == UTC_TIME else "%Y%m%d%H%M%S"
+    return datetime.strptime(timestamp, form).replace(tzinfo=UTC).timestamp()
+
+
+def _parts(der: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield tag and content of each value."""
+    at = 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:
+            count = size & 0x7F
+            size, at = int.from_bytes(der[at : at + count], "big"), at + count
+        yield tag, der[at : at + size]
+        at += size

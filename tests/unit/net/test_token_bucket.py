@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.transport.token_bucket import BURST_S, TokenBucket
+from rfork.net.token_bucket import BURST_S, TokenBucket
 from tests.unit.fake_clock import FakeClock
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_client import PlannerRestClient
 from planner.integrations.runner import CONTROLLER
 from rfork.settings import InstanceSettings, KubernetesSettings, TracingSettings

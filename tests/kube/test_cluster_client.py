@@ -12,16 +12,9 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Event, Pod, ServiceAccount
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import (
-    Cluster,
-    ClusterUnavailable,
-    NotFound,
-    ResourceConflict,
-    Synced,
-)
-from planner.integrations.kubernetes.cluster_client import connect
-from planner.integrations.kubernetes.leader_election import LeaderElection
-from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict, Synced
+from planner.integrations.kubernetes.cluster import Cluster, connect
+from planner.integrations.kubernetes.leader_election import LeaderElection, LeaderWatch
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import SOON_S, Post, observe_pod, pod, pod_upserted, recording

@@ -13,19 +13,19 @@ from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Node, Pod
 
-from planner.integrations.kubernetes import informer, names
-from planner.integrations.kubernetes.api_client import ApiServer, ResourceVersionExpired, open_server
-from planner.integrations.kubernetes.cluster import (
-    Cluster,
+from planner.integrations.kubernetes import api_server, names
+from planner.integrations.kubernetes.api_server import (
+    ApiServer,
     ClusterUnavailable,
     Deleted,
-    ObservedWorkload,
+    Document,
+    ResourceVersionExpired,
     Synced,
     Upserted,
     WatchEvent,
+    open_server,
 )
-from planner.integrations.kubernetes.cluster_client import ApiServerCluster
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.cluster import ApiServerCluster, Cluster, ObservedWorkload
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import LABELS, SOON_S, Post, pod, pod_upserted, recording, workload
@@ -84,7 +84,7 @@ async def test_workloads_of_all_kinds_are_merged(
     cluster: Cluster, namespace: str, post: Post, admin: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deployments and StatefulSets are listed together; LeaderWorkerSets once the kind exists."""
-    monkeypatch.setattr(informer, "RECHECK_S", 0.5)
+    monkeypatch.setattr(api_server, "RECHECK_S", 0.5)
     apps = f"/apis/apps/v1/namespaces/{namespace}"
     post(f"{apps}/deployments", workload("Deployment", "web", 3))
     post(f"{apps}/statefulsets", workload("StatefulSet", "db", 0))
@@ -221,7 +221,7 @@ async def test_an_expired_version(plane: ControlPlane, admin: Client, namespace:
 
 async def test_a_silent_connection(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch that is silent for longer than the server's timeout counts as dead."""
-    monkeypatch.setattr(informer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(api_server, "SILENCE_S", 0.2)
     async with recording(cluster.nodes()) as recorder:
         for again in range(3):
             await recorder.until(lambda event: isinstance(event, Synced), after=again)
@@ -231,8 +231,8 @@ async def test_a_watch_that_ends_normally_continues(
     cluster: Cluster, admin: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends each watch after a while, which causes no new list."""
-    monkeypatch.setattr(informer, "WATCH_S", 1)
-    monkeypatch.setattr(informer, "MIN_WATCH_S", 0.1)
+    monkeypatch.setattr(api_server, "WATCH_S", 1)
+    monkeypatch.setattr(api_server, "MIN_WATCH_S", 0.1)
     async with recording(cluster.pods()) as recorder:
         await recorder.until(lambda event: isinstance(event, Synced))
         await asyncio.sleep(2.5)  # for the duration of two watches

@@ -14,10 +14,9 @@ from docs.site.reference.markdown import anchor_of, heading, nowrap_code, senten
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus
 from planner.integrations.keda.metric_source import EngineClient, MetricSource
 from planner.integrations.keda.scaler import Scaler
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics as ControllerMetrics
-from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
-from planner.integrations.kubernetes.topology import NodeTopology
-from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.integrations.kubernetes.certificates import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics as ControllerMetrics
+from planner.integrations.kubernetes.webhook import NodeTopology, admission_app
 from planner.integrations.planner_api import PlannerApi
 from planner.leases import Clock
 from planner.metrics import Metrics as PlannerMetrics

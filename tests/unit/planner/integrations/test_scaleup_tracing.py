@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from planner.app import create_app
 from planner.integrations.kubernetes.controller import actions
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_client import PlannerRestClient
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
 from tests.unit.fake_clock import FakeClock

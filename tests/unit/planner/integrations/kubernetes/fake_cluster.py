@@ -8,20 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import (
+from planner.integrations.kubernetes.api_server import (
     ClusterUnavailable,
     Deleted,
-    EventType,
     NotFound,
+    ResourceConflict,
+    Synced,
+    Upserted,
+    WatchEvent,
+)
+from planner.integrations.kubernetes.cluster import (
+    EventType,
     ObjectRef,
     ObservedLease,
     ObservedNode,
     ObservedPod,
     ObservedWorkload,
-    ResourceConflict,
-    Synced,
-    Upserted,
-    WatchEvent,
     WorkloadKind,
 )
 from tests.unit.fake_clock import FakeClock

@@ -7,7 +7,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease, ResourceConflict
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, ResourceConflict
+from planner.integrations.kubernetes.cluster import ObservedLease
 from planner.integrations.kubernetes.leader_election import LeaderElection
 
 LEASE_S = 15.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, NotFound, ResourceConflict
-from planner.integrations.kubernetes.secrets import CaBundles, SecretData
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict
+from planner.integrations.kubernetes.certificates import CaBundles, SecretData
 
 
 class MemorySecretStore:

@@ -9,10 +9,8 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from planner.integrations.kubernetes.api_client import ApiServer
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, EventType, ObjectRef
-from planner.integrations.kubernetes.cluster_client import ApiServerCluster
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.api_server import ApiServer, ClusterUnavailable, Document
+from planner.integrations.kubernetes.cluster import ApiServerCluster, EventType, ObjectRef
 
 POD = ObjectRef("Pod", "v1", "team", "llama-0", "uid-1")
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease
-from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.api_server import ClusterUnavailable
+from planner.integrations.kubernetes.cluster import ObservedLease
+from planner.integrations.kubernetes.leader_election import LeaderWatch
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import Deleted, ObservedNode, Synced, Upserted, WatchEvent
-from planner.integrations.kubernetes.topology import NodeTopology
+from planner.integrations.kubernetes.api_server import Deleted, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.cluster import ObservedNode
+from planner.integrations.kubernetes.webhook import NodeTopology
 from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
 
 A = ObservedNode(

@@ -12,8 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
-from planner.integrations.kubernetes.topology import NodeTopology
-from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.integrations.kubernetes.webhook import NodeTopology, admission_app
 from rfork.tracing import NOOP_TRACER, TraceContext, Tracer
 from rfork.tracing.sdk import SdkTracer
 from rfork.tracing.span_processor import MAX_QUEUE, BoundedSpanProcessor

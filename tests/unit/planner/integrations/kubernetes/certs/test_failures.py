@@ -7,10 +7,16 @@ import logging
 import pytest
 
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, PROPAGATION_S, SecretCertSource
-from planner.integrations.kubernetes.certs import InvalidCertificate
-from planner.integrations.kubernetes.reloading_tls import LOG_INTERVAL_S, CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import (
+    CERTIFICATE_DAYS,
+    LOG_INTERVAL_S,
+    PROPAGATION_S,
+    CertificateMonitor,
+    InvalidCertificate,
+    ReloadingContext,
+    SecretCertSource,
+)
 from planner.leases import Clock
 from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
@@ -61,7 +67,7 @@ async def test_a_broken_secret_is_replaced(
 async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecretStore, time: FakeUnixTime) -> None:
     """Valid parts that do not belong together are replaced too."""
     await WebhookReplica(store, time).refresh()
-    other = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
+    other = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     mixed = (
         stored_bundle(store).data() | {"tls.key": other.pair.key},
         stored_bundle(store).data() | {"ca.crt": other.ca},
@@ -163,8 +169,8 @@ def test_invalid_hosts_are_rejected(store: MemorySecretStore, time: FakeUnixTime
 
 def test_no_text_contains_a_key(store: MemorySecretStore) -> None:
     """Neither repr nor error messages contain it."""
-    stored = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
+    stored = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     assert "PRIVATE" not in repr(stored)
     with pytest.raises(InvalidCertificate) as caught:
-        certs.load_pair(stored.pair.chain, stored.pair.key[:-40])
+        certificates.load_pair(stored.pair.chain, stored.pair.key[:-40])
     assert "PRIVATE" not in str(caught.value)

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, FolderCertSource
-from planner.integrations.kubernetes.certs import CertBundle
-from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import (
+    CERTIFICATE_DAYS,
+    CertBundle,
+    CertificateMonitor,
+    FolderCertSource,
+    ReloadingContext,
+)
 from rfork.errors import SettingsError
 from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     HOST,
@@ -35,7 +39,7 @@ class CertFolder:
 @pytest.fixture
 def folder(tmp_path: Path) -> CertFolder:
     folder = CertFolder(tmp_path)
-    folder.write(certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW))
+    folder.write(certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW))
     return folder
 
 
@@ -43,7 +47,7 @@ async def test_a_changed_directory_is_reloaded(folder: CertFolder, time: FakeUni
     """The next refresh uses the new pair."""
     context = ReloadingContext()
     cert_source = FolderCertSource(folder.path, CertificateMonitor(context, IntegrationStatus("webhook"), time.clock))
-    new = folder.write(certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW + 10))
+    new = folder.write(certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW + 10))
     await cert_source.refresh()
     assert new.pair == context.current
 
@@ -64,7 +68,7 @@ async def test_an_unusable_pair_keeps_the_previous_one(
     if content is None:
         (folder.path / name).unlink()
     else:
-        other = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW).data()[name]
+        other = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW).data()[name]
         (folder.path / name).write_bytes(content if isinstance(content, bytes) else other)
     await cert_source.refresh()
     await cert_source.refresh()

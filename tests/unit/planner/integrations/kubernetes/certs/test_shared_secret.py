@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import PROPAGATION_S
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import PROPAGATION_S
 from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     HOST,
     LIFE_S,
@@ -169,7 +169,7 @@ async def test_two_releases_share_a_certificate(store: MemorySecretStore, time: 
 @pytest.mark.parametrize("days", [0.01, 1.0, 90.0, 3650.0])
 def test_a_new_certificate_is_valid_and_not_due_for_renewal(days: float) -> None:
     """For any lifetime, it is backdated and renewed well before it expires."""
-    current_pair = certs.generate_bundle([HOST], days, NOW).pair
+    current_pair = certificates.generate_bundle([HOST], days, NOW).pair
     life_s = days * 86_400
     assert current_pair.valid(NOW - life_s / 20 if life_s < 36_000 else NOW - 1800)
     assert NOW + life_s * 0.6 < current_pair.renew_at < NOW + life_s * 0.7

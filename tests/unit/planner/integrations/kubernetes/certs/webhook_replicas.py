@@ -7,10 +7,14 @@ import logging
 import pytest
 
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, SecretCertSource
-from planner.integrations.kubernetes.certs import CertBundle
-from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import (
+    CERTIFICATE_DAYS,
+    CertBundle,
+    CertificateMonitor,
+    ReloadingContext,
+    SecretCertSource,
+)
 from planner.leases import Clock
 from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
@@ -48,12 +52,12 @@ class WebhookReplica:
 
 def stored_bundle(store: MemorySecretStore) -> CertBundle:
     """Return the Secret's bundle."""
-    return certs.load_bundle(store.secret or {})
+    return certificates.load_bundle(store.secret or {})
 
 
 def trusted_cas(store: MemorySecretStore) -> set[bytes]:
     """Return the CAs that are in every webhook's caBundle."""
-    bundles = [set(certs.authorities(bundle)) for bundle in (store.bundles or {}).values()]
+    bundles = [set(certificates.authorities(bundle)) for bundle in (store.bundles or {}).values()]
     assert bundles[:1] * len(bundles) == bundles
     return bundles[0]
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from planner.app import create_app
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_client import PlannerRestClient
 from planner.leases import Clock as PlannerClock
 from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan

@@ -36,6 +36,9 @@ IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationSta
 log = logger("planner.integrations")
 
 
+log = logger("planner.integrations")
+
+
 async def _webhook(
     kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
 ) -> None:
@@ -48,7 +51,7 @@ async def _controller(
     kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
 ) -> None:
     from planner.integrations.kubernetes.cluster import connect
-    from planner.integrations.kubernetes.controller import controller as controller
+    from planner.integrations.kubernetes.controller import controller
     from planner.integrations.planner_client import PlannerRestClient
 
     async with contextlib.AsyncExitStack() as closing:
@@ -224,9 +227,6 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-log = logger("planner.integrations")
-
-
 class InProcessRunner:
     """Runs integrations on a thread with its own event loop, so that they do not delay requests.
 
@@ -240,9 +240,7 @@ class InProcessRunner:
         self.metrics = IntegrationMetrics(self._runner.statuses)
         """Their metrics, for the planner's registry."""
         self._thread = threading.Thread(target=self._run, name="rfork-integrations", daemon=True)
-        self._stop: Callable[[], None] | None = None
-        self._stopped = False
-        self._lock = threading.Lock()
+        self._stopping = threading.Event()
 
     def start(self) -> None:
         """Start the thread. From then on a failed integration is restarted."""
@@ -253,14 +251,7 @@ class InProcessRunner:
 
     def stop(self) -> None:
         """Request a stop and return immediately."""
-        with self._lock:
-            self._stopped = True
-            stop, self._stop = (
-                self._stop,
-                None,
-            )  # a second cancellation would interrupt the cleanup that the first one started
-            if stop is not None:
-                stop()
+        self._stopping.set()
 
     def __enter__(self) -> Self:
         return self
@@ -279,18 +270,15 @@ class InProcessRunner:
             log.exception("integrations stopped unexpectedly")
 
     async def _run_until_stopped(self) -> None:
-        loop, runner = asyncio.get_running_loop(), asyncio.create_task(self._runner.run())
-        with self._lock:
-            if self._stopped:
-                runner.cancel()
-            else:
-                self._stop = lambda: _cancel(loop, runner)
+        runner = asyncio.create_task(self._runner.run())
+        stopping = asyncio.create_task(asyncio.to_thread(self._stopping.wait))
         try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await runner
-        finally:  # the event loop is closed from here on
-            with self._lock:
-                self._stop = None
+            await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stopping.set()  # ends the waiting thread
+        runner.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await runner
 
 
 @contextlib.contextmanager
@@ -322,7 +310,3 @@ def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Ite
         ),
     ) as runner:
         yield runner
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
-    loop.call_soon_threadsafe(task.cancel)

@@ -19,8 +19,10 @@ import jsonpatch
 import pytest
 import trustme
 
+from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import certificates
-from planner.integrations.kubernetes.certificates import CertBundle, ReloadingContext
+from planner.integrations.kubernetes.certificates import CertBundle, ServingCertificate
+from planner.leases import Clock
 from planner.sockets import listen, run_server
 from tests.conftest import StartRfork
 
@@ -108,7 +110,7 @@ async def test_a_certificate_changes_while_connections_are_open() -> None:
     """Open connections continue; new ones get the new certificate, even with another key type."""
     first = trustme.CA(key_type=trustme.KeyType.RSA).issue_cert(*HOSTS, key_type=trustme.KeyType.RSA)
     second = certificates.generate_bundle(HOSTS, DAYS, time.time())
-    live = ReloadingContext()
+    live = ServingCertificate(IntegrationStatus("webhook"), Clock())
     live.set_certificate(
         certificates.load_pair(b"".join(pem.bytes() for pem in first.cert_chain_pems), first.private_key_pem.bytes())
     )
@@ -134,7 +136,7 @@ async def test_a_certificate_changes_while_connections_are_open() -> None:
 
 async def test_without_a_certificate_no_handshake_succeeds() -> None:
     """Until it has a certificate, the server listens and refuses handshakes without failing."""
-    live = ReloadingContext()
+    live = ServingCertificate(IntegrationStatus("webhook"), Clock())
     listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
     own = certificates.generate_bundle(HOSTS, DAYS, time.time())
@@ -197,7 +199,7 @@ def test_the_webhook_reloads_a_renewed_certificate(
     process.wait_for("unusable webhook certificate.*the key is not unencrypted PEM")
     planner_urls = [injected_planner_urls(mutate(url, old))]
     new = folder.renew(2 * DAYS)
-    process.wait_for(f"certificate in use.*{certificates.date(new.pair.not_after)}")
+    process.wait_for(f"certificate in use.*{new.pair.validity_text}")
     planner_urls.append(injected_planner_urls(mutate(url, new)))
     assert [["http://planner:8700"]] * 2 == planner_urls
 

@@ -55,11 +55,7 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
             ControllerMetrics(CollectorRegistry()),
         )
         controller = Controller(settings, cluster, fleet, metrics, clock, tracer)
-        world = controller.caches
-        cluster.watch(
-            lambda event: world.pods.apply(event, clock.now),
-            lambda event: world.workloads.apply(event, clock.now),
-        )
+        cluster.watch(controller.caches)
         controller.begin()
         deployment = cluster.deploy(1, 3)
         await controller.refresh()

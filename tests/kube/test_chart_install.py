@@ -21,8 +21,8 @@ from lightkube.resources.networking_v1 import NetworkPolicy
 from lightkube.resources.rbac_authorization_v1 import ClusterRole, ClusterRoleBinding, Role, RoleBinding
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.api_server import ClusterUnavailable
-from planner.integrations.kubernetes.certificates import connect_secrets
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, open_server
+from planner.integrations.kubernetes.certificates import CertificateStore
 from planner.integrations.kubernetes.cluster import connect
 from rfork.settings import KubernetesSettings
 from tests.kube.chart import CHART, Document, HelmFailed, helm_run
@@ -217,7 +217,7 @@ async def test_uninstall_leaves_nothing(release: HelmRelease) -> None:
 async def test_rights_of_webhook_and_controller_are_minimal(release: HelmRelease) -> None:
     """The webhook can read no other Secret, in particular not the planner's; the controller no other Lease."""
     release.run("install")
-    store = connect_secrets(release.settings("webhook"))
+    store = CertificateStore(open_server(release.settings("webhook")))
     try:
         with pytest.raises(ClusterUnavailable, match="forbidden"):
             await store.read_secret(f"{release.fullname}-planner", release.namespace)
@@ -324,7 +324,7 @@ def test_rendered_manifests_work_with_kubectl(release: HelmRelease, kubectl: Pat
 
 async def _write_certificate(release: HelmRelease) -> None:
     """Write what the webhook writes: its certificate to the Secret, its CA to the configuration."""
-    store = connect_secrets(release.settings("webhook"))
+    store = CertificateStore(open_server(release.settings("webhook")))
     try:
         name = f"{release.fullname}-webhook-tls"
         empty = await store.read_secret(name, release.namespace)
@@ -332,7 +332,7 @@ async def _write_certificate(release: HelmRelease) -> None:
         data = {"tls.key": KEY, "tls.crt": CERTIFICATE}
         await store.write_secret(name, release.namespace, data, empty.version)
         seen = await store.read_bundles(release.fullname)
-        await store.write_bundles(release.fullname, dict.fromkeys(seen.bundles, AUTHORITY), seen.version)
+        await store.write_bundles(release.fullname, dict.fromkeys(seen.data, AUTHORITY), seen.version)
     finally:
         await store.close()
 

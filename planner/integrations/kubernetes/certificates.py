@@ -26,7 +26,7 @@ import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import quote
 
 from cryptography import x509
@@ -45,7 +45,6 @@ from planner.integrations.kubernetes.api_server import (
     Document,
     NotFound,
     ResourceConflict,
-    open_server,
 )
 from planner.leases import Clock
 from rfork.errors import SettingsError
@@ -58,16 +57,25 @@ CA: Final = "ca.crt"
 PREVIOUS_CA_KEY: Final = "ca-earlier.crt"
 """Keys of the Secret: those of `kubernetes.io/tls`, and the previous CAs."""
 CA_NAME: Final = "rfork webhook CA"
-DAY_S: Final = 86_400.0
+CERTIFICATE_DAYS: Final = 90.0
+"""Lifetime of a self-made certificate; it is renewed after two thirds of it."""
+RENEW_AFTER: Final = 2 / 3
 BACKDATE_S: Final = 3600.0
 """Maximum time by which a certificate is backdated, because clocks in a cluster differ."""
-RENEW_AFTER: Final = 2 / 3
 MAX_PREVIOUS_CAS: Final = 2
 """Number of previous CAs that stay trusted. Limited by number, not by age: a replica whose clock is ahead
 must not revoke the trust in certificates that others use correctly. Expired ones do no harm, because no one
 has their keys.
 """
-NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+PROPAGATION_S: Final = 5.0
+"""Time that API servers may need to receive a new caBundle."""
+ATTEMPTS: Final = 4
+"""Maximum consecutive attempts when another replica changes the objects at the same time."""
+LOG_INTERVAL_S: Final = 3600.0
+FIELD_MANAGER: Final = {"fieldManager": "rfork-webhook"}
+"""Field manager of the fields written here."""
+HOST_PATTERN: Final = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+log = logger("planner.integrations.certificates")
 
 
 class InvalidCertificate(Exception):
@@ -94,6 +102,11 @@ class CertPair:
     def valid(self, now: float) -> bool:
         """Return True if the certificate is valid at `now`."""
         return self.not_before <= now < self.not_after
+
+    @property
+    def validity_text(self) -> str:
+        """Begin and end, for logs."""
+        return f"{_time(self.not_before):%Y-%m-%dT%H:%M:%SZ} to {_time(self.not_after):%Y-%m-%dT%H:%M:%SZ}"
 
     @property
     def renew_at(self) -> float:
@@ -138,7 +151,8 @@ def load_pair(chain: bytes, key: bytes) -> CertPair:
         raise InvalidCertificate(f"the key is not unencrypted PEM: {error}") from None
     if _public(private.public_key()) != _public(leaf.public_key()):
         raise InvalidCertificate("the key does not belong to the certificate")
-    return CertPair(chain, key, *_validity(leaf), _hosts(leaf))
+    not_before, not_after = leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
+    return CertPair(chain, key, not_before, not_after, _hosts(leaf))
 
 
 def load_bundle(data: Mapping[str, bytes]) -> CertBundle:
@@ -160,35 +174,21 @@ def generate_bundle(hosts: Iterable[str], days: float, now: float, previous_cas:
     `previous_cas` are PEM CAs whose certificates may still be in use, newest first. Only the first ones are
     kept.
     """
-    hosts = sorted(set(hosts))
-    lifetime_s = days * DAY_S
-    not_before, not_after = _time(now - min(BACKDATE_S, lifetime_s / 10)), _time(now + lifetime_s)
+    lifetime_s = days * 86_400
+    validity = _time(now - min(BACKDATE_S, lifetime_s / 10)), _time(now + lifetime_s)
     ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    serial = x509.random_serial_number()
-    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{CA_NAME} {serial:x}"[:64])])
-    ca = (
-        _builder(ca_name, ca_name, ca_key.public_key(), not_before, not_after)
-        .serial_number(serial)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    leaf = (
-        _builder(
-            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rfork webhook")]),
-            ca_name,
-            key.public_key(),
-            not_before,
-            not_after,
-        )
-        .serial_number(x509.random_serial_number())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general(host) for host in hosts]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA256())
+    ca_name = f"{CA_NAME} {x509.random_serial_number():x}"[:64]
+    ca_key_id = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
+    ca = _sign(ca_name, ca_name, ca_key.public_key(), ca_key, validity, ca_key_id)
+    leaf = _sign(
+        "rfork webhook",
+        ca_name,
+        key.public_key(),
+        ca_key,
+        validity,
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([_general_name(host) for host in sorted(set(hosts))]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()),
     )
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -206,43 +206,29 @@ def authorities(bundle: bytes) -> tuple[bytes, ...]:
     return tuple(_pem(certificate) for certificate in certificates if CA_NAME in certificate.subject.rfc4514_string())
 
 
-def canonical(host: str) -> str:
+def canonical_host(host: str) -> str:
     """Return a DNS name, or an address in canonical form. Raises ValueError for anything else."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
-        if not NAME.fullmatch(host):
+        if not HOST_PATTERN.fullmatch(host):
             raise ValueError(f"{host!r} is neither a DNS name nor an IP address") from None
         return host
 
 
-def date(unix: float) -> str:
-    """Format a time as ISO 8601, UTC."""
-    return _time(unix).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    not_before: datetime.datetime,
-    not_after: datetime.datetime,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .not_valid_before(not_before)
-        .not_valid_after(not_after)
-    )
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
+def _sign(
+    subject: str,
+    issuer: str,
+    public_key: ec.EllipticCurvePublicKey,
+    signing_key: ec.EllipticCurvePrivateKey,
+    validity: tuple[datetime.datetime, datetime.datetime],
+    *extensions: x509.ExtensionType,
+) -> x509.Certificate:
+    is_ca = subject == issuer
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -250,9 +236,23 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(validity[0])
+        .not_valid_after(validity[1])
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(signing_key, hashes.SHA256())
 
 
-def _general(host: str) -> x509.GeneralName:
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -267,10 +267,6 @@ def _hosts(certificate: x509.Certificate) -> frozenset[str]:
     return frozenset([*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))])
 
 
-def _validity(certificate: x509.Certificate) -> tuple[float, float]:
-    return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
-
-
 def _time(unix: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(int(unix), datetime.UTC)
 
@@ -283,50 +279,22 @@ def _public(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-LOG_INTERVAL_S: Final = 3600.0
-log = logger("planner.integrations.certificates")
+class ServingCertificate:
+    """TLS context of the server, whose certificate can change while it serves. New handshakes use the new one.
 
+    Each problem is reported when it starts, and once an hour while it lasts.
+    """
 
-class ReloadingContext:
-    """Server-side TLS context whose certificate can change while it serves. New handshakes use the new one."""
-
-    def __init__(self) -> None:
+    def __init__(self, status: IntegrationStatus, clock: Clock) -> None:
+        self.clock = clock
         self.current: CertPair | None = None
+        self._status = status
+        self._logged_at: dict[str, float] = {}
         self._inner: ssl.SSLContext | None = None
         self.context = _context()
         # Not load_cert_chain on this context: OpenSSL would keep an RSA certificate next to a new ECDSA one,
         # and keep using it for some clients.
         self.context.sni_callback = self._choose
-
-    def set_certificate(self, certificate: CertPair) -> None:
-        """Use this certificate from now on. Raises InvalidCertificate and then keeps the previous one."""
-        inner = _context()
-        # An in-memory file: OpenSSL reads keys only from files, and this key must not be written to disk.
-        descriptor = os.memfd_create("certificate")
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(certificate.key + b"\n" + certificate.chain)
-            inner.load_cert_chain(f"/proc/self/fd/{descriptor}")
-        except (ssl.SSLError, OSError) as error:
-            raise InvalidCertificate(f"OpenSSL rejects it: {error}") from None
-        finally:
-            os.close(descriptor)
-        self._inner, self.current = inner, certificate
-
-    def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> int | None:
-        if self._inner is None:
-            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
-        connection.context = self._inner
-        return None
-
-
-class CertificateMonitor:
-    """Reports problems of a certificate: each when it starts, and once an hour while it lasts."""
-
-    def __init__(self, tls_context: ReloadingContext, status: IntegrationStatus, clock: Clock) -> None:
-        self.tls_context, self.clock = tls_context, clock
-        self._status = status
-        self._logged_at: dict[str, float] = {}
         self._ends = Gauge(
             "rfork_webhook_certificate_not_after_seconds",
             "Expiry of the certificate in use, in seconds since the epoch; 0: no certificate",
@@ -337,72 +305,67 @@ class CertificateMonitor:
             "1 if the certificate in use is valid by this machine's clock",
             registry=status.registry,
         )
-        self.change_count = Counter(
-            "rfork_webhook_certificate_changes",
-            "Certificates that were put into use",
-            registry=status.registry,
+        self._changes = Counter(
+            "rfork_webhook_certificate_changes", "Certificates that were put into use", registry=status.registry
         )
-        self.problem_count = Counter(
+        self._errors = Counter(
             "rfork_webhook_certificate_errors",
             "Checks of the certificate that found a problem",
             registry=status.registry,
         )
 
+    def set_certificate(self, certificate: CertPair) -> None:
+        """Use this certificate from now on, unless it is invalid and the current one is valid.
+
+        Raises InvalidCertificate and then keeps the previous one.
+        """
+        now, current = self.clock.unix(), self.current
+        if certificate == current:
+            return
+        if current is not None and current.valid(now) and not certificate.valid(now):
+            problem = "the new webhook certificate is not valid, keeping the current one"
+            self.report_problem(problem, reason=certificate.validity_text)
+            return
+        self._inner, self.current = _load_context(certificate), certificate
+        self._changes.inc()
+        hosts = ",".join(sorted(certificate.hosts))
+        log.info("webhook certificate in use", hosts=hosts, validity=certificate.validity_text)
+
     def report_problem(self, problem: str, reason: str) -> None:
         """Count a problem, and log it unless it was logged within the last hour."""
-        self.problem_count.inc()
-        self.log_problem(problem, reason=reason)
-        if self.tls_context.current is None:
+        self._errors.inc()
+        self._log_problem(problem, reason=reason)
+        if self.current is None:
             self._status.not_ready(f"no certificate yet: {problem}: {reason}")
-
-    def log_problem(self, event: str, **fields: str) -> None:
-        """Log an error, at most once an hour for equal errors."""
-        key, now = " ".join((event, *fields.values())), self.clock.monotonic()
-        self._logged_at = {
-            logged_event: at for logged_event, at in self._logged_at.items() if now - at < LOG_INTERVAL_S
-        }
-        if key not in self._logged_at:
-            self._logged_at[key] = now
-            log.error(event, **fields)
-
-    def set_certificate(self, certificate: CertPair) -> bool:
-        """Use this certificate, unless it is invalid and the current one is valid. Raises InvalidCertificate."""
-        now, current = self.clock.unix(), self.tls_context.current
-        if certificate == current:
-            return True
-        if current is not None and current.valid(now) and not certificate.valid(now):
-            self.report_problem(
-                "the new webhook certificate is not valid, keeping the current one", reason=_validity_text(certificate)
-            )
-            return False
-        self.tls_context.set_certificate(certificate)
-        self.change_count.inc()
-        log.info(
-            "webhook certificate in use",
-            hosts=",".join(sorted(certificate.hosts)),
-            validity=_validity_text(certificate),
-        )
-        return True
 
     def check(self) -> None:
         """Update metrics and status from the certificate in use. Call after each refresh."""
-        certificate, now = self.tls_context.current, self.clock.unix()
+        certificate, now = self.current, self.clock.unix()
         if certificate is None:
             return
         self._ends.set(certificate.not_after)
         self._valid.set(certificate.valid(now))
         # Ready even with an expired certificate: this machine's clock may be wrong.
         self._status.ready()
+        validity = certificate.validity_text
         if now >= certificate.not_after:
-            self.log_problem(
-                "webhook certificate expired: Pods start without rfork",
-                validity=_validity_text(certificate),
-            )
+            self._log_problem("webhook certificate expired: Pods start without rfork", validity=validity)
         elif now < certificate.not_before:
-            self.log_problem(
-                "webhook certificate not valid yet: check this machine's clock",
-                validity=_validity_text(certificate),
-            )
+            self._log_problem("webhook certificate not valid yet: check this machine's clock", validity=validity)
+
+    def _log_problem(self, event: str, **fields: str) -> None:
+        """Log an error, at most once an hour for equal errors."""
+        key, now = " ".join((event, *fields.values())), self.clock.monotonic()
+        self._logged_at = {logged: at for logged, at in self._logged_at.items() if now - at < LOG_INTERVAL_S}
+        if key not in self._logged_at:
+            self._logged_at[key] = now
+            log.error(event, **fields)
+
+    def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> int | None:
+        if self._inner is None:
+            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
+        connection.context = self._inner
+        return None
 
 
 def _context() -> ssl.SSLContext:
@@ -411,71 +374,56 @@ def _context() -> ssl.SSLContext:
     return context
 
 
-def _validity_text(certificate: CertPair) -> str:
-    return f"{date(certificate.not_before)} to {date(certificate.not_after)}"
-
-
-FIELD_MANAGER: Final = {"fieldManager": "rfork-webhook"}
-"""Field manager of the fields written here."""
-WEBHOOK_CONFIGURATIONS_PATH: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+def _load_context(certificate: CertPair) -> ssl.SSLContext:
+    """Return a context with this certificate. Raises InvalidCertificate."""
+    context = _context()
+    # An in-memory file: OpenSSL reads keys only from files, and this key must not be written to disk.
+    descriptor = os.memfd_create("certificate")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(certificate.key + b"\n" + certificate.chain)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidCertificate(f"OpenSSL rejects it: {error}") from None
+    finally:
+        os.close(descriptor)
+    return context
 
 
 @dataclass(frozen=True)
-class SecretData:
-    """A Secret's data and version. Empty version: the Secret does not exist."""
+class VersionedData:
+    """Data of a Secret by key, or caBundles by the webhook's name; and the object's version.
+
+    Empty version: the object does not exist.
+    """
 
     data: Mapping[str, bytes]
     version: str
 
     def __repr__(self) -> str:  # otherwise a log could contain a key
-        return f"SecretSeen({sorted(self.data)}, version={self.version!r})"
+        return f"VersionedData({sorted(self.data)}, version={self.version!r})"
 
 
-@dataclass(frozen=True)
-class CaBundles:
-    """The PEM caBundle of each webhook in a configuration, by the webhook's name, and the version."""
-
-    bundles: Mapping[str, bytes]
-    version: str
-
-
-class SecretStore(Protocol):
-    """Shared storage of the webhook's replicas. Every call raises ClusterUnavailable."""
-
-    async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """Return the Secret, or one without data and version if it does not exist."""
-
-    async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """Replace the data of a Secret that still has `version`, or create it (empty version).
-
-        Raises ResourceConflict.
-        """
-
-    async def read_bundles(self, configuration: str) -> CaBundles:
-        """Return the caBundles of a configuration. Raises NotFound if it does not exist."""
-
-    async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """Set the caBundles of a configuration that still has `version`. Raises ResourceConflict, NotFound."""
-
-    async def close(self) -> None:
-        """Close all connections."""
-
-
-class ClusterSecretStore:
-    """`SecretStore` on an API server."""
+class CertificateStore:
+    """The Secret and the caBundles, shared by the webhook's replicas. Every call raises ClusterUnavailable."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
 
-    async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """See SecretStore."""
+    async def read_secret(self, name: str, namespace: str) -> VersionedData:
+        """Return the Secret, or one without data and version if it does not exist."""
         try:
-            return _parse_secret(await self._server.call("GET", _path(namespace, name)))
+            secret = await self._server.call("GET", _secret_path(namespace, name))
         except NotFound:
-            return SecretData({}, "")
+            return VersionedData({}, "")
+        data = {key: _decoded(value) for key, value in (secret.get("data") or {}).items()}
+        return VersionedData(data, secret["metadata"]["resourceVersion"])
 
-    async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """See SecretStore. Labels, annotations and the type of an existing Secret stay as they are."""
+    async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> None:
+        """Replace the data of a Secret that still has `version`, or create it (empty version).
+
+        Labels, annotations and the type of an existing Secret stay as they are. Raises ResourceConflict.
+        """
         encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
         if not version:
             secret: Document = {
@@ -485,39 +433,33 @@ class ClusterSecretStore:
                 "metadata": {"name": name, "namespace": namespace},
                 "data": encoded,
             }
-            return _parse_secret(
-                await self._server.call("POST", _path(namespace), body=secret, parameters=FIELD_MANAGER)
-            )
-        path = _path(namespace, name)
+            await self._server.call("POST", _secret_path(namespace), body=secret, parameters=FIELD_MANAGER)
+            return
+        path = _secret_path(namespace, name)
         try:
             secret = await self._server.call("GET", path)
-            if _version(secret) != version:
+            if secret["metadata"]["resourceVersion"] != version:
                 raise ResourceConflict(f"PUT {path}: it changed since it was read")
-            changed = {**secret, "data": encoded}
-            return _parse_secret(await self._server.call("PUT", path, body=changed, parameters=FIELD_MANAGER))
+            await self._server.call("PUT", path, body={**secret, "data": encoded}, parameters=FIELD_MANAGER)
         except NotFound as error:  # deleted since it was read: same as a change
             raise ResourceConflict(str(error)) from error
 
-    async def read_bundles(self, configuration: str) -> CaBundles:
-        """See SecretStore."""
-        document = await self._server.call("GET", f"{WEBHOOK_CONFIGURATIONS_PATH}/{quote(configuration)}")
-        return CaBundles(
-            {
-                webhook["name"]: _decoded(webhook["clientConfig"].get("caBundle"))
-                for webhook in document.get("webhooks") or ()
-            },
-            _version(document),
-        )
+    async def read_bundles(self, configuration: str) -> VersionedData:
+        """Return the PEM caBundles of a configuration. Raises NotFound if it does not exist."""
+        document = await self._server.call("GET", _configuration_path(configuration))
+        webhooks = document.get("webhooks") or ()
+        bundles = {webhook["name"]: _decoded(webhook["clientConfig"].get("caBundle")) for webhook in webhooks}
+        return VersionedData(bundles, document["metadata"]["resourceVersion"])
 
     async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """See SecretStore."""
+        """Set the caBundles of a configuration that still has `version`. Raises ResourceConflict, NotFound."""
         webhooks = [
             {"name": name, "clientConfig": {"caBundle": base64.b64encode(bundle).decode()}}
             for name, bundle in bundles.items()
         ]
         await self._server.call(
             "PATCH",
-            f"{WEBHOOK_CONFIGURATIONS_PATH}/{quote(configuration)}",
+            _configuration_path(configuration),
             # Strategic merge: webhooks are merged by name, so their other fields stay as they are.
             body={"metadata": {"resourceVersion": version}, "webhooks": webhooks},
             content_type=STRATEGIC,
@@ -525,26 +467,16 @@ class ClusterSecretStore:
         )
 
     async def close(self) -> None:
-        """See SecretStore."""
+        """Close all connections."""
         await self._server.close()
 
 
-def connect_secrets(settings: KubernetesSettings) -> ClusterSecretStore:
-    """Return a store on the configured cluster. Does not connect yet. Raises SettingsError."""
-    return ClusterSecretStore(open_server(settings))
-
-
-def _path(namespace: str, *name: str) -> str:
+def _secret_path(namespace: str, *name: str) -> str:
     return "/".join(("/api/v1/namespaces", quote(namespace), "secrets", *map(quote, name)))
 
 
-def _parse_secret(secret: Document) -> SecretData:
-    data = {key: _decoded(value) for key, value in (secret.get("data") or {}).items()}
-    return SecretData(data, _version(secret))
-
-
-def _version(document: Document) -> str:
-    return str(document["metadata"]["resourceVersion"])
+def _configuration_path(configuration: str) -> str:
+    return f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{quote(configuration)}"
 
 
 def _decoded(value: str | None) -> bytes:
@@ -554,28 +486,12 @@ def _decoded(value: str | None) -> bytes:
         return b""
 
 
-PROPAGATION_S: Final = 5.0
-"""Time that API servers may need to receive a new caBundle."""
-CERTIFICATE_DAYS: Final = 90.0
-"""Lifetime of a certificate that the webhook creates; it is renewed after two thirds of it."""
-ATTEMPTS: Final = 4
-"""Maximum consecutive attempts when another replica changes the objects at the same time."""
-log = logger("planner.integrations.certificates")
-
-
-class CertSource(Protocol):
-    """Keeps a ReloadingContext's certificate up to date."""
-
-    async def refresh(self) -> None:
-        """Check once for changes and apply them. Raises no expected error."""
-
-
 class FolderCertSource:
     """Uses tls.crt and tls.key of a directory. While a pair is unusable, the previous one stays in use."""
 
-    def __init__(self, folder: Path, monitor: CertificateMonitor) -> None:
+    def __init__(self, folder: Path, serving: ServingCertificate) -> None:
         """Raises SettingsError if the directory has no usable certificate."""
-        self._folder, self._monitor = folder, monitor
+        self._folder, self._serving = folder, serving
         try:
             self._load()
         except (InvalidCertificate, OSError) as error:
@@ -585,33 +501,33 @@ class FolderCertSource:
             ) from None
 
     async def refresh(self) -> None:
-        """See CertSource."""
+        """Check once for changes and apply them. Raises no expected error."""
         try:
             self._load()
         except (InvalidCertificate, OSError) as error:
-            self._monitor.report_problem(f"unusable webhook certificate in {self._folder}", reason=_error_text(error))
-        self._monitor.check()
+            self._serving.report_problem(f"unusable webhook certificate in {self._folder}", reason=_error_text(error))
+        self._serving.check()
 
     def _load(self) -> None:
         # Read once, so that the checked bytes are the used ones even if the files change meanwhile.
         chain, key = ((self._folder / name).read_bytes() for name in (CERTIFICATE, KEY))
-        pair = self._monitor.tls_context.current
+        pair = self._serving.current
         if pair is None or (chain, key) != (pair.chain, pair.key):
-            self._monitor.set_certificate(load_pair(chain, key))
+            self._serving.set_certificate(load_pair(chain, key))
 
 
 class SecretCertSource:
     """Creates and renews the webhook's own certificate, together with the other replicas."""
 
-    def __init__(self, settings: KubernetesSettings, store: SecretStore, monitor: CertificateMonitor) -> None:
+    def __init__(self, settings: KubernetesSettings, store: CertificateStore, serving: ServingCertificate) -> None:
         """Raises SettingsError for hosts that a certificate cannot contain."""
-        self._settings, self._store, self._monitor = settings, store, monitor
+        self._settings, self._store, self._serving = settings, store, serving
         self._seen_cas: tuple[bytes, ...] = ()
         """CAs of certificates that this replica has seen in the Secret, newest first."""
         self._trusted: tuple[bytes, float] | None = None
         """The CA that was last found trusted, and since when (monotonic)."""
         try:
-            self._hosts = frozenset(map(canonical, settings.webhook_hosts))
+            self._hosts = frozenset(map(canonical_host, settings.webhook_hosts))
         except ValueError as error:
             raise SettingsError(f"RFORK_K8S_WEBHOOK_HOSTS: {error}") from None
         if not self._hosts:
@@ -621,7 +537,7 @@ class SecretCertSource:
             )
 
     async def refresh(self) -> None:
-        """See CertSource."""
+        """Check once for changes and apply them. Raises no expected error."""
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -630,10 +546,10 @@ class SecretCertSource:
                 except ResourceConflict:
                     continue  # another replica was faster: read its change
         except ClusterUnavailable as error:
-            self._monitor.report_problem("cannot renew the webhook's certificate", reason=str(error))
+            self._serving.report_problem("cannot renew the webhook's certificate", reason=str(error))
         except InvalidCertificate as error:
-            self._monitor.report_problem("unusable webhook certificate", reason=str(error))
-        self._monitor.check()
+            self._serving.report_problem("unusable webhook certificate", reason=str(error))
+        self._serving.check()
 
     async def _refresh(self) -> None:
         # Read the caBundles first. They are written only if unchanged since then, so a replica that read an
@@ -642,9 +558,9 @@ class SecretCertSource:
         own = await self._current_bundle(bundles)
         self._seen_cas = tuple(dict.fromkeys((own.ca, *self._seen_cas)))[:MAX_PREVIOUS_CAS]
         if await self._is_trusted(own, bundles):
-            self._monitor.set_certificate(own.pair)
+            self._serving.set_certificate(own.pair)
 
-    async def _read_ca_bundles(self) -> CaBundles | None:
+    async def _read_ca_bundles(self) -> VersionedData | None:
         """Return the caBundles. None if this process does not maintain them, or without a configuration."""
         if not self._settings.webhook_configuration:
             return None
@@ -653,9 +569,9 @@ class SecretCertSource:
         except NotFound:
             return None
 
-    async def _current_bundle(self, bundles: CaBundles | None) -> CertBundle:
+    async def _current_bundle(self, bundles: VersionedData | None) -> CertBundle:
         """Return the Secret's certificate if it is usable; otherwise create one and store it in the Secret."""
-        settings, now = self._settings, self._monitor.clock.unix()
+        settings, now = self._settings, self._serving.clock.unix()
         secret = await self._store.read_secret(settings.certificate_secret, settings.namespace)
         own: CertBundle | None = None
         reason, hosts = "missing", self._hosts
@@ -677,7 +593,7 @@ class SecretCertSource:
         previous_cas = (
             *((own.ca, *own.previous_cas) if own else ()),
             *self._seen_cas,
-            *(one for have in (bundles.bundles if bundles else {}).values() for one in authorities(have)),
+            *(one for have in (bundles.data if bundles else {}).values() for one in authorities(have)),
         )
         generated = generate_bundle(hosts, CERTIFICATE_DAYS, now, previous_cas)
         await self._store.write_secret(
@@ -686,21 +602,24 @@ class SecretCertSource:
         log.info("certificate created", reason=reason, secret=settings.certificate_secret)
         return generated
 
-    async def _is_trusted(self, own: CertBundle, bundles: CaBundles | None) -> bool:
+    async def _is_trusted(self, own: CertBundle, bundles: VersionedData | None) -> bool:
         """Return True if every API server trusts the certificate's CA. Updates the caBundle if needed."""
         if bundles is None:
             return True
-        now = self._monitor.clock.monotonic()
-        if any(bundle != own.bundle for bundle in bundles.bundles.values()):
+        now = self._serving.clock.monotonic()
+        if any(bundle != own.bundle for bundle in bundles.data.values()):
             name = self._settings.webhook_configuration
             try:
-                await self._store.write_bundles(name, dict.fromkeys(bundles.bundles, own.bundle), bundles.version)
+                await self._store.write_bundles(name, dict.fromkeys(bundles.data, own.bundle), bundles.version)
             except NotFound:
                 return True
-            log.info("caBundle updated", configuration=name, webhooks=len(bundles.bundles))
+            log.info("caBundle updated", configuration=name, webhooks=len(bundles.data))
         if self._trusted is None or self._trusted[0] != own.ca:
             self._trusted = (own.ca, now)
-        return self._monitor.tls_context.current is None or now - self._trusted[1] >= PROPAGATION_S
+        return self._serving.current is None or now - self._trusted[1] >= PROPAGATION_S
+
+
+CertSource = FolderCertSource | SecretCertSource
 
 
 async def refresh_forever(source: CertSource, pause_s: float) -> None:

@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal
 
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import (
@@ -47,14 +47,29 @@ from planner.integrations.kubernetes.api_server import (
     Resource,
     ResourceConflict,
     WatchEvent,
-    merge_watches,
     open_server,
     watch_forever,
 )
 from rfork.settings import KubernetesSettings
 
 WorkloadKind = Literal["Deployment", "StatefulSet", "LeaderWorkerSet"]
+WORKLOAD_PATHS: Final[Mapping[WorkloadKind, str]] = {
+    "Deployment": "/apis/apps/v1/deployments",
+    "StatefulSet": "/apis/apps/v1/statefulsets",
+    "LeaderWorkerSet": "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets",
+}
 EventType = Literal["Normal", "Warning"]
+
+
+PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
+REPLICA: Final = "RFORK_REPLICA"
+"""Variable that the webhook sets in the engine's container only."""
+REPORTER: Final = "rfork.dev/controller"
+"""Source component of the Events."""
+ATTEMPTS: Final = 4
+"""Maximum attempts to write an Event that others write at the same time."""
+MAX_MESSAGE_CHARS: Final = 1000
+"""Maximum characters of an Event's message. Kubernetes accepts 1,024 bytes, and names must not be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,54 +169,6 @@ class ObservedLease:
     """Required by `write_lease`. Empty: the Lease does not exist yet."""
 
 
-class Cluster(Protocol):
-    """Operations of the controller and the webhook on a cluster.
-
-    The iterators start with a `Synced`, never end, and send a new `Synced` after the API server was
-    unavailable or had dropped the watch position. Meanwhile they log each cause once, and never raise.
-    """
-
-    def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
-        """Yield Pods with the label `names.MODEL`, in all namespaces."""
-
-    def workloads(self) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
-        """Yield workloads with that label, all kinds in one `Synced`. A missing kind counts as empty."""
-
-    def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
-        """Yield all Nodes."""
-
-    async def annotate(self, pod: ObservedPod, annotations: Mapping[str, str | None]) -> None:
-        """Set annotations of a Pod; None removes one. Raises NotFound, ClusterUnavailable."""
-
-    async def set_condition(
-        self, pod: ObservedPod, condition_type: str, *, status: bool, reason: str, message: str
-    ) -> None:
-        """Set a condition of a Pod's status. Raises NotFound, ClusterUnavailable."""
-
-    async def emit_event(self, subject: ObjectRef, event_type: EventType, reason: str, message: str) -> None:
-        """Write an Event about an object, or increment the count of an equal Event of any replica.
-
-        Raises ClusterUnavailable.
-        """
-
-    async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """Return the Lease; without holder and version if it does not exist. Raises ClusterUnavailable."""
-
-    async def write_lease(
-        self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
-    ) -> ObservedLease:
-        """Acquire, renew or release a Lease that still has `version`.
-
-        Raises ResourceConflict, ClusterUnavailable.
-        """
-
-    async def close(self) -> None:
-        """Close all connections."""
-
-
-PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
-REPLICA: Final = "RFORK_REPLICA"
-"""Variable that the webhook sets in the engine's container only."""
 NO_LEASE: Final = ObservedLease(None, "", 0.0, "")
 
 
@@ -241,8 +208,6 @@ def parse_workload(kind: WorkloadKind, workload: Document) -> ObservedWorkload:
     For a LeaderWorkerSet, `template_labels` and `template_annotations` merge the worker template with the
     leader template, if there is one, which has priority.
     """
-    if kind not in get_args(WorkloadKind):
-        raise ValueError(f"{kind} is not a workload")
     about, spec = workload["metadata"], workload["spec"]
     if kind == "LeaderWorkerSet":
         group = spec.get("leaderWorkerTemplate") or {}
@@ -318,62 +283,49 @@ def _seconds(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-REPORTER: Final = "rfork.dev/controller"
-"""Source component of the Events."""
-ATTEMPTS: Final = 4
-"""Maximum attempts to write an Event that others write at the same time."""
-MAX_MESSAGE_CHARS: Final = 1000
-"""Maximum characters of an Event's message. Kubernetes accepts 1,024 bytes, and names must not be cut."""
+class Cluster:
+    """Operations of the controller and the webhook on a cluster. For one event loop.
 
+    The iterators are those of `api_server.watch_forever`.
+    """
 
-class ApiServerCluster:
-    """Implements `Cluster`. For one event loop."""
-
-    def __init__(
-        self,
-        server: ApiServer,
-        *,
-        unix: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, server: ApiServer, *, unix: Callable[[], float] = time.time) -> None:
         self._server = server
         self._unix = unix
         self._leases: dict[tuple[str, str], Document] = {}
 
     def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
-        """See `Cluster`."""
-        resource = Resource("pods", "/api/v1/pods", parse_pod, lambda pod: pod.uid, selector=names.MODEL)
-        return watch_forever(self._server, resource)
+        """Yield Pods with the label `names.MODEL`, in all namespaces."""
+        return watch_forever(self._server, Resource("pods", "/api/v1/pods", parse_pod, names.MODEL))
 
-    def workloads(self) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
-        """See `Cluster`."""
-        return merge_watches(
-            self._server,
-            (
-                _workloads("Deployment", "/apis/apps/v1/deployments"),
-                _workloads("StatefulSet", "/apis/apps/v1/statefulsets"),
-                _workloads("LeaderWorkerSet", "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets"),
-            ),
-        )
+    def workloads(self, kind: WorkloadKind) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
+        """Yield workloads of a kind with that label. A cluster without LeaderWorkerSets counts as empty."""
+        path = WORKLOAD_PATHS[kind]
+        read, optional = partial(parse_workload, kind), kind == "LeaderWorkerSet"
+        return watch_forever(self._server, Resource(path.rpartition("/")[2], path, read, names.MODEL, optional))
 
     def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
-        """See `Cluster`."""
-        return watch_forever(self._server, Resource("nodes", "/api/v1/nodes", parse_node, lambda node: node.name))
+        """Yield all Nodes."""
+        return watch_forever(self._server, Resource("nodes", "/api/v1/nodes", parse_node))
 
     async def annotate(self, pod: ObservedPod, annotations: Mapping[str, str | None]) -> None:
-        """See `Cluster`."""
+        """Set annotations of a Pod; None removes one. Raises NotFound, ClusterUnavailable."""
         await self._patch_status(pod, MERGE, {"metadata": {"annotations": dict(annotations)}})
 
     async def set_condition(
         self, pod: ObservedPod, condition_type: str, *, status: bool, reason: str, message: str
     ) -> None:
-        """See `Cluster`."""
+        """Set a condition of a Pod's status. Raises NotFound, ClusterUnavailable."""
         condition = {"type": condition_type, "status": str(status), "reason": reason, "message": message}
         if pod.conditions.get(condition_type) is not status:
             condition["lastTransitionTime"] = _timestamp(self._unix())
         await self._patch_status(pod, STRATEGIC, {"status": {"conditions": [condition]}})
 
     async def emit_event(self, subject: ObjectRef, event_type: EventType, reason: str, message: str) -> None:
-        """See `Cluster`."""
+        """Write an Event about an object, or increment the count of an equal Event of any replica.
+
+        Raises ClusterUnavailable.
+        """
         message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[: MAX_MESSAGE_CHARS - 1]}…"
         namespace = subject.namespace or "default"
         name = _event_name(subject, event_type, reason, message)
@@ -430,7 +382,7 @@ class ApiServerCluster:
         await self._server.call("PATCH", path, body=counted, content_type=MERGE)
 
     async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """See `Cluster`."""
+        """Return the Lease; without holder and version if it does not exist. Raises ClusterUnavailable."""
         try:
             return self._lease(await self._server.call("GET", _lease_path(namespace, name)))
         except NotFound:
@@ -441,7 +393,10 @@ class ApiServerCluster:
     async def write_lease(
         self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
     ) -> ObservedLease:
-        """See `Cluster`."""
+        """Acquire, renew or release a Lease that still has `version`.
+
+        Raises ResourceConflict, ClusterUnavailable.
+        """
         known = self._leases.get((namespace, name), {})
         previous = known.get("spec") or {} if known.get("metadata", {}).get("resourceVersion") == version else {}
         now = datetime.fromtimestamp(self._unix(), UTC).isoformat(timespec="microseconds")
@@ -472,7 +427,7 @@ class ApiServerCluster:
             raise ResourceConflict(str(error)) from error
 
     async def close(self) -> None:
-        """See `Cluster`."""
+        """Close all connections."""
         await self._server.close()
 
     async def _patch_status(self, pod: ObservedPod, content_type: str, patch: Document) -> None:
@@ -490,23 +445,8 @@ class ApiServerCluster:
 
 
 def connect(settings: KubernetesSettings) -> Cluster:
-    """Return the cluster of `settings.kubeconfig`, or of this Pod. Does not connect yet.
-
-    Raises SettingsError if no cluster is configured. Importing this module raises MissingExtra if lightkube
-    is not installed.
-    """
-    return ApiServerCluster(open_server(settings))
-
-
-def _workloads(kind: WorkloadKind, path: str) -> Resource[ObservedWorkload]:
-    return Resource(
-        name=path.rpartition("/")[2],
-        path=path,
-        read=partial(parse_workload, kind),
-        key=lambda workload: (workload.kind, workload.uid),
-        selector=names.MODEL,
-        optional=kind == "LeaderWorkerSet",
-    )
+    """Return the cluster of the settings, see `open_server`. Raises SettingsError."""
+    return Cluster(open_server(settings))
 
 
 def _lease_path(namespace: str, name: str = "") -> str:

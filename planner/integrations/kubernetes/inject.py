@@ -40,6 +40,20 @@ OWN_PYTHON_PATH: Final = "RFORK_OWN_PYTHONPATH"
 """Original value of PYTHONPATH, if the Pod sets it with `valueFrom`."""
 
 
+FILES_IN_IMAGE: Final = "/opt/rfork/files"
+"""Path of rfork's files in the image `KubernetesSettings.injection_image`."""
+FILES_VOLUME: Final = "rfork-files"
+INIT_CONTAINER: Final = "rfork-files"
+INIT_MOUNT_PATH: Final = "/target"
+"""Mount path in the init container: at `FILES_DIR` the volume would hide the image's own files."""
+NON_ROOT_UID: Final = 65532
+"""User of the init container in a Pod that runs as root. Otherwise the Pod's or the image's user applies."""
+SOCKETS_VOLUME: Final = "rfork-sockets"
+TLS_VOLUME: Final = "rfork-tls"
+DEFAULT_GRACE_PERIOD_S: Final = 30
+"""Kubernetes' default terminationGracePeriodSeconds."""
+
+
 def environment(
     request: InjectionRequest,
     settings: KubernetesSettings,
@@ -128,16 +142,6 @@ def _field(name: str, path: str) -> Variable:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-FILES_IN_IMAGE: Final = "/opt/rfork/files"
-"""Path of rfork's files in the image `KubernetesSettings.injection_image`."""
-FILES_VOLUME: Final = "rfork-files"
-INIT_CONTAINER: Final = "rfork-files"
-INIT_MOUNT_PATH: Final = "/target"
-"""Mount path in the init container: at `FILES_DIR` the volume would hide the image's own files."""
-NON_ROOT_UID: Final = 65532
-"""User of the init container in a Pod that runs as root. Otherwise the Pod's or the image's user applies."""
-
-
 def files_volume(injection_mode: Literal["init", "image"], image: str, *, image_volumes: bool) -> Document:
     """Return the volume with the files. Raises SettingsError if it cannot be provided.
 
@@ -189,12 +193,6 @@ def files_init_container(image: str, *, runs_as_root: bool) -> Document:
         "securityContext": security,
         "volumeMounts": [{"name": FILES_VOLUME, "mountPath": INIT_MOUNT_PATH}],
     }
-
-
-SOCKETS_VOLUME: Final = "rfork-sockets"
-TLS_VOLUME: Final = "rfork-tls"
-DEFAULT_GRACE_PERIOD_S: Final = 30
-"""Kubernetes' default terminationGracePeriodSeconds."""
 
 
 def inject(

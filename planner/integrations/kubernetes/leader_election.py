@@ -22,10 +22,10 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from planner.integrations.kubernetes.api_server import ClusterUnavailable, ResourceConflict
-from planner.integrations.kubernetes.cluster import ObservedLease
+from planner.integrations.kubernetes.cluster import Cluster, ObservedLease
 from rfork.logs import logger
 from rfork.settings import KubernetesSettings
 
@@ -41,16 +41,12 @@ CALL_FRACTION: Final = 1 / 8
 ResultT = TypeVar("ResultT")
 
 
-class LeaseClient(Protocol):
-    """The part of `Cluster` that an election needs."""
-
-    async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """See `Cluster`."""
-
-    async def write_lease(
-        self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
-    ) -> ObservedLease:
-        """See `Cluster`."""
+LEASE_GRACE_FACTOR: Final = 2.0
+"""Multiple of the Lease's duration for which a renewal counts. By then another replica has taken over, if
+there is one.
+"""
+MAX_POLL_S: Final = 5.0
+"""Maximum seconds between two polls."""
 
 
 class LeaderElection:
@@ -58,7 +54,7 @@ class LeaderElection:
 
     def __init__(
         self,
-        cluster: LeaseClient,
+        cluster: Cluster,
         name: str,
         namespace: str,
         identity: str,
@@ -231,21 +227,6 @@ async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
         raise asyncio.CancelledError
 
 
-LEASE_GRACE_FACTOR: Final = 2.0
-"""Multiple of the Lease's duration for which a renewal counts. By then another replica has taken over, if
-there is one.
-"""
-MAX_POLL_S: Final = 5.0
-"""Maximum seconds between two polls."""
-
-
-class LeaseReader(Protocol):
-    """The part of `Cluster` that is needed here."""
-
-    async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """See `Cluster`."""
-
-
 class LeaderWatch:
     """Observed state of the controller's Lease, in the memory of the webhook's process. For one event loop."""
 
@@ -264,7 +245,7 @@ class LeaderWatch:
         """Return True if a controller leads now. Reads memory only."""
         return self._until is not None and self._monotonic() < self._until
 
-    async def follow(self, cluster: LeaseReader) -> None:
+    async def follow(self, cluster: Cluster) -> None:
         """Poll the Lease forever. While it cannot be read, no controller counts as the leader."""
         while True:
             began = self._monotonic()

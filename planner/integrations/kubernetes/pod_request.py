@@ -19,6 +19,21 @@ from rfork.engine_command import LOAD_FORMAT, SHELLS, EngineCommand, EngineName,
 from rfork.errors import SettingsError
 from rfork.schema.types import ModelName, Text, WeightsVersion, sanitize_text
 
+Engine = Literal["vllm", "sglang", "pytorch"]
+DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
+"""Set by webhooks that add sidecars (such as Istio's): the original container."""
+IMAGE_ENTRYPOINT: Final = (
+    "write the engine's command (vllm serve …, sglang serve …, python3 -m sglang.launch_server …) as "
+    f"command and args, or add --load-format rfork yourself and set {names.ENGINE}: pytorch"
+)
+InjectionMode = Literal["none", "init", "image"]
+SameHost = Literal["true", "false", "ipc"]
+Switch = Literal["true", "false"]
+MIRROR_POD_ANNOTATION: Final = "kubernetes.io/config.mirror"
+"""Set on the mirror of a static Pod, which already runs and cannot be changed."""
+MAX_DRAIN_S: Final = 3600.0
+Choice = TypeVar("Choice", bound=str)
+
 
 class ManifestPart(BaseModel):
     """Part of a document. Other fields are not validated."""
@@ -93,22 +108,12 @@ class PodManifest(ManifestPart):
     spec: _Spec
 
 
-Engine = Literal["vllm", "sglang", "pytorch"]
-
-DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
-"""Set by webhooks that add sidecars (such as Istio's): the original container."""
-IMAGE_ENTRYPOINT: Final = (
-    "write the engine's command (vllm serve …, sglang serve …, python3 -m sglang.launch_server …) as "
-    f"command and args, or add --load-format rfork yourself and set {names.ENGINE}: pytorch"
-)
-
-
 def find_engine_container(
     containers: Sequence[ContainerManifest], annotations: Mapping[str, str], engine: Engine | None
 ) -> ContainerManifest:
     """Return the container named by the annotation `names.CONTAINER`, else find it by commands and images.
 
-    `engine` is the engine that the Pod states, if any. See `pod_request.parse_request`. Raises SettingsError.
+    `engine` is the engine that the Pod states, if any. See `parse_request`. Raises SettingsError.
     """
     by_name = {container.name: container for container in containers}
     listed = ", ".join(by_name)
@@ -215,15 +220,6 @@ def _starts_with_a_shell(container: ContainerManifest) -> bool:
     return any(PurePosixPath(word).name in SHELLS for word in _words(container)[:1])
 
 
-InjectionMode = Literal["none", "init", "image"]
-SameHost = Literal["true", "false", "ipc"]
-Switch = Literal["true", "false"]
-
-MIRROR_POD_ANNOTATION: Final = "kubernetes.io/config.mirror"
-"""Set on the mirror of a static Pod, which already runs and cannot be changed."""
-MAX_DRAIN_S: Final = 3600.0
-
-
 @dataclass(frozen=True, slots=True)
 class InjectionRequest:
     """Request to inject rfork into a Pod. For fields that are None, the webhook's setting applies."""
@@ -243,14 +239,6 @@ class InjectionRequest:
     """Weights version. None: the instance determines it."""
 
 
-@dataclass(frozen=True, slots=True)
-class InjectionRejected:
-    """The Pod requests rfork but cannot be injected."""
-
-    reason: str
-    """One sentence for the Pod's owner: the reason, and what to do."""
-
-
 def is_enabled(pod: object) -> bool:
     """Return True if the Pod has the label and did not opt out."""
     metadata = pod.get("metadata") if isinstance(pod, dict) else None
@@ -264,39 +252,30 @@ def is_enabled(pod: object) -> bool:
     return annotations.get(names.INJECT) != "false" and MIRROR_POD_ANNOTATION not in annotations
 
 
-def parse_request(pod: object) -> InjectionRequest | InjectionRejected | None:
-    """Return the Pod's request, or why it is rejected. None: it requests nothing. Never raises.
+def parse_request(pod: object) -> InjectionRequest | None:
+    """Return the Pod's request. None: it requests nothing. Raises SettingsError if it cannot be injected.
 
     The engine's container is the one named by the annotation `names.CONTAINER`; else the only one whose
     command starts an engine; else the only one whose image does so by default; else the only container, or
-    the one named by `engine_container.DEFAULT_CONTAINER`. For the last two, the annotation `names.ENGINE`
+    the one named by `DEFAULT_CONTAINER`. For the last two, the annotation `names.ENGINE`
     must name the engine. The kubelet expands references (``$(NAME)``) in command and args.
     """
     if not is_enabled(pod):
         return None
     try:
-        return _read(PodManifest.model_validate(pod))
+        manifest = PodManifest.model_validate(pod)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
-        return _rejection(f"malformed Pod: {path}: {first['msg']}")
-    except SettingsError as error:
-        return _rejection(f"{error}: {error.hint}" if error.hint else str(error))
-
-
-def _rejection(reason: str) -> InjectionRejected:
-    return InjectionRejected(str(sanitize_text(reason)))
-
-
-def _read(pod: PodManifest) -> InjectionRequest:
-    annotations = pod.metadata.annotations or {}
-    if pod.spec.os is not None and pod.spec.os.name == "windows":
+        raise SettingsError(f"malformed Pod: {path}: {first['msg']}") from None
+    labels, annotations = manifest.metadata.labels, manifest.metadata.annotations or {}
+    if manifest.spec.os is not None and manifest.spec.os.name == "windows":
         raise SettingsError("rfork runs on Linux only", hint=f"remove the label {names.MODEL}")
     _one_of(annotations, names.INJECT, get_args(Switch))
     engine: Engine | None = _one_of(annotations, names.ENGINE, get_args(Engine))
-    container = find_engine_container(pod.spec.containers, annotations, engine)
+    container = find_engine_container(manifest.spec.containers, annotations, engine)
     return InjectionRequest(
-        model=_model(pod.metadata.labels, annotations),
+        model=_model(labels, annotations),
         container=container.name,
         engine=engine_of(container, engine),
         snapshot=_snapshot(annotations),
@@ -304,8 +283,13 @@ def _read(pod: PodManifest) -> InjectionRequest:
         same_host=_one_of(annotations, names.SAME_HOST, get_args(SameHost)),
         drain_timeout_s=_drain_timeout_s(annotations),
         fail_if_not_forked=_one_of(annotations, names.FAIL_IF_NOT_FORKED, get_args(Switch)) == "true",
-        version=_version(pod.metadata.labels, annotations),
+        version=_version(labels, annotations),
     )
+
+
+def rejection_reason(error: SettingsError) -> str:
+    """Return one line for the Pod's owner: why the Pod is not injected, and what to do."""
+    return str(sanitize_text(f"{error}: {error.hint}" if error.hint else str(error)))
 
 
 def _model(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
@@ -353,9 +337,6 @@ def _drain_timeout_s(annotations: Mapping[str, str]) -> float | None:
     if not 0 <= seconds <= MAX_DRAIN_S:
         raise SettingsError(f"{names.DRAIN_TIMEOUT_S} is {text}", hint=f"it must be seconds, from 0 to {MAX_DRAIN_S:g}")
     return seconds
-
-
-Choice = TypeVar("Choice", bound=str)
 
 
 def _one_of(annotations: Mapping[str, str], name: str, values: tuple[Choice, ...]) -> Choice | None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.applications import Starlette
@@ -32,20 +32,19 @@ from starlette.types import ASGIApp
 
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.api_server import Deleted, Document, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.api_server import Deleted, Document, Synced, Upserted, WatchEvent, open_server
 from planner.integrations.kubernetes.certificates import (
-    CertificateMonitor,
+    CertificateStore,
     CertSource,
     FolderCertSource,
-    ReloadingContext,
     SecretCertSource,
-    connect_secrets,
+    ServingCertificate,
     refresh_forever,
 )
 from planner.integrations.kubernetes.cluster import Cluster, ObservedNode, connect
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.leader_election import LeaderWatch
-from planner.integrations.kubernetes.pod_request import InjectionRejected, is_enabled, parse_request
+from planner.integrations.kubernetes.pod_request import is_enabled, parse_request, rejection_reason
 from planner.leases import Clock
 from planner.middleware import BodyLimit
 from planner.sockets import address_of, listen, run_server
@@ -55,14 +54,16 @@ from rfork.schema.types import sanitize_text
 from rfork.settings import InstanceSettings, KubernetesSettings
 from rfork.tracing import NOOP_TRACER, TRACEPARENT, Span, TraceContext, Tracer
 
+Result = Literal["untouched", "injected", "refused", "failed", "malformed"]
+
+API_VERSION: Final = "admission.k8s.io/v1"
+MAX_BODY_BYTES: Final = 16 << 20
+"""Maximum bytes of one review. The API server accepts objects of up to 3 MiB."""
+MAX_WARNING_CHARS: Final = 250
+"""Maximum characters of one warning. The API server truncates warnings over 256."""
+SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 NO_ANNOTATIONS: Final[Mapping[str, str]] = MappingProxyType({})
-
-
-class NodeWatcher(Protocol):
-    """The part of `Cluster` that is needed here."""
-
-    def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
-        """See `Cluster.nodes`."""
+log = logger("planner.integrations.webhook")
 
 
 class NodeTopology:
@@ -77,7 +78,7 @@ class NodeTopology:
         self._labels = labels if settings.inject_topology else {}
         self._annotations: dict[str, Mapping[str, str]] = {}
 
-    async def follow(self, cluster: NodeWatcher) -> None:
+    async def follow(self, cluster: Cluster) -> None:
         """Watch the cluster's Nodes forever. While the cluster is unreachable, the last state stays."""
         async for event in cluster.nodes():
             self.apply(event)
@@ -137,16 +138,6 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-Result = Literal["untouched", "injected", "refused", "failed", "malformed"]
-
-API_VERSION: Final = "admission.k8s.io/v1"
-MAX_BODY_BYTES: Final = 16 << 20
-"""Maximum bytes of one review. The API server accepts objects of up to 3 MiB."""
-MAX_WARNING_CHARS: Final = 250
-"""Maximum characters of one warning. The API server truncates warnings over 256."""
-SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
-
-
 @dataclass(frozen=True, slots=True)
 class ReviewDecision:
     """Result of one review."""
@@ -186,7 +177,6 @@ def admission_app(
     seconds = Histogram(
         "rfork_webhook_seconds", "Time to complete a review", ("path",), buckets=SECONDS, registry=registry
     )
-    log = logger(__name__)
 
     def reviewing(path: str, decide: Reviewer, tracer: Tracer) -> Route:
         for result in get_args(Result):  # start at 0, so that the first failure shows as an increase
@@ -290,38 +280,25 @@ def _review_pod(
 ) -> ReviewDecision:
     if not is_enabled(pod) or not _is_resource(review_request, "Pod") or review_request.get("subResource"):
         return ALLOW_UNCHANGED
-    log = logger(__name__).bind(**_object_name(review_request, pod))
-    injection_request = parse_request(pod)
-    if injection_request is None:
-        return ALLOW_UNCHANGED
-    if isinstance(injection_request, InjectionRejected):
-        rejection = injection_request
-    else:
-        try:
-            document, notes = inject(pod, injection_request, settings, planner_url, has_leader=has_leader)
-        except SettingsError as error:
-            rejection = InjectionRejected(f"{error}: {error.hint}")
-        else:
-            if settings.readiness_gate and not has_leader:
-                # No note on the Pod: each Pod of a rollout would repeat it, and its owner cannot fix it.
-                log.debug("no controller leads: the Pod gets no readiness gate")
-            log.info(
-                "pod injected",
-                model=injection_request.model,
-                container=injection_request.container,
-                engine=injection_request.engine,
-                notes=notes,
-            )
-            return ReviewDecision("injected", document, notes, injection_request.model)
-    log.warning("pod not injected", reason=rejection.reason)
-    return ReviewDecision(
-        "refused",
-        _annotate_rejection(pod, rejection),
-        (f"rfork leaves this Pod unchanged: {rejection.reason}",),
-    )
+    pod_log = log.bind(**_object_name(review_request, pod))
+    try:
+        request = parse_request(pod)
+        if request is None:
+            return ALLOW_UNCHANGED
+        document, notes = inject(pod, request, settings, planner_url, has_leader=has_leader)
+    except SettingsError as error:
+        reason = rejection_reason(error)
+        pod_log.warning("pod not injected", reason=reason)
+        warning = f"rfork leaves this Pod unchanged: {reason}"
+        return ReviewDecision("refused", _annotate_rejection(pod, reason), (warning,))
+    if settings.readiness_gate and not has_leader:
+        # No note on the Pod: each Pod of a rollout would repeat it, and its owner cannot fix it.
+        pod_log.debug("no controller leads: the Pod gets no readiness gate")
+    pod_log.info("pod injected", model=request.model, container=request.container, engine=request.engine, notes=notes)
+    return ReviewDecision("injected", document, notes, request.model)
 
 
-def _annotate_rejection(pod: Document, rejection: InjectionRejected) -> Document | None:
+def _annotate_rejection(pod: Document, reason: str) -> Document | None:
     """Return the Pod with the reason as annotation, or None if it was injected before or is malformed."""
     metadata = pod["metadata"]
     annotations = metadata.get("annotations")
@@ -329,7 +306,7 @@ def _annotate_rejection(pod: Document, rejection: InjectionRejected) -> Document
         annotations = {}
     if not isinstance(annotations, dict) or names.INJECTED in annotations:
         return None
-    return {**pod, "metadata": {**metadata, "annotations": {**annotations, names.REJECTED: rejection.reason}}}
+    return {**pod, "metadata": {**metadata, "annotations": {**annotations, names.REJECTED: reason}}}
 
 
 def _review_binding(review_request: Document, binding: Document, topology: NodeTopology) -> ReviewDecision:
@@ -385,9 +362,6 @@ def _text(document: Document, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-log = logger("planner.integrations.webhook")
-
-
 async def run(
     settings: KubernetesSettings,
     planner_settings: InstanceSettings,
@@ -407,24 +381,25 @@ async def run(
         raise SettingsError(
             "the webhook does not know the URL at which Pods reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
         )
-    tls_context, topology, leader_watch = ReloadingContext(), NodeTopology(settings), LeaderWatch(settings)
+    serving = ServingCertificate(status, Clock())
+    topology, leader_watch = NodeTopology(settings), LeaderWatch(settings)
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
-    async with _cert_source(settings, CertificateMonitor(tls_context, status, Clock())) as cert_source:
+    async with _cert_source(settings, serving) as cert_source:
         listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
-        async with run_server(app, listener, tls_context.context), asyncio.TaskGroup() as tasks:
+        async with run_server(app, listener, serving.context), asyncio.TaskGroup() as tasks:
             log.info("webhook ready", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
             tasks.create_task(_follow(settings, topology, leader_watch))
 
 
 @contextlib.asynccontextmanager
-async def _cert_source(settings: KubernetesSettings, watch: CertificateMonitor) -> AsyncIterator[CertSource]:
+async def _cert_source(settings: KubernetesSettings, serving: ServingCertificate) -> AsyncIterator[CertSource]:
     if settings.certificate_dir is not None:
-        yield FolderCertSource(settings.certificate_dir, watch)
+        yield FolderCertSource(settings.certificate_dir, serving)
         return
-    store = connect_secrets(settings)
+    store = CertificateStore(open_server(settings))
     try:
-        yield SecretCertSource(settings, store, watch)
+        yield SecretCertSource(settings, store, serving)
     finally:
         await store.close()
 

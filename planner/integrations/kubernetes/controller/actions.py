@@ -36,6 +36,24 @@ SpanAttributes = Mapping[str, Value]
 """Attributes of a span."""
 
 
+RECONCILE_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+ACTIONS: Final = ("announce", "withdraw", "remove", "annotate", "condition", "event")
+MAX_CONCURRENT: Final = 8
+CALL_TIMEOUT_S: Final = 5.0
+"""Timeout of one call."""
+TOTAL_TIMEOUT_S: Final = 1.0
+"""No call starts later than this: newer decisions may matter more, and the next reconcile repeats what is
+left.
+"""
+MIN_BACKOFF_S: Final = 2.0
+MAX_BACKOFF_S: Final = 120.0
+MAX_FAILURES: Final = 10_000
+MAX_LOGGED: Final = 20
+"""Maximum number of reasons logged per action type until one action of the type succeeds. Most reasons
+contain the subject, and a missing permission fails for every Pod of a cluster.
+"""
+
+
 def object_attributes(subject: ObjectRef) -> SpanAttributes:
     """Attributes of any object."""
     attributes = {"namespace": subject.namespace, "object": f"{subject.kind}/{subject.name}"}
@@ -47,10 +65,6 @@ def object_attributes(subject: ObjectRef) -> SpanAttributes:
 def pod_attributes(pod: ObservedPod) -> SpanAttributes:
     """Attributes of a Pod."""
     return object_attributes(pod.ref)
-
-
-RECONCILE_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-ACTIONS: Final = ("announce", "withdraw", "remove", "annotate", "condition", "event")
 
 
 class ControllerMetrics:
@@ -89,22 +103,6 @@ class ControllerMetrics:
         for action in ACTIONS:
             self.actions.labels(action)
             self.failures.labels(action)
-
-
-MAX_CONCURRENT: Final = 8
-CALL_TIMEOUT_S: Final = 5.0
-"""Timeout of one call."""
-TOTAL_TIMEOUT_S: Final = 1.0
-"""No call starts later than this: newer decisions may matter more, and the next reconcile repeats what is
-left.
-"""
-MIN_BACKOFF_S: Final = 2.0
-MAX_BACKOFF_S: Final = 120.0
-MAX_FAILURES: Final = 10_000
-MAX_LOGGED: Final = 20
-"""Maximum number of reasons logged per action type until one action of the type succeeds. Most reasons
-contain the subject, and a missing permission fails for every Pod of a cluster.
-"""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,20 @@ from rfork.schema import ScaleUpInfo
 from rfork.settings import KubernetesSettings
 from rfork.tracing import NOOP_TRACER, Tracer
 
+MAX_ENTRIES: Final = 20_000
+"""Maximum number of remembered removals and Events."""
+MIXED_VERSIONS_AFTER_S: Final = 3600.0
+"""Time after which several versions of a model in one workload are reported; less is a rollout."""
+DOWN_EVENT_DELAY_S: Final = 10.0
+"""Time without a response from the planner after which workloads get an Event."""
+DecisionT = TypeVar("DecisionT")
+Clock = Callable[[], float]
+"""Seconds since the epoch, like the cluster's timestamps."""
+DEBOUNCE_S: Final = 0.1
+"""Time for which changes are collected: scaling changes many objects at the same time."""
+CPU_PAUSE_FACTOR: Final = 4.0
+"""Under constant changes, each pause is this many times the CPU time used before it."""
+
 
 def scaleup_attributes(pending: PendingScaleUp) -> SpanAttributes:
     """Attributes of expected replicas."""
@@ -57,10 +71,6 @@ def scaleup_attributes(pending: PendingScaleUp) -> SpanAttributes:
         "model": scaleup.model,
         "replicas": scaleup.replicas,
     }
-
-
-MAX_ENTRIES: Final = 20_000
-"""Maximum number of remembered removals and Events."""
 
 
 @dataclass
@@ -98,16 +108,6 @@ def trim(kept: dict[str, None], keys: Iterable[str]) -> None:
     kept |= dict.fromkeys(keys)
     while len(kept) > MAX_ENTRIES:
         del kept[next(iter(kept))]
-
-
-MIXED_VERSIONS_AFTER_S: Final = 3600.0
-"""Time after which several versions of a model in one workload are reported; less is a rollout."""
-DOWN_EVENT_DELAY_S: Final = 10.0
-"""Time without a response from the planner after which workloads get an Event."""
-
-DecisionT = TypeVar("DecisionT")
-Clock = Callable[[], float]
-"""Seconds since the epoch, like the cluster's timestamps."""
 
 
 class Controller:
@@ -206,7 +206,7 @@ class Controller:
         observed = observe(
             self._clock(),
             pods,
-            caches.workloads.items,
+            {uid: one for cache in caches.workloads.values() for uid, one in cache.items.items()},
             self._snapshot,
             deleted={uid: pod for uid, (pod, _) in caches.pods.deleted.items()},
             planner_down_since=self._planner_down_since,
@@ -243,7 +243,8 @@ class Controller:
         )
         pending = scaleups.pending_replicas(observed, leader_state.missing_replicas, self._settings.scaleup_ttl_s)
         announced_uids = map(scaleups.workload_uid, leader_state.announced_at)
-        own_ids = {*announced_uids, *self.caches.workloads.deleted, *scaleups.known_ids(observed)}
+        deleted_uids = (uid for cache in self.caches.workloads.values() for uid in cache.deleted)
+        own_ids = {*announced_uids, *deleted_uids, *scaleups.known_ids(observed)}
         leader_state.missing_replicas = pending.missing_replicas
         leader_state.announced_sizes = scaleups.announced_sizes(leader_state.announced_sizes, pending, reported)
         leader_state.mismatches = scaleups.find_mismatches(
@@ -423,12 +424,6 @@ class Controller:
         return decided
 
 
-DEBOUNCE_S: Final = 0.1
-"""Time for which changes are collected: scaling changes many objects at the same time."""
-CPU_PAUSE_FACTOR: Final = 4.0
-"""Under constant changes, each pause is this many times the CPU time used before it."""
-
-
 async def run(
     settings: KubernetesSettings,
     cluster: Cluster,
@@ -443,12 +438,12 @@ async def run(
     Registers its metrics in `status.registry`. Raises ClusterUnavailable if a watch ends, which should not
     happen.
     """
-    election = LeaderElection(cluster, settings.lease, settings.namespace, settings.identity, settings.lease_duration_s)
-    loop = _ReconcileLoop(settings, cluster, planner_api, status, election, clock, tracer)
+    loop = _ReconcileLoop(settings, cluster, planner_api, status, clock, tracer)
     caches = loop.controller.caches
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.follow("pods", cluster.pods(), caches.pods))
-        tasks.create_task(loop.follow("workloads", cluster.workloads(), caches.workloads))
+        for kind, cache in caches.workloads.items():
+            tasks.create_task(loop.follow(f"{kind}s", cluster.workloads(kind), cache))
         tasks.create_task(loop.run_standby())
         tasks.create_task(loop.report_readiness())
 
@@ -462,7 +457,6 @@ class _ReconcileLoop:
         cluster: Cluster,
         planner_api: PlannerApi,
         status: IntegrationStatus,
-        election: LeaderElection,
         clock: Clock,
         tracer: Tracer,
     ) -> None:
@@ -470,7 +464,9 @@ class _ReconcileLoop:
         self.controller = Controller(settings, cluster, planner_api, self._metrics, clock, tracer)
         self._poll_interval_s = settings.poll_interval_s
         self._status = status
-        self._election = election
+        self._election = LeaderElection(
+            cluster, settings.lease, settings.namespace, settings.identity, settings.lease_duration_s
+        )
         self._clock = clock
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()

@@ -37,6 +37,16 @@ from planner.policy.reasons import served_versions_phrase
 from rfork.schema import ForkInfo, ForkResult, ScaleUpInfo, source_type
 from rfork.weights_version import is_comparable, is_first, is_unnamed, short
 
+MAX_POD_AGE_S: Final = 300.0
+"""Maximum age at which a Pod is reported as missed by the webhook."""
+RANK_WAIT_S: Final = 60.0
+"""Time for which the result of one rank waits for ranks that the planner does not know yet."""
+MAX_MESSAGE_BYTES: Final = 1000
+"""Maximum bytes of an Event message that every API server accepts."""
+PLANNER_DOWN: Final = "PlannerUnavailable"
+PLANNER_UP: Final = "PlannerRecovered"
+_ERROR: Final = re.compile(r"^[A-Z]\w*: ")
+
 
 @dataclass(frozen=True)
 class VersionMix:
@@ -79,17 +89,6 @@ def find_mixes(observed: ObservedState) -> dict[str, VersionMix]:
 def mix_start_times(mixes: AbstractSet[str], before: Mapping[str, float], now: float) -> dict[str, float]:
     """Return since when each of these workloads has several versions. `before`: the previous result."""
     return {uid: before.get(uid, now) for uid in mixes}
-
-
-MAX_POD_AGE_S: Final = 300.0
-"""Maximum age at which a Pod is reported as missed by the webhook."""
-RANK_WAIT_S: Final = 60.0
-"""Time for which the result of one rank waits for ranks that the planner does not know yet."""
-MAX_MESSAGE_BYTES: Final = 1000
-"""Maximum bytes of an Event message that every API server accepts."""
-PLANNER_DOWN: Final = "PlannerUnavailable"
-PLANNER_UP: Final = "PlannerRecovered"
-_ERROR: Final = re.compile(r"^[A-Z]\w*: ")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import Synced, Upserted, WatchEvent
-from planner.integrations.kubernetes.cluster import ObservedPod, ObservedWorkload, WorkloadKind
+from planner.integrations.kubernetes.cluster import WORKLOAD_PATHS, ObservedPod, ObservedWorkload, WorkloadKind
 from rfork.image.ranges import count
 from rfork.schema import ForkInfo, InstanceInfo, InstanceReport, Rank, ScaleUpInfo
 
@@ -21,6 +21,18 @@ DELETED_TTL_S: Final = 900.0
 MAX_DELETED: Final = 10_000
 
 ObservedT = TypeVar("ObservedT", ObservedPod, ObservedWorkload)
+
+
+LWS_NAME: Final = "leaderworkerset.sigs.k8s.io/name"
+"""Label of a LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet that belongs to their
+leader.
+"""
+TEMPLATE_HASH: Final = "pod-template-hash"
+"""Label of a ReplicaSet's Pods. A Deployment's ReplicaSet is named after the Deployment, with this hash as
+suffix.
+"""
+UID_LENGTH: Final = 36
+"""Length of nearly all UIDs; others are searched for."""
 
 
 class ResourceCache(Generic[ObservedT]):
@@ -93,22 +105,14 @@ class ResourceCaches:
 
     def __init__(self) -> None:
         self.pods = PodCache()
-        self.workloads: ResourceCache[ObservedWorkload] = ResourceCache()
+        self.workloads: Mapping[WorkloadKind, ResourceCache[ObservedWorkload]] = {
+            kind: ResourceCache() for kind in WORKLOAD_PATHS
+        }
 
     @property
     def listed(self) -> bool:
-        """True once both caches are complete."""
-        return self.pods.listed and self.workloads.listed
-
-
-LWS_NAME: Final = "leaderworkerset.sigs.k8s.io/name"
-"""Label of a LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet that belongs to their
-leader.
-"""
-TEMPLATE_HASH: Final = "pod-template-hash"
-"""Label of a ReplicaSet's Pods. A Deployment's ReplicaSet is named after the Deployment, with this hash as
-suffix.
-"""
+        """True once all caches are complete."""
+        return self.pods.listed and all(cache.listed for cache in self.workloads.values())
 
 
 class OwnerIndex:
@@ -145,10 +149,6 @@ def pods_of_replica(workload: ObservedWorkload) -> int:
         if pod_count_text.isascii() and pod_count_text.isdecimal() and 0 < int(pod_count_text) < 10_000
         else 1
     )
-
-
-UID_LENGTH: Final = 36
-"""Length of nearly all UIDs; others are searched for."""
 
 
 @dataclass(frozen=True)

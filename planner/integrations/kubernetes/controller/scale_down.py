@@ -38,6 +38,12 @@ WeightsKey = tuple[str, str | None, str, str, str | None]
 """Model, version, rank, layout and weights: equal for interchangeable seeds."""
 
 
+SILENT_S: Final = 7.0
+"""Silence after which an instance counts as dead. Longer than the default heartbeat interval of 5 s, and much
+shorter than the 20 s after which the planner removes it.
+"""
+
+
 @dataclass(frozen=True)
 class DeletionCost:
     """New deletion cost of a Pod. None removes the annotation."""
@@ -91,12 +97,6 @@ def _cost(
 def _weights(view: InstanceInfo) -> WeightsKey:
     report = view.report
     return report.model, view.version, report.rank.key, report.layout_id, report.weights_id
-
-
-SILENT_S: Final = 7.0
-"""Silence after which an instance counts as dead. Longer than the default heartbeat interval of 5 s, and much
-shorter than the 20 s after which the planner removes it.
-"""
 
 
 def instances_to_remove(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
@@ -42,6 +42,12 @@ from rfork.schema import ScaleUp, ScaleUpInfo
 MIN_TTL_S: Final = 1.0
 MAX_ANNOUNCER_CHARS: Final = 256
 _VERSION_SUFFIX: Final = re.compile(r"\.[0-9a-f]{8}$")
+
+
+REANNOUNCE_INTERVAL_S: Final = 10.0
+"""Minimum time between two announcements of a workload whose own number of replicas does not grow:
+replacement Pods appear one by one, each over minutes.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,103 +124,58 @@ def pending_replicas(
         else:
             others.setdefault(pod.owner.uid if pod.owner else pod.uid, []).append(pod)
 
-    found: dict[str, PendingScaleUp] = {}
-    remaining_s: dict[str, MissingReplicas] = {}
+    found: list[PendingScaleUp] = []
+    still_missing: dict[str, MissingReplicas] = {}
     sizes = {uid: workload.replicas for uid, workload in observed.workloads.items()}
     for uid, workload in observed.workloads.items():
-        scaleups, missing_entry = _pending_of_workload(
-            observed, workload, pods.get(uid, []), missing_replicas.get(uid), scaleup_ttl_s
-        )
-        found.update((scaleup.scaleup.scaleup_id, scaleup) for scaleup in scaleups)
-        if missing_entry is not None:
-            remaining_s[uid] = missing_entry
-    for uid, members in others.items():
-        found.update(
-            (scaleup.scaleup.scaleup_id, scaleup)
-            for scaleup in _pending_of_standalone_pods(observed, members, scaleup_ttl_s)
-        )
+        if workload.deleting or workload.template_annotations.get(names.INJECT) == "false":
+            continue
+        template = workload.template_labels, workload.template_annotations
+        pod_groups = _pod_groups(observed, workload, pods.get(uid, []))
+        starts = [(group.version, group.since) for group in pod_groups if group.is_pending]
+        missing, before = workload.replicas - len(pod_groups), missing_replicas.get(uid)
+        if missing > 0:
+            since = observed.now if before is None or missing > before.missing else before.since
+            still_missing[uid] = MissingReplicas(missing, since)
+            starts += [(version_of(*template), since)] * missing
+        pods_per_replica = 1 if workload.kind == "LeaderWorkerSet" else pods_of_replica(workload)
+        found += _scaleups(observed.now, workload.ref, model_of(*template), starts, scaleup_ttl_s, pods_per_replica)
+    for uid, members in others.items():  # Jobs, standalone ReplicaSets and bare Pods: the desired number is unknown
+        first = members[0]
+        model = model_of(first.labels, first.annotations)
+        starts = [(_stated_version(pod), _since(pod)) for pod in members if _is_pending(observed, pod)]
+        found += _scaleups(observed.now, first.owner or first.ref, model, starts, scaleup_ttl_s)
         sizes[uid] = len(members)
-    return PendingState(found, remaining_s, sizes)
+    return PendingState({one.scaleup.scaleup_id: one for one in found}, still_missing, sizes)
 
 
-def _pending_of_workload(
-    observed: ObservedState,
-    workload: ObservedWorkload,
-    pods: list[ObservedPod],
-    before: MissingReplicas | None,
-    scaleup_ttl_s: float,
-) -> tuple[list[PendingScaleUp], MissingReplicas | None]:
-    if workload.deleting or workload.template_annotations.get(names.INJECT) == "false":
-        return [], None
-    pod_groups = _pod_groups(observed, workload, pods)
-    pods_per_replica = 1 if workload.kind == "LeaderWorkerSet" else pods_of_replica(workload)
-    missing = max(0, workload.replicas - len(pod_groups))
-    missing_entry: MissingReplicas | None = None
-    if missing:
-        new_missing = before is None or missing > before.missing
-        missing_entry = MissingReplicas(missing, observed.now if new_missing or before is None else before.since)
-    template = workload.template_labels, workload.template_annotations
-    starts = [(pod_group.version, pod_group.since) for pod_group in pod_groups if pod_group.is_pending]
-    starts += [(version_of(*template), missing_entry.since)] * missing if missing_entry is not None else []
-    return _scaleups_by_version(
-        observed, workload.ref, model_of(*template), starts, pods_per_replica, scaleup_ttl_s
-    ), missing_entry
-
-
-def _pending_of_standalone_pods(
-    observed: ObservedState, pods: list[ObservedPod], scaleup_ttl_s: float
-) -> list[PendingScaleUp]:
-    """Scale-ups of Jobs, standalone ReplicaSets and bare Pods, whose desired number is unknown."""
-    starts = [(_stated_version(pod), _since(pod)) for pod in pods if _is_pending(observed, pod)]
-    first = pods[0]
-    model = model_of(first.labels, first.annotations)
-    return _scaleups_by_version(observed, first.owner or first.ref, model, starts, 1, scaleup_ttl_s)
-
-
-def _scaleups_by_version(
-    observed: ObservedState,
+def _scaleups(
+    now: float,
     workload_ref: ObjectRef,
     model: str,
     starts: Iterable[tuple[str | None, float]],
-    pods_per_replica: int,
     scaleup_ttl_s: float,
-) -> list[PendingScaleUp]:
-    """Return one scale-up per version. `starts`: version and start time of each Pod or group."""
-    times: dict[str | None, list[float]] = {}
+    pods_per_replica: int = 1,
+) -> Iterator[PendingScaleUp]:
+    """Yield one scale-up per version. `starts`: version and start time of each Pod or group."""
+    remaining_s: dict[str | None, list[float]] = {}
     for version, since in starts:
-        times.setdefault(version, []).append(since)
-    scaleups = (
-        _pending_scaleup(observed, workload_ref, model, version, of_version, pods_per_replica, scaleup_ttl_s)
-        for version, of_version in times.items()
-    )
-    return [scaleup for scaleup in scaleups if scaleup is not None]
-
-
-def _pending_scaleup(
-    observed: ObservedState,
-    workload_ref: ObjectRef,
-    model: str,
-    version: str | None,
-    starts: list[float],
-    pods_per_replica: int,
-    scaleup_ttl_s: float,
-) -> PendingScaleUp | None:
-    remaining_s = [since + scaleup_ttl_s - observed.now for since in starts if observed.now - since < scaleup_ttl_s]
-    if not remaining_s:
-        return None
+        if now - since < scaleup_ttl_s:
+            remaining_s.setdefault(version, []).append(since + scaleup_ttl_s - now)
     by = f"{workload_ref.kind.lower()}/{workload_ref.namespace}/{workload_ref.name}"
-    try:
-        scaleup = ScaleUp(
-            scaleup_id=scaleup_id(workload_ref.uid, version),
-            model=model,
-            version=version,
-            replicas=-(-len(remaining_s) // pods_per_replica),
-            expires_in_s=min(max(*remaining_s, MIN_TTL_S), scaleup_ttl_s),
-            announced_by=by[:MAX_ANNOUNCER_CHARS],
-        )
-    except ValidationError:
-        return None  # invalid model or version: the webhook rejects these Pods and reports it
-    return PendingScaleUp(workload_ref, scaleup)
+    for version, of_version in remaining_s.items():
+        try:
+            scaleup = ScaleUp(
+                scaleup_id=scaleup_id(workload_ref.uid, version),
+                model=model,
+                version=version,
+                replicas=-(-len(of_version) // pods_per_replica),
+                expires_in_s=min(max(*of_version, MIN_TTL_S), scaleup_ttl_s),
+                announced_by=by[:MAX_ANNOUNCER_CHARS],
+            )
+        except ValidationError:
+            continue  # invalid model or version: the webhook rejects these Pods and reports it
+        yield PendingScaleUp(workload_ref, scaleup)
 
 
 def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[ObservedPod]) -> list[_PodGroup]:
@@ -248,12 +209,6 @@ def _stated_version(pod: ObservedPod) -> str | None:
 def _since(pod: ObservedPod) -> float:
     """Return the time from which the Pod is starting: its creation, or its scheduling if that was later."""
     return max(pod.created_at, pod.scheduled_at or 0.0)
-
-
-REANNOUNCE_INTERVAL_S: Final = 10.0
-"""Minimum time between two announcements of a workload whose own number of replicas does not grow:
-replacement Pods appear one by one, each over minutes.
-"""
 
 
 @dataclass(frozen=True)

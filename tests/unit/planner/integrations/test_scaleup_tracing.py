@@ -38,11 +38,7 @@ async def test_an_announcement_is_one_trace_in_controller_and_planner(
         ControllerMetrics(CollectorRegistry()),
     )
     controller = Controller(settings, cluster, planner_api, metrics, clock, recorder.tracer)
-    caches = controller.caches
-    cluster.watch(
-        lambda update: caches.pods.apply(update, clock.now),
-        lambda update: caches.workloads.apply(update, clock.now),
-    )
+    cluster.watch(controller.caches)
     controller.begin()
     cluster.deploy(1, 3)
     await controller.refresh()

@@ -21,7 +21,7 @@ from planner.integrations.kubernetes.api_server import (
 )
 from planner.integrations.kubernetes.cluster import ObservedNode, parse_node
 
-NODES = Resource("nodes", "/api/v1/nodes", parse_node, lambda node: node.name)
+NODES = Resource("nodes", "/api/v1/nodes", parse_node)
 NODE = {"metadata": {"name": "a", "resourceVersion": "7"}}
 
 

@@ -21,9 +21,9 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import Upserted
 from planner.integrations.kubernetes.cluster import ObservedNode
 from planner.integrations.kubernetes.inject import inject
-from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
 from planner.integrations.kubernetes.webhook import MAX_BODY_BYTES, NodeTopology, admission_app
 from rfork.settings import KubernetesSettings
+from tests.unit.planner.integrations.kubernetes.injected_pods import request_of
 from tests.unit.planner.integrations.kubernetes.pod_documents import (
     ANY_JSON,
     PLANNER,
@@ -309,9 +309,9 @@ async def test_a_binding_gets_the_topology_of_its_node(subject: Document, expect
 async def test_patches_are_correct(subject: Document, settings: KubernetesSettings) -> None:
     """By another implementation of RFC 6902."""
     subject = json.loads(json.dumps(subject))
-    found = parse_request(subject)
-    assume(isinstance(found, InjectionRequest))
-    assert isinstance(found, InjectionRequest)
+    found = request_of(subject)
+    assume(found is not None)
+    assert found is not None
     expected, _ = inject(subject, found, settings, PLANNER)
     assert expected == patched(subject, await Webhook(settings).send_review("/mutate", subject))
 

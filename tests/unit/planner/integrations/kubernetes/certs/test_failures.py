@@ -12,10 +12,9 @@ from planner.integrations.kubernetes.certificates import (
     CERTIFICATE_DAYS,
     LOG_INTERVAL_S,
     PROPAGATION_S,
-    CertificateMonitor,
     InvalidCertificate,
-    ReloadingContext,
     SecretCertSource,
+    ServingCertificate,
 )
 from planner.leases import Clock
 from rfork.errors import SettingsError
@@ -57,10 +56,10 @@ async def test_a_broken_secret_is_replaced(
         await replica.refresh()
     new = stored_bundle(store)
     assert {old.ca, new.ca} == trusted_cas(store)
-    assert old.pair == replica.context.current
+    assert old.pair == replica.serving.current
     time.now += PROPAGATION_S
     await replica.refresh()
-    assert new.pair == replica.context.current
+    assert new.pair == replica.serving.current
     assert "certificate created" in caplog.text
 
 
@@ -84,7 +83,7 @@ async def test_without_the_api_server_the_current_certificate_stays(
     """It logs one error an hour and counts each, recovers with the server, and stays ready."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
-    current_pair = replica.context.current
+    current_pair = replica.serving.current
     store.unavailable = True
     for _ in range(4):
         time.now += LOG_INTERVAL_S / 2
@@ -95,7 +94,7 @@ async def test_without_the_api_server_the_current_certificate_stays(
     assert 2 == error_count
     assert 4.0 == replica.metric("errors_total")
     assert replica.status.not_ready_reason is None
-    assert current_pair == replica.context.current
+    assert current_pair == replica.serving.current
 
 
 async def test_without_the_api_server_from_the_start_it_is_not_ready(
@@ -118,7 +117,7 @@ async def test_missing_permissions_are_reported(store: MemorySecretStore, time: 
     replica = WebhookReplica(store, time)
     store.denied = {call}
     await replica.refresh()
-    assert replica.context.current is None
+    assert replica.serving.current is None
     assert f"{call}: forbidden" in (replica.status.not_ready_reason or "")
 
 
@@ -128,14 +127,14 @@ async def test_a_replica_with_a_fast_clock_does_not_replace_the_others_certifica
     """Its certificate is not valid yet for the others, which keep theirs and report it."""
     right = WebhookReplica(store, time)
     await right.refresh()
-    current_pair = right.context.current
+    current_pair = right.serving.current
     stored_authority = stored_bundle(store).ca
     ahead = WebhookReplica(store, time, clock=Clock(monotonic=lambda: time.now, unix=lambda: time.now + 10 * LIFE_S))
     for _ in range(3):
         await ahead.refresh()
         await right.refresh()
         time.now += PROPAGATION_S
-    assert current_pair == right.context.current
+    assert current_pair == right.serving.current
     assert {stored_authority, stored_bundle(store).ca} == trusted_cas(store)
     assert 1 == sum("the new webhook certificate is not valid" in text for text in errors(caplog))
 
@@ -162,9 +161,7 @@ def test_invalid_hosts_are_rejected(store: MemorySecretStore, time: FakeUnixTime
     """The error names the setting."""
     settings = KubernetesSettings(webhook_hosts=hosts)
     with pytest.raises(SettingsError, match="RFORK_K8S_WEBHOOK_HOSTS"):
-        SecretCertSource(
-            settings, store, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock)
-        )
+        SecretCertSource(settings, store, ServingCertificate(IntegrationStatus("webhook"), time.clock))
 
 
 def test_no_text_contains_a_key(store: MemorySecretStore) -> None:

@@ -11,9 +11,8 @@ from planner.integrations.kubernetes import certificates
 from planner.integrations.kubernetes.certificates import (
     CERTIFICATE_DAYS,
     CertBundle,
-    CertificateMonitor,
     FolderCertSource,
-    ReloadingContext,
+    ServingCertificate,
 )
 from rfork.errors import SettingsError
 from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
@@ -45,11 +44,11 @@ def folder(tmp_path: Path) -> CertFolder:
 
 async def test_a_changed_directory_is_reloaded(folder: CertFolder, time: FakeUnixTime) -> None:
     """The next refresh uses the new pair."""
-    context = ReloadingContext()
-    cert_source = FolderCertSource(folder.path, CertificateMonitor(context, IntegrationStatus("webhook"), time.clock))
+    serving = ServingCertificate(IntegrationStatus("webhook"), time.clock)
+    cert_source = FolderCertSource(folder.path, serving)
     new = folder.write(certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW + 10))
     await cert_source.refresh()
-    assert new.pair == context.current
+    assert new.pair == serving.current
 
 
 @pytest.mark.parametrize("name", ["tls.crt", "tls.key"])
@@ -62,9 +61,10 @@ async def test_an_unusable_pair_keeps_the_previous_one(
     content: bytes | str | None,
 ) -> None:
     """A missing, empty, incomplete or mismatched file logs one error, and the old pair stays in use."""
-    context, status = ReloadingContext(), IntegrationStatus("webhook")
-    cert_source = FolderCertSource(folder.path, CertificateMonitor(context, status, time.clock))
-    previous_pair = context.current
+    status = IntegrationStatus("webhook")
+    serving = ServingCertificate(status, time.clock)
+    cert_source = FolderCertSource(folder.path, serving)
+    previous_pair = serving.current
     if content is None:
         (folder.path / name).unlink()
     else:
@@ -72,7 +72,7 @@ async def test_an_unusable_pair_keeps_the_previous_one(
         (folder.path / name).write_bytes(content if isinstance(content, bytes) else other)
     await cert_source.refresh()
     await cert_source.refresh()
-    assert previous_pair == context.current
+    assert previous_pair == serving.current
     assert status.not_ready_reason is None
     assert 1 == len(errors(caplog))
 
@@ -80,6 +80,6 @@ async def test_an_unusable_pair_keeps_the_previous_one(
 def test_a_directory_without_a_pair_is_an_error_at_the_start(tmp_path: Path, time: FakeUnixTime) -> None:
     """The error names the file and the setting."""
     with pytest.raises(SettingsError) as caught:
-        FolderCertSource(tmp_path, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock))
+        FolderCertSource(tmp_path, ServingCertificate(IntegrationStatus("webhook"), time.clock))
     assert f"unusable webhook certificate: {tmp_path}/tls.crt: No such file or directory" == str(caught.value)
     assert "RFORK_K8S_CERTIFICATE_DIR must be a directory with tls.crt and tls.key, both PEM" == caught.value.hint

@@ -26,7 +26,7 @@ async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore,
     replica = WebhookReplica(store, time, HOST, "10.0.0.7", "0:0:0:0:0:0:0:1")
     await replica.refresh()
     stored = stored_bundle(store)
-    assert stored.pair == replica.context.current
+    assert stored.pair == replica.serving.current
     assert {stored.ca} == trusted_cas(store)
     assert {HOST, "10.0.0.7", "::1"} == set(stored.pair.hosts)
     assert replica.status.not_ready_reason is None
@@ -42,7 +42,7 @@ async def test_an_empty_secret_is_filled(
     replica = WebhookReplica(store, time)
     with caplog.at_level(logging.WARNING):
         await replica.refresh()
-    assert stored_bundle(store).pair == replica.context.current
+    assert stored_bundle(store).pair == replica.serving.current
     assert [] == caplog.records
 
 
@@ -50,8 +50,8 @@ async def test_replicas_that_start_together_share_one_certificate(store: MemoryS
     """One creates the Secret; the other gets a conflict, reads it, and uses the same certificate."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await asyncio.gather(first.refresh(), second.refresh())
-    assert stored_bundle(store).pair == first.context.current
-    assert stored_bundle(store).pair == second.context.current
+    assert stored_bundle(store).pair == first.serving.current
+    assert stored_bundle(store).pair == second.serving.current
     assert 2 == store.calls.count("write_secret")
 
 
@@ -76,14 +76,14 @@ async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemoryS
     await second.refresh()
     new = stored_bundle(store)
     assert {old.ca, new.ca} == trusted_cas(store)
-    assert old.pair == second.context.current
+    assert old.pair == second.serving.current
     await first.refresh()
     time.now += PROPAGATION_S
     await first.refresh()
     await second.refresh()
     assert (old.ca,) == new.previous_cas
-    assert new.pair == first.context.current
-    assert new.pair == second.context.current
+    assert new.pair == first.serving.current
+    assert new.pair == second.serving.current
 
 
 async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
@@ -109,7 +109,7 @@ async def test_concurrent_renewals_create_one_certificate(store: MemorySecretSto
     time.now += PROPAGATION_S
     await asyncio.gather(*(replica.refresh() for replica in replicas))
     assert (old.ca,) == new.previous_cas
-    assert [new.pair] * 3 == [replica.context.current for replica in replicas]
+    assert [new.pair] * 3 == [replica.serving.current for replica in replicas]
     assert {old.ca, new.ca} == trusted_cas(store)
 
 
@@ -134,7 +134,7 @@ async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretS
     time.now += LIFE_S * 0.67
     await WebhookReplica(store, time).refresh()
     wrote = await asyncio.gather(
-        store.write_bundles("rfork", dict.fromkeys(seen_late.bundles, old.ca), seen_late.version),
+        store.write_bundles("rfork", dict.fromkeys(seen_late.data, old.ca), seen_late.version),
         return_exceptions=True,
     )
     assert ["ResourceConflict"] == [type(error).__name__ for error in wrote]
@@ -148,7 +148,7 @@ async def test_without_a_configuration_the_certificate_is_used_immediately(
     bundles, store.bundles = store.bundles, None
     replica = WebhookReplica(store, time)
     await replica.refresh()
-    current_pair, store.bundles = replica.context.current, bundles
+    current_pair, store.bundles = replica.serving.current, bundles
     await replica.refresh()
     assert stored_bundle(store).pair == current_pair
     assert {stored_bundle(store).ca} == trusted_cas(store)

@@ -11,9 +11,8 @@ from planner.integrations.kubernetes import certificates
 from planner.integrations.kubernetes.certificates import (
     CERTIFICATE_DAYS,
     CertBundle,
-    CertificateMonitor,
-    ReloadingContext,
     SecretCertSource,
+    ServingCertificate,
 )
 from planner.leases import Clock
 from rfork.settings import KubernetesSettings
@@ -38,10 +37,8 @@ class WebhookReplica:
     def __init__(self, store: MemorySecretStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
         settings = KubernetesSettings(webhook_hosts=hosts or (HOST,))
         self.status = IntegrationStatus("webhook")
-        self.context = ReloadingContext()
-        self.cert_source = SecretCertSource(
-            settings, store, CertificateMonitor(self.context, self.status, clock or time.clock)
-        )
+        self.serving = ServingCertificate(self.status, clock or time.clock)
+        self.cert_source = SecretCertSource(settings, store, self.serving)
 
     async def refresh(self) -> None:
         await self.cert_source.refresh()

@@ -41,11 +41,7 @@ class ControllerHarness:
             self.clock,
             self.tracer,
         )
-        pods, workloads = controller.caches.pods, controller.caches.workloads
-        self.cluster.watch(
-            lambda update: pods.apply(update, self.clock.now),
-            lambda update: workloads.apply(update, self.clock.now),
-        )
+        self.cluster.watch(controller.caches)
         controller.begin()
         return controller
 

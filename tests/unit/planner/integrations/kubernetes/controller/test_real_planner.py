@@ -80,8 +80,7 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     cluster = FakeCluster(clock)
     settings = KubernetesSettings(namespace="rfork", identity="one")
     controller = Controller(settings, cluster, planner_api, ControllerMetrics(CollectorRegistry()), clock)
-    pods, workloads = controller.caches.pods, controller.caches.workloads
-    cluster.watch(lambda update: pods.apply(update, clock.now), lambda update: workloads.apply(update, clock.now))
+    cluster.watch(controller.caches)
     controller.begin()
     async with httpx.AsyncClient(transport=transport, base_url="http://planner") as web:
         yield RealPlannerHarness(clock, cluster, planner_api, web, controller)

@@ -34,8 +34,6 @@ SCALER: Final = "rfork-scaler"
 """Service names in traces, whichever process they run in."""
 IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationStatus], Awaitable[None]]
 log = logger("planner.integrations")
-
-
 log = logger("planner.integrations")
 
 

@@ -162,7 +162,7 @@ def test_integrations_do_not_import_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None;"
         "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_client;"
-        "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.loop"
+        "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.controller"
     )
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
 

@@ -227,7 +227,7 @@ UNUSED_RULES: Final[dict[Component, set[tuple[str, str, str]]]] = {
         ("watch", "leaderworkerset.x-k8s.io", "leaderworkersets"),
         # The chart creates the Lease, but it may be deleted.
         ("create", "coordination.k8s.io", "leases"),
-        # No Event occurs twice here; tests/kube/test_cluster_client.py covers that.
+        # No Event occurs twice here; tests/kube/test_cluster_writes.py covers that.
         ("patch", "", "events"),
     },
     # As for the Lease.

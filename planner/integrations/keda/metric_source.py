@@ -34,8 +34,6 @@ WARMUP_S: Final = 10.0
 """Time after the start during which a list without engines counts as incomplete: a planner that started at
 the same time (an upgrade, a lost node) lists instances only after their next heartbeats.
 """
-
-
 MAX_CONCURRENT: Final = 64
 """Maximum concurrent requests to the engines of one model: if they do not respond, other models are not
 delayed.
@@ -44,8 +42,6 @@ MAX_SILENT_ENDPOINTS: Final = 1000
 """Maximum number of endpoints whose silent engines are remembered: endpoints come from triggers, so their
 number is not bounded otherwise.
 """
-
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Clock = Callable[[], float]

@@ -59,8 +59,6 @@ WORKLOAD_PATHS: Final[Mapping[WorkloadKind, str]] = {
     "LeaderWorkerSet": "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets",
 }
 EventType = Literal["Normal", "Warning"]
-
-
 PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
 REPLICA: Final = "RFORK_REPLICA"
 """Variable that the webhook sets in the engine's container only."""

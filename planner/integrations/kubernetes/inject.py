@@ -38,8 +38,6 @@ TOKEN_KEY: Final = "token"
 PYTHON_PATH: Final = "PYTHONPATH"
 OWN_PYTHON_PATH: Final = "RFORK_OWN_PYTHONPATH"
 """Original value of PYTHONPATH, if the Pod sets it with `valueFrom`."""
-
-
 FILES_IN_IMAGE: Final = "/opt/rfork/files"
 """Path of rfork's files in the image `KubernetesSettings.injection_image`."""
 FILES_VOLUME: Final = "rfork-files"

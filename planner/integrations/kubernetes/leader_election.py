@@ -39,8 +39,6 @@ CALL_FRACTION: Final = 1 / 8
 """Fraction of the duration that one call may take: several must fit between a renewal and the deadline."""
 
 ResultT = TypeVar("ResultT")
-
-
 LEASE_GRACE_FACTOR: Final = 2.0
 """Multiple of the Lease's duration for which a renewal counts. By then another replica has taken over, if
 there is one.

@@ -34,8 +34,6 @@ RESOURCE_NAMES: Final[Mapping[str, str]] = {
 
 SpanAttributes = Mapping[str, Value]
 """Attributes of a span."""
-
-
 RECONCILE_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 ACTIONS: Final = ("announce", "withdraw", "remove", "annotate", "condition", "event")
 MAX_CONCURRENT: Final = 8

@@ -21,8 +21,6 @@ DELETED_TTL_S: Final = 900.0
 MAX_DELETED: Final = 10_000
 
 ObservedT = TypeVar("ObservedT", ObservedPod, ObservedWorkload)
-
-
 LWS_NAME: Final = "leaderworkerset.sigs.k8s.io/name"
 """Label of a LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet that belongs to their
 leader.

@@ -36,8 +36,6 @@ UPDATE_INTERVAL_S: Final = 10.0
 
 WeightsKey = tuple[str, str | None, str, str, str | None]
 """Model, version, rank, layout and weights: equal for interchangeable seeds."""
-
-
 SILENT_S: Final = 7.0
 """Silence after which an instance counts as dead. Longer than the default heartbeat interval of 5 s, and much
 shorter than the 20 s after which the planner removes it.

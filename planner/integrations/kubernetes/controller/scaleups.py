@@ -42,8 +42,6 @@ from rfork.schema import ScaleUp, ScaleUpInfo
 MIN_TTL_S: Final = 1.0
 MAX_ANNOUNCER_CHARS: Final = 256
 _VERSION_SUFFIX: Final = re.compile(r"\.[0-9a-f]{8}$")
-
-
 REANNOUNCE_INTERVAL_S: Final = 10.0
 """Minimum time between two announcements of a workload whose own number of replicas does not grow:
 replacement Pods appear one by one, each over minutes.

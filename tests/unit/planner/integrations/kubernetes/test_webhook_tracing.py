@@ -17,7 +17,7 @@ from rfork.tracing import NOOP_TRACER, TraceContext, Tracer
 from rfork.tracing.sdk import SdkTracer
 from rfork.tracing.span_processor import MAX_QUEUE, BoundedSpanProcessor
 from tests.unit.planner.integrations.kubernetes.pod_documents import PLANNER, pod, webhook_settings
-from tests.unit.planner.integrations.kubernetes.test_webhook_app import BINDING, review
+from tests.unit.planner.integrations.kubernetes.test_reviews import BINDING, review
 from tests.unit.tracing.span_recorder import SpanRecorder
 
 API_SERVER = TraceContext("1" * 32, "2" * 16)

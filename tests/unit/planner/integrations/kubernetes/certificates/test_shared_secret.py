@@ -9,7 +9,7 @@ import pytest
 
 from planner.integrations.kubernetes import certificates
 from planner.integrations.kubernetes.certificates import PROPAGATION_S
-from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+from tests.unit.planner.integrations.kubernetes.certificates.webhook_replicas import (
     HOST,
     LIFE_S,
     NOW,
@@ -18,10 +18,10 @@ from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     stored_bundle,
     trusted_cas,
 )
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 
-async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_the_first_replica_creates_a_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """It is stored in the Secret, its CA is in every webhook's caBundle, and it is in use."""
     replica = WebhookReplica(store, time, HOST, "10.0.0.7", "0:0:0:0:0:0:0:1")
     await replica.refresh()
@@ -35,7 +35,7 @@ async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore,
 
 
 async def test_an_empty_secret_is_filled(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A Helm chart creates the Secret empty, so that it is deleted with the release. No warning is logged."""
     store.break_secret({"tls.crt": b"", "tls.key": b""})
@@ -46,7 +46,7 @@ async def test_an_empty_secret_is_filled(
     assert [] == caplog.records
 
 
-async def test_replicas_that_start_together_share_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_replicas_that_start_together_share_one_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """One creates the Secret; the other gets a conflict, reads it, and uses the same certificate."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await asyncio.gather(first.refresh(), second.refresh())
@@ -55,7 +55,7 @@ async def test_replicas_that_start_together_share_one_certificate(store: MemoryS
     assert 2 == store.calls.count("write_secret")
 
 
-async def test_nothing_is_written_before_the_renewal(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_nothing_is_written_before_the_renewal(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Refreshes only read until two thirds of the lifetime have passed."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
@@ -66,7 +66,7 @@ async def test_nothing_is_written_before_the_renewal(store: MemorySecretStore, t
     assert ["read_bundles", "read_secret"] * 3 == store.calls
 
 
-async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Both CAs are trusted immediately; the old certificate stays in use until API servers have the new CA."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await first.refresh()
@@ -86,7 +86,7 @@ async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemoryS
     assert new.pair == second.serving.current
 
 
-async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_previous_cas_stay_trusted(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """The last three CAs are trusted, because a replica that was cut off may use an old certificate."""
     replica = WebhookReplica(store, time)
     made = []
@@ -98,7 +98,7 @@ async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUni
     assert set(made[-3:]) == trusted_cas(store)
 
 
-async def test_concurrent_renewals_create_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_concurrent_renewals_create_one_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Three replicas renew at the same time: one is first, and none overwrites its result."""
     replicas = [WebhookReplica(store, time) for _ in range(3)]
     await asyncio.gather(*(replica.refresh() for replica in replicas))
@@ -113,7 +113,7 @@ async def test_concurrent_renewals_create_one_certificate(store: MemorySecretSto
     assert {old.ca, new.ca} == trusted_cas(store)
 
 
-async def test_an_emptied_ca_bundle_is_restored(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_an_emptied_ca_bundle_is_restored(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """After a helm upgrade that empties it, the next refresh sets the caBundle and creates nothing."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
@@ -124,7 +124,7 @@ async def test_an_emptied_ca_bundle_is_restored(store: MemorySecretStore, time: 
     assert stored == stored_bundle(store)
 
 
-async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_replica_with_stale_data_overwrites_nothing(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """A replica that read the Secret before a renewal does not write its caBundle after it."""
     late = WebhookReplica(store, time)
     await late.refresh()
@@ -142,7 +142,7 @@ async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretS
 
 
 async def test_without_a_configuration_the_certificate_is_used_immediately(
-    store: MemorySecretStore, time: FakeUnixTime
+    store: MemoryCertStore, time: FakeUnixTime
 ) -> None:
     """There are no callers before the configuration exists. Then its caBundle is set."""
     bundles, store.bundles = store.bundles, None
@@ -154,7 +154,7 @@ async def test_without_a_configuration_the_certificate_is_used_immediately(
     assert {stored_bundle(store).ca} == trusted_cas(store)
 
 
-async def test_two_releases_share_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_two_releases_share_a_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """A release with other hosts renews for its own and the existing ones; the other does not renew back."""
     old, new = WebhookReplica(store, time), WebhookReplica(store, time, "new.rfork.svc")
     await old.refresh()

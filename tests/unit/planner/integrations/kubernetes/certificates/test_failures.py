@@ -19,7 +19,7 @@ from planner.integrations.kubernetes.certificates import (
 from planner.leases import Clock
 from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
-from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+from tests.unit.planner.integrations.kubernetes.certificates.webhook_replicas import (
     HOST,
     LIFE_S,
     NOW,
@@ -29,7 +29,7 @@ from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     stored_bundle,
     trusted_cas,
 )
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecret
     ],
 )
 async def test_a_broken_secret_is_replaced(
-    store: MemorySecretStore,
+    store: MemoryCertStore,
     time: FakeUnixTime,
     caplog: pytest.LogCaptureFixture,
     broken: dict[str, bytes] | None,
@@ -63,7 +63,7 @@ async def test_a_broken_secret_is_replaced(
     assert "certificate created" in caplog.text
 
 
-async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_key_of_another_certificate_breaks_the_secret(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Valid parts that do not belong together are replaced too."""
     await WebhookReplica(store, time).refresh()
     other = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
@@ -78,7 +78,7 @@ async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecre
 
 
 async def test_without_the_api_server_the_current_certificate_stays(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It logs one error an hour and counts each, recovers with the server, and stays ready."""
     replica = WebhookReplica(store, time)
@@ -98,7 +98,7 @@ async def test_without_the_api_server_the_current_certificate_stays(
 
 
 async def test_without_the_api_server_from_the_start_it_is_not_ready(
-    store: MemorySecretStore, time: FakeUnixTime
+    store: MemoryCertStore, time: FakeUnixTime
 ) -> None:
     """The status has the reason; it becomes ready once the server responds."""
     replica = WebhookReplica(store, time)
@@ -112,7 +112,7 @@ async def test_without_the_api_server_from_the_start_it_is_not_ready(
 
 
 @pytest.mark.parametrize("call", ["read_bundles", "write_bundles", "read_secret", "write_secret"])
-async def test_missing_permissions_are_reported(store: MemorySecretStore, time: FakeUnixTime, call: str) -> None:
+async def test_missing_permissions_are_reported(store: MemoryCertStore, time: FakeUnixTime, call: str) -> None:
     """A certificate that the API server does not trust is not used; /readyz has the reason."""
     replica = WebhookReplica(store, time)
     store.denied = {call}
@@ -122,7 +122,7 @@ async def test_missing_permissions_are_reported(store: MemorySecretStore, time: 
 
 
 async def test_a_replica_with_a_fast_clock_does_not_replace_the_others_certificate(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its certificate is not valid yet for the others, which keep theirs and report it."""
     right = WebhookReplica(store, time)
@@ -140,7 +140,7 @@ async def test_a_replica_with_a_fast_clock_does_not_replace_the_others_certifica
 
 
 async def test_an_expired_certificate_is_an_error_each_hour(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It could not be renewed: it stays in use, with an error an hour and a metric."""
     replica = WebhookReplica(store, time)
@@ -157,14 +157,14 @@ async def test_an_expired_certificate_is_an_error_each_hour(
 
 
 @pytest.mark.parametrize("hosts", [(), ("two words",), ("https://a.b",)])
-def test_invalid_hosts_are_rejected(store: MemorySecretStore, time: FakeUnixTime, hosts: tuple[str, ...]) -> None:
+def test_invalid_hosts_are_rejected(store: MemoryCertStore, time: FakeUnixTime, hosts: tuple[str, ...]) -> None:
     """The error names the setting."""
     settings = KubernetesSettings(webhook_hosts=hosts)
     with pytest.raises(SettingsError, match="RFORK_K8S_WEBHOOK_HOSTS"):
         SecretCertSource(settings, store, ServingCertificate(IntegrationStatus("webhook"), time.clock))
 
 
-def test_no_text_contains_a_key(store: MemorySecretStore) -> None:
+def test_no_text_contains_a_key(store: MemoryCertStore) -> None:
     """Neither repr nor error messages contain it."""
     stored = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     assert "PRIVATE" not in repr(stored)

@@ -15,7 +15,7 @@ from planner.integrations.kubernetes.certificates import (
     ServingCertificate,
 )
 from rfork.errors import SettingsError
-from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+from tests.unit.planner.integrations.kubernetes.certificates.webhook_replicas import (
     HOST,
     NOW,
     FakeUnixTime,

@@ -9,7 +9,7 @@ from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFo
 from planner.integrations.kubernetes.certificates import CertificateStore, VersionedData
 
 
-class MemorySecretStore(CertificateStore):
+class MemoryCertStore(CertificateStore):
     """A store whose calls yield to other tasks first, so that replicas interleave."""
 
     def __init__(self, *webhooks: str) -> None:

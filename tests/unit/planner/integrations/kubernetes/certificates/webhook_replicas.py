@@ -16,7 +16,7 @@ from planner.integrations.kubernetes.certificates import (
 )
 from planner.leases import Clock
 from rfork.settings import KubernetesSettings
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 HOST = "rfork-webhook.rfork.svc"
 LIFE_S = CERTIFICATE_DAYS * 86_400
@@ -34,7 +34,7 @@ class FakeUnixTime:
 class WebhookReplica:
     """One replica of the webhook."""
 
-    def __init__(self, store: MemorySecretStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
+    def __init__(self, store: MemoryCertStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
         settings = KubernetesSettings(webhook_hosts=hosts or (HOST,))
         self.status = IntegrationStatus("webhook")
         self.serving = ServingCertificate(self.status, clock or time.clock)
@@ -47,12 +47,12 @@ class WebhookReplica:
         return self.status.registry.get_sample_value(f"rfork_webhook_certificate_{name}")
 
 
-def stored_bundle(store: MemorySecretStore) -> CertBundle:
+def stored_bundle(store: MemoryCertStore) -> CertBundle:
     """Return the Secret's bundle."""
     return certificates.load_bundle(store.secret or {})
 
 
-def trusted_cas(store: MemorySecretStore) -> set[bytes]:
+def trusted_cas(store: MemoryCertStore) -> set[bytes]:
     """Return the CAs that are in every webhook's caBundle."""
     bundles = [set(certificates.authorities(bundle)) for bundle in (store.bundles or {}).values()]
     assert bundles[:1] * len(bundles) == bundles

@@ -3,8 +3,8 @@
 Clocks of other machines are not trusted. A candidate acquires a Lease after it has observed no change for the
 holder's duration by its own clock. The holder counts from before it sent its last renewal, and stops acting
 after two thirds of the duration. So it has stopped before another replica can start, whether it reaches the
-API server or not. (The elections of kubernetes 37 and kubernetes_asyncio 36 compare wall clocks and do not
-limit a call, so a leader that waits for a response leads beyond its deadline.)
+API server or not. (The elections of kubernetes 37 and kubernetes_asyncio 36 measure with the wall clock, which
+may jump, and do not limit a call, so a leader that waits for a response leads beyond its deadline.)
 
 One case remains: a process that is paused together with its clock (a suspended virtual machine) acts until
 its next renewal is rejected, at most a fifth of the duration later. The leader's actions must tolerate that.

@@ -26,7 +26,7 @@ from tests.kube.installation import Component, Installation, installed
 from tests.kube.kubelet import Kubelet
 from tests.kube.test_kubelet import until
 
-SERVER: Final = Path(__file__).with_name("server.py")
+SERVER: Final = Path(__file__).with_name("model_server.py")
 PORT: Final = 18080
 MEBIBYTES: Final = 32
 NODES: Final = {

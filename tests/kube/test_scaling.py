@@ -125,7 +125,7 @@ def test_a_deployment_scales_by_forking(
     """1 to 4: one plan for three forks, equal bytes, Events; back to 1: removed Pods' instances are removed."""
     fleet.start("controller")
     fleet.start("webhook")
-    until(lambda: "a leading controller" in fleet.log("webhook"), "Pods with a readiness gate")
+    until(lambda: "a controller leads" in fleet.log("webhook"), "Pods with a readiness gate")
     seen = NamespaceView(admin, namespace)
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
         admin.create(server("llama", 1), namespace=namespace)

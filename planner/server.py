@@ -15,7 +15,7 @@ import uvicorn
 
 from planner.app import create_app
 from planner.connection_acceptor import BoundedServer
-from planner.integrations.in_process import InProcessRunner, create_in_process_runner
+from planner.integrations.runner import InProcessRunner, create_in_process_runner
 from planner.origins import KnownHosts
 from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork import __version__

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_api import AsyncPlannerClient
 from planner.integrations.runner import CONTROLLER
 from rfork.settings import InstanceSettings, KubernetesSettings, TracingSettings
@@ -55,11 +55,7 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
             ControllerMetrics(CollectorRegistry()),
         )
         controller = Controller(settings, cluster, fleet, metrics, clock, tracer)
-        world = controller.caches
-        cluster.watch(
-            lambda event: world.pods.apply(event, clock.now),
-            lambda event: world.workloads.apply(event, clock.now),
-        )
+        cluster.watch(controller.caches)
         controller.begin()
         deployment = cluster.deploy(1, 3)
         await controller.refresh()

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from planner.app import create_app
 from planner.integrations.kubernetes.controller import actions
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
 from tests.unit.fake_clock import FakeClock
@@ -39,11 +39,7 @@ async def test_an_announcement_is_one_trace_in_controller_and_planner(
         ControllerMetrics(CollectorRegistry()),
     )
     controller = Controller(settings, cluster, planner_api, metrics, clock, recorder.tracer)
-    caches = controller.caches
-    cluster.watch(
-        lambda update: caches.pods.apply(update, clock.now),
-        lambda update: caches.workloads.apply(update, clock.now),
-    )
+    cluster.watch(controller.caches)
     controller.begin()
     cluster.deploy(1, 3)
     await controller.refresh()

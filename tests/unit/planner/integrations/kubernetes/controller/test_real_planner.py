@@ -14,8 +14,8 @@ from planner.app import create_app
 from planner.clock import Clock as PlannerClock
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
@@ -81,8 +81,7 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     cluster = FakeCluster(clock)
     settings = KubernetesSettings(namespace="rfork", identity="one")
     controller = Controller(settings, cluster, planner_api, ControllerMetrics(CollectorRegistry()), clock)
-    pods, workloads = controller.caches.pods, controller.caches.workloads
-    cluster.watch(lambda update: pods.apply(update, clock.now), lambda update: workloads.apply(update, clock.now))
+    cluster.watch(controller.caches)
     controller.begin()
     async with httpx.AsyncClient(transport=transport, base_url="http://planner") as web:
         yield RealPlannerHarness(clock, cluster, planner_api, web, controller)

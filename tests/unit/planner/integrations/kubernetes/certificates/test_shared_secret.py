@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import PROPAGATION_S
-from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import PROPAGATION_S
+from tests.unit.planner.integrations.kubernetes.certificates.webhook_replicas import (
     HOST,
     LIFE_S,
     NOW,
@@ -18,15 +18,15 @@ from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     stored_bundle,
     trusted_cas,
 )
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 
-async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_the_first_replica_creates_a_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """It is stored in the Secret, its CA is in every webhook's caBundle, and it is in use."""
     replica = WebhookReplica(store, time, HOST, "10.0.0.7", "0:0:0:0:0:0:0:1")
     await replica.refresh()
     stored = stored_bundle(store)
-    assert stored.pair == replica.context.current
+    assert stored.pair == replica.serving.current
     assert {stored.ca} == trusted_cas(store)
     assert {HOST, "10.0.0.7", "::1"} == set(stored.pair.hosts)
     assert replica.status.not_ready_reason is None
@@ -35,27 +35,27 @@ async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore,
 
 
 async def test_an_empty_secret_is_filled(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A Helm chart creates the Secret empty, so that it is deleted with the release. No warning is logged."""
     store.break_secret({"tls.crt": b"", "tls.key": b""})
     replica = WebhookReplica(store, time)
     with caplog.at_level(logging.WARNING):
         await replica.refresh()
-    assert stored_bundle(store).pair == replica.context.current
+    assert stored_bundle(store).pair == replica.serving.current
     assert [] == caplog.records
 
 
-async def test_replicas_that_start_together_share_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_replicas_that_start_together_share_one_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """One creates the Secret; the other gets a conflict, reads it, and uses the same certificate."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await asyncio.gather(first.refresh(), second.refresh())
-    assert stored_bundle(store).pair == first.context.current
-    assert stored_bundle(store).pair == second.context.current
+    assert stored_bundle(store).pair == first.serving.current
+    assert stored_bundle(store).pair == second.serving.current
     assert 2 == store.calls.count("write_secret")
 
 
-async def test_nothing_is_written_before_the_renewal(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_nothing_is_written_before_the_renewal(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Refreshes only read until two thirds of the lifetime have passed."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
@@ -66,7 +66,7 @@ async def test_nothing_is_written_before_the_renewal(store: MemorySecretStore, t
     assert ["read_bundles", "read_secret"] * 3 == store.calls
 
 
-async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Both CAs are trusted immediately; the old certificate stays in use until API servers have the new CA."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await first.refresh()
@@ -76,17 +76,17 @@ async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemoryS
     await second.refresh()
     new = stored_bundle(store)
     assert {old.ca, new.ca} == trusted_cas(store)
-    assert old.pair == second.context.current
+    assert old.pair == second.serving.current
     await first.refresh()
     time.now += PROPAGATION_S
     await first.refresh()
     await second.refresh()
     assert (old.ca,) == new.previous_cas
-    assert new.pair == first.context.current
-    assert new.pair == second.context.current
+    assert new.pair == first.serving.current
+    assert new.pair == second.serving.current
 
 
-async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_previous_cas_stay_trusted(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """The last three CAs are trusted, because a replica that was cut off may use an old certificate."""
     replica = WebhookReplica(store, time)
     made = []
@@ -98,7 +98,7 @@ async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUni
     assert set(made[-3:]) == trusted_cas(store)
 
 
-async def test_concurrent_renewals_create_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_concurrent_renewals_create_one_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Three replicas renew at the same time: one is first, and none overwrites its result."""
     replicas = [WebhookReplica(store, time) for _ in range(3)]
     await asyncio.gather(*(replica.refresh() for replica in replicas))
@@ -109,11 +109,11 @@ async def test_concurrent_renewals_create_one_certificate(store: MemorySecretSto
     time.now += PROPAGATION_S
     await asyncio.gather(*(replica.refresh() for replica in replicas))
     assert (old.ca,) == new.previous_cas
-    assert [new.pair] * 3 == [replica.context.current for replica in replicas]
+    assert [new.pair] * 3 == [replica.serving.current for replica in replicas]
     assert {old.ca, new.ca} == trusted_cas(store)
 
 
-async def test_an_emptied_ca_bundle_is_restored(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_an_emptied_ca_bundle_is_restored(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """After a helm upgrade that empties it, the next refresh sets the caBundle and creates nothing."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
@@ -124,7 +124,7 @@ async def test_an_emptied_ca_bundle_is_restored(store: MemorySecretStore, time: 
     assert stored == stored_bundle(store)
 
 
-async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_replica_with_stale_data_overwrites_nothing(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """A replica that read the Secret before a renewal does not write its caBundle after it."""
     late = WebhookReplica(store, time)
     await late.refresh()
@@ -134,7 +134,7 @@ async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretS
     time.now += LIFE_S * 0.67
     await WebhookReplica(store, time).refresh()
     wrote = await asyncio.gather(
-        store.write_bundles("rfork", dict.fromkeys(seen_late.bundles, old.ca), seen_late.version),
+        store.write_bundles("rfork", dict.fromkeys(seen_late.data, old.ca), seen_late.version),
         return_exceptions=True,
     )
     assert ["ResourceConflict"] == [type(error).__name__ for error in wrote]
@@ -142,19 +142,19 @@ async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretS
 
 
 async def test_without_a_configuration_the_certificate_is_used_immediately(
-    store: MemorySecretStore, time: FakeUnixTime
+    store: MemoryCertStore, time: FakeUnixTime
 ) -> None:
     """There are no callers before the configuration exists. Then its caBundle is set."""
     bundles, store.bundles = store.bundles, None
     replica = WebhookReplica(store, time)
     await replica.refresh()
-    current_pair, store.bundles = replica.context.current, bundles
+    current_pair, store.bundles = replica.serving.current, bundles
     await replica.refresh()
     assert stored_bundle(store).pair == current_pair
     assert {stored_bundle(store).ca} == trusted_cas(store)
 
 
-async def test_two_releases_share_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_two_releases_share_a_certificate(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """A release with other hosts renews for its own and the existing ones; the other does not renew back."""
     old, new = WebhookReplica(store, time), WebhookReplica(store, time, "new.rfork.svc")
     await old.refresh()
@@ -169,7 +169,7 @@ async def test_two_releases_share_a_certificate(store: MemorySecretStore, time: 
 @pytest.mark.parametrize("days", [0.01, 1.0, 90.0, 3650.0])
 def test_a_new_certificate_is_valid_and_not_due_for_renewal(days: float) -> None:
     """For any lifetime, it is backdated and renewed well before it expires."""
-    current_pair = certs.generate_bundle([HOST], days, NOW).pair
+    current_pair = certificates.generate_bundle([HOST], days, NOW).pair
     life_s = days * 86_400
     assert current_pair.valid(NOW - life_s / 20 if life_s < 36_000 else NOW - 1800)
     assert NOW + life_s * 0.6 < current_pair.renew_at < NOW + life_s * 0.7

@@ -13,19 +13,19 @@ from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Node, Pod
 
-from planner.integrations.kubernetes import informer, names
-from planner.integrations.kubernetes.api_client import ApiServer, ResourceVersionExpired, open_server
-from planner.integrations.kubernetes.cluster import (
-    Cluster,
+from planner.integrations.kubernetes import api_server, names
+from planner.integrations.kubernetes.api_server import (
+    ApiServer,
     ClusterUnavailable,
     Deleted,
-    ObservedWorkload,
+    Document,
+    ResourceVersionExpired,
     Synced,
     Upserted,
     WatchEvent,
+    open_server,
 )
-from planner.integrations.kubernetes.cluster_client import ApiServerCluster
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.cluster import Cluster, ObservedWorkload
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import LABELS, SOON_S, Post, pod, pod_upserted, recording, workload
@@ -80,41 +80,47 @@ async def test_parsed_fields_of_a_pod(cluster: Cluster, admin: Client, namespace
         assert last.item.conditions["ContainersReady"]
 
 
-async def test_workloads_of_all_kinds_are_merged(
-    cluster: Cluster, namespace: str, post: Post, admin: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Deployments and StatefulSets are listed together; LeaderWorkerSets once the kind exists."""
-    monkeypatch.setattr(informer, "RECHECK_S", 0.5)
+async def test_workloads_are_observed(cluster: Cluster, admin: Client, namespace: str, post: Post) -> None:
+    """Each kind with its replicas and its template's metadata, including changes and deletions."""
     apps = f"/apis/apps/v1/namespaces/{namespace}"
     post(f"{apps}/deployments", workload("Deployment", "web", 3))
     post(f"{apps}/statefulsets", workload("StatefulSet", "db", 0))
-
-    def own_workloads(event: WatchEvent[ObservedWorkload]) -> list[tuple[str, str, int]]:
-        items = event.items if isinstance(event, Synced) else (event.item,)
-        return sorted((each.kind, each.name, each.replicas) for each in items if each.namespace == namespace)
-
-    async with recording(cluster.workloads()) as recorder:
-        two = [("Deployment", "web", 3), ("StatefulSet", "db", 0)]
-        await recorder.until(lambda event: isinstance(event, Synced) and own_workloads(event) == two)
+    async with recording(cluster.workloads("StatefulSet")) as recorder:
+        await recorder.until(lambda event: own_workloads(event, namespace) == [("StatefulSet", "db", 0)])
+    async with recording(cluster.workloads("Deployment")) as recorder:
+        await recorder.until(lambda event: own_workloads(event, namespace) == [("Deployment", "web", 3)])
         admin.patch(Deployment, "web", {"spec": {"replicas": 5}}, namespace=namespace)
-        scaled = await recorder.until(lambda event: isinstance(event, Upserted) and own_workloads(event)[0][2:] == (5,))
+        scaled = await recorder.until(lambda event: own_workloads(event, namespace) == [("Deployment", "web", 5)])
         assert isinstance(scaled, Upserted)
         assert {"app": "web", **LABELS} == scaled.item.template_labels
         assert {names.ENGINE: "pytorch"} == scaled.item.template_annotations
+        admin.delete(Deployment, "web", namespace=namespace)
+        await recorder.until(lambda event: isinstance(event, Deleted) and event.item.name == "web")
+
+
+async def test_a_missing_kind_counts_as_empty_until_it_exists(
+    cluster: Cluster, namespace: str, post: Post, admin: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LeaderWorkerSets are observed once the kind exists."""
+    monkeypatch.setattr(api_server, "RECHECK_S", 0.5)
+    lws = workload("LeaderWorkerSet", "big", 2)
+    lws |= {"apiVersion": "leaderworkerset.x-k8s.io/v1"}
+    group = {"size": 2, "workerTemplate": {"metadata": {"labels": LABELS}}}
+    lws["spec"] = {"replicas": 2, "leaderWorkerTemplate": group}
+    async with recording(cluster.workloads("LeaderWorkerSet")) as recorder:
+        await recorder.until(lambda event: event == Synced(()))
         post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", lws_definition())
-        group = {"size": 2, "workerTemplate": {"metadata": {"labels": LABELS}}}
-        lws = workload("LeaderWorkerSet", "big", 2)
-        lws |= {"apiVersion": "leaderworkerset.x-k8s.io/v1"}
-        lws["spec"] = {"replicas": 2, "leaderWorkerTemplate": group}
         try:
-            three = [("Deployment", "web", 5), ("LeaderWorkerSet", "big", 2), ("StatefulSet", "db", 0)]
-            before = len(recorder.events)
             await asyncio.to_thread(created_soon, post, namespace, lws)
-            await recorder.until(lambda event: own_workloads(event) in (three, three[1:2]), after=before)
-            admin.delete(Deployment, "web", namespace=namespace)
-            await recorder.until(lambda event: isinstance(event, Deleted) and own_workloads(event)[0][1] == "web")
+            await recorder.until(lambda event: own_workloads(event, namespace) == [("LeaderWorkerSet", "big", 2)])
         finally:
             admin.delete(CustomResourceDefinition, "leaderworkersets.leaderworkerset.x-k8s.io")
+
+
+def own_workloads(event: WatchEvent[ObservedWorkload], namespace: str) -> list[tuple[str, str, int]]:
+    """Return the kind, name and replicas of the namespace's workloads in the event."""
+    items = event.items if isinstance(event, Synced) else (event.item,)
+    return sorted((each.kind, each.name, each.replicas) for each in items if each.namespace == namespace)
 
 
 def created_soon(post: Post, namespace: str, lws: Document) -> None:
@@ -166,7 +172,7 @@ async def test_watches_survive_a_crash_of_the_api_server(
 ) -> None:
     """After a SIGKILL and a compaction everything is listed again, then watched as before."""
     admin.create(pod(namespace, "before"))
-    async with recording(cluster.pods()) as pods, recording(cluster.workloads()) as workloads:
+    async with recording(cluster.pods()) as pods, recording(cluster.workloads("Deployment")) as workloads:
         await pods.until(lambda event: isinstance(event, Synced))
         await workloads.until(lambda event: isinstance(event, Synced))
         known = len(pods.events), len(workloads.events)
@@ -209,7 +215,7 @@ async def test_an_expired_version(plane: ControlPlane, admin: Client, namespace:
     with pytest.raises(ResourceVersionExpired):
         await server.call("GET", "/api/v1/pods", parameters={"resourceVersion": "999999999"})
     compacted_client = CompactedClient(server._client)
-    async with recording(ApiServerCluster(compacted_client).nodes()) as recorder:
+    async with recording(Cluster(compacted_client).nodes()) as recorder:
         await recorder.until(lambda event: isinstance(event, Synced))
         await recorder.until(lambda event: isinstance(event, Synced), after=1)
         admin.create(Node(metadata=ObjectMeta(name=namespace)))
@@ -221,7 +227,7 @@ async def test_an_expired_version(plane: ControlPlane, admin: Client, namespace:
 
 async def test_a_silent_connection(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch that is silent for longer than the server's timeout counts as dead."""
-    monkeypatch.setattr(informer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(api_server, "SILENCE_S", 0.2)
     async with recording(cluster.nodes()) as recorder:
         for again in range(3):
             await recorder.until(lambda event: isinstance(event, Synced), after=again)
@@ -231,8 +237,8 @@ async def test_a_watch_that_ends_normally_continues(
     cluster: Cluster, admin: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends each watch after a while, which causes no new list."""
-    monkeypatch.setattr(informer, "WATCH_S", 1)
-    monkeypatch.setattr(informer, "MIN_WATCH_S", 0.1)
+    monkeypatch.setattr(api_server, "WATCH_S", 1)
+    monkeypatch.setattr(api_server, "MIN_WATCH_S", 0.1)
     async with recording(cluster.pods()) as recorder:
         await recorder.until(lambda event: isinstance(event, Synced))
         await asyncio.sleep(2.5)  # for the duration of two watches

@@ -12,16 +12,9 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Event, Pod, ServiceAccount
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import (
-    Cluster,
-    ClusterUnavailable,
-    NotFound,
-    ResourceConflict,
-    Synced,
-)
-from planner.integrations.kubernetes.cluster_client import connect
-from planner.integrations.kubernetes.leader_election import LeaderElection
-from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict, Synced
+from planner.integrations.kubernetes.cluster import WORKLOAD_PATHS, Cluster, connect
+from planner.integrations.kubernetes.leader_election import LeaderElection, LeaderWatch
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import SOON_S, Post, observe_pod, pod, pod_upserted, recording
@@ -80,8 +73,10 @@ async def test_the_documented_role_is_sufficient(
     await cluster.emit_event(mine.ref, "Normal", "Forked", "once")
     lease = await cluster.write_lease("it", namespace, "me", 15, "")
     await cluster.write_lease("it", namespace, None, 15, lease.version)
-    async with recording(cluster.workloads()) as workloads, recording(cluster.nodes()) as nodes:
-        await workloads.until(lambda each: isinstance(each, Synced))
+    for kind in WORKLOAD_PATHS:
+        async with recording(cluster.workloads(kind)) as workloads:
+            await workloads.until(lambda each: isinstance(each, Synced))
+    async with recording(cluster.nodes()) as nodes:
         await nodes.until(lambda each: isinstance(each, Synced))
     await cluster.close()
     late = [call for call in plane.calls(user)[refused:] if call.resource != "pods" or call.verb != "list"]

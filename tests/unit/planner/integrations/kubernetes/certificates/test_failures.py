@@ -8,13 +8,18 @@ import pytest
 
 from planner.clock import Clock
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, PROPAGATION_S, SecretCertSource
-from planner.integrations.kubernetes.certs import InvalidCertificate
-from planner.integrations.kubernetes.reloading_tls import LOG_INTERVAL_S, CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import (
+    CERTIFICATE_DAYS,
+    LOG_INTERVAL_S,
+    PROPAGATION_S,
+    InvalidCertificate,
+    SecretCertSource,
+    ServingCertificate,
+)
 from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
-from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+from tests.unit.planner.integrations.kubernetes.certificates.webhook_replicas import (
     HOST,
     LIFE_S,
     NOW,
@@ -24,7 +29,7 @@ from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
     stored_bundle,
     trusted_cas,
 )
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecret
     ],
 )
 async def test_a_broken_secret_is_replaced(
-    store: MemorySecretStore,
+    store: MemoryCertStore,
     time: FakeUnixTime,
     caplog: pytest.LogCaptureFixture,
     broken: dict[str, bytes] | None,
@@ -51,17 +56,17 @@ async def test_a_broken_secret_is_replaced(
         await replica.refresh()
     new = stored_bundle(store)
     assert {old.ca, new.ca} == trusted_cas(store)
-    assert old.pair == replica.context.current
+    assert old.pair == replica.serving.current
     time.now += PROPAGATION_S
     await replica.refresh()
-    assert new.pair == replica.context.current
+    assert new.pair == replica.serving.current
     assert "certificate created" in caplog.text
 
 
-async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecretStore, time: FakeUnixTime) -> None:
+async def test_a_key_of_another_certificate_breaks_the_secret(store: MemoryCertStore, time: FakeUnixTime) -> None:
     """Valid parts that do not belong together are replaced too."""
     await WebhookReplica(store, time).refresh()
-    other = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
+    other = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     mixed = (
         stored_bundle(store).data() | {"tls.key": other.pair.key},
         stored_bundle(store).data() | {"ca.crt": other.ca},
@@ -73,12 +78,12 @@ async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecre
 
 
 async def test_without_the_api_server_the_current_certificate_stays(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It logs one error an hour and counts each, recovers with the server, and stays ready."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
-    current_pair = replica.context.current
+    current_pair = replica.serving.current
     store.unavailable = True
     for _ in range(4):
         time.now += LOG_INTERVAL_S / 2
@@ -89,11 +94,11 @@ async def test_without_the_api_server_the_current_certificate_stays(
     assert 2 == error_count
     assert 4.0 == replica.metric("errors_total")
     assert replica.status.not_ready_reason is None
-    assert current_pair == replica.context.current
+    assert current_pair == replica.serving.current
 
 
 async def test_without_the_api_server_from_the_start_it_is_not_ready(
-    store: MemorySecretStore, time: FakeUnixTime
+    store: MemoryCertStore, time: FakeUnixTime
 ) -> None:
     """The status has the reason; it becomes ready once the server responds."""
     replica = WebhookReplica(store, time)
@@ -107,35 +112,35 @@ async def test_without_the_api_server_from_the_start_it_is_not_ready(
 
 
 @pytest.mark.parametrize("call", ["read_bundles", "write_bundles", "read_secret", "write_secret"])
-async def test_missing_permissions_are_reported(store: MemorySecretStore, time: FakeUnixTime, call: str) -> None:
+async def test_missing_permissions_are_reported(store: MemoryCertStore, time: FakeUnixTime, call: str) -> None:
     """A certificate that the API server does not trust is not used; /readyz has the reason."""
     replica = WebhookReplica(store, time)
     store.denied = {call}
     await replica.refresh()
-    assert replica.context.current is None
+    assert replica.serving.current is None
     assert f"{call}: forbidden" in (replica.status.not_ready_reason or "")
 
 
 async def test_a_replica_with_a_fast_clock_does_not_replace_the_others_certificate(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its certificate is not valid yet for the others, which keep theirs and report it."""
     right = WebhookReplica(store, time)
     await right.refresh()
-    current_pair = right.context.current
+    current_pair = right.serving.current
     stored_authority = stored_bundle(store).ca
     ahead = WebhookReplica(store, time, clock=Clock(monotonic=lambda: time.now, unix=lambda: time.now + 10 * LIFE_S))
     for _ in range(3):
         await ahead.refresh()
         await right.refresh()
         time.now += PROPAGATION_S
-    assert current_pair == right.context.current
+    assert current_pair == right.serving.current
     assert {stored_authority, stored_bundle(store).ca} == trusted_cas(store)
     assert 1 == sum("the new webhook certificate is not valid" in text for text in errors(caplog))
 
 
 async def test_an_expired_certificate_is_an_error_each_hour(
-    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+    store: MemoryCertStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It could not be renewed: it stays in use, with an error an hour and a metric."""
     replica = WebhookReplica(store, time)
@@ -152,19 +157,17 @@ async def test_an_expired_certificate_is_an_error_each_hour(
 
 
 @pytest.mark.parametrize("hosts", [(), ("two words",), ("https://a.b",)])
-def test_invalid_hosts_are_rejected(store: MemorySecretStore, time: FakeUnixTime, hosts: tuple[str, ...]) -> None:
+def test_invalid_hosts_are_rejected(store: MemoryCertStore, time: FakeUnixTime, hosts: tuple[str, ...]) -> None:
     """The error names the setting."""
     settings = KubernetesSettings(webhook_hosts=hosts)
     with pytest.raises(SettingsError, match="RFORK_K8S_WEBHOOK_HOSTS"):
-        SecretCertSource(
-            settings, store, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock)
-        )
+        SecretCertSource(settings, store, ServingCertificate(IntegrationStatus("webhook"), time.clock))
 
 
-def test_no_text_contains_a_key(store: MemorySecretStore) -> None:
+def test_no_text_contains_a_key(store: MemoryCertStore) -> None:
     """Neither repr nor error messages contain it."""
-    stored = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
+    stored = certificates.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     assert "PRIVATE" not in repr(stored)
     with pytest.raises(InvalidCertificate) as caught:
-        certs.load_pair(stored.pair.chain, stored.pair.key[:-40])
+        certificates.load_pair(stored.pair.chain, stored.pair.key[:-40])
     assert "PRIVATE" not in str(caught.value)

@@ -8,8 +8,8 @@ from typing import Final
 import pytest
 
 from planner.integrations.kubernetes.cluster import ObservedPod
-from planner.integrations.kubernetes.controller.instance_gc import decide
 from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
+from planner.integrations.kubernetes.controller.scale_down import instances_to_remove
 from rfork.schema import InstanceInfo, Rank
 from tests.unit.planner.integrations.kubernetes.fake_cluster import pod, uid
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import instance
@@ -50,15 +50,15 @@ def test_instances_of_finished_pods_are_removed(
         PlannerSnapshot(NOW, tuple(instances)),
         deleted={one.uid: one for one in deleted_pods},
     )
-    assert expected == len(decide(seen, set()))
+    assert expected == len(instances_to_remove(seen, set()))
 
 
 def test_each_is_removed_once() -> None:
     """An instance that reappears after its removal is alive."""
     view = instance(uid(5))
     seen = observe(NOW, {}, {}, PlannerSnapshot(NOW, (view,)), deleted={uid(5): DELETED_POD})
-    assert (view.report.instance_id,) == decide(seen, set())
-    assert () == decide(seen, {view.report.instance_id})
+    assert (view.report.instance_id,) == instances_to_remove(seen, set())
+    assert () == instances_to_remove(seen, {view.report.instance_id})
 
 
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (7.0, 0), (7.1, 1)])
@@ -69,7 +69,7 @@ def test_pods_finished_before_the_lead_are_removed_once_silent(
     """The previous leader removed their instances: any that send heartbeats are alive."""
     pods = {uid(5): ended} if ended is not None else {}
     seen = observe(NOW, pods, {}, PlannerSnapshot(NOW, (instance(uid(5), age_s=age_s),)), deleted={uid(5): DELETED_POD})
-    assert expected == len(decide(seen, set(), {uid(5)}))
+    assert expected == len(instances_to_remove(seen, set(), {uid(5)}))
 
 
 def test_nothing_is_removed_while_the_planner_is_down() -> None:
@@ -82,4 +82,4 @@ def test_nothing_is_removed_while_the_planner_is_down() -> None:
         deleted={uid(5): DELETED_POD},
         planner_down_since=NOW,
     )
-    assert () == decide(seen, set())
+    assert () == instances_to_remove(seen, set())

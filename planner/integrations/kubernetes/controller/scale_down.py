@@ -1,26 +1,27 @@
-"""Protects seeds on scale-down: sets deletion costs, so that dispensable Pods are deleted first.
+"""Scale-down: deletion costs that protect seeds, and removal of the instances of deleted Pods.
 
-Kubernetes compares the costs of a ReplicaSet's Pods only if they are equal otherwise (scheduled, running,
-ready). A Pod without the annotation costs 0, so incomplete instances need no write.
+Kubernetes deletes Pods with lower costs first, but compares the costs of a ReplicaSet's Pods only if they are
+equal otherwise (scheduled, running, ready). A Pod without the annotation costs 0, so incomplete instances
+need no write. An annotation with one of the three costs below belongs to this controller. Any other value was
+set by a user and is left alone; the numbers are unusual enough not to collide.
 
-An annotation with one of the three costs below belongs to this controller. Any other value was set by a user
-and is left alone; the numbers are unusual enough not to collide.
+A Pod counts as deleted if it was observed terminating and then disappeared, or if it has finished. A Pod that
+disappeared otherwise may still run, because removing the label has the same effect on a watch by label. Its
+instances are removed only once they are silent. The same holds for Pods that were finished when this replica
+became the leader: the previous leader removed their instances, so any that are left may be alive. Instances
+of unknown Pods are left alone: another cluster may share the planner, which removes silent instances itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
-from planner.integrations.kubernetes.controller.observed_state import (
-    ObservedState,
-    all_ranks,
-    is_seed,
-    is_terminated,
-)
+from planner.integrations.kubernetes.controller.observed_state import ObservedState, all_ranks, is_seed, is_terminated
 from rfork.schema import InstanceInfo
 
 IDLE_COST: Final = "87001"
@@ -35,6 +36,10 @@ UPDATE_INTERVAL_S: Final = 10.0
 
 WeightsKey = tuple[str, str | None, str, str, str | None]
 """Model, version, rank, layout and weights: equal for interchangeable seeds."""
+SILENT_S: Final = 7.0
+"""Silence after which an instance counts as dead. Longer than the default heartbeat interval of 5 s, and much
+shorter than the 20 s after which the planner removes it.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class DeletionCost:
     value: str | None
 
 
-def decide(observed: ObservedState, changed_at: Mapping[str, float]) -> tuple[DeletionCost, ...]:
+def deletion_costs(observed: ObservedState, changed_at: Mapping[str, float]) -> tuple[DeletionCost, ...]:
     """Return the annotations to change. `changed_at`: when each Pod's cost was last changed, by UID."""
     if observed.planner_down_since is not None:
         return ()  # without the planner nothing is known to have changed
@@ -90,3 +95,24 @@ def _cost(
 def _weights(view: InstanceInfo) -> WeightsKey:
     report = view.report
     return report.model, view.version, report.rank.key, report.layout_id, report.weights_id
+
+
+def instances_to_remove(
+    observed: ObservedState, removed: AbstractSet[str], finished_before_lead: AbstractSet[str] = frozenset()
+) -> tuple[str, ...]:
+    """Return the ids of the instances to remove.
+
+    `removed`: instances removed before; one that came back is alive and is left alone.
+    `finished_before_lead`: UIDs of Pods that were finished before this replica became the leader.
+    """
+    if observed.planner_down_since is not None:
+        return ()
+    finished_pods = {uid: pod for uid, pod in observed.deleted.items() if uid not in observed.pods}
+    finished_pods.update((uid, pod) for uid, pod in observed.pods.items() if is_terminated(pod))
+    found: list[str] = []
+    for uid, pod in finished_pods.items():
+        immediately = (pod.deleting or is_terminated(pod)) and uid not in finished_before_lead
+        for view in observed.instances.get(uid, ()):
+            if immediately or view.age_s > SILENT_S:
+                found.append(view.report.instance_id)
+    return tuple(name for name in found if name not in removed)

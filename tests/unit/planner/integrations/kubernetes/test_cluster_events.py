@@ -9,10 +9,8 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from planner.integrations.kubernetes.api_client import ApiServer
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, EventType, ObjectRef
-from planner.integrations.kubernetes.cluster_client import ApiServerCluster
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.api_server import ApiServer, ClusterUnavailable, Document
+from planner.integrations.kubernetes.cluster import Cluster, EventType, ObjectRef
 
 POD = ObjectRef("Pod", "v1", "team", "llama-0", "uid-1")
 
@@ -26,10 +24,10 @@ class EventServer:
         self.between_requests: Callable[[], None] = lambda: None
         """Changes by others between two requests."""
 
-    def cluster(self, unix: float = 0.0) -> ApiServerCluster:
+    def cluster(self, unix: float = 0.0) -> Cluster:
         """Return the cluster as seen by one replica."""
         client = httpx2.AsyncClient(base_url="http://k", transport=httpx2.MockTransport(self._respond))
-        return ApiServerCluster(ApiServer(client), unix=lambda: unix)
+        return Cluster(ApiServer(client), unix=lambda: unix)
 
     def _respond(self, request: httpx2.Request) -> httpx2.Response:
         body, name = json.loads(request.content), request.url.path.rpartition("/")[2]

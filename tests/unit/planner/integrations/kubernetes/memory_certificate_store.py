@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, NotFound, ResourceConflict
-from planner.integrations.kubernetes.secrets import CaBundles, SecretData
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict
+from planner.integrations.kubernetes.certificates import CertificateStore, VersionedData
 
 
-class MemorySecretStore:
-    """`SecretStore` whose calls yield to other tasks first, so that replicas interleave."""
+class MemoryCertStore(CertificateStore):
+    """A store whose calls yield to other tasks first, so that replicas interleave."""
 
     def __init__(self, *webhooks: str) -> None:
         self.secret: dict[str, bytes] | None = None
@@ -30,30 +30,25 @@ class MemorySecretStore:
         self.bundles = dict.fromkeys(self.bundles or {}, b"")
         self._versions["bundles"] += 1
 
-    async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """See SecretStore."""
+    async def read_secret(self, name: str, namespace: str) -> VersionedData:
         await self._record_call("read_secret")
         if self.secret is None:
-            return SecretData({}, "")
-        return SecretData(dict(self.secret), str(self._versions["secret"]))
+            return VersionedData({}, "")
+        return VersionedData(dict(self.secret), str(self._versions["secret"]))
 
-    async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """See SecretStore."""
+    async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> None:
         await self._record_call("write_secret")
         if version != ("" if self.secret is None else str(self._versions["secret"])):
             raise ResourceConflict(name)
         self.break_secret(dict(data))
-        return SecretData(data, str(self._versions["secret"]))
 
-    async def read_bundles(self, configuration: str) -> CaBundles:
-        """See SecretStore."""
+    async def read_bundles(self, configuration: str) -> VersionedData:
         await self._record_call("read_bundles")
         if self.bundles is None:
             raise NotFound(configuration)
-        return CaBundles(dict(self.bundles), str(self._versions["bundles"]))
+        return VersionedData(dict(self.bundles), str(self._versions["bundles"]))
 
     async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """See SecretStore."""
         await self._record_call("write_bundles")
         if self.bundles is None:
             raise NotFound(configuration)
@@ -63,7 +58,7 @@ class MemorySecretStore:
         self._versions["bundles"] += 1
 
     async def close(self) -> None:
-        """See SecretStore."""
+        pass
 
     async def _record_call(self, call: str) -> None:
         await asyncio.sleep(0)

@@ -8,12 +8,15 @@ import pytest
 
 from planner.clock import Clock
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, SecretCertSource
-from planner.integrations.kubernetes.certs import CertBundle
-from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import (
+    CERTIFICATE_DAYS,
+    CertBundle,
+    SecretCertSource,
+    ServingCertificate,
+)
 from rfork.settings import KubernetesSettings
-from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+from tests.unit.planner.integrations.kubernetes.memory_certificate_store import MemoryCertStore
 
 HOST = "rfork-webhook.rfork.svc"
 LIFE_S = CERTIFICATE_DAYS * 86_400
@@ -31,13 +34,11 @@ class FakeUnixTime:
 class WebhookReplica:
     """One replica of the webhook."""
 
-    def __init__(self, store: MemorySecretStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
+    def __init__(self, store: MemoryCertStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
         settings = KubernetesSettings(webhook_hosts=hosts or (HOST,))
         self.status = IntegrationStatus("webhook")
-        self.context = ReloadingContext()
-        self.cert_source = SecretCertSource(
-            settings, store, CertificateMonitor(self.context, self.status, clock or time.clock)
-        )
+        self.serving = ServingCertificate(self.status, clock or time.clock)
+        self.cert_source = SecretCertSource(settings, store, self.serving)
 
     async def refresh(self) -> None:
         await self.cert_source.refresh()
@@ -46,14 +47,14 @@ class WebhookReplica:
         return self.status.registry.get_sample_value(f"rfork_webhook_certificate_{name}")
 
 
-def stored_bundle(store: MemorySecretStore) -> CertBundle:
+def stored_bundle(store: MemoryCertStore) -> CertBundle:
     """Return the Secret's bundle."""
-    return certs.load_bundle(store.secret or {})
+    return certificates.load_bundle(store.secret or {})
 
 
-def trusted_cas(store: MemorySecretStore) -> set[bytes]:
+def trusted_cas(store: MemoryCertStore) -> set[bytes]:
     """Return the CAs that are in every webhook's caBundle."""
-    bundles = [set(certs.authorities(bundle)) for bundle in (store.bundles or {}).values()]
+    bundles = [set(certificates.authorities(bundle)) for bundle in (store.bundles or {}).values()]
     assert bundles[:1] * len(bundles) == bundles
     return bundles[0]
 

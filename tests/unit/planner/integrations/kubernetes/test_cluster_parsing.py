@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.parse import parse_pod
+from planner.integrations.kubernetes.cluster import parse_pod
 
 Document = dict[str, Any]
 PROBE = {"httpGet": {"path": "/health", "port": 8000}}

@@ -8,20 +8,20 @@ import json
 import httpx2
 import pytest
 
-from planner.integrations.kubernetes import informer
-from planner.integrations.kubernetes.api_client import ApiServer
-from planner.integrations.kubernetes.cluster import (
+from planner.integrations.kubernetes import api_server
+from planner.integrations.kubernetes.api_server import (
+    ApiServer,
     ClusterUnavailable,
-    ObservedNode,
+    Resource,
     ResourceConflict,
     Synced,
     Upserted,
     WatchEvent,
+    watch_forever,
 )
-from planner.integrations.kubernetes.informer import Resource, watch_forever
-from planner.integrations.kubernetes.parse import parse_node
+from planner.integrations.kubernetes.cluster import ObservedNode, parse_node
 
-NODES = Resource("nodes", "/api/v1/nodes", parse_node, lambda node: node.name)
+NODES = Resource("nodes", "/api/v1/nodes", parse_node)
 NODE = {"metadata": {"name": "a", "resourceVersion": "7"}}
 
 
@@ -69,7 +69,7 @@ async def test_an_error_event_without_a_status_restarts_the_watch(
     error: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch starts again."""
-    monkeypatch.setattr(informer, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(api_server, "BACKOFF_S", 0.0)
     listed = httpx2.Response(200, json={"metadata": {"resourceVersion": "5"}, "items": []})
     assert [Synced(()), Synced(())] == await first_updates(server(listed, {"type": "ERROR", "object": error}), 2)
 

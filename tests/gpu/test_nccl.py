@@ -17,7 +17,7 @@ from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint
 from rfork.transport.collective import NcclTransport
 from rfork.transport.collective.block_tensors import BlockTensors
-from rfork.transport.collective.rendezvous import Rendezvous
+from rfork.transport.collective.key_store import Rendezvous
 from tests.transport_contract import TOKEN, FakeGate, soon
 
 pytestmark = [

@@ -24,6 +24,7 @@ from rfork.peer.client import PeerClient
 from rfork.settings import TlsSettings
 from rfork.source.seed import Seed
 from rfork.transport.collective.gloo import GlooBackend
+from rfork.transport.collective.key_store import RemoteKeyStore
 from rfork.transport.collective.messages import (
     GroupFormed,
     JoinGroup,
@@ -33,7 +34,6 @@ from rfork.transport.collective.messages import (
     receive_from_source,
     send_message,
 )
-from rfork.transport.collective.remote_store import RemoteKeyStore
 from tests.conftest import StartRfork
 from tests.integration.gloo_node import SIZES, SLOW, create_token, open_reader, start_seed
 from tests.integration.gloo_processes import GlooProcess, running_threads, wait_until

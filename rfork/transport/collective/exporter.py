@@ -10,10 +10,8 @@ from rfork.errors import RforkError, SourceBusy, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import AccessGate, ControlStream, Endpoint
+from rfork.transport.collective.backend import Backend
 from rfork.transport.collective.exit_hook import ExitHook
-from rfork.transport.collective.group import Backend
-from rfork.transport.collective.group_member import GroupMember
-from rfork.transport.collective.group_sender import GroupSender
 from rfork.transport.collective.messages import (
     CancelBlock,
     GroupClosed,
@@ -24,6 +22,7 @@ from rfork.transport.collective.messages import (
     StoreValues,
     receive_from_reader,
 )
+from rfork.transport.collective.source_group import GroupMember, GroupSender
 
 RECEIVE_TIMEOUT_S = 3600.0
 """Long, because a reader may be silent: its control stream closes with its channel, and the channel with its

@@ -25,7 +25,7 @@ from rfork.transport.base import (
 )
 
 if TYPE_CHECKING:  # imports torch.distributed, which some builds of torch lack
-    from rfork.transport.collective.group import Backend
+    from rfork.transport.collective.backend import Backend
 
 WILDCARD_ADDRESSES = frozenset({"", "0.0.0.0", "::"})
 

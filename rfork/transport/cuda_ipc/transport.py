@@ -28,17 +28,15 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.cuda_ipc import libcuda, protocol
+from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.cuda import CudaDriver
-from rfork.transport.cuda_ipc.diagnostics import require_peer_access
-from rfork.transport.cuda_ipc.driver import Driver, DriverError
+from rfork.transport.cuda_ipc.driver import MIN_VERSION, CudaDriver, CudaDriverLibrary, DriverError
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from rfork.transport.cuda_ipc.reader import CudaIpcReader
-from rfork.transport.cuda_ipc.source_memory import SourceMemory
+from rfork.transport.cuda_ipc.source_memory import require_peer_access
 from rfork.transport.mooncake.read_plan import AddressMap
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.host_identity import same_host_availability
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.host_identity import same_host_availability
 
 log = logger(__name__)
 
@@ -52,7 +50,7 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     one_sided = False
 
-    def __init__(self, settings: InstanceSettings, driver: Callable[[], Driver] = CudaDriver) -> None:
+    def __init__(self, settings: InstanceSettings, driver: Callable[[], CudaDriver] = CudaDriver) -> None:
         self._settings = settings
         self._driver = driver
 
@@ -64,10 +62,10 @@ class CudaIpcTransport:
         if torch.version.cuda is None or not torch.cuda.is_available():
             return Availability(False, "torch finds no CUDA device")
         try:
-            version = libcuda.CudaDriverLibrary().version()
+            version = CudaDriverLibrary().version()
         except (RforkError, DriverError) as error:
             return Availability(False, str(error), error.hint if isinstance(error, RforkError) else "")
-        if version < libcuda.MIN_VERSION:
+        if version < MIN_VERSION:
             text = f"the NVIDIA driver supports only CUDA {version // 1000}.{version % 1000 // 10}"
             return Availability(False, text, "needs CUDA 11.4 (driver R470) or newer")
         return Availability(True, "between GPUs of this host")
@@ -130,8 +128,4 @@ class CudaIpcTransport:
         if not target.table:
             raise TransportUnavailable("this instance's image has no bytes on a GPU")
         require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
-        idle_timeout_s = self._settings.source_idle_timeout_s
-        memory = SourceMemory(driver, connections, token, parameters, idle_timeout_s)
-        return CudaIpcReader(
-            driver, connections, memory, image, token, remote=remote, target=target, idle_timeout_s=idle_timeout_s
-        )
+        return CudaIpcReader(driver, connections, image, token, parameters, remote=remote, target=target)

@@ -23,8 +23,8 @@ from rfork.image.host_memory import host_view
 from rfork.image.writability import check_writable, first_overlap
 from rfork.transport.http.range_request import HttpLocation, IdleTimeout, read_body_into
 from rfork.transport.http.stream import ScatterCursor, Stream
+from rfork.transport.same_host.memory_file import memory_file
 from rfork.transport.shared_memory.file_layout import FileRun
-from rfork.transport.shared_memory.memfd import memory_file
 from rfork.transport.shared_memory.reader import SharedMemoryReader
 
 

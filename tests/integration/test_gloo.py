@@ -17,7 +17,7 @@ from rfork.peer.control_stream import serve_control_stream
 from rfork.settings import InstanceSettings
 from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
-from rfork.transport.collective import GlooTransport, source_group
+from rfork.transport.collective import gloo_transport, source_group
 from rfork.transport.collective.exporter import CollectiveExporter
 from tests.integration.gloo_processes import running_threads, wait_until
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of, soon
@@ -76,7 +76,7 @@ class GlooPair(TransportPair):
 @pytest.fixture
 def pair() -> Iterator[GlooPair]:
     """A source and a target in this process; none of their threads is left at the end."""
-    made = GlooPair.create(GlooTransport(InstanceSettings()))
+    made = GlooPair.create(gloo_transport(InstanceSettings()))
     assert isinstance(made, GlooPair)
     yield made
     made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from itertools import count
@@ -11,7 +12,6 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import AccessGate, ControlStream, Endpoint
 from rfork.transport.collective.backend import Backend
-from rfork.transport.collective.exit_hook import ExitHook
 from rfork.transport.collective.messages import (
     CancelBlock,
     GroupClosed,
@@ -22,7 +22,7 @@ from rfork.transport.collective.messages import (
     StoreValues,
     receive_from_reader,
 )
-from rfork.transport.collective.source_group import GroupMember, GroupSender
+from rfork.transport.collective.source_group import GroupMember, SourceGroup
 
 RECEIVE_TIMEOUT_S = 3600.0
 """Long, because a reader may be silent: its control stream closes with its channel, and the channel with its
@@ -49,9 +49,9 @@ class CollectiveExporter:
         self._numbers = count(1)
         self._addresses: dict[str, str] = {}  # by channel
         self._members: set[GroupMember] = set()
-        self._groups: set[GroupSender] = set()
+        self._groups: set[SourceGroup] = set()
         self._closed = False
-        self._at_exit = ExitHook(self._close_at_exit)
+        atexit.register(self._close_at_exit)
         self.broadcasts = 0
         """Broadcast pieces of all closed groups."""
         self.sends = 0
@@ -112,9 +112,12 @@ class CollectiveExporter:
     def close(self) -> None:
         """Close all control streams and groups; return when none accesses the image any more. Idempotent."""
         self._close(None)
-        self._at_exit.cancel()
+        atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
+        """Leave no thread inside a process group when the interpreter shuts down: it unwinds the stack of any
+        thread that returns from C++, and that aborts the process (SIGABRT).
+        """
         self._close(time.monotonic() + EXIT_TIMEOUT_S)
 
     def _close(self, deadline: float | None) -> None:
@@ -167,7 +170,7 @@ class CollectiveExporter:
                 return
             if any(group.add(member) for group in self._groups if group.address == member.address):
                 return
-            group = GroupSender(
+            group = SourceGroup(
                 next(self._numbers),
                 member.address,
                 self._image,
@@ -184,7 +187,7 @@ class CollectiveExporter:
                 raise SourceBusy(f"cannot start a thread for a new group: {error}") from None
             self._groups.add(group)
 
-    def _group_of(self, member: GroupMember) -> GroupSender | None:
+    def _group_of(self, member: GroupMember) -> SourceGroup | None:
         with self._lock:
             return next((group for group in self._groups if group.contains(member)), None)
 
@@ -193,7 +196,7 @@ class CollectiveExporter:
         if group is not None:
             group.disband(reason)
 
-    def _on_group_closed(self, group: GroupSender) -> None:
+    def _on_group_closed(self, group: SourceGroup) -> None:
         with self._lock:
             self._groups.discard(group)
             self.broadcasts += group.broadcasts

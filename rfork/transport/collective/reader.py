@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -24,7 +25,6 @@ from rfork.image.memory import Image
 from rfork.transport.base import ControlStream, TokenSource
 from rfork.transport.collective.backend import Backend, CollectiveGroup
 from rfork.transport.collective.block_tensors import BlockTensors
-from rfork.transport.collective.exit_hook import ExitHook
 from rfork.transport.collective.key_store import RemoteKeyStore
 from rfork.transport.collective.messages import (
     CancelBlock,
@@ -43,6 +43,12 @@ from rfork.transport.collective.messages import (
 
 MAX_CONCURRENT = 2
 """Blocks that one read requests concurrently: the source prepares the next one while one is received."""
+MAX_ATTEMPTS = 3
+"""Consecutive groups that may fail without a byte received before the source counts as unavailable."""
+RECEIVE_TIMEOUT_S = 3600.0
+FORM_TIMEOUT_S = 5.0
+GRACE_S = 2.0
+REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
 
 
 @dataclass(eq=False)
@@ -65,18 +71,55 @@ class PendingBlock:
         return self.at == self.end
 
 
-class BlockRequests:
-    """Splits reads into blocks, requests them from the group, and requests them again after a rejoin."""
+class CollectiveReader:
+    """Fills `image` from the source at the other end of the control stream; see
+    `rfork.transport.base.Reader`.
 
-    def __init__(self, image_bytes: int, block_bytes: int, token: TokenSource, stream: ControlStream) -> None:
-        self._image_bytes, self._block_bytes = image_bytes, block_bytes
+    Splits reads into blocks and requests them from the group. If the group breaks (for example because another
+    reader of this host died), it joins a new one and requests the missing blocks again.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        backend: Backend,
+        device: torch.device,
+        token: TokenSource,
+        stream: ControlStream,
+        *,
+        block_bytes: int,
+        idle_timeout_s: float,
+    ) -> None:
+        self._image_bytes, self._block_bytes = image.layout.image_bytes, block_bytes
         self._token, self._stream = token, stream
+        self._backend, self._device, self._idle_timeout_s = backend, device, idle_timeout_s
+        self._blocks = BlockTensors(image, block_bytes, device)
         self._changed = threading.Condition()
         self._numbers = count(1)
         self._pending: dict[int, PendingBlock] = {}
         self._error: RforkError | None = None
+        self._messages: deque[GroupFormed | SendingBlock | GroupClosed] = deque()
+        self._group: CollectiveGroup | None = None
         self._group_number = 0
         self._formed = False
+        self._keys: RemoteKeyStore | None = None
+        self._attempts = 0
+        self._threads = [
+            threading.Thread(target=target, name=f"rfork-{backend.name}", daemon=True)
+            for target in (self._receive_loop, self._transfer_loop)
+        ]
+        atexit.register(self.close)  # see `CollectiveExporter`
+
+    def open(self, deadline: float) -> None:
+        """Join a group; return when it has formed. Raises as `Reader.read`."""
+        send_message(self._stream, JoinGroup())
+        for thread in self._threads:
+            thread.start()
+        with self._changed:
+            while not self._formed:
+                self._raise_error()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise SourceTimeout("the source formed no group before the deadline")
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """See `Reader.read`. Raises ValueError for a range outside the image."""
@@ -95,6 +138,20 @@ class BlockRequests:
         finally:
             for pending in window:
                 self._cancel(pending)
+
+    def set_rate_limit(self, rate: int | None) -> None:
+        """Does nothing: the source throttles its readers."""
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._fail(SourceUnavailable("the reader was closed"))
+        self._stream.close()
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(FORM_TIMEOUT_S + GRACE_S)
+        atexit.unregister(self.close)
+
+    # -- reads: on the threads of the caller ---------------------------------------------------------------
 
     def _request(self, begin: int, end: int, deadline: float) -> PendingBlock:
         pending = PendingBlock(next(self._numbers), begin, end, deadline, begin)
@@ -151,79 +208,10 @@ class BlockRequests:
             raise type(self._error)(str(self._error))
 
     def _fail(self, error: RforkError) -> None:
-        """Fail all reads with `error`; the first error wins."""
+        """Fail all reads with `error` and abort the group; the first error wins."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
-
-
-MAX_ATTEMPTS = 3
-"""Consecutive groups that may fail without a byte received before the source counts as unavailable."""
-RECEIVE_TIMEOUT_S = 3600.0
-FORM_TIMEOUT_S = 5.0
-GRACE_S = 2.0
-REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
-
-
-class CollectiveReader(BlockRequests):
-    """Fills `image` from the source at the other end of the control stream; see
-    `rfork.transport.base.Reader`.
-
-    If the group breaks (for example because another reader of this host died), it joins a new one and
-    continues the reads.
-    """
-
-    def __init__(
-        self,
-        image: Image,
-        backend: Backend,
-        device: torch.device,
-        token: TokenSource,
-        stream: ControlStream,
-        *,
-        block_bytes: int,
-        idle_timeout_s: float,
-    ) -> None:
-        super().__init__(image.layout.image_bytes, block_bytes, token, stream)
-        self._backend, self._device, self._idle_timeout_s = backend, device, idle_timeout_s
-        self._blocks = BlockTensors(image, block_bytes, device)
-        self._messages: deque[GroupFormed | SendingBlock | GroupClosed] = deque()
-        self._group: CollectiveGroup | None = None
-        self._keys: RemoteKeyStore | None = None
-        self._attempts = 0
-        self._at_exit = ExitHook(self.close)
-        self._threads = [
-            threading.Thread(target=target, name=f"rfork-{backend.name}", daemon=True)
-            for target in (self._receive_loop, self._transfer_loop)
-        ]
-
-    def open(self, deadline: float) -> None:
-        """Join a group; return when it has formed. Raises as `Reader.read`."""
-        send_message(self._stream, JoinGroup())
-        for thread in self._threads:
-            thread.start()
-        with self._changed:
-            while not self._formed:
-                self._raise_error()
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise SourceTimeout("the source formed no group before the deadline")
-
-    def set_rate_limit(self, rate: int | None) -> None:
-        """Does nothing: the source throttles its readers."""
-
-    def close(self) -> None:
-        """See `Reader.close`."""
-        self._fail(SourceUnavailable("the reader was closed"))
-        self._stream.close()
-        for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(FORM_TIMEOUT_S + GRACE_S)
-        self._at_exit.cancel()
-
-    def _fail(self, error: RforkError) -> None:
-        """Fail all reads with `error` and abort the group; the first error wins."""
-        with self._changed:
-            super()._fail(error)
             if self._keys is not None:
                 self._keys.close(str(error))
             group = self._group

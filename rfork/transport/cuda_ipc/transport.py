@@ -6,7 +6,8 @@ addition to the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -97,35 +98,22 @@ class CudaIpcTransport:
         settings, parameters = self._settings, endpoint.parameters
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         connections = ConnectionPool(parameters, settings.source_idle_timeout_s, folder=settings.unix_socket_dir)
-        connections.open(deadline)
-        try:
-            reader = self._reader(connections, parameters, image, token, remote)
-        except DriverError as error:
-            connections.close()
-            raise TransportUnavailable(f"the GPU driver failed: {error}") from error
-        except BaseException:
-            connections.close()
-            raise
-        try:
-            reader.open(deadline)
-        except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-            log.debug("source rejected the request for now", reason=str(error))
-        except BaseException:
-            reader.close()
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(connections.close)
+            connections.open(deadline)
+            try:
+                driver = self._driver()
+                target = allocations_of(driver, image)
+                if not target.table:
+                    raise TransportUnavailable("this instance's image has no bytes on a GPU")
+                require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
+            except DriverError as error:
+                raise TransportUnavailable(f"the GPU driver failed: {error}") from error
+            reader = CudaIpcReader(driver, connections, image, token, parameters, remote=remote, target=target)
+            on_error.callback(reader.close)
+            try:
+                reader.open(deadline)
+            except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
+                log.debug("source rejected the request for now", reason=str(error))
+            on_error.pop_all()
         return reader
-
-    def _reader(
-        self,
-        connections: ConnectionPool,
-        parameters: Mapping[str, str],
-        image: Image,
-        token: TokenSource,
-        remote: AddressMap,
-    ) -> CudaIpcReader:
-        driver = self._driver()
-        target = allocations_of(driver, image)
-        if not target.table:
-            raise TransportUnavailable("this instance's image has no bytes on a GPU")
-        require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
-        return CudaIpcReader(driver, connections, image, token, parameters, remote=remote, target=target)

@@ -108,12 +108,12 @@ def test_a_source_that_dies_or_stops_during_a_send(
 @contextmanager
 def stalled_reader(seed: Seed) -> Iterator[None]:
     """Join a group and request a block that the source starts to send; never receive it."""
-    token, changed, formed = create_token(seed.image, "fork-1"), threading.Condition(), Queue[GroupFormed]()
+    token, formed = create_token(seed.image, "fork-1"), Queue[GroupFormed]()
     sending, backend = threading.Event(), GlooBackend("127.0.0.1")
     peer = PeerClient(seed.report().address, lambda: token, TlsSettings())
     channel_id, _ = peer.open(seed.image.layout.layout_id, ("gloo",), soon())
     line = peer.open_control_stream(channel_id)
-    keys = RemoteKeyStore(line, 1, changed)
+    keys = RemoteKeyStore(line, 1)
 
     def receive_messages() -> None:
         with suppress(SourceError):
@@ -122,9 +122,7 @@ def stalled_reader(seed: Seed) -> Iterator[None]:
                     case GroupFormed() as message:
                         formed.put(message)
                     case StoreValues() as message:
-                        with changed:
-                            keys.on_reply(message)
-                            changed.notify_all()
+                        keys.on_reply(message)
                     case SendingBlock():
                         sending.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from concurrent.futures import Future
 from itertools import count
 
 from rfork.errors import RforkError, SourceBusy, SourceCorrupt
@@ -156,12 +157,12 @@ class CollectiveExporter:
                     raise SourceCorrupt(f"the reader at {member.address} sent an invalid listen address")
                 group.rendezvous.put(message.key, message.value)
             case StoreGet():
-                call = message.call
-                group.rendezvous.get_values_async(
-                    message.keys,
-                    lambda values: member.send(StoreValues(call=call, values=values)),
-                    wait=message.wait,
-                )
+                reply = group.rendezvous.request(message.keys, wait=message.wait)
+                reply.add_done_callback(lambda done: self._send_values(member, message, done))
+
+    def _send_values(self, member: GroupMember, request: StoreGet, reply: Future[list[bytes | None]]) -> None:
+        if not reply.cancelled():
+            member.send(StoreValues(call=request.call, values=reply.result()))
 
     def _assign_group(self, member: GroupMember) -> None:
         """Add the reader to a group of its host that is still forming, or to a new group."""

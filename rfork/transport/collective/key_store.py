@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import count
 from typing import Protocol
@@ -18,8 +20,6 @@ from torch._C._distributed_c10d import Store
 from rfork.errors import SourceBusy, SourceTimeout, SourceUnavailable
 from rfork.transport.base import ControlStream
 from rfork.transport.collective.messages import MAX_KEYS, MAX_VALUE_BYTES, StoreGet, StorePut, StoreValues, send_message
-
-Reply = Callable[[list[bytes | None]], None]
 
 
 class KeyValueStore(Protocol):
@@ -40,53 +40,111 @@ class Rendezvous:
     """Key-value store of one group, on the source; see `KeyValueStore`."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waiting: list[tuple[list[str], Reply]] = []
+        self._waiting: list[tuple[Sequence[str], Future[list[bytes | None]]]] = []
         self._closed = False
 
     def put(self, key: str, value: bytes) -> None:
         """See `KeyValueStore.put`. Raises SourceBusy for more keys or larger values than a group needs."""
-        with self._changed:
+        with self._lock:
             if len(value) > MAX_VALUE_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
                 raise SourceBusy(f"the store of a group is limited to {MAX_KEYS} keys of {MAX_VALUE_BYTES} bytes")
             self._values[key] = value
-            self._changed.notify_all()
-            ready = [waiting for waiting in self._waiting if all(name in self._values for name in waiting[0])]
+            ready = [waiting for waiting in self._waiting if self._has_all(waiting[0])]
             self._waiting = [waiting for waiting in self._waiting if waiting not in ready]
-        for keys, on_reply in ready:
-            on_reply(self._lookup(keys))
+            replies = [(reply, self._lookup(keys)) for keys, reply in ready]
+        for reply, values in replies:
+            reply.set_result(values)
 
     def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
         """See `KeyValueStore.get_values`."""
-        with self._changed:
-            while wait and not self._closed and any(key not in self._values for key in keys):
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise SourceTimeout("a rank of the group did not connect before the deadline")
-            if self._closed:
-                raise SourceUnavailable("the group is closed")
-        return self._lookup(keys)
+        return _result(self.request(keys, wait=wait), deadline)
 
-    def get_values_async(self, keys: list[str], on_reply: Reply, *, wait: bool) -> None:
-        """Non-blocking `get_values`: calls `on_reply` immediately, or later on another thread."""
-        with self._changed:
-            if wait and any(key not in self._values for key in keys):
-                if len(self._waiting) >= MAX_KEYS:
-                    raise SourceBusy("too many calls wait for keys of one group")
-                self._waiting.append((keys, on_reply))
-                return
-        on_reply(self._lookup(keys))
+    def request(self, keys: Sequence[str], *, wait: bool) -> Future[list[bytes | None]]:
+        """Non-blocking `get_values`. The reply is cancelled if the group is closed. Raises SourceBusy."""
+        reply: Future[list[bytes | None]] = Future()
+        with self._lock:
+            if self._closed:
+                reply.cancel()
+            elif not wait or self._has_all(keys):
+                reply.set_result(self._lookup(keys))
+            elif len(self._waiting) >= MAX_KEYS:
+                raise SourceBusy("too many calls wait for keys of one group")
+            else:
+                self._waiting.append((keys, reply))
+        return reply
 
     def close(self) -> None:
-        """Fail all waiting calls."""
-        with self._changed:
+        """Cancel all waiting calls."""
+        with self._lock:
             self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for _, reply in waiting:
+            reply.cancel()
+
+    def _has_all(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
 
     def _lookup(self, keys: Sequence[str]) -> list[bytes | None]:
-        with self._changed:
-            return [self._values.get(key) for key in keys]
+        return [self._values.get(key) for key in keys]
+
+
+class RemoteKeyStore:
+    """See `KeyValueStore`. Runs on the target; the thread that receives messages passes the replies to
+    `on_reply`.
+    """
+
+    def __init__(self, stream: ControlStream, group: int) -> None:
+        self._stream = stream
+        self._group = group
+        self._lock = threading.Lock()
+        self._calls = count(1)
+        self._replies: dict[int, Future[list[bytes | None]]] = {}
+        self._closed = ""
+
+    def put(self, key: str, value: bytes) -> None:
+        """See `KeyValueStore.put`."""
+        send_message(self._stream, StorePut(group=self._group, key=key, value=value))
+
+    def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
+        """See `KeyValueStore.get_values`."""
+        reply: Future[list[bytes | None]] = Future()
+        with self._lock:
+            if self._closed:
+                raise SourceUnavailable(self._closed)
+            call = next(self._calls)
+            self._replies[call] = reply
+        try:
+            send_message(self._stream, StoreGet(group=self._group, call=call, keys=list(keys), wait=wait))
+            return _result(reply, deadline)
+        finally:
+            with self._lock:
+                self._replies.pop(call, None)
+
+    def on_reply(self, message: StoreValues) -> None:
+        """Handle a reply."""
+        with self._lock:
+            reply = self._replies.pop(message.call, None)
+        if reply is not None:
+            reply.set_result(message.values)
+
+    def close(self, reason: str) -> None:
+        """Fail all waiting calls."""
+        with self._lock:
+            self._closed = self._closed or reason
+            replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            reply.set_exception(SourceUnavailable(reason))
+
+
+def _result(reply: Future[list[bytes | None]], deadline: float) -> list[bytes | None]:
+    try:
+        return reply.result(max(0.0, deadline - time.monotonic()))
+    except futures.TimeoutError:
+        raise SourceTimeout("a rank of the group did not connect before the deadline") from None
+    except futures.CancelledError:
+        raise SourceUnavailable("the group is closed") from None
 
 
 class KeyStore(Store):
@@ -132,47 +190,3 @@ class KeyStore(Store):
     def delete_key(self, key: str) -> bool:
         """Delete nothing: the store belongs to one group and is dropped with it."""
         return False
-
-
-class RemoteKeyStore:
-    """See `KeyValueStore`. Runs on the target; the thread that receives messages passes the replies to
-    `on_reply`.
-    """
-
-    def __init__(self, stream: ControlStream, group: int, changed: threading.Condition) -> None:
-        self._stream = stream
-        self._group = group
-        self._changed = changed
-        self._calls = count(1)
-        self._replies: dict[int, list[bytes | None] | None] = {}
-        self._closed = ""
-
-    def put(self, key: str, value: bytes) -> None:
-        """See `KeyValueStore.put`."""
-        send_message(self._stream, StorePut(group=self._group, key=key, value=value))
-
-    def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
-        """See `KeyValueStore.get_values`."""
-        with self._changed:
-            call = next(self._calls)
-            self._replies[call] = None
-        send_message(self._stream, StoreGet(group=self._group, call=call, keys=list(keys), wait=wait))
-        with self._changed:
-            try:
-                while (reply := self._replies[call]) is None:
-                    if self._closed:
-                        raise SourceUnavailable(self._closed)
-                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                        raise SourceTimeout("a rank of the group did not connect before the deadline")
-            finally:
-                del self._replies[call]
-        return reply
-
-    def on_reply(self, reply: StoreValues) -> None:
-        """Handle a reply. The caller holds the lock of `changed`."""
-        if reply.call in self._replies:
-            self._replies[reply.call] = reply.values
-
-    def close(self, reason: str) -> None:
-        """Fail all waiting calls. The caller holds the lock of `changed`."""
-        self._closed = self._closed or reason

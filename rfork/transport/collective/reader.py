@@ -247,7 +247,7 @@ class CollectiveReader:
                             self._keys.close(message.text)
                     self._messages.append(message)
                 case GroupFormed():
-                    self._keys = RemoteKeyStore(self._stream, message.group, self._changed)
+                    self._keys = RemoteKeyStore(self._stream, message.group)
                     self._group_number = message.group
                     self._messages.append(message)
                 case SendingBlock():

@@ -99,13 +99,17 @@ def host_ranges(allocations: AllocationTable, segments: Iterator[Segment] | Sequ
     """
     found: list[tuple[int, int]] = []
     for begin, address, length in segments:
-        if allocations.index(address) is not None:
-            continue
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], begin + length)
-        else:
-            found.append((begin, begin + length))
+        if allocations.index(address) is None:
+            _add_range(found, begin, begin + length)
     return found
+
+
+def _add_range(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Append a range, or extend the last one if it is adjacent."""
+    if ranges and ranges[-1][1] == begin:
+        ranges[-1] = (ranges[-1][0], end)
+    else:
+        ranges.append((begin, end))
 
 
 class PlannedCopy(NamedTuple):
@@ -149,10 +153,7 @@ def plan_copies(
     for remote, local, length in ((piece.remote, piece.local, piece.length) for piece in pieces):
         index = source.index(remote)
         if index is None:
-            if on_host and on_host[-1][1] == begin:
-                on_host[-1] = (on_host[-1][0], begin + length)
-            else:
-                on_host.append((begin, begin + length))
+            _add_range(on_host, begin, begin + length)
             begin += length
             continue
         begin += length

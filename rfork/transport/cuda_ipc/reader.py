@@ -19,7 +19,7 @@ from rfork.transport.cuda_ipc.source_memory import SourceMemory
 from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
 from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.connection import Message, close_all, get_int
-from rfork.transport.same_host.memory_file import read
+from rfork.transport.same_host.memory_file import fill
 
 MIN_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
 WARN_INTERVAL_S: Final = 5.0
@@ -147,11 +147,7 @@ class CudaIpcReader:
             raise SourceCorrupt("the source sent no file with its bytes in host memory")
         offset = 0
         for begin, end in plan.on_host:
-            with self._image.writable(begin, end) as views:
-                try:
-                    read(descriptors[0], offset, views)
-                except OSError as error:
-                    raise SourceCorrupt(f"cannot read all granted bytes of the source's host memory: {error}") from None
+            fill(self._image, begin, end, descriptors[0], offset)
             offset += end - begin
 
     def _plan(self, begin: int, end: int, deadline: float) -> CopyPlan:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
+
+from rfork.errors import SourceCorrupt, TargetError
+from rfork.image.memory import Image
 
 FILE_NAME: Final = "rfork-chunk"
 """Name of memory files in /proc/PID/maps."""
@@ -41,6 +45,20 @@ def write(descriptor: int, file_offset: int, views: Sequence[memoryview]) -> Non
 def read(descriptor: int, file_offset: int, views: Sequence[memoryview]) -> None:
     """Fill views from byte `file_offset` of the file on. Raises OSError, also at the end of the file."""
     _transfer(os.preadv, descriptor, file_offset, views)
+
+
+def fill(image: Image, begin: int, end: int, descriptor: int, file_offset: int) -> None:
+    """Fill image range `[begin, end)` of the target from a file of the source.
+
+    Raises TargetError if the target's memory is not writable, and SourceCorrupt.
+    """
+    with image.writable(begin, end) as views:
+        try:
+            read(descriptor, file_offset, views)
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EFAULT:
+                raise TargetError("the target's memory is not writable") from error
+            raise SourceCorrupt(f"the source's memory file cannot be read: {error}") from None
 
 
 def _transfer(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Sequence
 
-from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError
+from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
+from rfork.transport.same_host import memory_file
 from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.connection import (
     Message,
@@ -19,7 +19,7 @@ from rfork.transport.same_host.connection import (
     get_ints,
     raise_error,
 )
-from rfork.transport.same_host.memory_file import Descriptor, read
+from rfork.transport.same_host.memory_file import Descriptor
 from rfork.transport.shared_memory.file_layout import FileLayout, FileRun, alignment_request, split_mappable
 from rfork.transport.shared_memory.page_remapper import PageRemapper, ReplaceableMemory
 from rfork.transport.shared_memory.sealed_chunk import SealedChunk, SealedChunkCache
@@ -117,7 +117,7 @@ class SharedMemoryReader:
                 log.debug("mapping failed, copying instead", bytes=part.length, reason=str(error))
                 copied.append(FileRun(part.begin, part.file_offset, part.length))
         for run in copied:
-            self._copy(sealed.descriptor, run)
+            memory_file.fill(self._image, run.begin, run.begin + run.length, sealed.descriptor.number, run.file_offset)
 
     def _receive_piece(
         self, connection: UnixSocketConnection, message: Message, descriptor: Descriptor, begin: int, end: int
@@ -127,21 +127,12 @@ class SharedMemoryReader:
         if get_int(message, "begin") != begin or not begin < until <= end:
             raise SourceCorrupt(f"the source sent a part outside [{begin}, {end})")
         try:
-            self._copy(descriptor, FileRun(begin, get_int(message, "piece"), until - begin))
+            memory_file.fill(self._image, begin, until, descriptor.number, get_int(message, "piece"))
         except SourceCorrupt:
             if not connection.is_idle:
                 raise SourceUnavailable("the source closed the connection and withdrew its data") from None
             raise
         return until
-
-    def _copy(self, descriptor: Descriptor, run: FileRun) -> None:
-        with self._image.writable(run.begin, run.begin + run.length) as views:
-            try:
-                read(descriptor.number, run.file_offset, views)
-            except (OSError, OverflowError) as error:
-                if isinstance(error, OSError) and error.errno == errno.EFAULT:
-                    raise TargetError("the target's memory is not writable") from error
-                raise SourceCorrupt(f"the source's memory file cannot be read: {error}") from None
 
 
 def _sealed(message: Message, descriptor: Descriptor, begin: int, end: int) -> SealedChunk:

@@ -17,11 +17,11 @@ import pytest
 from rfork.errors import SourceCorrupt, SourceError, SourceUnavailable
 from rfork.image.chunks import MIB
 from rfork.transport.base import Endpoint
+from rfork.transport.same_host import memory_file as memory_file_module
 from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all
 from rfork.transport.same_host.memory_file import memory_file, read
 from rfork.transport.same_host.server import LocalServer
 from rfork.transport.shared_memory import exporter, sealed_chunk
-from rfork.transport.shared_memory import reader as reader_module
 from rfork.transport.shared_memory.sealed_chunk import SealedChunk
 from tests.integration.shared_memory.pairs import (
     LARGE,
@@ -174,7 +174,7 @@ def test_an_empty_piece_is_a_source_error(
         assert not ends or ended.wait(30)
         really(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reader_module, "read", read_late)
+    monkeypatch.setattr(memory_file_module, "read", read_late)
 
     def serve(connection: UnixSocketConnection) -> None:
         connection.receive(soon())

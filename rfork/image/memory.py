@@ -23,7 +23,7 @@ from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
-from rfork.image.pinned_staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
+from rfork.image.staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
 from rfork.image.storages import StorageTable
 from rfork.logs import logger
 

@@ -14,7 +14,7 @@ from rfork.image.chunks import MIB
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.session import fetch
 from rfork.settings import InstanceSettings
-from rfork.transport.shared_memory.memory_maps import FILE_NAME
+from rfork.transport.same_host.memory_file import FILE_NAME
 from tests.conftest import StartRfork
 from tests.integration.shared_memory.pairs import mapped_chunk_bytes
 from tests.integration.weights_node import MODEL, WeightsNode, sha256_of

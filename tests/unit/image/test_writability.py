@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -23,9 +22,7 @@ from rfork.image.writability import check_writable, first_overlap
 from rfork.net.http_heads import ResponseHead
 from rfork.net.response import HttpResponse, ReadTimeout
 from rfork.net.stream import ScatterCursor, Stream
-from rfork.transport.shared_memory.file_layout import FileRun
-from rfork.transport.shared_memory.memfd import memory_file
-from rfork.transport.shared_memory.reader import SharedMemoryReader
+from rfork.transport.same_host.memory_file import fill, memory_file
 
 
 @pytest.fixture
@@ -106,11 +103,10 @@ def test_shared_memory_does_not_blame_the_source(module: nn.Module, protected: t
     """The transport that copies from a source's memory file does not blame the source either."""
     image = capture(module)
     segment = next(one for one in image.segments(0, 64) if one.address == protected.data_ptr())
-    reader = cast(SharedMemoryReader, SimpleNamespace(_image=image))
     descriptor = memory_file()
     os.ftruncate(descriptor.number, 64)
     with pytest.raises(TargetError, match="not writable"):
-        SharedMemoryReader._copy(reader, descriptor, FileRun(segment.begin, 0, segment.length))
+        fill(image, segment.begin, segment.begin + segment.length, descriptor.number, 0)
 
 
 def test_the_first_overlap_is_found() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from rfork.errors import NotSameHost, SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError
-from rfork.transport.unix_socket.connection import UnixSocketConnection
-from rfork.transport.unix_socket.host_identity import (
+from rfork.transport.same_host.connection import UnixSocketConnection
+from rfork.transport.same_host.host_identity import (
     boot_id,
     directory_identity,
     network_namespace,
@@ -36,7 +36,7 @@ class ConnectionPool:
     """Pool of connections; each concurrent read uses a separate one. Thread-safe.
 
     `parameters` are those of `LocalServer`. `folder`: path of the socket directory on this side; None: the
-    source's path. `idle_timeout_s`: timeout of connecting.
+    source's path. `idle_timeout_s`: seconds without a message after which a source counts as stalled.
     """
 
     def __init__(self, parameters: Mapping[str, str], idle_timeout_s: float, *, folder: Path | None = None) -> None:
@@ -75,6 +75,10 @@ class ConnectionPool:
                 self._release(connection)
             else:
                 self._discard(connection)
+
+    def reply_deadline(self, deadline: float) -> float:
+        """Return the time until which to wait for the source's next message within a read's deadline."""
+        return min(deadline, time.monotonic() + self._idle_timeout_s)
 
     def close(self) -> None:
         """Close all connections; exchanges in progress raise SourceUnavailable. Idempotent."""
@@ -129,7 +133,7 @@ class ConnectionPool:
         raise SourceUnavailable("the reader was closed")
 
     def _connect_socket(self, deadline: float) -> socket.socket:
-        expires_at = min(deadline, time.monotonic() + self._idle_timeout_s)
+        expires_at = self.reply_deadline(deadline)
         try:
             client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:

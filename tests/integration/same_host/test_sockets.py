@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import NotSameHost, SettingsError, SourceCorrupt, SourceUnavailable, TargetError
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.host_identity import socket_path
-from tests.integration.unix_socket.echo_server import EchoServer, exchange_message
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.host_identity import socket_path
+from tests.integration.same_host.echo_server import EchoServer, exchange_message
 from tests.transport_contract import soon
 
 

@@ -1,6 +1,8 @@
-"""One group on the source: forms it and sends the requested blocks on one thread.
+"""One group on the source: its readers, the queue of their requests, and the thread that sends the blocks.
 
-If one rank fails, the group fails for all ranks.
+Requests are served in order of arrival. If all readers of the group request the same block at about the same
+time, it is broadcast; otherwise it is sent to each reader separately. If one rank fails, the group fails for
+all ranks.
 """
 
 from __future__ import annotations
@@ -9,29 +11,80 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 
 import torch
 
-from rfork.errors import RforkError, SourceTimeout, SourceUnavailable
+from rfork.errors import RforkError, SourceBusy, SourceTimeout, SourceUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority
-from rfork.transport.base import AccessGate
+from rfork.transport.base import AccessGate, ControlStream
+from rfork.transport.collective.backend import Backend, CollectiveGroup
 from rfork.transport.collective.block_tensors import BlockTensors
-from rfork.transport.collective.group import Backend, CollectiveGroup
-from rfork.transport.collective.group_member import BlockRequest
-from rfork.transport.collective.group_scheduler import GroupScheduler
-from rfork.transport.collective.messages import GroupClosed, GroupFormed, SendingBlock
-from rfork.transport.collective.rendezvous import Rendezvous
+from rfork.transport.collective.key_store import Rendezvous
+from rfork.transport.collective.messages import (
+    FromSource,
+    GroupClosed,
+    GroupFormed,
+    Rejected,
+    RequestBlock,
+    SendingBlock,
+    send_message,
+)
 
+MAX_REQUESTS = 256
+"""Limit per reader: two for each reading thread."""
+FORM_WINDOW_S = 0.05
+"""Readers of one host that join within this time form one group."""
+BROADCAST_WINDOW_S = 0.02
+"""Maximum time that a block waits for the other readers to request it too, if the last block was broadcast."""
+MAX_MEMBERS = 8
 FORM_TIMEOUT_S = 5.0
 """Timeout for forming a group; the remaining readers then join the next one."""
 
 log = logger(__name__)
 
 
-class GroupSender(GroupScheduler):
-    """A group of readers on the host at `address`. Calls `on_closed` on its own thread when it has closed."""
+@dataclass(eq=False)
+class BlockRequest:
+    """A block that a reader requested."""
+
+    member: GroupMember
+    message: RequestBlock
+    since: float = field(default_factory=time.monotonic)
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class GroupMember:
+    """A connected reader; `rank` is its rank in its current group."""
+
+    channel_id: str
+    address: str
+    stream: ControlStream
+    rank: int = 0
+    left: bool = False
+
+    def send(self, message: FromSource) -> None:
+        """Send a message. A closed stream is not an error here: the group detects it elsewhere."""
+        try:
+            send_message(self.stream, message)
+        except RforkError:
+            self.left = True
+
+    def reject(self, request: BlockRequest, error: RforkError) -> None:
+        """Reject a request with an error."""
+        request.dropped = True
+        self.send(Rejected(number=request.message.number, error=error.kind, text=str(error)))
+
+
+class SourceGroup:
+    """A group of readers on the host at `address`. Thread-safe; one thread forms the group and sends its blocks.
+
+    `idle_timeout_s`: maximum time for one block. `nice`: see `lower_thread_priority`. `on_closed` is called on
+    the group's thread when it has closed.
+    """
 
     def __init__(
         self,
@@ -43,9 +96,8 @@ class GroupSender(GroupScheduler):
         *,
         idle_timeout_s: float,
         nice: int,
-        on_closed: Callable[[GroupSender], None],
+        on_closed: Callable[[SourceGroup], None],
     ) -> None:
-        super().__init__(image.layout.image_bytes, backend.block_bytes)
         self.number = number
         self.address = address
         self.rendezvous = Rendezvous()
@@ -54,6 +106,12 @@ class GroupSender(GroupScheduler):
         self.sends = 0
         self._image, self._gate, self._backend = image, gate, backend
         self._idle_timeout_s, self._nice, self._on_closed = idle_timeout_s, nice, on_closed
+        self._changed = threading.Condition()
+        self._members: list[GroupMember] = []
+        self._queue: list[BlockRequest] = []
+        self._gathering = True
+        self._close_reason = ""
+        self._waits_for_more = True
         self._group: CollectiveGroup | None = None
         self._thread = threading.Thread(target=self._run, name=f"rfork-{backend.name}", daemon=True)
 
@@ -78,6 +136,49 @@ class GroupSender(GroupScheduler):
         if group is not None:
             group.abort()
 
+    def add(self, member: GroupMember) -> bool:
+        """Add a reader while the group is forming; return False if it cannot be added."""
+        with self._changed:
+            if not self._gathering or self._close_reason or len(self._members) >= MAX_MEMBERS:
+                return False
+            self._members.append(member)
+            member.rank = len(self._members)
+            self._changed.notify_all()  # a full group stops waiting
+            return True
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, including the source."""
+        return len(self._members) + 1
+
+    def contains(self, member: GroupMember) -> bool:
+        """Return True if the reader is in this group and the group is not closed."""
+        with self._changed:
+            return member in self._members and not self._close_reason
+
+    def request(self, member: GroupMember, message: RequestBlock) -> None:
+        """Queue a reader's request, or reject it if it is invalid."""
+        request = BlockRequest(member, message)
+        with self._changed:
+            waiting = sum(request.member is member for request in self._queue)
+            max_end = min(self._image.layout.image_bytes, message.begin + self._backend.block_bytes)
+            is_valid = message.begin < message.end <= max_end
+            if is_valid and waiting < MAX_REQUESTS:
+                self._queue.append(request)
+                self._changed.notify_all()
+                return
+        member.reject(
+            request,
+            SourceBusy(f"[{message.begin}, {message.end}) is not a valid block, or too many blocks are requested"),
+        )
+
+    def cancel(self, member: GroupMember, number: int) -> None:
+        """Cancel a reader's request."""
+        with self._changed:
+            for request in self._queue:
+                if request.member is member and request.message.number == number:
+                    request.dropped = True
+
     def _run(self) -> None:
         lower_thread_priority(self._nice)
         try:
@@ -86,7 +187,8 @@ class GroupSender(GroupScheduler):
             with self._backend.transfer_context(device):
                 self._form(device)
                 while True:
-                    self._send_to_all(self._next_block())
+                    requests = self._next_block()
+                    self._send(requests, requests[0].message.begin, requests[0].message.end)
         except RforkError as error:
             self.disband(str(error))
         except Exception as error:  # an unexpected error must close the group; otherwise its readers would wait
@@ -105,10 +207,8 @@ class GroupSender(GroupScheduler):
             self._group = group
         log.debug("group formed", transport=self._backend.name, readers=len(self._members))
 
-    def _send_to_all(self, requests: list[BlockRequest]) -> None:
-        """Send one block in pieces, as the egress budget allows. Readers that the gate rejects are dropped."""
-        begin, end = requests[0].message.begin, requests[0].message.end
-        at = begin
+    def _send(self, requests: list[BlockRequest], at: int, end: int) -> None:
+        """Send a block in pieces, as the egress budget allows. Readers that the gate rejects are dropped."""
         while at < end:
             forks = self._authorize(requests, at, end)
             requests = [request for request in requests if not request.dropped]
@@ -117,20 +217,10 @@ class GroupSender(GroupScheduler):
             is_broadcast = len(requests) == len(self._members) > 1
             if len(requests) > 1 and not is_broadcast:
                 for request in requests:  # a reader was rejected: send to the others one by one
-                    self._send_block(request, at, end)
+                    self._send([request], at, end)
                 return
             granted = self._acquire_budget(end - at, forks, len(requests))
-            if not self._send_piece(requests, at, at + granted, is_broadcast=is_broadcast):
-                continue
-            at += granted
-
-    def _send_block(self, request: BlockRequest, at: int, end: int) -> None:
-        while at < end:
-            forks = self._authorize([request], at, end)
-            if request.dropped:
-                return
-            granted = self._acquire_budget(end - at, forks, 1)
-            if self._send_piece([request], at, at + granted, is_broadcast=False):
+            if self._send_piece(requests, at, at + granted, is_broadcast=is_broadcast):
                 at += granted
 
     def _authorize(self, requests: list[BlockRequest], at: int, end: int) -> list[str]:
@@ -187,8 +277,6 @@ class GroupSender(GroupScheduler):
             except (SourceUnavailable, SourceTimeout):
                 group.abort()  # before the read guards end: the bytes may change after that
                 raise
-        for request in requests:
-            request.at = end
         return True
 
     def _abort(self) -> None:
@@ -207,3 +295,38 @@ class GroupSender(GroupScheduler):
             member.send(GroupClosed(group=self.number, text=self._close_reason))
         log.debug("group closed", transport=self._backend.name, reason=self._close_reason)
         self._on_closed(self)
+
+    def _wait_for_members(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._close_reason or len(self._members) >= MAX_MEMBERS, FORM_WINDOW_S)
+            self._gathering = False
+
+    def _next_block(self) -> list[BlockRequest]:
+        """Return the next block to send: one reader's request, or the same block for all readers."""
+        with self._changed:
+            while True:
+                self._queue = [request for request in self._queue if not request.dropped]
+                self._check_open()
+                if not self._queue:
+                    self._changed.wait()
+                    continue
+                first = self._queue[0]
+                block = (first.message.begin, first.message.end)
+                same = {
+                    request.member: request
+                    for request in reversed(self._queue)
+                    if (request.message.begin, request.message.end) == block
+                }
+                together = len(same) == len(self._members)
+                remaining_s = first.since + BROADCAST_WINDOW_S - time.monotonic()
+                if not together and self._waits_for_more and remaining_s > 0:
+                    self._changed.wait(remaining_s)
+                    continue
+                self._waits_for_more = together
+                selected = list(same.values()) if together else [first]
+                self._queue = [request for request in self._queue if request not in selected]
+                return selected
+
+    def _check_open(self) -> None:
+        if self._close_reason:
+            raise SourceUnavailable(self._close_reason)

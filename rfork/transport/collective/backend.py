@@ -10,7 +10,7 @@ from torch.distributed import BroadcastOptions, Work
 
 from rfork.errors import RforkError, SourceTimeout, SourceUnavailable
 from rfork.image.memory import Image
-from rfork.transport.collective.rendezvous import KeyValueStore
+from rfork.transport.collective.key_store import KeyValueStore
 
 
 class TorchProcessGroup(Protocol):

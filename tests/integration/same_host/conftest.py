@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.unix_socket.echo_server import EchoServer
+from tests.integration.same_host.echo_server import EchoServer
 
 
 @pytest.fixture(params=["without a file", "in a directory"])

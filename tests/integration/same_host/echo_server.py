@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rfork.errors import RforkError
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.host_identity import socket_path
-from rfork.transport.unix_socket.server import LocalServer
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import UnixSocketConnection, close_all
+from rfork.transport.same_host.host_identity import socket_path
+from rfork.transport.same_host.server import LocalServer
 from tests.transport_contract import soon
 
 

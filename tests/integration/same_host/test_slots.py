@@ -10,16 +10,16 @@ import threading
 import pytest
 
 from rfork.errors import SourceUnavailable
-from rfork.transport.unix_socket import listener, server
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.server import (
+from rfork.transport.same_host import server
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import UnixSocketConnection, close_all
+from rfork.transport.same_host.server import (
     MAX_CONNECTIONS_PER_FORK,
     MAX_PINS_PER_FORK,
     MAX_UNAUTHENTICATED,
     LocalServer,
 )
-from tests.integration.unix_socket.echo_server import EchoServer, connect_raw, exchange_message
+from tests.integration.same_host.echo_server import EchoServer, connect_raw, exchange_message
 from tests.transport_contract import soon
 
 LINGER_S = 10
@@ -66,7 +66,7 @@ def test_a_descriptor_that_is_slow_to_close_does_not_delay_close(packets: int, m
     """On a kernel that delivers a client's lingering socket, the last close of it lingers; `close` returns
     anyway.
     """
-    monkeypatch.setattr(listener, "_SO_PASSRIGHTS", -1)
+    monkeypatch.setattr(server, "_SO_PASSRIGHTS", -1)
     monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 0.1)
     sent, got = threading.Event(), threading.Event()
 

@@ -10,7 +10,7 @@ import torch
 
 from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
-from rfork.image.pinned_staging import STEP_BYTES, wait_all
+from rfork.image.staging import STEP_BYTES, wait_all
 from tests.fake_device import FakeDeviceCopier, FakePendingCopy, image_on_fake_device
 
 SIZE = 1000

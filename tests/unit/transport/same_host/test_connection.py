@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from rfork.transport.unix_socket.connection import close_all
+from rfork.transport.same_host.connection import close_all
 
 
 def test_an_error_while_closing_does_not_leak_other_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

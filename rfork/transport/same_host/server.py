@@ -12,29 +12,40 @@ thread like that, but no other thread waits for it, and it does not access the i
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from rfork.errors import RforkError, SourceUnavailable
+from rfork.errors import (
+    LeaseRejected,
+    RforkError,
+    SettingsError,
+    SourceBusy,
+    SourceUnavailable,
+    SourceWeightsChanged,
+)
 from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority
-from rfork.transport.unix_socket.connection import UnixSocketConnection
-from rfork.transport.unix_socket.host_identity import (
+from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all, encode_error
+from rfork.transport.same_host.host_identity import (
     boot_id,
     directory_identity,
     network_namespace,
     pid_uid_namespace,
     process_identity,
+    socket_path,
 )
-from rfork.transport.unix_socket.listener import PREFIX, SUFFIX, listen, listen_in
 
-log = logger(__name__)
-
+BACKLOG: Final = 1024
+PREFIX: Final = "rfork-"
+SUFFIX: Final = ".socket"
+_SO_PASSRIGHTS: Final = 83
 MAX_UNAUTHENTICATED: Final = 128
 """Maximum number of connections without a valid token."""
 MAX_CONNECTIONS: Final = 256
@@ -45,9 +56,13 @@ MAX_PINS_PER_FORK: Final = 4
 """Maximum number of connections per fork that only pin memory, in addition to its slots: one plus recently
 closed ones.
 """
+IDLE_TIMEOUT_S: Final = 60.0
+"""Maximum idle time in seconds of an authorized connection between two requests."""
 ACCEPT_RETRY_S: Final = 0.05
 CLOSE_TIMEOUT_S: Final = 5.0
 """Maximum wait of a closing server for threads blocked on closing clients' descriptors."""
+
+log = logger(__name__)
 
 
 class LocalServer:
@@ -77,11 +92,11 @@ class LocalServer:
         socket_name = f"{PREFIX}{name}-{secrets.token_hex(16)}"
         parameters = {"boot": boot_id(), "namespaces": pid_uid_namespace(), "process": process_identity()}
         if folder is None:
-            self._listener = listen(f"\0{socket_name}")
+            self._listener = _listen(f"\0{socket_name}")
             parameters |= {"socket": f"@{socket_name}", "network": network_namespace()}
         else:
             self._file = folder / f"{socket_name}{SUFFIX}"
-            self._listener = listen_in(self._file)
+            self._listener = _listen_in(self._file)
             parameters |= {"socket": str(self._file), "folder": directory_identity(folder)}
         self._parameters: Mapping[str, str] = parameters
         self._lock = threading.Lock()
@@ -110,6 +125,25 @@ class LocalServer:
         slots.
         """
         return self._promote(connection, fork_id, self._pins, MAX_PINS_PER_FORK)
+
+    def serve_requests(
+        self, connection: UnixSocketConnection, respond: Callable[[Message], bool], reply_timeout_s: float
+    ) -> None:
+        """Pass each request of a connection to `respond`, until it returns False or the connection closes.
+
+        Errors of the gate that it raises are sent to the reader. `reply_timeout_s`: maximum time in which the
+        reader accepts a reply, and in which a connection without a slot sends its next request.
+        """
+        while True:
+            with self._lock:
+                timeout_s = reply_timeout_s if connection in self._unauthenticated else IDLE_TIMEOUT_S
+            request, descriptors = connection.receive(time.monotonic() + timeout_s)
+            close_all(descriptors)
+            try:
+                if not respond(request):
+                    return
+            except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
+                connection.send(encode_error(error), deadline=time.monotonic() + reply_timeout_s)
 
     @contextlib.contextmanager
     def memory_access(self) -> Iterator[None]:
@@ -234,3 +268,60 @@ class LocalServer:
                 del self._unauthenticated[connection]
         for connection in evicted:
             connection.abort()
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen on an abstract name. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address)
+        _reject_fds(listener)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _reject_fds(listener: socket.socket) -> None:
+    """Reject descriptors on this socket and on accepted ones; the sender gets EPERM."""
+    with contextlib.suppress(OSError):  # not supported before Linux 6.16
+        listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+
+
+def _listen_in(file: Path) -> socket.socket:
+    """Listen on a file. It gets its final name once connections are accepted, so an unreachable file is
+    stale.
+
+    Raises SettingsError if the directory cannot be used.
+    """
+    temporary = file.with_suffix(".new")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        _remove_stale(file.parent)
+        with socket_path(temporary) as path:
+            listener.bind(path)
+        os.chmod(temporary, 0o600)
+        _reject_fds(listener)
+        listener.listen(BACKLOG)
+        os.rename(temporary, file)
+    except OSError as error:
+        listener.close()
+        temporary.unlink(missing_ok=True)
+        message = f"cannot create a socket in {file.parent}: {error.strerror}"
+        raise SettingsError(f"RFORK_UNIX_SOCKET_DIR: {message}") from None
+    return listener
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove sockets of dead processes."""
+    for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            if not stat.S_ISSOCK(file.lstat().st_mode):
+                continue
+            probe.setblocking(False)
+            try:
+                with socket_path(file) as path:
+                    probe.connect(path)
+            except ConnectionRefusedError:
+                file.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from rfork.errors import (
     SourceUnavailable,
     SourceWeightsChanged,
 )
-from rfork.transport.unix_socket.messages import (
+from rfork.transport.same_host.connection import (
     MAX_MESSAGE_BYTES,
     Message,
     decode,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rfork.storage.io.staging import BufferPool, allocate_host
+from rfork.image.staging import BufferPool, allocate_host
 
 MIB = 1 << 20
 NEVER_S = 60.0

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError
-from rfork.transport.unix_socket.connection import MAX_FDS, close_all
-from rfork.transport.unix_socket.messages import MAX_MESSAGE_BYTES
-from tests.integration.unix_socket.echo_server import EchoServer, exchange_message, raw_pair
+from rfork.transport.same_host.connection import MAX_FDS, MAX_MESSAGE_BYTES, close_all
+from tests.integration.same_host.echo_server import EchoServer, exchange_message, raw_pair
 from tests.transport_contract import soon
 
 

@@ -48,7 +48,7 @@ chaos: programs ## short rounds of real forks between network namespaces, with f
 test-engines: venv ## forks between real vLLM and SGLang servers on the CPU (first run: 7 GB, some minutes)
 	@$(PYTHON) -m tests.engines.setup.install vllm .venv-vllm
 	@$(PYTHON) -m tests.engines.setup.install sglang .venv-sglang
-	@$(BIN)/python -c 'from rfork.cli.demo.model import default_cache, prepare; prepare(default_cache())'
+	@$(BIN)/python -c 'from rfork.cli.demo_model import default_cache, prepare; prepare(default_cache())'
 	RFORK_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python RFORK_TEST_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python \
 	    $(PYTEST) -m engines tests/engines $(TESTS)
 

@@ -30,13 +30,13 @@ from statistics import median
 import rfork
 from benchmarks import harness, shapes
 from benchmarks.harness import Contender, Row
-from benchmarks.pull_source import READY_TIMEOUT_S, settings_for, source_process
-from benchmarks.pull_target import PullTarget
+from benchmarks.pull.source import READY_TIMEOUT_S, settings_for, source_process
+from benchmarks.pull.target import PullTarget
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.capture import capture
-from rfork.receiver.chunk_persister import spool_name
 from rfork.receiver.report import ForkReport
+from rfork.receiver.spool import spool_name
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool

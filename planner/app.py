@@ -20,15 +20,15 @@ from planner.api.models import models_router
 from planner.api.previews import previews_router
 from planner.api.scaleups import scaleups_router
 from planner.auth import OPEN_PATHS, SECURITY_SCHEME, Auth, role_needed
+from planner.clock import Clock
+from planner.core.state import MAX_FINISHED_FORKS
 from planner.event_bus import EventBus
 from planner.integrations.vllm_ascend.router import ascend_router
-from planner.leases import Clock
 from planner.metrics import Metrics
 from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RequestLog
 from planner.origins import KnownHosts, OriginGuard
-from planner.registry import SWEEP_INTERVAL_S, Registry
+from planner.plan_service import SWEEP_INTERVAL_S, PlanService
 from planner.request_rate_limit import RateLimit
-from planner.state import MAX_FINISHED_FORKS
 from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
 from planner.tracing import TracingMiddleware
@@ -55,17 +55,17 @@ Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 945
 class PlannerApp(FastAPI):
     """FastAPI application that adds the problem schema and the token scheme to the OpenAPI document."""
 
-    def __init__(self, registry: Registry, metrics: Metrics, *, guarded: bool, heartbeat_s: float) -> None:
+    def __init__(self, service: PlanService, metrics: Metrics, *, guarded: bool, heartbeat_s: float) -> None:
         super().__init__(
             title="rfork planner",
             version=rfork.__version__,
             description=DESCRIPTION,
-            lifespan=lambda _: lifespan(registry),
+            lifespan=lambda _: lifespan(service),
             docs_url=None,  # `page_routes` serves it without internet access
             redoc_url=None,
         )
-        self.events = EventBus(registry.state)
-        self.broadcaster = Broadcaster(registry, heartbeat_s=heartbeat_s)
+        self.events = EventBus(service.state)
+        self.broadcaster = Broadcaster(service, heartbeat_s=heartbeat_s)
         self.metrics = metrics
         self._guarded = guarded
         self._document: dict[str, Any] | None = None
@@ -102,28 +102,28 @@ def make_store(settings: PlannerSettings, clock: Clock) -> PlannerStore:
 
 
 @contextlib.asynccontextmanager
-async def lifespan(registry: Registry) -> AsyncIterator[None]:
+async def lifespan(service: PlanService) -> AsyncIterator[None]:
     """Connect the store, and sweep silent instances and forks while no requests arrive."""
     try:
-        await registry.store.start()
+        await service.store.start()
     except StoreUnavailable as error:  # retried in the background; until then /readyz reports it
         logger("planner.app").error("waiting for the store, no instance can register yet", reason=str(error))
-    sweeper = asyncio.create_task(_sweep(registry), name="rfork-sweep")
+    sweeper = asyncio.create_task(_sweep(service), name="rfork-sweep")
     try:
         yield
     finally:
         sweeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweeper
-        await registry.store.stop()
+        await service.store.stop()
 
 
-async def _sweep(registry: Registry) -> None:
+async def _sweep(service: PlanService) -> None:
     log = logger("planner.app")
     while True:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         try:
-            await registry.sweep()
+            await service.sweep()
         except Exception:  # outermost level of the task: one failed sweep must not be the last
             log.exception("failed to remove silent instances and forks, retrying")
 
@@ -139,9 +139,9 @@ def create_app(
     tracing settings. `hosts`: host names accepted while no token is set; None accepts any.
     """
     metrics, clock, tracer = Metrics(), clock or Clock(), tracer or process_tracer(PLANNER)
-    registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
+    service = PlanService(settings, store or make_store(settings, clock), clock, metrics, tracer)
     auth = Auth(settings, clock.monotonic)
-    app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_interval_s)
+    app = PlannerApp(service, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_interval_s)
     http_errors.register_handlers(app, metrics.store_unavailable)
     # The middleware added last runs first: the log sees every request, the body limit only authorized ones.
     app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES, on_refused=metrics.request_refused)
@@ -154,14 +154,14 @@ def create_app(
         app.add_middleware(OriginGuard, hosts=hosts, on_refused=metrics.request_refused)
     app.add_middleware(RequestLog)
     for router in (
-        instances_router(registry),
-        forks_router(registry),
-        models_router(registry),
-        scaleups_router(registry),
-        previews_router(registry),
-        events_router(registry, app.events),
-        health_router(registry, metrics),
-        ascend_router(registry),
+        instances_router(service),
+        forks_router(service),
+        models_router(service),
+        scaleups_router(service),
+        previews_router(service),
+        events_router(service, app.events),
+        health_router(service, metrics),
+        ascend_router(service),
         feed_router(app.broadcaster),
     ):
         app.include_router(router)

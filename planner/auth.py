@@ -19,7 +19,7 @@ from typing import Final, Literal, get_args
 from starlette.routing import compile_path
 from starlette.types import Scope
 
-from planner.http_errors import ProblemError
+from planner.core.problems import ProblemError
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import PlannerSettings

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from planner.http_errors import ProblemError
-from planner.state import PlannerState
-from planner.store.records import ForkRecord
+from planner.core.problems import ProblemError
+from planner.core.records import ForkRecord
+from planner.core.state import PlannerState
 from rfork.schema import ForkEvent
 
 MAX_SUBSCRIBERS: Final = 32

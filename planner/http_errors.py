@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from planner.core.problems import ProblemError
 from planner.store.base import StoreUnavailable
 from rfork.logs import logger
 from rfork.schema import Problem
-from rfork.schema.types import ChunkRange
 
 TYPES: Final = "https://rfork.dev/problems/"
 MEDIA_TYPE: Final = "application/problem+json"
@@ -35,26 +35,6 @@ SLUGS: Final[Mapping[int, str]] = {
 """Last part of `type` for problems that have no specific name."""
 
 
-class ProblemError(Exception):
-    """Ends a request with a problem document; `slug` is the last part of its `type`."""
-
-    def __init__(
-        self,
-        status: int,
-        slug: str,
-        detail: str,
-        *,
-        errors: Sequence[Mapping[str, str]] = (),
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.slug = slug
-        self.detail = detail
-        self.errors = tuple(errors)
-        self.headers = headers
-
-
 def problem_response(error: ProblemError, path: str) -> JSONResponse:
     """Return the response that carries the problem."""
     problem = Problem(
@@ -69,26 +49,6 @@ def problem_response(error: ProblemError, path: str) -> JSONResponse:
         document["errors"] = [dict(each) for each in error.errors]
     headers = dict(error.headers) if error.headers else None
     return JSONResponse(document, status_code=error.status, headers=headers, media_type=MEDIA_TYPE)
-
-
-def invalid_field(field: str, message: str) -> ProblemError:
-    """Return a problem for a field with an invalid value in an otherwise well-formed request."""
-    return ProblemError(422, "invalid-request", f"{field}: {message}", errors=[{"field": field, "message": message}])
-
-
-def check_ranges(field: str, ranges: tuple[ChunkRange, ...], chunk_count: int) -> None:
-    """Raise ProblemError `invalid-request` for ranges outside an image of `chunk_count` chunks."""
-    for begin, end in ranges:
-        if not 0 <= begin < end <= chunk_count:
-            raise invalid_field(field, f"({begin}, {end}) is not a range of chunks in an image of {chunk_count}")
-
-
-def store_busy() -> ProblemError:
-    """Return the problem for a group that other replicas changed at each attempt."""
-    return ProblemError(
-        503, "busy", "other planner replicas kept changing this group: retry",
-        headers={"Retry-After": "1"},
-    )  # fmt: skip
 
 
 def register_handlers(app: FastAPI, store_unavailable: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -18,13 +18,14 @@ from prometheus_client import (
     generate_latest,
 )
 
-from planner.fork_stats import Origin, origin_of
-from planner.store.records import ForkRecord, InstanceRecord
+from planner.core.group_history import Origin, origin_of
+from planner.core.records import ForkRecord, InstanceRecord
+from planner.core.scaleups import ExpectedReplicas
 from rfork import errors, weights_version
+from rfork.net.tls import not_after
 from rfork.schema import ForkResult, SourceFault, source_type
 from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceType, StorageType
 from rfork.settings import TransportName
-from rfork.tls_expiry import not_after
 
 FAULT_OF: Final = {
     name: error_class.fault
@@ -96,7 +97,6 @@ class Metrics:
         self._kernels = self._counter("kernel_routes", "Planned routes that run kernels on the source's GPU")
         self._scaleups = self._gauge("scaleups", "Announced scale-ups in progress")
         self._expected = self._gauge("expected_replicas", "Replicas of announced scale-ups that have not arrived")
-        self._scaleup_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._scaleup_batches = self._counter(
             "scaleup_batches", "Batches of scale-ups; complete: no replica was missing", "complete"
         )
@@ -148,10 +148,6 @@ class Metrics:
     def planned(self, batch_size: int) -> None:
         """Count a plan that this many forks share."""
         self._batch_sizes.observe(batch_size)
-
-    def track_scaleups(self, scaling: Callable[[], tuple[int, int]]) -> None:
-        """Read the number of scale-ups in progress, and of the replicas they expect, from `scaling`."""
-        self._scaleup_counts = scaling
 
     def follow_certificate(self, certificate: Path) -> None:
         """Export the expiry of the planner's certificate, read at each scrape; 0 if it cannot be read."""
@@ -220,11 +216,12 @@ class Metrics:
         live: Iterable[ForkRecord],
         orphaned: int = 0,
         mixed: int = 0,
+        scaleups: Sequence[ExpectedReplicas] = (),
     ) -> bytes:
         """Return all metrics in Prometheus' text format; the gauges are computed now, in one pass over each.
 
         `orphaned`: groups that have members but no source left. `mixed`: models of which more than one
-        version is served.
+        version is served. `scaleups`: those in progress.
         """
         # Not from `record.source`, which would have to be rebuilt after each heartbeat.
         states = Tally("draining" if record.drained else record.report.state for record in instances)
@@ -245,9 +242,8 @@ class Metrics:
         self._leases.set(leases)
         self._orphaned.set(orphaned)
         self._mixed.set(mixed)
-        scaleups, expected = self._scaleup_counts()
-        self._scaleups.set(scaleups)
-        self._expected.set(expected)
+        self._scaleups.set(len(scaleups))
+        self._expected.set(sum(each.record.expected - each.max_position_count for each in scaleups))
         return generate_latest(self.registry)
 
     def _initialise_series(self) -> None:

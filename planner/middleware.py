@@ -20,7 +20,8 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.auth import AUTHORIZATION_CHECK, CALLER, Auth, is_open
-from planner.http_errors import ProblemError, problem_response
+from planner.core.problems import ProblemError
+from planner.http_errors import problem_response
 from planner.request_rate_limit import RateLimit
 from rfork.logs import logger
 

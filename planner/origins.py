@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from planner.http_errors import ProblemError, problem_response
+from planner.core.problems import ProblemError
+from planner.http_errors import problem_response
 from planner.middleware import RefusalListener, header
 from rfork.settings import PlannerSettings
 

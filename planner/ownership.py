@@ -21,11 +21,11 @@ from typing import Any, Final, Self
 
 from starlette.types import Scope
 
-from planner.accusations import address_of
 from planner.auth import CALLER, Caller
-from planner.http_errors import ProblemError, invalid_field
+from planner.core.faults import address_of
+from planner.core.problems import ProblemError, invalid_field
+from planner.core.records import ForkRecord, InstanceRecord
 from planner.middleware import header
-from planner.store.records import ForkRecord, InstanceRecord
 from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
 NOT_OWNER: Final = "not-owner"

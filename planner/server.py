@@ -15,15 +15,15 @@ import uvicorn
 
 from planner.app import create_app
 from planner.connection_acceptor import BoundedServer
-from planner.integrations.in_process import InProcessRunner, create_in_process_runner
+from planner.integrations.runner import InProcessRunner, create_in_process_runner
 from planner.origins import KnownHosts
 from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork import __version__
 from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.net.tls import server_context
 from rfork.schema.types import VERSION_HEADER
 from rfork.settings import LOOPBACK, PlannerSettings
-from rfork.tls_files import server_context
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 

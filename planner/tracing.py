@@ -1,18 +1,14 @@
-"""Traces of fork requests: spans for requests, for waiting in a batch, and for planning."""
+"""Traces of requests: spans for fork and scale-up requests, in the traces of their callers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.middleware import header
-from planner.request_intake import PlanContext
-from planner.store.records import GroupKey
-from rfork.schema import Plan
-from rfork.tracing import TRACEPARENT, TraceContext, Tracer, current_context
+from rfork.tracing import TRACEPARENT, TraceContext, Tracer
 
 FORKS: Final = "/v1/forks"
 SCALEUPS: Final = "/v1/scaleups"
@@ -53,59 +49,6 @@ class TracingMiddleware:
                 await send(message)
 
             await self._app(scope, receive, send_seen)
-
-
-class TracedPlanner:
-    """Wraps a planner: adds one span per plan, whose targets may belong to many traces."""
-
-    def __init__(
-        self,
-        plan: Callable[[Sequence[PlanContext]], Awaitable[dict[str, Plan]]],
-        members: Callable[[GroupKey], int],
-        tracer: Tracer,
-    ) -> None:
-        """`members` returns the number of instances in a group."""
-        self._plan = plan
-        self._members_of = members
-        self._tracer = tracer
-
-    async def __call__(self, batch: Sequence[PlanContext]) -> dict[str, Plan]:
-        """Plan the requests together. The span belongs to the first request's trace and links to the others'."""
-        if not self._tracer.enabled:
-            return await self._plan(batch)
-        lead, *others = [each.trace for each in batch]
-        group = batch[0].group
-        with self._tracer.span(
-            "make plan",
-            parent=current_context() or lead,
-            links=others,
-            model=group.model,
-            version=group.version,
-            rank=group.rank_key,
-            batch_size=len(batch),
-            group_size=self._members_of(group),
-        ) as span:
-            plans = await self._plan(batch)
-            span.set(
-                routes=sum(len(plan.routes) for plan in plans.values()),
-                storage_readers=sum(bool(plan.storage) for plan in plans.values()),
-                reason=plans[batch[0].fork_id].reason if batch[0].fork_id in plans else None,
-            )
-            return plans
-
-    async def trace_wait(self, context: PlanContext, add: Callable[[PlanContext], Awaitable[Plan]]) -> Plan:
-        """Plan a request with `add`, in a span that covers the wait for its batch."""
-        if not self._tracer.enabled:
-            return await add(context)
-        with self._tracer.span(
-            "wait for plan",
-            model=context.group.model,
-            version=context.group.version,
-            rank=context.group.rank_key,
-        ) as span:
-            plan = await add(replace(context, trace=span.context))
-            span.set(reason=plan.reason, routes=len(plan.routes), retry_after_s=plan.retry_after_s)
-            return plan
 
 
 @dataclass(frozen=True, slots=True)

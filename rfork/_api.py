@@ -24,17 +24,14 @@ from rfork.engines.version_selection import CurrentVersion, choose_version, vers
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.manifest import Manifest
-from rfork.peer.client import PeerClient
-from rfork.planner_client.client import PlannerClient
+from rfork.image.memory import compute_manifest
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
-from rfork.receiver.progress import OnProgress
+from rfork.receiver.planner_requests import OnProgress
 from rfork.receiver.report import ForkReport
-from rfork.receiver.session import ForkSession
+from rfork.receiver.session import ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
-from rfork.transport.selection import select_transports
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.weights_version import is_single, of_weights, unnamed
 
 
@@ -147,13 +144,8 @@ def fork_with_fallbacks(
         module,
         InstanceIdentity.of(model, rank, settings.replica, version=version, replica=replica_of(settings, rank)),
         settings,
-        select_transports(settings),
-        planner=PlannerClient.of(settings) if settings.planner is not None else None,
-        dial=lambda address, token: PeerClient(address, token, settings.tls),
-        fallbacks=fallbacks,
-        on_progress=on_progress,
-        exclude=exclude,
-        current_version=current_version,
+        Network.of(settings),
+        ForkOptions(fallbacks=fallbacks, current_version=current_version, exclude=exclude, on_progress=on_progress),
     ).run()
 
 
@@ -208,9 +200,8 @@ def seed(
             replica=agreed,
         ),
         chosen,
-        select_transports(chosen),
+        Connections.of(chosen),
         manifest=manifest,
-        planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
     ) as served_seed:
         yield served_seed
 

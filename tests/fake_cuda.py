@@ -23,6 +23,8 @@ from rfork.transport.cuda_ipc.driver import (
     HANDLE_BYTES,
     Allocation,
     CopyOp,
+    CudaCopyStream,
+    CudaDriver,
     DriverError,
     HandleType,
     ImportedAllocation,
@@ -81,8 +83,8 @@ class FakeMemory:
 
 
 @dataclass
-class FakeDriver:
-    """`Driver` on top of `FakeMemory`, with faults on demand."""
+class FakeDriver(CudaDriver):
+    """Driver on top of `FakeMemory`, with faults on demand."""
 
     memory: FakeMemory
     uuids: Sequence[str] = ("gpu-0",)
@@ -176,34 +178,34 @@ class FakeDriver:
             self.violations.append(f"a copy from {request.source:#x}, where nothing is mapped")
 
 
-class FakeCopyStream:
-    """`CopyStream` on a thread that runs from one `queue` to the last copy."""
+class FakeCopyStream(CudaCopyStream):
+    """Copy stream on a thread that runs from one `queue` to the last copy."""
 
     def __init__(self, driver: FakeDriver) -> None:
-        self._driver = driver
+        self._fake = driver
         self._pending: deque[CopyOp] = deque()
         self._thread: threading.Thread | None = None
 
     def queue(self, copies: Sequence[CopyOp]) -> None:
-        if self._driver.copies_fail:
+        if self._fake.copies_fail:
             raise DriverError("cuMemcpyAsync", 700, "an illegal memory access was encountered")
         self._pending.extend(copies)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._driver.queued.set()
-        self._driver.streams.release()
+        self._fake.queued.set()
+        self._fake.streams.release()
 
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
     def close(self) -> None:
         if not self.done():
-            self._driver.violations.append("a stream was released while copies were running on it")
+            self._fake.violations.append("a stream was released while copies were running on it")
 
     def _run(self) -> None:
         while self._pending:
-            self._driver.running.wait()
-            self._driver.copy(self._pending.popleft())
+            self._fake.running.wait()
+            self._fake.copy(self._pending.popleft())
 
 
 def pattern(index: int, size: int) -> torch.Tensor:

@@ -46,6 +46,9 @@ class FakeDeviceCopier:
     def host_to_device(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> FakePendingCopy:
         return self._begin(memory, host)
 
+    def synchronize(self) -> None:
+        return
+
     def _begin(self, destination: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakePendingCopy:
         if self.started_count == self._max_copies:
             raise RuntimeError("the device failed")

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import unquote
 
-from rfork.transport.http.headers import RangeNotSatisfiable, bearer_token, etag_matches, parse_range
+from rfork.net.http_heads import RangeNotSatisfiable, bearer_token, etag_matches, parse_range
 from tests.storage_faults import (
     ErrorStatus,
     Fault,

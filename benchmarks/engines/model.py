@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rfork.cli.demo.model import default_cache, prepare
+from rfork.cli.demo_model import default_cache, prepare
 
 LAYERS, QUICK_LAYERS = 22, 1
 SHARD = "500MB"

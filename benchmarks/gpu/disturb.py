@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from benchmarks import harness
-from benchmarks.disturb_cases import SlotResult, quantile
-from benchmarks.disturb_workers import REPLY_TIMEOUT_S, BenchWorker, planner_process
+from benchmarks.disturb.cases import SlotResult, quantile
+from benchmarks.disturb.workers import REPLY_TIMEOUT_S, BenchWorker, planner_process
 from benchmarks.gpu.common import GpuContenders, GpuOptions, parse
 from benchmarks.gpu.disturb_workers import KERNEL_COPIES, GpuDisturbCase, GpuOrder, seed_main, target_main
 from benchmarks.harness import GB, Contender, Row

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 import rfork
-from benchmarks.disturb_cases import SlotResult
-from benchmarks.disturb_workers import MODEL, REPLY_TIMEOUT_S, settings_for
+from benchmarks.disturb.cases import SlotResult
+from benchmarks.disturb.workers import MODEL, REPLY_TIMEOUT_S, settings_for
 from benchmarks.gpu.common import error_text, synchronized
 from benchmarks.gpu.disturb_model import LARGE, TINY, Decoder, decoder_on, steps_of
 from rfork.errors import RforkError

@@ -46,7 +46,7 @@ from benchmarks.gpu.pull_local import FILE, SHM, temporary_folder_in
 from benchmarks.gpu.pull_source import BARE_TRANSPORTS, GpuOffer, source_process
 from benchmarks.gpu.pull_target import GpuPullTarget
 from benchmarks.harness import GB
-from benchmarks.pull_source import IN_FLIGHT, planner_main, process
+from benchmarks.pull.source import IN_FLIGHT, planner_main, process
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.memory import Image

@@ -12,7 +12,7 @@ from torch import nn
 
 import rfork
 from benchmarks.gpu.common import NOT_FOUND, error_text, module_of, synchronized
-from benchmarks.pull_source import LOOPBACK, READY_TIMEOUT_S, process, settings_for
+from benchmarks.pull.source import LOOPBACK, READY_TIMEOUT_S, process, settings_for
 from rfork import logs
 from rfork.errors import LeaseRejected, RforkError
 from rfork.image.capture import capture

@@ -15,7 +15,7 @@ import rfork
 from benchmarks.gpu.common import VerificationError, module_of, synchronized, timed_on_device
 from benchmarks.gpu.pull_source import TOKEN, GpuOffer, model_name
 from benchmarks.harness import Contender
-from benchmarks.pull_source import IN_FLIGHT, READY_TIMEOUT_S, settings_for
+from benchmarks.pull.source import IN_FLIGHT, READY_TIMEOUT_S, settings_for
 from rfork.errors import RforkError
 from rfork.image.capture import capture, image_from_tensors
 from rfork.image.memory import Image

@@ -6,7 +6,7 @@
 by links to the repository if its address is known; otherwise they would be dead on a package index, which is
 reported.
 2. Their metadata (twine) and contents (check-wheel-contents, and our own rules).
-3. The wheel in its own environment, without extras: `rfork version`, `rfork doctor`, the public names, and that
+3. The wheel in its own environment, without extras: `rfork --version`, `rfork doctor`, the public names, and that
 `rfork planner` names its extra. Then with that extra.
 4. A software bill of materials of that environment (CycloneDX), in JSON.
 
@@ -137,7 +137,7 @@ def install(python: Path, what: str) -> None:
 
 def check_installed(python: Path) -> None:
     """Check the first steps of a user, outside the sources and without extras."""
-    version_output = run_program(python.parent / "rfork", "version")
+    version_output = run_program(python.parent / "rfork", "--version")
     if version_output != __version__ or run_program(python, "-c", PUBLIC) != __version__:
         raise ReleaseError(f"the wheel's version is {version_output} instead of {__version__}")
     checks = json.loads(run_program(python.parent / "rfork", "doctor", "--json"))["checks"]

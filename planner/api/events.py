@@ -12,7 +12,7 @@ from planner.api import examples
 from planner.api.openapi import ALWAYS, REQUEST_ID, ProblemDoc, problems
 from planner.auth import still_authorized
 from planner.event_bus import EventBus, ForkEventRecord, Subscription
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from planner.sse import KEEP_ALIVE_S, SseResponse
 from rfork.schema import ForkEvent
 from rfork.schema.types import Identifier
@@ -27,7 +27,7 @@ requests are served.
 EXAMPLE_STREAM: Final = f"id: 1\nevent: progress\ndata: {examples.EVENT.model_dump_json()}\n\n"
 
 
-def events_router(registry: Registry, events: EventBus, *, keep_alive_s: float = KEEP_ALIVE_S) -> APIRouter:
+def events_router(service: PlanService, events: EventBus, *, keep_alive_s: float = KEEP_ALIVE_S) -> APIRouter:
     """Return the route /v1/events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
 
@@ -56,10 +56,10 @@ def events_router(registry: Registry, events: EventBus, *, keep_alive_s: float =
         fork, and `id` has gaps. When the stream ends (the planner shuts down, or the caller's token is no
         longer valid), reconnect: the first events contain the current state of the running forks.
         """
-        await registry.sweep()
+        await service.sweep()
         subscription = events.subscribe(model=model, fork_id=fork_id)
         return ForkEventResponse(
-            events, subscription, registry.now, partial(still_authorized, request.scope), keep_alive_s
+            events, subscription, service.now, partial(still_authorized, request.scope), keep_alive_s
         )
 
     return router

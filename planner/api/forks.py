@@ -11,7 +11,7 @@ from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples,
 from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
 from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import ForkInfo, ForkPage, ForkProgress, ForkRequest, ForkResult, Plan, ProgressAck
 from rfork.schema.types import ForkState, Identifier
 
@@ -23,7 +23,7 @@ FORK_ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: request a pla
 GROUP_BUSY = ProblemDoc(503, "busy", "other planner replicas kept changing this group: retry")
 
 
-def forks_router(registry: Registry) -> APIRouter:
+def forks_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/forks."""
     router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=problems(*ALWAYS))
 
@@ -58,7 +58,7 @@ def forks_router(registry: Registry) -> APIRouter:
         plan has neither `routes` nor `storage`, `reason` explains why.
         """
         reject_reserved_names(request.instance)
-        return await registry.request_plan(request, Claimant.of(call.scope))
+        return await service.plan(request, Claimant.of(call.scope))
 
     @router.post(
         "/{fork_id}/progress",
@@ -81,7 +81,7 @@ def forks_router(registry: Registry) -> APIRouter:
         better plan is available. Problem `unknown-fork` (404) means that the planner restarted, or received
         no progress for too long: request a plan again.
         """
-        return await registry.progress(fork_id, progress, Claimant.of(request.scope))
+        return await service.progress(fork_id, progress, Claimant.of(request.scope))
 
     @router.post(
         "/{fork_id}/finish",
@@ -96,7 +96,7 @@ def forks_router(registry: Registry) -> APIRouter:
         finish: Annotated[ForkResult, Body(openapi_examples=openapi_examples({"forked": examples.FINISH}))],
     ) -> None:
         """Record the result of a fork and release its leases. An unknown or finished fork is not an error."""
-        await registry.finish(fork_id, finish, Claimant.of(request.scope))
+        await service.finish(fork_id, finish, Claimant.of(request.scope))
 
     @router.get("", summary="List forks", responses=success(examples.FORKS))
     async def list_forks(
@@ -110,8 +110,8 @@ def forks_router(registry: Registry) -> APIRouter:
 
         The host filter applies only while the fork's target is known.
         """
-        await registry.sweep()
-        now, known = registry.now(), registry.state
+        await service.sweep()
+        now, known = service.now(), service.state
 
         def host_of(instance_id: str) -> str | None:
             target = known.instance(instance_id)
@@ -131,6 +131,6 @@ def forks_router(registry: Registry) -> APIRouter:
     @router.get("/{fork_id}", summary="Get a fork", responses=success(examples.FORK) | problems(UNKNOWN_FORK))
     async def show(fork_id: ForkId) -> ForkInfo:
         """Return the fork's plan, its progress and, once finished, its result."""
-        return registry.fork(fork_id).view(registry.now())
+        return service.fork(fork_id).view(service.now())
 
     return router

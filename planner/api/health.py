@@ -9,9 +9,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from planner.api.openapi import REQUEST_ID, ProblemDoc, problems, success
-from planner.http_errors import ProblemError
+from planner.core.problems import ProblemError
 from planner.metrics import Metrics
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import WireModel
 
 SAMPLE: Final = 'rfork_planner_instances{state="serving"} 3.0'
@@ -23,7 +23,7 @@ class Health(WireModel):
     status: Literal["ok"] = Field("ok", description="always `ok`")
 
 
-def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
+def health_router(service: PlanService, metrics: Metrics) -> APIRouter:
     """Return the routes /healthz and /readyz, which need no token, and /metrics."""
     router = APIRouter(tags=["health"])
 
@@ -39,7 +39,7 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     )
     async def readyz() -> Health:
         """Answer 503 while the store cannot be read or written. Needs no token."""
-        if not registry.store.ready:
+        if not service.store.ready:
             raise ProblemError(503, "not-ready", "the store is unavailable")
         return Health()
 
@@ -52,11 +52,12 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     )
     async def exposition() -> Response:
         """Return instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
-        await registry.sweep()
-        state = registry.state
+        await service.sweep()
+        state = service.state
         orphaned = sum(group.orphaned for group in state.groups())
         mixed = len(state.models_with_several_versions())
-        text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed)
+        scaleups = state.scaleups.live(service.now())
+        text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed, scaleups)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

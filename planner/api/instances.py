@@ -11,9 +11,9 @@ from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples,
 from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
 from planner.auth import require_role
-from planner.http_errors import invalid_field
+from planner.core.problems import invalid_field
 from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import ExitCheck, InstanceAck, InstanceInfo, InstancePage, InstanceReport
 from rfork.schema.types import Identifier, InstanceState
 
@@ -29,7 +29,7 @@ LAST_SEED = ProblemDoc(
 )
 
 
-def instances_router(registry: Registry) -> APIRouter:
+def instances_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/instances."""
     router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=problems(*ALWAYS))
 
@@ -55,7 +55,7 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         if report.instance_id != instance_id:
             raise invalid_field("instance_id", f"the path has {instance_id}, the body {report.instance_id}")
-        return await registry.report(reject_reserved_names(report), Claimant.of(request.scope))
+        return await service.report(reject_reserved_names(report), Claimant.of(request.scope))
 
     @router.post(
         "/{instance_id}/drain",
@@ -79,8 +79,8 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         if force:
             require_role(request.scope, "operator")
-        record = await registry.drain(instance_id, Claimant.of(request.scope), force=force)
-        return record.view(registry.now())
+        record = await service.drain(instance_id, Claimant.of(request.scope), force=force)
+        return record.view(service.now())
 
     @router.get(
         "/{instance_id}/exit",
@@ -96,7 +96,7 @@ def instances_router(registry: Registry) -> APIRouter:
         $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"can_exit":true' && break; sleep 1; done`.
         An unknown instance may exit.
         """
-        return await registry.can_exit(instance_id)
+        return await service.can_exit(instance_id)
 
     @router.delete(
         "/{instance_id}",
@@ -110,7 +110,7 @@ def instances_router(registry: Registry) -> APIRouter:
 
         With a token of the role `instance`, the owner's secret is required.
         """
-        await registry.remove(instance_id, Claimant.of(request.scope))
+        await service.remove(instance_id, Claimant.of(request.scope))
 
     @router.get("", summary="List instances", responses=success(examples.INSTANCES))
     async def list_instances(
@@ -132,17 +132,17 @@ def instances_router(registry: Registry) -> APIRouter:
 
         The filter `replica` is an index lookup: a server that shuts down finds its own ranks cheaply.
         """
-        await registry.sweep()
-        now = registry.now()
+        await service.sweep()
+        now = service.now()
         matching_ids = (
             record.source.instance_id
-            for record in registry.state.instances_after(after, replica)
+            for record in service.state.instances_after(after, replica)
             if (model is None or model == record.report.model)
             and (host is None or host == record.source.location.host)
             and (state is None or state == record.source.state)
         )
         page_ids, next_page = paginate(matching_ids, limit)
-        records = [record for instance_id in page_ids if (record := registry.state.instance(instance_id))]
+        records = [record for instance_id in page_ids if (record := service.state.instance(instance_id))]
         return InstancePage(items=tuple(record.view(now) for record in records), next=next_page)
 
     @router.get(
@@ -152,6 +152,6 @@ def instances_router(registry: Registry) -> APIRouter:
     )
     async def show(instance_id: InstanceId) -> InstanceInfo:
         """Return the instance's last report, its age, and the reason for its quarantine, if any."""
-        return registry.instance(instance_id).view(registry.now())
+        return service.instance(instance_id).view(service.now())
 
     return router

@@ -9,16 +9,16 @@ from fastapi import APIRouter
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, problems, success
-from planner.group_index import GroupIndex
-from planner.registry import Registry
-from planner.state import PlannerState
+from planner.core.group_index import GroupIndex
+from planner.core.state import PlannerState
+from planner.plan_service import PlanService
 from rfork.schema import ModelInfo
 
 Image = tuple[str, str | None]
 """layout_id and weights_id."""
 
 
-def models_router(registry: Registry) -> APIRouter:
+def models_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/models."""
     router = APIRouter(prefix="/v1/models", tags=["models"], responses=problems(*ALWAYS))
 
@@ -31,9 +31,9 @@ def models_router(registry: Registry) -> APIRouter:
         `fork_s` and `seconds_saved`: the durations of recent forks that read the complete image from storage
         or from peers, and the total time that the latter saved.
         """
-        await registry.sweep()
-        groups = sorted(registry.state.groups(), key=lambda group: group.key)
-        return [row for group in groups for row in model_infos(registry.state, group)]
+        await service.sweep()
+        groups = sorted(service.state.groups(), key=lambda group: group.key)
+        return [row for group in groups for row in model_infos(service.state, group)]
 
     return router
 

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Body
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
+from planner.core.group_index import GroupIndex
+from planner.core.problems import ProblemError, invalid_field
 from planner.dry_run import GroupSnapshot, build_scenario, preview, snapshot_group
-from planner.group_index import GroupIndex
-from planner.http_errors import ProblemError, invalid_field
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import Preview, PreviewPage, PreviewRequest
 
 MAX_TARGETS: Final = 8192
@@ -26,7 +26,7 @@ QUEUE_FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} previews are al
 UNKNOWN_MODEL = ProblemDoc(404, "unknown-model", "no known instance of llama")
 
 
-def previews_router(registry: Registry) -> APIRouter:
+def previews_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/previews."""
     router = APIRouter(prefix="/v1/previews", tags=["previews"], responses=problems(*ALWAYS))
     # One at a time: because of the GIL, its thread competes with the event loop.
@@ -50,8 +50,8 @@ def previews_router(registry: Registry) -> APIRouter:
         seconds cover the transfer at link speed: not the start of engines, later arrivals, or replans. For a
         model with many ranks, request one (`rank_key`), or few targets.
         """
-        await registry.sweep()
-        state, now = registry.state, registry.now()
+        await service.sweep()
+        state, now = service.state, service.now()
         groups = sorted(state.groups_of(request.model), key=lambda group: group.rank_key)
         if not groups:
             raise ProblemError(404, "unknown-model", f"no known instance of {request.model}")
@@ -78,7 +78,7 @@ def previews_router(registry: Registry) -> APIRouter:
         async with queue_slots:
             for group in groups:
                 async with run_lock:
-                    group_snapshot = snapshot_group(state, group, request, registry.now() if rank_items else now)
+                    group_snapshot = snapshot_group(state, group, request, service.now() if rank_items else now)
                     if group_snapshot is not None:
                         rank_items.append(await asyncio.to_thread(_run_preview, group_snapshot))
         return PreviewPage(items=tuple(rank_items))

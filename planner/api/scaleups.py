@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Path
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import ScaleUp, ScaleUpInfo
 from rfork.schema.types import Identifier
 
@@ -17,7 +17,7 @@ ScaleUpId = Annotated[Identifier, Path(description="chosen by the caller", examp
 UNKNOWN_SCALEUP = ProblemDoc(404, "unknown-scaleup", "unknown scale-up default.llama")
 
 
-def scaleups_router(registry: Registry) -> APIRouter:
+def scaleups_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/scaleups."""
     router = APIRouter(prefix="/v1/scaleups", tags=["scale-ups"], responses=problems(*ALWAYS))
 
@@ -42,14 +42,13 @@ def scaleups_router(registry: Registry) -> APIRouter:
         While replicas are expected, the exit check of the last seed of the weights denies its exit. Of more
         than 10,000 scale-ups, the one that expires first is dropped.
         """
-        await registry.sweep()
-        return await registry.scaleups.announce(scaleup)
+        return await service.announce(scaleup)
 
     @router.get("", summary="List scale-ups", responses=success(examples.SCALEUPS))
     async def list_scaleups() -> list[ScaleUpInfo]:
         """List the scale-ups in progress, ordered by id. Expired and withdrawn ones are not listed."""
-        await registry.sweep()
-        return registry.scaleups.views()
+        await service.sweep()
+        return service.scaleups()
 
     @router.get(
         "/{scaleup_id}",
@@ -58,7 +57,7 @@ def scaleups_router(registry: Registry) -> APIRouter:
     )
     async def show(scaleup_id: ScaleUpId) -> ScaleUpInfo:
         """Return how many replicas have arrived since the last announcement, and the forecast for the others."""
-        return registry.scaleups.view(scaleup_id)
+        return service.scaleup(scaleup_id)
 
     @router.delete(
         "/{scaleup_id}",
@@ -68,6 +67,6 @@ def scaleups_router(registry: Registry) -> APIRouter:
     )
     async def withdraw(scaleup_id: ScaleUpId) -> None:
         """Plan the waiting forks immediately. An unknown scale-up is not an error."""
-        await registry.scaleups.withdraw(scaleup_id)
+        await service.withdraw(scaleup_id)
 
     return router

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.http_errors import invalid_field
+from planner.core.problems import invalid_field
 from planner.integrations.vllm_ascend.headers import NAME_PREFIX
 from rfork.schema import InstanceReport
 

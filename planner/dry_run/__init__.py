@@ -13,7 +13,7 @@ from typing import Final
 from planner.dry_run.flow_simulation import LinkRates, simulate_flows
 from planner.dry_run.scenario import GroupSnapshot, Scenario, build_scenario, snapshot_group
 from planner.policy import group_plan
-from planner.policy_types import ChunkShare, ForkDemand, GroupView, PlanDecision
+from planner.policy.types import ChunkShare, ForkDemand, GroupView, PlanDecision
 from rfork import schema
 from rfork.image.ranges import count
 from rfork.schema import Preview, PreviewTarget

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Final
 
 from planner.policy.transports import shared_transports
-from planner.policy_types import ChunkShare, Source
+from planner.policy.types import ChunkShare, Source
 from rfork.image.ranges import Range, subtract
 
 MAX_DELIVERIES: Final = 1 << 16

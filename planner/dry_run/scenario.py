@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from planner.fork_stats import origin_of
-from planner.group_index import GroupIndex
-from planner.policy_types import ForkDemand, GroupView, HostLocation, Source, Storage
-from planner.state import PlannerState
-from planner.store.records import ForkRecord
+from planner.core.group_history import origin_of
+from planner.core.group_index import GroupIndex
+from planner.core.records import ForkRecord
+from planner.core.state import PlannerState
+from planner.policy.types import ForkDemand, GroupView, HostLocation, Source, Storage
 from rfork.schema import ForkProgress, PreviewRequest, source_type
 from rfork.schema.types import SAME_HOST_TRANSPORTS
 

@@ -1,7 +1,8 @@
-"""Status of an integration, and the endpoints that report it: /healthz, /readyz and /metrics."""
+"""Status of an integration, the endpoints that report it, and detection of a hidden cancellation."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -101,3 +102,14 @@ def _route(path: str, statuses: Sequence[IntegrationStatus], registry: Collector
     if path == "/metrics":
         return 200, METRICS, generate_latest(registry)
     return 404, TEXT, b"not found: there are /healthz, /readyz and /metrics\n"
+
+
+def raise_if_cancelled() -> None:
+    """Raise CancelledError if the current task was cancelled but kept running.
+
+    Call it where a task continues after an error: if an awaited operation fails while it is being cancelled,
+    `asyncio.gather` and task groups raise only the error.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

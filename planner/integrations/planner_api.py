@@ -1,10 +1,21 @@
-"""Interface of the integrations to the planner's REST API. Asynchronous."""
+"""Interface of the integrations to the planner's REST API, asynchronous, and its implementation."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
+import httpx
+
+from rfork.errors import NetworkError
+from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo, ScaleUp, ScaleUpInfo
+from rfork.settings import InstanceSettings
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 
 class PlannerUnavailable(Exception):
@@ -37,3 +48,60 @@ class PlannerApi(Protocol):
 
     async def close(self) -> None:
         """Close all connections."""
+
+
+class AsyncPlannerClient:
+    """Implements `PlannerApi`: runs each call of a `PlannerClient` on a thread of the event loop's executor.
+
+    A cancelled call ends on its thread by its deadline, or when the client is closed. The constructor raises
+    SettingsError as `PlannerClient.of`. `transport` replaces the network in tests.
+    """
+
+    def __init__(self, settings: InstanceSettings, transport: httpx.BaseTransport | None = None) -> None:
+        self._client = PlannerClient.of(settings, transport=transport)
+        self._timeout_s = settings.planner_timeout_s
+
+    async def instances(self, *, model: str | None = None) -> tuple[InstanceInfo, ...]:
+        """See `PlannerApi`."""
+        deadline = time.monotonic() + self._timeout_s
+        return tuple(await self._run("GET /v1/instances", self._client.instances, model=model, deadline=deadline))
+
+    async def forks(self) -> tuple[ForkInfo, ...]:
+        """See `PlannerApi`."""
+        deadline = time.monotonic() + self._timeout_s
+        return tuple(await self._run("GET /v1/forks", self._client.forks, deadline=deadline))
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """See `PlannerApi`."""
+        return tuple(await self._run("GET /v1/models", self._client.models))
+
+    async def scaleups(self) -> tuple[ScaleUpInfo, ...]:
+        """See `PlannerApi`."""
+        return tuple(await self._run("GET /v1/scaleups", self._client.scaleups))
+
+    async def announce(self, scaleup: ScaleUp) -> ScaleUpInfo:
+        """See `PlannerApi`."""
+        return await self._run("POST /v1/scaleups", self._client.announce, scaleup)
+
+    async def withdraw(self, scaleup_id: str) -> None:
+        """See `PlannerApi`."""
+        await self._run("DELETE /v1/scaleups", self._client.withdraw, scaleup_id)
+
+    async def remove(self, instance_id: str) -> None:
+        """See `PlannerApi`."""
+        await self._run("DELETE /v1/instances", self._client.remove, instance_id)
+
+    async def close(self) -> None:
+        """Close all connections. Later calls raise PlannerUnavailable."""
+        self._client.close()
+
+    async def _run(self, request: str, call: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.to_thread(call, *arguments, **options)
+        except TimeoutError:
+            reason = f"no response within {self._timeout_s:g} s"
+            raise PlannerUnavailable(f"{request}: planner {self._client.url} is unreachable: {reason}") from None
+        except NetworkError as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            raise PlannerUnavailable(f"{request}: {error}{hint}") from error

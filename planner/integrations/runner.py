@@ -1,22 +1,23 @@
-"""The integrations by name, and their runner: used by the planner's process and by `rfork k8s`."""
+"""The integrations by name, and their runner: in the planner's process and for `rfork k8s`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
-from planner.integrations.cancellation import raise_if_cancelled
-from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
+from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app, raise_if_cancelled
 from planner.sockets import address_of, listen, run_server
-from rfork.errors import MissingExtra, RforkError
+from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.logs import logger
-from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings
+from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings, load
 from rfork.tracing import get_tracer
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -33,6 +34,7 @@ SCALER: Final = "rfork-scaler"
 """Service names in traces, whichever process they run in."""
 IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationStatus], Awaitable[None]]
 log = logger("planner.integrations")
+log = logger("planner.integrations")
 
 
 async def _webhook(
@@ -46,12 +48,12 @@ async def _webhook(
 async def _controller(
     kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
 ) -> None:
-    from planner.integrations.kubernetes.cluster_client import connect
-    from planner.integrations.kubernetes.controller import loop as controller
-    from planner.integrations.planner_client import PlannerRestClient
+    from planner.integrations.kubernetes.cluster import connect
+    from planner.integrations.kubernetes.controller import controller
+    from planner.integrations.planner_api import AsyncPlannerClient
 
     async with contextlib.AsyncExitStack() as closing:
-        planner_api = PlannerRestClient(settings)
+        planner_api = AsyncPlannerClient(settings)
         closing.push_async_callback(planner_api.close)
         cluster = connect(kubernetes_settings)
         closing.push_async_callback(cluster.close)
@@ -62,9 +64,9 @@ async def _scaler(
     kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
 ) -> None:
     from planner.integrations.keda import scaler
-    from planner.integrations.planner_client import PlannerRestClient
+    from planner.integrations.planner_api import AsyncPlannerClient
 
-    planner_api = PlannerRestClient(settings)
+    planner_api = AsyncPlannerClient(settings)
     try:
         await scaler.run(kubernetes_settings, planner_api, status, get_tracer(SCALER))
     finally:
@@ -221,3 +223,88 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(part)
     else:
         yield error
+
+
+class InProcessRunner:
+    """Runs integrations on a thread with its own event loop, so that they do not delay requests.
+
+    A context manager: leaving it stops them.
+    """
+
+    def __init__(
+        self, names: Sequence[IntegrationName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+    ) -> None:
+        self._runner = IntegrationRunner(names, kubernetes_settings, settings, restart_on_failure=True)
+        self.metrics = IntegrationMetrics(self._runner.statuses)
+        """Their metrics, for the planner's registry."""
+        self._thread = threading.Thread(target=self._run, name="rfork-integrations", daemon=True)
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread. From then on a failed integration is restarted."""
+        log.info(
+            "integrations started", integrations=",".join(status.integration for status in self._runner.statuses())
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Request a stop and return immediately."""
+        self._stopping.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S + 2)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._run_until_stopped())
+        except Exception:  # outermost handler of the thread: the planner continues without integrations
+            log.exception("integrations stopped unexpectedly")
+
+    async def _run_until_stopped(self) -> None:
+        runner = asyncio.create_task(self._runner.run())
+        stopping = asyncio.create_task(asyncio.to_thread(self._stopping.wait))
+        try:
+            await asyncio.wait({runner, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stopping.set()  # ends the waiting thread
+        runner.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await runner
+
+
+@contextlib.contextmanager
+def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Iterator[InProcessRunner | None]:
+    """Yield a runner, not yet started, for the integrations of the planner at `url`, or None without any.
+
+    Unless RFORK_PLANNER names another planner, they use this one, with its own token. Raises SettingsError if
+    KubernetesSettings is invalid or does not define the planner URL for Pods.
+    """
+    if not planner_settings.integrations:
+        yield None
+        return
+    kubernetes_settings, settings = load(KubernetesSettings), load(InstanceSettings)
+    is_for_pods = kubernetes_settings.pod_planner_url or settings.planner
+    if is_for_pods is None and "webhook" in planner_settings.integrations:
+        raise SettingsError(
+            "the webhook does not know the URL at which Pods reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+        )
+    for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
+        url = url.replace(everywhere, loopback)
+    with InProcessRunner(
+        tuple(dict.fromkeys(planner_settings.integrations)),
+        kubernetes_settings.model_copy(update={"pod_planner_url": is_for_pods}),
+        settings.model_copy(
+            update={
+                "planner": settings.planner or url,
+                "token": settings.token or planner_settings.token,
+            }
+        ),
+    ) as runner:
+        yield runner

@@ -21,8 +21,8 @@ from planner.policy.eligibility import ineligible_reason, no_data_reason, source
 from planner.policy.plan_state import PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.transports import transport_cost
+from planner.policy.types import ForkDemand, PlanDecision, Source, Storage
 from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
-from planner.policy_types import ForkDemand, PlanDecision, Source, Storage
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 

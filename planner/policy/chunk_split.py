@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from planner.policy.transports import shared_transports
-from planner.policy_types import RouteAssignment, Source, Storage
+from planner.policy.types import RouteAssignment, Source, Storage
 from rfork.image.ranges import Range, count, normalise
 
 

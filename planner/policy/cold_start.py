@@ -18,8 +18,8 @@ from planner.policy import reasons
 from planner.policy.chunk_split import split, to_assignments
 from planner.policy.fanout import CHAIN_CHUNK_RATIO, locality_key, node_of, plan_fanout, two_trees
 from planner.policy.plan_state import PlanState
+from planner.policy.types import ForkDemand, PlanDecision, Storage
 from planner.policy.weights import storage_for_missing_chunks, with_requested_weights
-from planner.policy_types import ForkDemand, PlanDecision, Storage
 from rfork.image.ranges import Range, subtract
 
 STORAGE_PREFERENCE: Final = {"snapshot": 0, "checkpoint": 1, "loader": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.policy.plan_state import PlanState
 from planner.policy.transports import no_transport_reason, transport_cost
-from planner.policy_types import ForkDemand, Source, distance
+from planner.policy.types import ForkDemand, Source, distance
 
 
 def source_sort_key(

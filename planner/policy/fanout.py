@@ -19,7 +19,7 @@ from planner.policy.eligibility import ineligible_reason, source_sort_key
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_STRIPES
 from planner.policy.transports import transport_cost
-from planner.policy_types import ForkDemand, PlanDecision, Source, Storage, link_fraction
+from planner.policy.types import ForkDemand, PlanDecision, Source, Storage, link_fraction
 from rfork.image.ranges import Range
 
 CHAIN_CHUNK_RATIO: Final = 10

@@ -23,8 +23,8 @@ from planner.policy.fanout import plan_fanout
 from planner.policy.plan_state import PlanState
 from planner.policy.stragglers import stragglers
 from planner.policy.transports import has_only_same_host
+from planner.policy.types import ForkDemand, GroupView, HolderCount, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_requested_weights
-from planner.policy_types import ForkDemand, GroupView, HolderCount, PlanDecision, Source
 from rfork.image.ranges import subtract
 
 __all__ = ["plan", "stragglers"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from planner.policy.transports import is_same_host_read
+from planner.policy.types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_storage_weights
-from planner.policy_types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 MAX_UPSTREAM_SOURCES: Final = 64

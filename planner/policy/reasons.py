@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from planner.policy.transports import is_same_host_route, uses_gpu_kernels
-from planner.policy_types import GroupView, RouteAssignment, Source, Storage
+from planner.policy.types import GroupView, RouteAssignment, Source, Storage
 from rfork.image.ranges import Range, count
 from rfork.weights_version import FIRST, is_unnamed, short
 

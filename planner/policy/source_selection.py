@@ -9,7 +9,7 @@ from typing import Final
 from planner.policy.chunk_split import cut
 from planner.policy.plan_state import IDLE_LOAD
 from planner.policy.transports import TransportCost
-from planner.policy_types import Source, distance, link_fraction
+from planner.policy.types import Source, distance, link_fraction
 from rfork.image.ranges import Range, count, intersect, subtract
 
 MAX_STRIPES: Final = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
-from planner.policy_types import GroupView, Source
+from planner.policy.types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
 LAG_THRESHOLD: Final = 6

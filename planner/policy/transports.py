@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from planner.policy_types import Source
+from planner.policy.types import Source
 from rfork.schema.types import GPU_KERNEL_TRANSPORTS, SAME_HOST_TRANSPORTS
 
 TransportCost = tuple[bool, bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.policy_types import ForkDemand, Source, Storage
+from planner.policy.types import ForkDemand, Source, Storage
 from rfork.image.ranges import normalise
 
 

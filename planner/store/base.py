@@ -8,11 +8,10 @@ is up to date. So two replicas never assign one slot to two readers, nor elect t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from planner.state import PlannerState
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
+from planner.core.records import GroupKey, StoreChange
+from planner.core.state import PlannerState
 
 
 class CommitConflict(Exception):
@@ -21,22 +20,6 @@ class CommitConflict(Exception):
 
 class StoreUnavailable(Exception):
     """The store does not answer: most likely nothing was changed. The message names what to check."""
-
-
-@dataclass(frozen=True)
-class StoreChange:
-    """Records to write, and ids to remove, atomically."""
-
-    instances: tuple[InstanceRecord, ...] = ()
-    forks: tuple[ForkRecord, ...] = ()
-    removed: tuple[str, ...] = ()
-    """Ids of instances to remove."""
-    scaleups: tuple[ScaleUpRecord, ...] = ()
-    withdrawn: tuple[str, ...] = ()
-    """Ids of scale-ups to remove."""
-    group: GroupKey | None = None
-    """If set, the change is applied only if the forks of this group have not changed since `version`."""
-    version: int = 0
 
 
 class PlannerStore(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter
 
-from planner.store.records import ForkRecord, InstanceRecord
+from planner.core.records import ForkRecord, InstanceRecord
 from rfork.schema import InstanceReport
 from rfork.schema.types import ChunkRange
 

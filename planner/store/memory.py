@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.leases import Clock
-from planner.state import PlannerState
-from planner.store.base import CommitConflict, StoreChange
-from planner.store.records import GroupKey
+from planner.clock import Clock
+from planner.core.records import GroupKey, StoreChange
+from planner.core.state import PlannerState
+from planner.store.base import CommitConflict
 
 
 class MemoryStore:
@@ -30,7 +30,7 @@ class MemoryStore:
                 raise CommitConflict
             self._changes += 1
             self._versions[change.group] = self._changes
-        self.state.apply(change.instances, change.forks, change.removed, change.scaleups, change.withdrawn)
+        self.state.apply(change)
         if change.removed:
             # Numbers are never reused, so a removed group may start again at 0.
             live_groups = {group.key for group in self.state.groups()}

@@ -9,9 +9,8 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from planner.store.base import StoreChange
+from planner.core.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord, StoreChange
 from planner.store.codec import FORKS, INSTANCES, Patch
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 
 READ_COUNT: Final = 1000
 """Maximum number of changes that the follower reads at a time."""

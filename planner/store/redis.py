@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from planner.leases import Clock
-from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.clock import Clock
+from planner.core.records import GroupKey, StoreChange
+from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.messages import (
     CONFLICT_VERDICT,
     READ_COUNT,
@@ -27,7 +28,6 @@ from planner.store.messages import (
     ReplicaOutdated,
     body_of,
 )
-from planner.store.records import GroupKey
 from planner.store.replica import Replica
 from rfork.errors import MissingExtra
 from rfork.logs import logger

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from planner.leases import Clock
-from planner.state import PlannerState
+from planner.clock import Clock
+from planner.core.records import GroupKey, StoreChange
+from planner.core.state import PlannerState
 from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
 from planner.store.messages import SCALEUP_ADAPTER, LogEntry, ReplicaOutdated, StoreSnapshot, group_from
-from planner.store.records import GroupKey
 
 MAX_EMPTIED: Final = 256
 """Maximum number of groups removed per change; the next change that removes an instance removes more."""
@@ -45,10 +45,10 @@ class Replica:
         live = [fork for name, fork in contents.forks.items() if name not in ended]
         self.state.clear()
         # Forks first: otherwise a reader that an instance names would count as unplanned.
-        self.state.apply(forks=[contents.forks[name] for name in ended])
-        self.state.apply(forks=sorted(live, key=lambda fork: fork.seen_at))
-        self.state.apply(sorted(contents.instances.values(), key=lambda instance: instance.seen_at))
-        self.state.apply(scaleups=contents.scaleups.values())
+        live.sort(key=lambda fork: fork.seen_at)
+        self.state.apply(StoreChange(forks=(*(contents.forks[name] for name in ended), *live)))
+        instances = sorted(contents.instances.values(), key=lambda instance: instance.seen_at)
+        self.state.apply(StoreChange(instances=tuple(instances), scaleups=tuple(contents.scaleups.values())))
         self.mark_synced(contents.time)
         self.state.notify_reloaded()
 
@@ -60,15 +60,15 @@ class Replica:
             raise ReplicaOutdated(f"change {entry.number} arrived after {self.applied}")
         body = entry.body
         try:
-            instances = list(_apply_patches(INSTANCES, body.instances, self.state.instance))
-            forks = list(_apply_patches(FORKS, body.forks, self.state.fork))
-            scaleups = [SCALEUP_ADAPTER.validate_json(text) for _, text in body.scaleups]
+            instances = tuple(_apply_patches(INSTANCES, body.instances, self.state.instance))
+            forks = tuple(_apply_patches(FORKS, body.forks, self.state.fork))
+            scaleups = tuple(SCALEUP_ADAPTER.validate_json(text) for _, text in body.scaleups)
         except ValueError as error:
             first_line = str(error).partition("\n")[0]
             raise ReplicaOutdated(f"change {entry.number} does not match the local records: {first_line}") from None
         # Clock first: later events here must not appear to precede the change.
         self._clock_offset += max(0.0, entry.time - self.now())
-        self.state.apply(instances, forks, body.removed, scaleups, body.withdrawn)
+        self.state.apply(StoreChange(instances, forks, body.removed, scaleups, body.withdrawn))
         if body.group:
             self._versions[group_from(body.group)] = entry.number
         for emptied in body.emptied:

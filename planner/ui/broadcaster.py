@@ -12,12 +12,10 @@ the event loop's thread only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Final
 
-from planner.http_errors import ProblemError
-from planner.registry import Registry
-from planner.store.records import InstanceRecord
+from planner.core.problems import ProblemError
+from planner.plan_service import PlanService
 from planner.ui.fleet_diff import FleetDiff
 from planner.ui.subscriber import Subscriber
 from rfork.logs import logger
@@ -30,19 +28,18 @@ FLUSH_INTERVAL_S: Final = 0.5
 class Broadcaster:
     """All connected pages, and the task that polls for changes."""
 
-    def __init__(self, registry: Registry, *, heartbeat_s: float, flush_interval_s: float = FLUSH_INTERVAL_S) -> None:
+    def __init__(self, service: PlanService, *, heartbeat_s: float, flush_interval_s: float = FLUSH_INTERVAL_S) -> None:
         """`heartbeat_s`: heartbeat interval of instances; `flush_interval_s`: interval between polls of the
         records.
         """
-        self._state = registry.state
-        self._fleet_diff = FleetDiff(registry, heartbeat_s=heartbeat_s)
+        self._state = service.state
+        self._fleet_diff = FleetDiff(service, heartbeat_s=heartbeat_s)
         self._flush_interval_s = flush_interval_s
         self._subscribers: dict[Subscriber, None] = {}
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
-        self._stale = False
+        self._reloads = 0
         self._closed = False
-        registry.state.add_state_listener(self)
 
     async def subscribe(self) -> Subscriber:
         """Connect a page until `unsubscribe` or `close`.
@@ -87,18 +84,6 @@ class Broadcaster:
         for subscriber in self._subscribers:
             subscriber.close()
 
-    # -- planner.state.StateListener -----------------------------------------------------------------
-
-    def on_instance(self, record: InstanceRecord) -> None:
-        """Ignore: found at the next poll."""
-
-    def on_scaleups(self, models: Iterable[str]) -> None:
-        """Ignore: found at the next poll."""
-
-    def on_reload(self) -> None:
-        """Send everything again: the reload may have dropped what was sent."""
-        self._stale = True
-
     # -- the task ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -107,7 +92,8 @@ class Broadcaster:
             await self._publish()
             while True:
                 await asyncio.sleep(self._flush_interval_s)
-                if self._stale:
+                if self._reloads != self._state.reloads:
+                    # The reload may have dropped what was sent: send everything again.
                     await self._publish()
                     for subscriber in self._subscribers:
                         subscriber.reset(self._fleet_diff.full_state())
@@ -135,5 +121,5 @@ class Broadcaster:
 
     def _reset(self) -> None:
         self._fleet_diff.clear()
-        self._stale = False
+        self._reloads = self._state.reloads
         self._ready.clear()

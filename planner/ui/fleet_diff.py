@@ -17,9 +17,9 @@ from pydantic_core import to_json
 
 import rfork
 from planner.api.models import model_infos
-from planner.registry import Registry
-from planner.state import PlannerState
-from planner.store.records import ForkRecord, InstanceRecord
+from planner.core.records import ForkRecord, InstanceRecord
+from planner.core.state import PlannerState
+from planner.plan_service import PlanService
 from planner.ui.rows import Row, fork_row, instance_row, next_change_at, row_diff
 
 TOTALS_INTERVAL_S: Final = 2.0
@@ -49,9 +49,9 @@ class SentRow:
 class FleetDiff:
     """The last sent rows of instances and forks, and the last sent totals."""
 
-    def __init__(self, registry: Registry, *, heartbeat_s: float) -> None:
+    def __init__(self, service: PlanService, *, heartbeat_s: float) -> None:
         """`heartbeat_s`: heartbeat interval of instances."""
-        self._registry = registry
+        self._service = service
         self._heartbeat_s = heartbeat_s
         self._silent_after_s = SILENT_HEARTBEATS * heartbeat_s
         self._instances: dict[str, SentRow] = {}
@@ -69,7 +69,7 @@ class FleetDiff:
     def start(self) -> int:
         """Start over: everything has to be sent. Return how many turns that may take."""
         self.clear()
-        state = self._registry.state
+        state = self._service.state
         ended = sorted((fork for fork in state.forks() if not fork.live), key=lambda fork: fork.seen_at)
         for fork in (*ended[-MAX_ENDED:], *state.live_forks()):
             self._changed[fork.fork_id] = None
@@ -83,7 +83,7 @@ class FleetDiff:
 
     def next_changes(self) -> bytes:
         """Return the changes since the last call as one message; empty if there are none."""
-        now = self._registry.now()
+        now = self._service.now()
         forks, ended = self._changed_forks()
         parts: dict[str, JsonValue] = {
             "instances": [*self._changed_instances(now)],
@@ -98,7 +98,7 @@ class FleetDiff:
     def _changed_instances(self, now: float) -> list[Row]:
         """Return the changed rows. Heartbeats make new records, but most of them change no row."""
         found: list[Row] = []
-        records = self._registry.state.instances()
+        records = self._service.state.instances()
         # Continue where the last turn stopped, or the last instances would never be sent.
         start = self._next if self._next < len(records) else 0
         self._next = 0
@@ -117,7 +117,7 @@ class FleetDiff:
         return found
 
     def _removed_instances(self) -> list[str]:
-        state = self._registry.state
+        state = self._service.state
         if len(self._instances) <= state.instance_count:
             # Some instances may not have been sent yet: removals wait for that.
             return []
@@ -132,7 +132,7 @@ class FleetDiff:
         dropped: list[str] = []
         for fork_id in list(islice(self._changed, MAX_ROWS)):
             del self._changed[fork_id]
-            record = self._registry.state.fork(fork_id)
+            record = self._service.state.fork(fork_id)
             if record is None:  # it finished and was forgotten since it was sent
                 if self._forks.pop(fork_id, None) is not None:
                     self._ended.pop(fork_id, None)
@@ -159,13 +159,13 @@ class FleetDiff:
         if now < self._totals_at:
             return {}
         self._totals_at = now + TOTALS_INTERVAL_S
-        registry = self._registry
-        groups = sorted(registry.state.groups(), key=lambda group: group.key)
+        service = self._service
+        groups = sorted(service.state.groups(), key=lambda group: group.key)
         totals: dict[str, JsonValue] = {
-            "models": [row.model_dump() for group in groups for row in model_infos(registry.state, group)],
-            "scaleups": [view.model_dump(exclude={"expires_in_s"}) for view in registry.scaleups.views()],
-            "ready": registry.store.ready,
-            "seconds_saved": _seconds_saved(registry.state),
+            "models": [row.model_dump() for group in groups for row in model_infos(service.state, group)],
+            "scaleups": [view.model_dump(exclude={"expires_in_s"}) for view in service.scaleups()],
+            "ready": service.store.ready,
+            "seconds_saved": _seconds_saved(service.state),
         }
         changes = {name: value for name, value in totals.items() if self._totals.get(name) != value}
         self._totals = totals
@@ -177,7 +177,7 @@ class FleetDiff:
         return self._pieces(instances, list(self._forks.values()), dict(self._totals))
 
     def _pieces(self, instances: list[Row], forks: list[Row], totals: dict[str, JsonValue]) -> Iterator[bytes]:
-        now = round(self._registry.now(), 2)
+        now = round(self._service.now(), 2)
         header: Row = {"version": rfork.__version__, "heartbeat_s": self._heartbeat_s, "now": now}
         yield _message("begin", header)
         for piece in chunked(instances):

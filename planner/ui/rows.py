@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from pydantic import JsonValue
 
-from planner.store.records import ForkRecord, InstanceRecord
+from planner.core.records import ForkRecord, InstanceRecord
 from rfork.image.ranges import count, normalise
 
 Row = dict[str, JsonValue]

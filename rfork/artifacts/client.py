@@ -29,9 +29,10 @@ from rfork.errors import (
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.fetch import CheckLayout, fetch_with_report
-from rfork.receiver.progress import OnProgress
+from rfork.receiver.planner_requests import OnProgress
 from rfork.receiver.report import short_id
+from rfork.receiver.session import CheckLayout
+from rfork.receiver.session import fetch as fetch_image
 from rfork.schema import InstanceReport
 from rfork.settings import ArtifactSettings, InstanceSettings
 
@@ -175,7 +176,7 @@ def _fetch_image(
     instance: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, check: CheckLayout
 ) -> tuple[Image, str]:
     """Return the image that an instance serves, and the sources it was read from."""
-    image, _, fork = fetch_with_report(instance, lambda: _connect(settings), settings, on_progress, check)
+    image, _, fork = fetch_image(instance, settings, on_progress, check)
     return image, ", ".join(f"{short_id(share.source_id)}@{share.host}" for share in fork.sources)
 
 

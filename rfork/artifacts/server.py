@@ -10,12 +10,10 @@ from rfork.artifacts.cache_types import cache_dirs
 from rfork.artifacts.key import VERSION, ArtifactKey, local_key, name_of
 from rfork.artifacts.pack import TRANSIENT_REASONS, Packed, found_in, pack
 from rfork.errors import SettingsError, StorageNotFound
+from rfork.image.memory import compute_manifest
 from rfork.logs import logger
-from rfork.planner_client.client import PlannerClient
 from rfork.settings import ArtifactSettings, InstanceSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
-from rfork.transport.selection import select_transports
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 
 log = logger(__name__)
 
@@ -81,9 +79,8 @@ class ArtifactServer:
             packed.image,
             InstanceIdentity(self.name, version=VERSION),
             self._settings,
-            select_transports(self._settings),
+            Connections.of(self._settings),
             manifest=manifest,
-            planner=PlannerClient.of(self._settings) if self._settings.planner is not None else None,
         ).start()
         self._seed, self.packed = seed, packed
         log.info("serving artifacts", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))

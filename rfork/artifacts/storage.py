@@ -26,11 +26,10 @@ from rfork.errors import (
 )
 from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import image_from_tensors
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.image.safetensors_header import layout_of
 from rfork.logs import logger
 from rfork.settings import ArtifactSettings, StorageSettings
-from rfork.source.image_state import compute_manifest
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import is_file, open_files, snapshot_location

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Annotated
 
 import typer
 
@@ -11,9 +12,10 @@ from rfork import __version__
 from rfork.cli import (
     cache,
     convert,
+    demo,
     doctor,
     drain,
-    k8s,
+    explain,
     launch,
     plan,
     planner,
@@ -22,23 +24,19 @@ from rfork.cli import (
     sidecar,
     snapshot,
     status,
+    top,
 )
-from rfork.cli.console import handle_errors, hard_exit, out, print_json, replace_unencodable_output
-from rfork.cli.demo import command as demo
-from rfork.cli.explain import command as explain
-from rfork.cli.options import JsonOption
-from rfork.cli.top import command as top
+from rfork.cli.console import handle_errors, hard_exit, out, replace_unencodable_output
 
 app = typer.Typer(
     name="rfork",
-    help="fork() for model weights: start LLM replicas from replicas that are already running.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich would interpret "[env: …]" as markup
 )
 app.command("planner", short_help="Run the planner.")(planner.planner)
-app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(k8s.k8s)
+app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(planner.k8s)
 app.command("seed", short_help="Load a model folder and serve its weights.")(seed.seed)
 app.command("sidecar", short_help="Select seeds for unmodified SGLang servers.")(sidecar.sidecar)
 app.command("pull", short_help="Fork a model from running instances.")(pull.pull)
@@ -57,14 +55,20 @@ app.command("doctor", short_help="Check this machine and its settings.")(doctor.
 app.command("demo", short_help="Fork a real model on this machine and verify the result.")(demo.demo)
 
 
-@app.command("version")
-def version(as_json: JsonOption = False) -> None:
-    """Print the version."""
-    with handle_errors(as_json=as_json):
-        if as_json:
-            print_json({"version": __version__})
-        else:
+def _print_version(requested: bool) -> None:
+    if requested:
+        with handle_errors():
             out.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """fork() for model weights: start LLM replicas from replicas that are already running."""
 
 
 def main() -> None:

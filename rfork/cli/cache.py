@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
+from rfork.cli.console import Bar, configure_logs, err, handle_errors, print_result, warn
 from rfork.cli.formatters import plural
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
-from rfork.cli.progress import Bar, sources_note
-from rfork.schema import ForkProgress
 from rfork.settings import ArtifactSettings, InstanceSettings, redacted
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 
 if TYPE_CHECKING:
-    from rfork.artifacts.report import ArtifactReport
     from rfork.artifacts.server import ArtifactServer
 
 RESCAN_INTERVAL_S: Final = 30.0
@@ -65,12 +62,7 @@ UriArgument = Annotated[
 ]
 DeadlineOption = Annotated[
     float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="Maximum duration in seconds [default: 120]",
-        min=0.1,
-        show_default=False,
-    ),
+    typer.Option(metavar="SECONDS", help="Maximum duration in seconds [default: 120]", min=0.1, show_default=False),
 ]
 
 
@@ -84,29 +76,25 @@ def ls(kinds: CacheTypesOption = None, engine: EngineOption = None, as_json: Jso
         from rfork.artifacts.pack import found_in
 
         key = local_key(engine)
-        rows = []
+        caches, lines = [], [f"key {key.id}: {key.description}"]
         for cache_dir in cache_dirs(artifact_settings, all_known=True):
+            cache_type, problem = cache_dir.cache_type, cache_dir.problem()
             sizes = [found.size for found in found_in(cache_dir)]
-            rows.append((cache_dir, len(sizes), sum(sizes), cache_dir.problem()))
-        if as_json:
-            caches = [
+            caches.append(
                 {
-                    "type": cache_dir.cache_type.name,
+                    "type": cache_type.name,
                     "folder": str(cache_dir.folder),
-                    "files": files,
-                    "bytes": size,
-                    "path_bound": cache_dir.cache_type.path_bound,
+                    "files": len(sizes),
+                    "bytes": sum(sizes),
+                    "path_bound": cache_type.path_bound,
                     "problem": problem,
                 }
-                for cache_dir, files, size, problem in rows
-            ]
-            print_json({"key": key.id, "description": key.description, "caches": caches})
-            return
-        out.print(f"key {key.id}: {key.description}", markup=False)
-        for cache_dir, files, size, problem in rows:
-            content = problem or (f"{plural(files, 'file')}, {size / 1e6:.1f} MB" if files else "no files")
-            bound = "; usable only at this path" if cache_dir.cache_type.path_bound and files else ""
-            out.print(f"{cache_dir.cache_type.name}: {cache_dir.folder}: {content}{bound}", markup=False)
+            )
+            content = f"{plural(len(sizes), 'file')}, {sum(sizes) / 1e6:.1f} MB" if sizes else "no files"
+            bound = "; usable only at this path" if cache_type.path_bound and sizes else ""
+            lines.append(f"{cache_type.name}: {cache_dir.folder}: {problem or content}{bound}")
+        result = {"key": key.id, "description": key.description, "caches": caches}
+        print_result(result, "\n".join(lines), as_json=as_json)
 
 
 @app.command("save")
@@ -127,19 +115,15 @@ def save(
         from rfork.artifacts.storage import ANY_MODEL
 
         written, packed = artifacts.save(uri, model=model or ANY_MODEL, engine=engine, artifacts=artifact_settings)
-        if as_json:
-            print_json(
-                {
-                    "uri": written.uri,
-                    "files": packed.files,
-                    "bytes": packed.bytes,
-                    "bytes_written": written.written,
-                    "skipped": packed.skipped,
-                }
-            )
-        else:
-            size = f"{plural(packed.files, 'file')}, {packed.bytes / 1e6:.1f} MB"
-            out.print(f"{written.uri}: {size} written{_skipped_text(packed.skipped)}", markup=False)
+        result = {
+            "uri": written.uri,
+            "files": packed.files,
+            "bytes": packed.bytes,
+            "bytes_written": written.written,
+            "skipped": packed.skipped,
+        }
+        size = f"{plural(packed.files, 'file')}, {packed.bytes / 1e6:.1f} MB"
+        print_result(result, f"{written.uri}: {size} written{_skipped_text(packed.skipped)}", as_json=as_json)
 
 
 @app.command("load")
@@ -159,7 +143,7 @@ def load(
         report = artifacts.load(
             uri, engine=engine, artifacts=artifact_settings, deadline_s=deadline or FETCH_DEADLINE_S
         )
-        _print_report(report, as_json=as_json)
+        print_result(report.to_dict(), report.line(), as_json=as_json)
 
 
 @app.command("pull")
@@ -179,19 +163,15 @@ def pull(
         from rfork.artifacts.client import FETCH_DEADLINE_S
 
         with Bar(f"cache of {model}") as bar:
-
-            def show(progress: ForkProgress, image_bytes: int) -> None:
-                bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
-
             report = artifacts.fetch(
                 model=model,
                 engine=engine,
                 settings=chosen,
                 artifacts=artifact_settings,
                 deadline_s=deadline or FETCH_DEADLINE_S,
-                on_progress=show,
+                on_progress=bar.show_fork,
             )
-        _print_report(report, as_json=as_json)
+        print_result(report.to_dict(), report.line(), as_json=as_json)
 
 
 @app.command("seed")
@@ -201,12 +181,7 @@ def seed(
     kinds: CacheTypesOption = None,
     engine: EngineOption = None,
     interval: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Seconds between checks for new files.",
-            min=0.1,
-        ),
+        float, typer.Option(metavar="SECONDS", help="Seconds between checks for new files.", min=0.1)
     ] = RESCAN_INTERVAL_S,
     bind: BindOption = None,
     host: HostOption = None,
@@ -225,7 +200,7 @@ def seed(
         from rfork.artifacts import ArtifactServer, local_key
 
         if chosen.planner is None:
-            err.print("[yellow]warning:[/] no planner is set, so no instance can find these caches (set RFORK_PLANNER)")
+            warn("no planner is set, so no instance can find these caches (set RFORK_PLANNER)")
         stopped = shutdown_on_signal()
         with ArtifactServer(model, local_key(engine), chosen, artifact_settings) as server:
             while not stopped.is_set():
@@ -242,33 +217,19 @@ def _settings(kinds: str | None, *, as_json: bool) -> ArtifactSettings:
     return options.load(ArtifactSettings, kinds=kinds)
 
 
-def _print_report(report: ArtifactReport, *, as_json: bool) -> None:
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        out.print(report.line(), markup=False)
-
-
 def _print_served(server: ArtifactServer, settings: InstanceSettings, *, as_json: bool) -> None:
     seed, packed = server.seed, server.packed
     if seed is None or packed is None:
         return
     if settings.planner is not None and not seed.wait_registered(settings.planner_timeout_s):
-        err.print(f"[yellow]warning:[/] planner {redacted(settings.planner)} is not reachable yet; retrying")
+        warn(f"planner {redacted(settings.planner)} is not reachable yet; retrying")
     report = seed.report()
-    if as_json:
-        ready_event = {
-            "event": "ready",
-            "files": packed.files,
-            "bytes": packed.bytes,
-            "skipped": packed.skipped,
-        }
-        print_json({**ready_event, **report.model_dump(mode="json")})
-        return
-    out.print(
+    ready = {"event": "ready", "files": packed.files, "bytes": packed.bytes, "skipped": packed.skipped}
+    print_result(
+        {**ready, **report.model_dump(mode="json")},
         f"serving {plural(packed.files, 'file')} ({packed.bytes / 1e6:.1f} MB) at {report.address} over "
         f"{', '.join(report.transports)}{_skipped_text(packed.skipped)}; registered as model {report.model}",
-        markup=False,
+        as_json=as_json,
     )
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from rfork.cli.console import handle_errors, out, print_json
+from rfork.cli.console import Bar, handle_errors, print_result
 from rfork.cli.options import JsonOption
-from rfork.cli.progress import Bar
 from rfork.errors import SettingsError
-
-if TYPE_CHECKING:
-    import torch
 
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
 
@@ -55,19 +51,16 @@ def convert(
         ),
     ] = None,
     source_key: Annotated[
-        Path | None,
-        typer.Option("--src-key-file", help="File with the key of SRC: 32 bytes, or 64 hex digits."),
+        Path | None, typer.Option("--src-key-file", help="File with the key of SRC: 32 bytes, or 64 hex digits.")
     ] = None,
     source_password: Annotated[
         Path | None, typer.Option("--src-password-file", help="File with the password of SRC on its first line.")
     ] = None,
     key: Annotated[
-        Path | None,
-        typer.Option("--key-file", help="File with the key to encrypt DST (NAME.tensors)."),
+        Path | None, typer.Option("--key-file", help="File with the key to encrypt DST (NAME.tensors).")
     ] = None,
     password: Annotated[
-        Path | None,
-        typer.Option("--password-file", help="File with the password to encrypt DST on its first line."),
+        Path | None, typer.Option("--password-file", help="File with the password to encrypt DST on its first line.")
     ] = None,
     force: Annotated[
         bool,
@@ -86,6 +79,8 @@ def convert(
     DST.
     """
     with handle_errors(as_json=as_json):
+        import torch
+
         from rfork.storage.convert.convert import convert as run
         from rfork.storage.tensorizer.encryption import Secret
 
@@ -96,7 +91,7 @@ def convert(
             saved = run(
                 source,
                 destination,
-                dtype=_dtype(dtype),
+                dtype=getattr(torch, dtype) if dtype is not None else None,
                 only=only or (),
                 rank=rank,
                 unlock=unlock,
@@ -105,34 +100,23 @@ def convert(
                 force=force,
                 progress=bar.update,
             )
-        if as_json:
-            print_json(
-                {
-                    "uri": saved.uri,
-                    "tensors": saved.tensors,
-                    "bytes": saved.nbytes,
-                    "seconds": round(saved.seconds, 3),
-                    "gb_per_s": round(saved.gb_per_s, 3),
-                }
-            )
-        else:
-            out.print(saved.line(), markup=False)
-
-
-def _dtype(name: FloatName | None) -> torch.dtype | None:
-    import torch
-
-    types = {dtype_name: getattr(torch, dtype_name) for dtype_name in ("float64", "float32", "float16", "bfloat16")}
-    return types[name] if name is not None else None
+        result = {
+            "uri": saved.uri,
+            "tensors": saved.tensors,
+            "bytes": saved.nbytes,
+            "seconds": round(saved.seconds, 3),
+            "gb_per_s": round(saved.gb_per_s, 3),
+        }
+        print_result(result, saved.line(), as_json=as_json)
 
 
 def _bytes_in(text: str) -> int:
     """Parse a size such as ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
     match = _size.fullmatch(text.strip())
-    if match is None or (size := _scaled(*match.groups())) < 1:
+    size = 0
+    if match is not None:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if size < 1:
         raise SettingsError(f"--max-shard-size: {text!r} is not a size", hint="e.g. 5GB or 500MiB")
     return size
-
-
-def _scaled(number: str, unit: str, binary: str) -> int:
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -37,20 +37,15 @@ def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
 
         chosen = options.load(InstanceSettings, planner=planner)
         checks = diagnostics.run_checks(chosen) + storage.run_checks(chosen, options.load(StorageSettings))
-        choices = explain_selection(chosen)
+        ok = all(check.status != "fail" for check in checks)
         if as_json:
-            print_json(
-                {
-                    "ok": all(check.status != "fail" for check in checks),
-                    "checks": [asdict(check) for check in checks],
-                    "transports": [asdict(choice) for choice in choices],
-                }
-            )
+            transports = [asdict(choice) for choice in explain_selection(chosen)]
+            print_json({"ok": ok, "checks": [asdict(check) for check in checks], "transports": transports})
         else:
             for check in checks:
                 _print_check(check)
             _print_summary(checks)
-        if any(check.status == "fail" for check in checks):
+        if not ok:
             raise typer.Exit(FAILED)
 
 
@@ -76,4 +71,4 @@ def _print_summary(checks: Sequence[CheckResult]) -> None:
         return
     names = ", ".join(check.name for check in (*failures, *warnings))
     counts = f"{plural(len(failures), 'failure')}, {plural(len(warnings), 'warning')}"
-    out.print(f"\n{counts}: {names}", markup=False)
+    out.print(f"\n{counts}: {names}")

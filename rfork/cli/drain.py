@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.completion import complete_instance, complete_replica
-from rfork.cli.console import handle_errors, out, print_json
+from rfork.cli.console import handle_errors, out, print_json, print_result, waiting
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.cli.progress import spinner
 from rfork.errors import SettingsError, SourceBusy
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.drain import drain_instance, drain_replica
@@ -20,21 +18,11 @@ from rfork.settings import InstanceSettings
 
 def drain(
     instance: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="INSTANCE",
-            help="Id of the instance (see `rfork status`).",
-            autocompletion=complete_instance,
-        ),
+        str | None, typer.Argument(metavar="INSTANCE", help="Id of the instance (see `rfork status`).")
     ] = None,
     replica: Annotated[
         str | None,
-        typer.Option(
-            "--replica",
-            metavar="NAME",
-            help="Drain all instances of this replica (its RFORK_REPLICA).",
-            autocompletion=complete_replica,
-        ),
+        typer.Option("--replica", metavar="NAME", help="Drain all instances of this replica (its RFORK_REPLICA)."),
     ] = None,
     own: Annotated[
         bool,
@@ -78,27 +66,25 @@ def drain(
                 # A server that drains itself is about to exit, whether or not it is the last seed.
                 _drain_all(client, named, force=force or own, wait_s=chosen.drain_timeout_s, as_json=as_json)
             elif instance is not None:
-                with spinner(chosen.drain_timeout_s) as wait_spinner:
-                    drain_result = drain_instance(
-                        client, instance, force=force, wait_s=chosen.drain_timeout_s, on_wait=wait_spinner.set_message
+                with waiting(chosen.drain_timeout_s) as on_wait:
+                    drained = drain_instance(
+                        client, instance, force=force, wait_s=chosen.drain_timeout_s, on_wait=on_wait
                     )
-                if as_json:
-                    print_json({"instance_id": instance, **drain_result.model_dump(mode="json")})
-                else:
-                    out.print(f"{instance} can exit: {drain_result.reason}", markup=False)
+                result = {"instance_id": instance, **drained.model_dump(mode="json")}
+                print_result(result, f"{instance} can exit: {drained.reason}", as_json=as_json)
 
 
 def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: float, as_json: bool) -> None:
-    with spinner(wait_s) as wait_spinner:
-        drain_results = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=wait_spinner.set_message)
+    with waiting(wait_s) as on_wait:
+        drain_results = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=on_wait)
     if as_json:
         print_json({"replica": replica, "instances": [asdict(each) for each in drain_results]})
     elif not drain_results:
-        out.print(f"replica {replica} can exit: the planner knows no instance of it", markup=False)
+        out.print(f"replica {replica} can exit: the planner knows no instance of it")
     else:
         for each in drain_results:
             word = "can exit" if each.can_exit else "cannot exit"
-            out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
+            out.print(f"{each.instance_id} {word}: {each.reason}")
     if left := [each.instance_id for each in drain_results if not each.can_exit]:
         raise SourceBusy(
             f"replica {replica} cannot exit after {wait_s:g} s: {', '.join(left)}",

@@ -7,14 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from rich.text import Text
+
 from rfork import weights_version
 from rfork.cli import formatters
+from rfork.cli.console import Column, FittedTable
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
 
 RUNNING_STATES = ("planning", "running")
 """States of a fork that has not finished."""
+COLOURS = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red", "planning": "dim"}
+"""Colour by phase or outcome; all others are cyan."""
+ROLES = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
+"""Role and colour of an instance by its state."""
 SILENT_S = 12.0
 """An instance without a report for longer is a problem: by default instances report every 5 s."""
 
@@ -47,19 +54,45 @@ class FleetState:
         }
 
 
-def model_titles(models: Sequence[ModelInfo]) -> list[str]:
-    """Return the title of each row: model and rank, and the weights digest if a version has several."""
-    names = [_title(row) for row in models]
+def model_table(models: Sequence[ModelInfo], heading: str) -> FittedTable:
+    """Return a table of models: instances, bytes read from storage and from peers, and the medians of their times.
+
+    The first column, under this heading, has model and rank, and the weights digest if a version has several.
+    """
+    names = [formatters.model(row.model, row.rank_key) for row in models]
     counts = Counter((name, row.version) for name, row in zip(names, models, strict=True))
-    return [
-        f"{name} ({row.weights_id[:6] if row.weights_id else 'unknown'})" if counts[name, row.version] > 1 else name
-        for name, row in zip(names, models, strict=True)
-    ]
-
-
-def _title(row: ModelInfo) -> str:
-    rank = formatters.rank(row.rank_key)
-    return row.model if rank == "-" else f"{row.model} {rank}"
+    columns = (
+        Column(heading, min_width=12),
+        Column("version", min_width=8, priority=1),
+        Column("size", right=True),
+        Column("seeds", right=True),
+        Column("relays", right=True, priority=6),
+        Column("forks", right=True),
+        Column("storage", right=True, priority=5),
+        Column("forked", right=True, priority=4),
+        Column("median fork", right=True, priority=2),
+        Column("median load", right=True, priority=3),
+        Column("saved", right=True, priority=1),
+    )
+    rows = []
+    for name, row in zip(names, models, strict=True):
+        is_ambiguous = counts[name, row.version] > 1
+        rows.append(
+            (
+                f"{name} ({row.weights_id[:6] if row.weights_id else 'unknown'})" if is_ambiguous else name,
+                formatters.version(row.version),
+                formatters.size(row.image_bytes),
+                f"{row.seeds:,}",
+                f"{row.relays:,}",
+                f"{row.forks_running:,}",
+                formatters.size(row.storage_bytes),
+                formatters.size(row.forked_bytes),
+                "" if row.fork_s is None else formatters.duration(row.fork_s),
+                "" if row.storage_s is None else formatters.duration(row.storage_s),
+                formatters.duration(row.seconds_saved) if row.seconds_saved else "",
+            )
+        )
+    return FittedTable(columns, rows)
 
 
 def running_forks(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
@@ -70,6 +103,11 @@ def running_forks(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
 def finished_forks(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
     """Return the finished forks, the latest first."""
     return sorted((fork for fork in forks if fork.finish is not None), key=finished_ago_s)
+
+
+def latest_forks(forks: Iterable[ForkInfo]) -> dict[str, ForkInfo]:
+    """Return the latest fork of each instance, by instance id."""
+    return {fork.instance_id: fork for fork in sorted(forks, key=lambda fork: -fork.age_s)}
 
 
 def finished_ago_s(fork: ForkInfo) -> float:
@@ -110,6 +148,17 @@ def phase_of(fork: ForkInfo) -> str:
     return fork.state
 
 
+def phase_text(fork: ForkInfo) -> Text:
+    """Return the current phase of a fork, or its outcome, in its colour."""
+    phase = phase_of(fork)
+    return Text(phase, COLOURS.get(phase, "cyan"))
+
+
+def last_error(fork: ForkInfo) -> str:
+    """Return the last error of a finished fork; empty if it has none."""
+    return fork.finish.reasons[-1] if fork.finish is not None and fork.finish.reasons else ""
+
+
 def sources_of(fork: ForkInfo) -> dict[str, int]:
     """Return bytes by source, largest first; planned sources without bytes come last.
 
@@ -142,15 +191,19 @@ def rates_of(fork: ForkInfo) -> Mapping[str, float]:
     return last.source_bytes_per_s if last is not None else {}
 
 
-def format_sources(sources: Iterable[str], transports: Mapping[str, str], rates: Mapping[str, float]) -> list[str]:
-    """Format sources: ``1f3a9c2e (http)``, or with rates if there are several: ``1f3a9c2e (http) 40.00 MB/s``."""
-    names = list(sources)
+def sources_text(fork: ForkInfo) -> str:
+    """Return the sources of a fork, largest first: ``1f3a9c2e (http), snapshot:s3://…``; empty without sources.
+
+    For a running fork with several sources, each has its current rate: ``1f3a9c2e (http) 40.00 MB/s``.
+    """
+    sources, transports = sources_of(fork), transports_of(fork)
+    rates = rates_of(fork) if fork.finish is None and len(sources) > 1 else {}
     texts = []
-    for name in names:
-        transport_suffix = f" ({transports[name]})" if name in transports else ""
-        rate = f" {formatters.rate(rates[name])}" if len(names) > 1 and rates.get(name) else ""
-        texts.append(f"{formatters.source(name)}{transport_suffix}{rate}")
-    return texts
+    for name in sources:
+        transport = f" ({transports[name]})" if name in transports else ""
+        rate = f" {formatters.rate(rates[name])}" if rates.get(name) else ""
+        texts.append(f"{formatters.source(name)}{transport}{rate}")
+    return ", ".join(texts)
 
 
 def instance_problem(view: InstanceInfo) -> str:

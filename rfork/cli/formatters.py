@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from rfork import weights_version
 from rfork.schema import source_type
 
+MAX_NAMES: Final = 5
 _GENERATED_ID: Final = re.compile(r"[0-9a-f]{32}")
 _RANK_KEY: Final = re.compile(r"(main|speculative)-tp(\d+)of(\d+)-pp(\d+)of(\d+)-ep(\d+)of(\d+)")
 
@@ -62,6 +64,15 @@ def source(name: str) -> str:
     return short(name) if source_type(name) == "peer" else name
 
 
+def sources_note(sources: dict[str, int]) -> str:
+    """Format the sources, largest first: ``from 1f3a9c2e and 2 others``."""
+    names = [source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
+    if not names:
+        return ""
+    suffix = f" and {plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"from {names[0]}{suffix}"
+
+
 def version(name: str | None) -> str:
     """Format a version for a table: shortened, or empty if it is not determined."""
     return weights_version.short(name) if name else ""
@@ -78,6 +89,18 @@ def rank(key: str) -> str:
         if count != "1":
             parts.append(f"{name} {index}/{count}")
     return " ".join(parts) or "-"
+
+
+def model(name: str, rank_key: str) -> str:
+    """Format a model and its rank, which is omitted if it is the only one."""
+    text = rank(rank_key)
+    return name if text == "-" else f"{name} {text}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Format the first names of a list, and the number of the others: ``a, b, c, d, e and 3 more``."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def plural(count: int, noun: str) -> str:

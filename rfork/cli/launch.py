@@ -61,10 +61,7 @@ def parse_launch_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], li
         allow_abbrev=False,
         exit_on_error=False,
     )
-    flags.add(
-        parser.add_argument_group("options of the server's rfork"),
-        lambda name: (f"--{name}", f"--rfork-{name}"),
-    )
+    flags.add(parser.add_argument_group("options of the server's rfork"), lambda name: (f"--{name}", f"--rfork-{name}"))
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     try:
         values, unknown = parser.parse_known_args(list(arguments))

@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from rfork.cli.completion import complete_version
+from rfork import settings as options
 from rfork.engines.model_name import canonical_model_name
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 
 PlannerOption = Annotated[
     str | None,
     typer.Option("--planner", metavar="URL", help="URL of the planner [env: RFORK_PLANNER]", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ModelFilterOption = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Show only this model.")]
 NameOption = Annotated[
     str | None,
     typer.Option(
@@ -31,7 +34,6 @@ VersionOption = Annotated[
         help="Version of the weights; only instances of equal versions share weights "
         "[env: RFORK_VERSION] [default: the hub commit, else a fingerprint of the files]",
         show_default=False,
-        autocompletion=complete_version,
     ),
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder.")]
@@ -47,6 +49,11 @@ EgressOption = Annotated[
 HostOption = Annotated[
     str | None, typer.Option("--node-name", metavar="NAME", help="Name of this node [env: RFORK_NODE_NAME]")
 ]
+
+
+def planner_client(planner: str | None) -> PlannerClient:
+    """Return a client of the planner that the option or the environment names. Raises SettingsError."""
+    return PlannerClient.of(options.load(InstanceSettings, planner=planner))
 
 
 def model_name(folder: Path, name: str | None) -> str:

@@ -12,23 +12,19 @@ from rich.console import ConsoleRenderable, Group
 from rich.text import Text
 from rich.tree import Tree
 
-from rfork import settings as options
 from rfork.cli import formatters
-from rfork.cli.completion import complete_model, complete_version
 from rfork.cli.console import err, handle_errors, print_json, print_renderable
-from rfork.cli.options import JsonOption, PlannerOption
+from rfork.cli.options import JsonOption, PlannerOption, planner_client
 from rfork.errors import PlannerRejected, UserError
 from rfork.image.ranges import count
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Preview, PreviewPage, PreviewRequest, PreviewTarget
-from rfork.settings import InstanceSettings
 from rfork.weights_version import short
 
 MAX_REPLICAS_DRAWN: Final = 64
 """Maximum number of replicas of a rank drawn individually."""
 RATE: Final = re.compile(
-    r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?",
-    re.IGNORECASE,
+    r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?", re.IGNORECASE
 )
 POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 STORAGE: Final = "storage"
@@ -55,10 +51,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="Name of the model; required if the planner knows several.",
-            autocompletion=complete_model,
-            show_default=False,
+            metavar="[MODEL]", help="Name of the model; required if the planner knows several.", show_default=False
         ),
     ] = None,
     version: Annotated[
@@ -67,7 +60,6 @@ def plan(
             "--version",
             metavar="VERSION",
             help="Version of the weights, or a unique prefix [default: the version that most instances serve]",
-            autocompletion=complete_version,
         ),
     ] = None,
     targets: Annotated[
@@ -92,14 +84,9 @@ def plan(
     storage: Annotated[
         str | None,
         typer.Option(
-            "--storage",
-            metavar="RATE",
-            help="Storage speed per reader, such as 3GB/s [default: as measured]",
+            "--storage", metavar="RATE", help="Storage speed per reader, such as 3GB/s [default: as measured]"
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="No effect: this command never starts or registers anything.")
-    ] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,7 +102,7 @@ def plan(
             "link_bytes_per_s": None if link is None else rate_of(link),
             "storage_bytes_per_s": None if storage is None else rate_of(storage),
         }  # fmt: skip
-        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
+        with planner_client(planner) as client:
             name = model or _only_model(client)
             full = None if version is None else _full_version(client, name, version)
             page = _request_preview(client, {"model": name, "version": full, **overrides})
@@ -125,7 +112,7 @@ def plan(
         for preview in page.items:
             print_renderable(render_tree(preview, alone=len(page.items) == 1))
         if not page.items:
-            err.print("no instance has reported the size of its image yet", markup=False)
+            err.print("no instance has reported the size of its image yet")
 
 
 def _request_preview(client: PlannerClient, fields: Mapping[str, str | float | None]) -> PreviewPage:
@@ -153,7 +140,8 @@ def _full_version(client: PlannerClient, model: str, text: str) -> str:
         return text
     if len(found) > 1:
         raise UserError(
-            f"{text!r} is ambiguous, {len(found)} versions match: {', '.join(found[:5])}", hint="type more of it"
+            f"{text!r} is ambiguous, {len(found)} versions match: {formatters.first_names(found)}",
+            hint="type more of it",
         )
     return found[0]
 
@@ -167,9 +155,8 @@ def _only_model(client: PlannerClient) -> str:
             "the planner knows no model: there is nothing to plan with",
             hint="start an instance, for example with `rfork seed MODEL_DIR`",
         )
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise UserError(
-        f"the planner knows {formatters.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
+        f"the planner knows {formatters.plural(len(names), 'model')}: {formatters.first_names(names)}",
         hint="select one: `rfork plan MODEL`",
     )
 
@@ -190,7 +177,12 @@ def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
             break
         target = next(each for each in preview.targets if each.instance_id == name)
         if parent not in nodes:
-            nodes[parent] = tree.add(_root(parent, preview))
+            storage_rate = formatters.rate(preview.storage_bytes_per_s)
+            nodes[parent] = tree.add(
+                Text(f"{STORAGE}, {storage_rate} per reader", style="magenta")
+                if parent == STORAGE
+                else Text.assemble((formatters.short(parent), "green"), " (running)")
+            )
         nodes[name] = nodes[parent].add(_line(target, parent, preview))
     unserved = [each for each in preview.targets if not each.shares]
     if unserved:
@@ -249,32 +241,17 @@ def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
     return parents
 
 
-def _root(name: str, preview: Preview) -> Text:
-    if name == STORAGE:
-        return Text(f"storage, {formatters.rate(preview.storage_bytes_per_s)} per reader", style="magenta")
-    return Text.assemble((formatters.short(name), "green"), " (running)")
-
-
 def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
     first = target.instance_id if parent == STORAGE else parent
-    reads = [
-        _share_text(count(share.chunks), preview.chunk_count)
-        + ("" if share.source_id == parent else f" from {_source_label(share.source_id, target)}")
-        + _transport_suffix(target.transports, share.source_id)
-        for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks)))
-    ]
+    reads = []
+    for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks))):
+        chunks, transport = count(share.chunks), target.transports.get(share.source_id)
+        read = "all" if chunks == preview.chunk_count else f"{chunks / max(1, preview.chunk_count):.0%}"
+        if share.source_id == target.instance_id:
+            read += f" from {STORAGE}"
+        elif share.source_id != parent:
+            read += f" from {formatters.short(share.source_id)}"
+        reads.append(f"{read} over {transport}" if transport is not None else read)
     when = "never complete" if target.seconds is None else formatters.duration(target.seconds)
     host = f" on {target.host}" if target.host else ""
     return Text.assemble((target.instance_id, "cyan"), f"{host}: {', '.join(reads)}; ", (when, "bold"))
-
-
-def _share_text(chunks: int, of: int) -> str:
-    return "all" if chunks == of else f"{chunks / max(1, of):.0%}"
-
-
-def _source_label(source_id: str, target: PreviewTarget) -> str:
-    return STORAGE if source_id == target.instance_id else formatters.short(source_id)
-
-
-def _transport_suffix(transports: Mapping[str, str], source_id: str) -> str:
-    return f" over {transports[source_id]}" if source_id in transports else ""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, handle_errors, out, print_json
+from rfork.cli import formatters
+from rfork.cli.console import Bar, configure_logs, handle_errors, print_result, transformers_bars
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -23,8 +24,6 @@ from rfork.cli.options import (
     VersionOption,
     model_name,
 )
-from rfork.cli.progress import Bar, sources_note
-from rfork.cli.transformers_progress import patch_tqdm
 from rfork.errors import ModelError, SettingsError, StorageError, StorageFull
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
@@ -61,8 +60,7 @@ def pull(
     ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Keep running as a seed until interrupted.")] = False,
     sha256: Annotated[
-        bool,
-        typer.Option("--sha256", help="Print the SHA-256 of all tensors, for comparison with another process."),
+        bool, typer.Option("--sha256", help="Print the SHA-256 of all tensors, for comparison with another process.")
     ] = False,
     deadline: Annotated[
         float | None,
@@ -101,14 +99,14 @@ def pull(
         model = model_name(folder, name)
         unfilled = EmptyModel(folder, files)
         # Suppress the progress bar of transformers, which a fallback may use.
-        with Bar(f"fork {model}") as bar, patch_tqdm(lambda done, total: None):
+        with Bar(f"fork {model}") as bar, transformers_bars(enabled=False):
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
                 # Chunks kept by a previous process are verified without being read.
                 verified_bytes = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
                 done = min(max(progress.bytes_read, verified_bytes), image_bytes)
-                bar.update(done, image_bytes, sources_note(progress.sources))
+                bar.update(done, image_bytes, formatters.sources_note(progress.sources))
 
             report = engine.fork_with_fallbacks(
                 unfilled.model,
@@ -134,14 +132,12 @@ def pull(
                 result["generated"] = _generate_reply(module, folder, generate)
                 result["generate_seconds"] = round(time.monotonic() - began, 3)
             stopped = shutdown_on_signal() if stay else None
-            if as_json:
-                print_json(result)
-            else:
-                out.print(report.line(), markup=False)
-                if sha256:
-                    out.print(f"sha256 of all tensors: {result['sha256']}")
-                if generate is not None:
-                    out.print(f"> {generate}\n{result['generated']}", markup=False)
+            lines = [report.line()]
+            if sha256:
+                lines.append(f"sha256 of all tensors: {result['sha256']}")
+            if generate is not None:
+                lines.append(f"> {generate}\n{result['generated']}")
+            print_result(result, "\n".join(lines), as_json=as_json)
             if stopped is not None:
                 wait_for_shutdown(stopped)
         finally:

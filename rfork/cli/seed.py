@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, out, print_json
+from rfork.cli.console import (
+    configure_logs,
+    err,
+    handle_errors,
+    log_misspelt_variables,
+    print_result,
+    transformers_loads,
+    warn,
+)
 from rfork.cli.formatters import plural
 from rfork.cli.options import (
     BindOption,
@@ -16,8 +24,7 @@ from rfork.cli.options import (
     VersionOption,
     model_name,
 )
-from rfork.cli.transformers_progress import show_loading
-from rfork.settings import InstanceSettings
+from rfork.settings import InstanceSettings, redacted
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 from rfork.weights_version import short
 
@@ -49,25 +56,23 @@ def seed(
         from rfork.engines.version_selection import version_of_files
 
         if chosen.planner is None:
-            err.print("[yellow]warning:[/] no planner is set, so forks cannot find this seed (set RFORK_PLANNER)")
+            warn("no planner is set, so forks cannot find this seed (set RFORK_PLANNER)")
         model, before = model_name(folder, name), version_of_files(folder)
-        with show_loading(f"load {model}"):
+        with transformers_loads(f"load {model}"):
             module = loaded_model(folder)
         # If files changed during the load, it is unknown which were read: derive the version from the
         # weights.
         own = before if before == version_of_files(folder) else None
         with engine.seed(module, model=model, version=chosen.version or own, settings=chosen) as served:
             if chosen.planner is not None and not served.wait_registered(chosen.planner_timeout_s):
-                err.print(f"[yellow]warning:[/] planner {chosen.planner} is not reachable yet; retrying")
+                warn(f"planner {redacted(chosen.planner)} is not reachable yet; retrying")
             report, stopped = served.report(), shutdown_on_signal()
-            if as_json:
-                print_json({"event": "ready", **report.model_dump(mode="json")})
-            else:
-                size = f"{report.image_bytes / 1e9:.3f} GB, {plural(report.chunk_count, 'chunk')}"
-                transports = ", ".join(report.transports)
-                out.print(
-                    f"seed ready: {report.model} ({size}) at {report.address} over {transports}; "
-                    f"version {short(report.version)}, instance {report.instance_id[:8]}"
-                )
+            size = f"{report.image_bytes / 1e9:.3f} GB, {plural(report.chunk_count, 'chunk')}"
+            print_result(
+                {"event": "ready", **report.model_dump(mode="json")},
+                f"seed ready: {report.model} ({size}) at {report.address} over {', '.join(report.transports)}; "
+                f"version {short(report.version)}, instance {report.instance_id[:8]}",
+                as_json=as_json,
+            )
             wait_for_shutdown(stopped)
             err.print("closing: waiting for readers")

@@ -7,15 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import (
-    configure_logs,
-    err,
-    handle_errors,
-    log_misspelt_variables,
-    out,
-    print_json,
-    requires_extra,
-)
+from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, print_result, requires_extra
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import InstanceSettings, SidecarSettings
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
@@ -23,8 +15,7 @@ from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 
 def sidecar(
     engine: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="URL of the SGLang server [env: RFORK_SIDECAR_ENGINE_URL]"),
+        str | None, typer.Option(metavar="URL", help="URL of the SGLang server [env: RFORK_SIDECAR_ENGINE_URL]")
     ] = None,
     model: Annotated[
         str | None,
@@ -38,13 +29,11 @@ def sidecar(
     client_of_model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Model whose seeds are offered to SGLang clients [env: RFORK_SIDECAR_SOURCE_MODEL]",
+            metavar="NAME", help="Model whose seeds are offered to SGLang clients [env: RFORK_SIDECAR_SOURCE_MODEL]"
         ),
     ] = None,
     port: Annotated[
-        int | None,
-        typer.Option(help="Port for SGLang clients; 0 picks one [env: RFORK_SIDECAR_PORT]"),
+        int | None, typer.Option(help="Port for SGLang clients; 0 picks one [env: RFORK_SIDECAR_PORT]")
     ] = None,
     planner: PlannerOption = None,
     bind: BindOption = None,
@@ -67,18 +56,15 @@ def sidecar(
 
         with Sidecar(chosen, own) as running:
             stopped = shutdown_on_signal()
-            if as_json:
-                ready = {
-                    "clients": running.client_address,
-                    "seeds": running.seed_address,
-                    "engine": own.engine_url,
-                }
-                print_json({"event": "ready", **ready})
-            else:
-                served = [
-                    f"SGLang clients connect to {running.client_address}" if running.client_address else "",
-                    f"other sidecars connect to {running.seed_address}" if running.seed_address else "",
-                ]
-                out.print(f"sidecar ready: {', '.join(filter(None, served))}", markup=False)
+            clients, seeds = running.client_address, running.seed_address
+            served = [
+                f"SGLang clients connect to {clients}" if clients else "",
+                f"other sidecars connect to {seeds}" if seeds else "",
+            ]
+            print_result(
+                {"event": "ready", "clients": clients, "seeds": seeds, "engine": own.engine_url},
+                f"sidecar ready: {', '.join(filter(None, served))}",
+                as_json=as_json,
+            )
             wait_for_shutdown(stopped)
             err.print("closing: waiting for readers")

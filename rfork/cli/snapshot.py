@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from rfork import settings as options
-from rfork.cli import snapshot_admin
-from rfork.cli.completion import complete_model
-from rfork.cli.console import configure_logs, handle_errors, out, print_json
+from rfork.cli.console import Bar, configure_logs, err, handle_errors, out, print_json, print_result, transformers_loads
+from rfork.cli.formatters import plural
 from rfork.cli.options import JsonOption, PlannerOption, VersionOption, model_name
-from rfork.cli.progress import Bar, sources_note
-from rfork.cli.transformers_progress import show_loading
-from rfork.errors import SettingsError, StorageChanged, UserError
+from rfork.errors import SettingsError, StorageChanged, StorageCorrupt, StorageNotFound, UserError
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rfork.image.manifest import Manifest
     from rfork.image.memory import Image
-    from rfork.schema import ForkProgress, InstanceReport, Rank
-    from rfork.storage.snapshots.writer import WriteReport
+    from rfork.schema import InstanceReport, Rank
+    from rfork.storage.snapshots.entry import SnapshotEntry
+    from rfork.storage.snapshots.repository import Listing
+
+    WriteImage = Callable[[Image, Manifest, Rank, str, str | None], dict[str, object]]
+    """Writes an image of a model's rank and version, and returns the result for JSON."""
+
+MAX_CHUNKS_LISTED: Final = 10
+"""Maximum number of damaged chunks listed individually."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,81 +41,12 @@ app = typer.Typer(
         "chunk. An instance that finds no source reads it (RFORK_SNAPSHOT=URI)."
     ),
 )
-app.command("ls")(snapshot_admin.ls)
-app.command("verify")(snapshot_admin.verify)
-app.command("rm")(snapshot_admin.rm)
+SnapshotUriArgument = Annotated[
+    str, typer.Argument(metavar="URI", help="Folder, or the ….safetensors file of one snapshot.")
+]
 
 
-@dataclass(frozen=True)
-class _WriteResult:
-    """A written rank."""
-
-    model: str
-    rank: Rank
-    version: str | None
-    written: WriteReport
-    seconds: float
-
-    def line(self) -> str:
-        written, reused = self.written.written / 1e9, self.written.reused_bytes / 1e9
-        also = f", {reused:.3f} GB already stored" if reused else ""
-        return (
-            f"{self.written.uri}: {written:.3f} GB written{also} in {self.seconds:.1f} s; "
-            + (f"version {self.version}, " if self.version else "")
-            + f"weights {self.written.weights_id}"
-        )
-
-    def to_json(self) -> dict[str, str | int | float | None]:
-        return {
-            "uri": self.written.uri,
-            "model": self.model,
-            "rank": self.rank.key,
-            "version": self.version,
-            "weights_id": self.written.weights_id,
-            "bytes_written": self.written.written,
-            "bytes_reused": self.written.reused_bytes,
-            "seconds": round(self.seconds, 3),
-        }
-
-
-@dataclass(frozen=True)
-class _Destination:
-    """Location and form of the snapshots to write."""
-
-    uri: str
-    shared: bool
-    check: bool
-
-    def validate(self) -> None:
-        """Raise errors that depend only on the URI now, before weights are loaded."""
-        from rfork.storage.snapshots.destination import validate_destination
-
-        validate_destination(self.uri)
-
-    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None) -> _WriteResult:
-        from rfork.storage.snapshots.writer import write_snapshot
-
-        began = time.monotonic()
-        done, total = 0, image.layout.image_bytes
-        with Bar(f"write {model}") as bar:
-
-            def show(count: int) -> None:
-                nonlocal done
-                done += count
-                bar.update(done, total)
-
-            written = write_snapshot(
-                image,
-                manifest,
-                self.uri,
-                rank=rank,
-                model=model,
-                version=version,
-                shared=self.shared,
-                check=self.check,
-                progress=show,
-            )
-        return _WriteResult(model, rank, version, written, time.monotonic() - began)
+# -- write ----------------------------------------------------------------------------------------------------
 
 
 @app.command("write")
@@ -119,19 +54,12 @@ def write(
     uri: Annotated[
         str,
         typer.Argument(
-            metavar="URI",
-            help="Destination folder (a path, file:///…, s3://…), or a ….safetensors file for one rank.",
+            metavar="URI", help="Destination folder (a path, file:///…, s3://…), or a ….safetensors file for one rank."
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="Write the weights of this running model.",
-            autocompletion=complete_model,
-            show_default=False,
-        ),
+        typer.Option("--name", metavar="NAME", help="Write the weights of this running model.", show_default=False),
     ] = None,
     source: Annotated[
         Path | None,
@@ -145,10 +73,7 @@ def write(
     rank: Annotated[
         list[int] | None,
         typer.Option(
-            "--rank",
-            min=0,
-            metavar="N",
-            help="Write only this rank, numbered pp * tp_size + tp; repeatable.",
+            "--rank", min=0, metavar="N", help="Write only this rank, numbered pp * tp_size + tp; repeatable."
         ),
     ] = None,
     shared: Annotated[
@@ -156,11 +81,7 @@ def write(
         typer.Option("--shared", help="Store chunks by their digest, so that ranks and revisions share equal chunks."),
     ] = False,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="With --shared: read existing chunks, and replace damaged ones.",
-        ),
+        bool, typer.Option("--check", help="With --shared: read existing chunks, and replace damaged ones.")
     ] = False,
     version: VersionOption = None,
     planner: PlannerOption = None,
@@ -175,8 +96,7 @@ def write(
         configure_logs(chosen, as_json=as_json, brief=True)
         if name is None and source is None:
             raise SettingsError(
-                "no weights selected",
-                hint="pass --name MODEL for a running model, or --from MODEL_DIR",
+                "no weights selected", hint="pass --name MODEL for a running model, or --from MODEL_DIR"
             )
         if source is not None and rank:
             raise SettingsError(
@@ -184,58 +104,95 @@ def write(
             )
         if check and not shared:
             raise SettingsError("--check requires --shared", hint="without --shared everything is rewritten")
-        destination = _Destination(uri, shared, check)
-        destination.validate()
+        from rfork.storage.snapshots.destination import validate_destination
+
+        validate_destination(uri)  # before weights are loaded
+        write_image = partial(_write_image, uri, shared, check)
         if source is not None:
-            results = [_from_folder(source, name, chosen.version, destination)]
+            results = [_write_folder(source, name, chosen.version, write_image)]
         else:
-            results = _from_fleet(name or "", rank or (), destination, chosen)
+            results = _write_fleet(uri, name or "", rank or (), write_image, chosen)
         if as_json:
-            print_json({"snapshots": [each.to_json() for each in results]})
+            print_json({"snapshots": results})
         else:
             for each in results:
-                out.print(each.line(), markup=False)
+                out.print(_written_line(each))
 
 
-def _from_folder(folder: Path, name: str | None, version: str | None, destination: _Destination) -> _WriteResult:
+def _write_image(
+    uri: str, shared: bool, check: bool, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None
+) -> dict[str, object]:
+    from rfork.storage.snapshots.writer import write_snapshot
+
+    began = time.monotonic()
+    with Bar(f"write {model}") as bar:
+        written = write_snapshot(
+            image,
+            manifest,
+            uri,
+            rank=rank,
+            model=model,
+            version=version,
+            shared=shared,
+            check=check,
+            progress=lambda count: bar.add(count, image.layout.image_bytes),
+        )
+    return {
+        "uri": written.uri,
+        "model": model,
+        "rank": rank.key,
+        "version": version,
+        "weights_id": written.weights_id,
+        "bytes_written": written.written,
+        "bytes_reused": written.reused_bytes,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+
+def _written_line(result: dict[str, object]) -> str:
+    written, reused, seconds = (float(str(result[key])) for key in ("bytes_written", "bytes_reused", "seconds"))
+    also = f", {reused / 1e9:.3f} GB already stored" if reused else ""
+    version = f"version {result['version']}, " if result["version"] else ""
+    return (
+        f"{result['uri']}: {written / 1e9:.3f} GB written{also} in {seconds:.1f} s; "
+        f"{version}weights {result['weights_id']}"
+    )
+
+
+def _write_folder(folder: Path, name: str | None, version: str | None, write_image: WriteImage) -> dict[str, object]:
     from rfork.engines.transformers import loaded_model
     from rfork.engines.version_selection import version_of_files
     from rfork.image.capture import capture
+    from rfork.image.memory import compute_manifest
     from rfork.schema import Rank
-    from rfork.source.image_state import compute_manifest
 
     model, before = model_name(folder, name), version_of_files(folder)
-    with show_loading(f"load {model}"):
+    with transformers_loads(f"load {model}"):
         image = capture(loaded_model(folder))
     if before != version_of_files(folder):
         raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write the snapshot again")
-    return destination.write(image, compute_manifest(image), Rank(), model, version or before)
+    return write_image(image, compute_manifest(image), Rank(), model, version or before)
 
 
-def _from_fleet(
-    name: str, numbers: Sequence[int], destination: _Destination, settings: InstanceSettings
-) -> list[_WriteResult]:
+def _write_fleet(
+    uri: str, name: str, numbers: Sequence[int], write_image: WriteImage, settings: InstanceSettings
+) -> list[dict[str, object]]:
     from rfork.engines.model_ranks import fetch, sources_by_rank
     from rfork.storage.snapshots.files import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:
         instances = _select_ranks(sources_by_rank(client, name, settings.version), numbers, name)
-    names = [snapshot_location(destination.uri, instance.rank)[1] for instance in instances]
+    names = [snapshot_location(uri, instance.rank)[1] for instance in instances]
     if len(set(names)) < len(names):
         raise SettingsError(
-            f"{destination.uri} is one file, and {name} has {len(names)} ranks",
-            hint="use a folder, or select one rank (--rank)",
+            f"{uri} is one file, and {name} has {len(names)} ranks", hint="use a folder, or select one rank (--rank)"
         )
     results = []
     for instance in instances:
         rank_name = snapshot_name(instance.rank).removesuffix(".safetensors")
         with Bar(f"fetch {name} {rank_name}") as bar:
-
-            def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
-                bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
-
-            image, manifest = fetch(instance, lambda: PlannerClient.of(settings), settings, show)
-        results.append(destination.write(image, manifest, instance.rank, name, instance.version))
+            image, manifest, _ = fetch(instance, settings, bar.show_fork)
+        results.append(write_image(image, manifest, instance.rank, name, instance.version))
         del image
     return results
 
@@ -254,3 +211,179 @@ def _select_ranks(instances: Sequence[InstanceReport], numbers: Sequence[int], n
 def _rank_number(rank: Rank) -> int:
     """Return the number of a rank in its replica, as counted by ``--rank``."""
     return rank.pp * rank.tp_size + rank.tp
+
+
+# -- list, verify and remove ----------------------------------------------------------------------------------
+
+
+@app.command("ls")
+def ls(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
+    """List the snapshots below URI, or the snapshot at URI.
+
+    Also lists files that interrupted writers left behind.
+    """
+    with handle_errors(as_json=as_json):
+        from rfork.storage.location import Location
+
+        contents = _contents(uri)
+        if as_json:
+            print_json(
+                {
+                    "snapshots": [_entry_to_dict(found) for found in contents.snapshots],
+                    "leftovers": [
+                        {"name": left.name, "bytes": left.size, "reason": left.why} for left in contents.leftovers
+                    ],
+                }
+            )
+            return
+        if not contents.snapshots:
+            out.print(f"no snapshot found below {uri}")
+        below = Location.parse(uri).folder.uri
+        for found in contents.snapshots:
+            out.print(_entry_line(found, below))
+        for left in contents.leftovers:
+            out.print(f"leftover: {left.name} ({left.size / 1e9:.3f} GB): {left.why}")
+
+
+@app.command("verify")
+def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
+    """Verify the digest of every chunk.
+
+    Streams all snapshots below URI, with little memory. Exit code 6 if one is damaged.
+    """
+    with handle_errors(as_json=as_json):
+        from rfork.storage.snapshots.verifier import SnapshotVerifier
+
+        snapshots = _contents(uri).snapshots
+        if not snapshots:
+            raise StorageNotFound(f"no snapshot found below {uri}")
+        total = sum(found.manifest_file.image_bytes for found in snapshots if found.manifest_file is not None)
+        with Bar("verify") as bar:
+            verifier = SnapshotVerifier(progress=lambda count: bar.add(count, total))
+            results = [verifier.verify(found) for found in snapshots]
+        damage = [line for result in results for line in result.mismatches]
+        if as_json:
+            print_json(
+                {
+                    "snapshots": [
+                        {
+                            "uri": result.uri,
+                            "weights_id": result.weights_id,
+                            "chunks": result.chunks,
+                            "bytes": result.nbytes,
+                            "damage": list(result.mismatches),
+                        }
+                        for result in results
+                    ]
+                }
+            )
+        else:
+            for result in results:
+                word = "DAMAGED" if result.mismatches else "ok"
+                summary = f"{plural(result.chunks, 'chunk')}, {result.nbytes / 1e9:.3f} GB, weights {result.weights_id}"
+                out.print(f"{result.uri}: {word}: {summary}")
+        if damage:
+            for line in damage[:MAX_CHUNKS_LISTED]:
+                err.print(line)
+            if len(damage) > MAX_CHUNKS_LISTED:
+                err.print(f"and {len(damage) - MAX_CHUNKS_LISTED} more")
+            bad = sum(1 for result in results if result.mismatches)
+            raise StorageCorrupt(
+                f"{plural(len(results), 'snapshot')} checked, {bad} damaged",
+                hint="write them again, shared ones with --check; forks never use a chunk whose digest does not match",
+            )
+
+
+@app.command("rm")
+def rm(
+    uri: SnapshotUriArgument,
+    leftovers: Annotated[
+        bool,
+        typer.Option(
+            "--leftovers",
+            help="Keep all snapshots, and remove unneeded files below URI. Never use this during a write.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a snapshot, or all ranks in a folder.
+
+    Snapshots in subfolders are kept, and so are shared chunks that other snapshots need.
+    """
+    with handle_errors(as_json=as_json):
+        from rfork.storage.location import Location
+        from rfork.storage.snapshots.delete import remove_leftovers, remove_snapshots
+        from rfork.storage.snapshots.files import is_file
+        from rfork.storage.snapshots.repository import Repository
+
+        if leftovers and is_file(uri):
+            raise SettingsError(f"{uri} is a single snapshot", hint="--leftovers requires a folder")
+        if leftovers:
+            noun, removed = "leftover", remove_leftovers(Repository(Location.parse(uri).folder))
+        else:
+            noun, removed = "snapshot", remove_snapshots(_snapshots_at(uri))
+        kept = f"; {removed.retained_bytes / 1e9:.3f} GB kept for other snapshots" if removed.retained_bytes else ""
+        print_result(
+            {f"{noun}s": removed.count, "bytes_freed": removed.freed, "bytes_kept": removed.retained_bytes},
+            f"removed {plural(removed.count, noun)}, {removed.freed / 1e9:.3f} GB freed{kept}",
+            as_json=as_json,
+        )
+
+
+def _contents(uri: str) -> Listing:
+    from rfork.storage.snapshots.entry import read_entry
+    from rfork.storage.snapshots.files import is_file, snapshot_location
+    from rfork.storage.snapshots.repository import Listing, Repository
+
+    folder, name = snapshot_location(uri)
+    if is_file(uri):
+        return Listing((read_entry(folder, name),), (), frozenset())
+    return Repository(folder).contents()
+
+
+def _snapshots_at(uri: str) -> list[SnapshotEntry]:
+    """Return the snapshots of a file or folder, without those in subfolders."""
+    from rfork.storage.snapshots.files import is_file, snapshot_location
+    from rfork.storage.snapshots.repository import Repository
+
+    folder, _ = snapshot_location(uri)
+    contents = _contents(uri)
+    found = list(contents.snapshots) if is_file(uri) else Repository(folder).entries_in(contents)
+    if found:
+        return found
+    if contents.snapshots:
+        raise SettingsError(
+            f"{uri} has no snapshot itself, but {len(contents.snapshots)} in subfolders",
+            hint=f"name one of them, e.g. {contents.snapshots[0].folder.uri}",
+        )
+    raise StorageNotFound(f"no snapshot found in {uri}")
+
+
+def _entry_to_dict(found: SnapshotEntry) -> dict[str, object]:
+    manifest_file = found.manifest_file
+    return {
+        "uri": found.uri,
+        "model": manifest_file.model if manifest_file else None,
+        "version": manifest_file.version if manifest_file else None,
+        "rank": manifest_file.rank.key if manifest_file else None,
+        "weights_id": manifest_file.weights_id if manifest_file else None,
+        "bytes": found.size,
+        "chunks": len(manifest_file.digests) if manifest_file else None,
+        "form": ("file" if manifest_file.chunks is None else "shared") if manifest_file else None,
+        "shared_bytes": found.shared,
+        "problem": found.problem,
+    }
+
+
+def _entry_line(found: SnapshotEntry, uri: str) -> str:
+    manifest_file, name = found.manifest_file, found.uri.removeprefix(f"{uri.rstrip('/')}/")
+    if manifest_file is None:
+        return f"{name}: {found.problem}"
+    form = "one file" if manifest_file.chunks is None else f"{found.shared / 1e9:.3f} GB of it shared"
+    model = f"{manifest_file.model} " if manifest_file.model else ""
+    version = f"version {manifest_file.version}, " if manifest_file.version else ""
+    return (
+        f"{name}: {model}{manifest_file.rank.key}, {found.size / 1e9:.3f} GB "
+        f"in {plural(len(manifest_file.digests), 'chunk')}, {form}, {version}weights {manifest_file.weights_id}"
+        + (f"; DAMAGED: {found.problem}" if found.problem else "")
+    )

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Final
 
 import typer
+from rich.text import Text
 from rich.tree import Tree
 
-from rfork import settings as options
 from rfork.cli import fleet_queries, formatters
-from rfork.cli.completion import complete_model
-from rfork.cli.console import escaped, handle_errors, out, print_json, print_renderable
+from rfork.cli.console import Cell, Column, FittedTable, err, handle_errors, out, print_json, print_renderable
 from rfork.cli.fleet_queries import FleetState
-from rfork.cli.forks import DEFAULT_LIMIT, follow_forks, list_forks
-from rfork.cli.options import JsonOption, PlannerOption
-from rfork.cli.tables import Column, FittedTable
-from rfork.errors import SettingsError
+from rfork.cli.options import JsonOption, ModelFilterOption, PlannerOption, planner_client
+from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.planner_clock import MAX_SKEW_S
-from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
+from rfork.schema import ForkEvent, ForkInfo, InstanceInfo
 from rfork.schema.types import ForkState
-from rfork.settings import InstanceSettings
 
-MAX_INSTANCES = 50
+MAX_INSTANCES: Final = 50
 """Instances shown in the tree unless --limit is set."""
-MAX_REASONS = 3
+MAX_FORKS: Final = 20
+"""Forks listed unless --limit is set."""
+MAX_REASONS: Final = 3
 """Failure reasons shown per fork; the latest are kept."""
-WORDS = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
+RECONNECT_S: Final = 2.0
+"""Pause before reconnecting to a planner that became unreachable."""
 
 
 def status(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Show only this model.", autocompletion=complete_model),
-    ] = None,
+    model: ModelFilterOption = None,
     forks: Annotated[
         bool, typer.Option("--forks", help="List forks, newest first, instead of models and instances.")
     ] = False,
@@ -50,7 +47,7 @@ def status(
             min=1,
             metavar="N",
             help=f"Maximum number of instances to show [default: {MAX_INSTANCES}], or of forks with --forks "
-            f"[default: {DEFAULT_LIMIT}]; with --follow, exit after N changes.",
+            f"[default: {MAX_FORKS}]; with --follow, exit after N changes.",
             show_default=False,
         ),
     ] = None,
@@ -64,9 +61,9 @@ def status(
     with handle_errors(as_json=as_json):
         if not forks and (follow or state is not None):
             raise SettingsError(f"{'--follow' if follow else '--state'} requires --forks")
-        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
+        with planner_client(planner) as client:
             if forks:
-                print_forks = follow_forks if follow else list_forks
+                print_forks = _follow_forks if follow else _list_forks
                 print_forks(client, model, state, limit, as_json=as_json)
                 return
             seen = FleetState.of(client, model)
@@ -75,39 +72,11 @@ def status(
             return
         if not seen.instances:
             of_model = f"of {model} " if model is not None else ""
-            out.print(f"no instance {of_model}is registered: start one with `rfork seed MODEL_DIR`", markup=False)
+            out.print(f"no instance {of_model}is registered: start one with `rfork seed MODEL_DIR`")
             return
-        print_renderable(model_table(seen.models))
+        print_renderable(fleet_queries.model_table(seen.models, "model"))
         out.print()
         print_renderable(fork_tree(seen.instances, seen.forks, limit or MAX_INSTANCES))
-
-
-def model_table(models: Sequence[ModelInfo]) -> FittedTable:
-    """Return a table of the models, with the bytes read from storage and from peers."""
-    columns = (
-        Column("model", min_width=12),
-        Column("version", min_width=8, priority=1),
-        Column("size", right=True),
-        Column("seeds", right=True),
-        Column("relays", right=True, priority=4),
-        Column("forks", right=True),
-        Column("storage", right=True, priority=3),
-        Column("forked", right=True, priority=2),
-    )
-    rows = [
-        (
-            title,
-            formatters.version(row.version),
-            formatters.size(row.image_bytes),
-            f"{row.seeds:,}",
-            f"{row.relays:,}",
-            f"{row.forks_running:,}",
-            formatters.size(row.storage_bytes),
-            formatters.size(row.forked_bytes),
-        )
-        for title, row in zip(fleet_queries.model_titles(models), models, strict=True)
-    ]
-    return FittedTable(columns, rows)
 
 
 def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_instances: int = MAX_INSTANCES) -> Tree:
@@ -115,7 +84,7 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
 
     Shows at most `max_instances`: first those with a running fork or a problem, and the instances above them.
     """
-    latest = {fork.instance_id: fork for fork in sorted(forks, key=lambda fork: -fork.age_s)}
+    latest = fleet_queries.latest_forks(forks)
     parents: dict[str, str] = {}
     for target, fork in latest.items():
         peers = [share for share in fork.plan if share.source_id != target]
@@ -125,7 +94,7 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
     tree = Tree("instances")
     nodes: dict[str, Tree] = {}
 
-    def node(instance_id: str) -> Tree:
+    def add(instance_id: str) -> None:
         # Iterative, because a chain of forks may be longer than Python's stack.
         path: dict[str, None] = {}
         above: str | None = instance_id
@@ -134,41 +103,147 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
             above = parents.get(above)
         root = nodes.get(above, tree) if above is not None else tree
         for each in reversed(path):
-            root = nodes[each] = root.add(_line(known[each], latest))
-        return root
+            root = nodes[each] = root.add(_instance_text(known[each], latest.get(each)))
 
-    for instance_id in sorted(known, key=lambda name: not _urgent(known[name], latest)):
+    for instance_id in sorted(known, key=lambda name: not _is_urgent(known[name], latest)):
         if len(nodes) >= max_instances:
             left = formatters.plural(len(known) - len(nodes), "more instance")
-            tree.add(f"[dim]{left}: use --limit {len(known)} to show all, or --model NAME[/]")
+            tree.add(Text(f"{left}: use --limit {len(known)} to show all, or --model NAME", "dim"))
             break
-        node(instance_id)
+        add(instance_id)
     return tree
 
 
-def _urgent(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> bool:
+def _is_urgent(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> bool:
     fork = latest.get(view.report.instance_id)
     return bool(fleet_queries.instance_problem(view)) or (fork is not None and fork.finish is None)
 
 
-def _line(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> str:
+def _instance_text(view: InstanceInfo, fork: ForkInfo | None) -> Text:
     report = view.report
     share = ranges.count(report.verified) / report.chunk_count if report.chunk_count else 1.0
-    word, colour = WORDS[report.state]
-    problem_text = f"\n[red]{escaped(wrong)}[/]" if (wrong := fleet_queries.instance_problem(view)) else ""
-    fork = latest.get(report.instance_id)
-    is_running = fork is not None and fork.state in ("planning", "running")
-    reason = f"\n[dim]{escaped(fork.reason)}[/]" if fork is not None and is_running and fork.reason else ""
-    if fork is not None and fork.finish is not None:
-        # The outcome means little without the errors before it.
-        reason = "".join(f"\n[dim]{escaped(line)}[/]" for line in fork.finish.reasons[-MAX_REASONS:])
+    model = " ".join(filter(None, (report.model, formatters.version(view.version))))
+    readers = formatters.plural(len(report.readers), "reader")
+    text = Text.assemble(
+        fleet_queries.ROLES[report.state],
+        f" {report.instance_id} {model} on {report.placement.host} {share:.0%} verified, {readers}",
+    )
+    if problem := fleet_queries.instance_problem(view):
+        text.append(f"\n{problem}", "red")
     skew_s = report.clock_skew_s or 0.0
     if abs(skew_s) > MAX_SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
-        problem_text += f"\n[yellow]clock {abs(skew_s):.0f} s {side} the planner's: synchronise it (NTP)[/]"
-    readers = formatters.plural(len(report.readers), "reader")
-    model = " ".join(filter(None, (report.model, formatters.version(view.version))))
-    return (
-        f"[{colour}]{word}[/] {report.instance_id} {escaped(model)} "
-        f"on {escaped(report.placement.host)} {share:.0%} verified, {readers}{problem_text}{reason}"
+        text.append(f"\nclock {abs(skew_s):.0f} s {side} the planner's: synchronise it (NTP)", "yellow")
+    if fork is not None and fork.finish is not None:
+        # The outcome means little without the errors before it.
+        text.append("".join(f"\n{reason}" for reason in fork.finish.reasons[-MAX_REASONS:]), "dim")
+    elif fork is not None and fork.state in fleet_queries.RUNNING_STATES and fork.reason:
+        text.append(f"\n{fork.reason}", "dim")
+    return text
+
+
+def _list_forks(
+    client: PlannerClient, model: str | None, state: ForkState | None, limit: int | None, *, as_json: bool
+) -> None:
+    """Print forks, newest first, at most `limit` (default: `MAX_FORKS`)."""
+    found = sorted(client.forks(model=model, state=state), key=lambda fork: fork.age_s)
+    listed = found[: limit or MAX_FORKS]
+    if as_json:
+        print_json({"forks": [fork.model_dump(mode="json") for fork in listed], "total": len(found)})
+        return
+    if not found:
+        which = f"{state} " if state else ""
+        err.print(f"no {which}forks{f' of {model}' if model else ''}")
+        return
+    print_renderable(_fork_table(listed))
+    if len(found) > len(listed):
+        err.print(f"{len(found) - len(listed):,} older forks not shown; use --limit {len(found)} to list all")
+
+
+def _follow_forks(
+    client: PlannerClient, model: str | None, state: ForkState | None, limit: int | None, *, as_json: bool
+) -> None:
+    """Print each change of a fork as one line, until interrupted or after `limit` changes."""
+    printed = 0
+    for event in _events(client, model):
+        if state not in (None, event.fork.state):
+            continue
+        if as_json:
+            print_json(event.model_dump(mode="json"))
+        else:
+            out.print(f"{time.strftime('%H:%M:%S')} {_event_line(event)}")
+        printed += 1
+        if printed == limit:
+            return
+
+
+def _fork_table(listed: Sequence[ForkInfo]) -> FittedTable:
+    columns = (
+        Column("fork"),
+        Column("started", right=True, priority=4),
+        Column("state"),
+        Column("model", min_width=8, priority=1),
+        Column("version", min_width=8, priority=3),
+        Column("size", right=True, priority=6),
+        Column("time", right=True),
+        Column("rate", right=True, priority=5),
+        Column("sources", min_width=8, priority=2),
+        Column("last error", min_width=8, priority=7),
     )
+    return FittedTable(columns, [_fork_row(fork) for fork in listed])
+
+
+def _fork_row(fork: ForkInfo) -> tuple[Cell, ...]:
+    speed = fleet_queries.rate_of(fork)
+    share = "" if fork.finish is not None else f" {fleet_queries.verified_share(fork):.0%}"
+    return (
+        fork.fork_id[:12],
+        f"{formatters.age(fork.age_s)} ago",
+        fleet_queries.phase_text(fork).append(share),
+        formatters.model(fork.model, fork.rank.key),
+        formatters.version(fork.version),
+        formatters.size(fork.image_bytes),
+        formatters.duration(fork.finish.seconds if fork.finish is not None else fork.age_s),
+        formatters.rate(speed) if speed else "-",
+        fleet_queries.sources_text(fork) or "-",
+        fleet_queries.last_error(fork),
+    )
+
+
+def _events(client: PlannerClient, model: str | None) -> Iterator[ForkEvent]:
+    """Yield fork events indefinitely and reconnect when the planner restarts. An error of the first call is raised."""
+    was_connected = False
+    while True:
+        try:
+            with client.events(model=model) as stream:
+                if was_connected:
+                    err.print(f"reconnected to planner {client.url}")
+                was_connected = True
+                yield from stream
+            reason = f"planner {client.url} closed the stream"
+        except (PlannerUnreachable, PlannerRejected) as error:
+            if not was_connected or (isinstance(error, PlannerRejected) and error.status < 500):
+                raise
+            reason = str(error)
+        err.print(f"{reason}; reconnecting")
+        time.sleep(RECONNECT_S)
+
+
+def _event_line(event: ForkEvent) -> str:
+    """Return a change of a fork as one line."""
+    fork = event.fork
+    sources = fleet_queries.sources_text(fork) or "-"
+    speed = fleet_queries.rate_of(fork)
+    model = " ".join(filter(None, (formatters.model(fork.model, fork.rank.key), formatters.version(fork.version))))
+    name = f"{fork.fork_id[:12]} {model} on {formatters.short(fork.instance_id)}"
+    if fork.finish is not None:
+        at = f", {formatters.rate(speed)}" if speed else ""
+        fallback = f", {fork.finish.fallback}" if fork.finish.fallback else ""
+        detail = fleet_queries.last_error(fork) or f"from {sources}"
+        return f"{name}: {fork.finish.outcome} in {formatters.duration(fork.finish.seconds)}{at}{fallback}, {detail}"
+    if event.kind == "planned":
+        return f"{name}: {'planned' if fork.plan else 'waiting'}, {fork.reason or sources}"
+    left_s = fleet_queries.eta_s(fork)
+    left = f", {formatters.duration(left_s)} left" if left_s is not None else ""
+    phase, share = fleet_queries.phase_of(fork), fleet_queries.verified_share(fork)
+    return f"{name}: {phase} {share:.0%}, {formatters.rate(speed)}{left}, from {sources}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rfork.diagnostics import configuration, gpus, machine, network, rdma, same_host, transports
+from rfork.diagnostics import configuration, machine, network, rdma, same_host, transports
 from rfork.diagnostics.result import CheckResult, Status
 from rfork.settings import InstanceSettings
 from rfork.settings.unknown_variables import find_typos
@@ -26,7 +26,7 @@ __all__ = ["CheckResult", "Status", "run_checks"]
 def run_checks(settings: InstanceSettings) -> list[CheckResult]:
     """Run all checks on this machine and return the results in display order, within a few planner timeouts."""
     devices = topology.rdma_devices()
-    found = gpus.probe_gpus()
+    found = machine.probe_gpus()
     indices = [gpu.index for gpu in found.gpus]
     pci_locations = {f"cuda:{gpu.index}": gpu.pci_location for gpu in found.gpus}
     working = [device for device in devices if not device.fault]

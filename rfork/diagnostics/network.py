@@ -11,10 +11,9 @@ import httpx
 
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError, reason_of
+from rfork.net.tls import ca_expires_at, client_context, not_after, server_context
 from rfork.planner_client.rest import unreachable_error
 from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
-from rfork.tls_expiry import ca_expires_at, certificate_expires_at
-from rfork.tls_files import client_context, server_context
 
 MAX_CLOCK_SKEW_S = 5.0
 SOON_DAYS = 14
@@ -46,6 +45,8 @@ def check_tls(settings: InstanceSettings) -> CheckResult:
         server_context(tls)
         client_context(tls)
         days = math.floor((_earliest_expiry(tls) - time.time()) / 86400)
+        if days < 0:
+            raise SettingsError("the certificate or its authority has expired")
     except (SettingsError, ValueError, OSError) as error:
         detail = " ".join(str(error).split())
         return CheckResult("tls", "fail", detail, "correct or renew the files named by RFORK_TLS_*")
@@ -61,8 +62,8 @@ def _expiry_text(days: int) -> str:
 
 def _earliest_expiry(tls: TlsSettings) -> float:
     ends = []
-    if tls.certificate is not None and tls.key is not None:
-        ends.append(certificate_expires_at(tls.certificate, tls.key))
+    if tls.certificate is not None:
+        ends.append(not_after(tls.certificate))
     if tls.ca is not None:
         ends.append(ca_expires_at(tls.ca))
     return min(ends)

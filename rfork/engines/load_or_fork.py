@@ -31,14 +31,11 @@ from rfork.errors import (
     WrongVersion,
 )
 from rfork.logs import logger
-from rfork.peer.client import PeerClient
-from rfork.planner_client.client import PlannerClient
 from rfork.receiver.fallback import Fallback, engine_fallback, snapshot_fallback
-from rfork.receiver.session import ForkSession
+from rfork.receiver.session import ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import InstanceIdentity
-from rfork.transport.selection import select_transports
 
 log = logger(__name__)
 
@@ -213,13 +210,13 @@ class _LoadOrFork:
                 replica=replica_of(chosen, identity.rank),
             ),
             chosen,
-            select_transports(chosen),
-            planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
-            dial=lambda address, token: PeerClient(address, token, chosen.tls),
-            fallbacks=self._fallbacks(version),
-            exclude=identity.exclude,
-            current_version=current_version,
-            on_filled=self._prepare,
+            Network.of(chosen),
+            ForkOptions(
+                fallbacks=self._fallbacks(version),
+                current_version=current_version,
+                exclude=identity.exclude,
+                on_filled=self._prepare,
+            ),
         )
 
     def _version(self) -> tuple[str | None, CurrentVersion | None]:

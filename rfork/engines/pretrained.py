@@ -22,7 +22,7 @@ from rfork.engines.version_selection import version_of_files
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
-from rfork.receiver.progress import OnProgress
+from rfork.receiver.planner_requests import OnProgress
 from rfork.receiver.report import ForkReport
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings

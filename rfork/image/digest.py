@@ -6,8 +6,8 @@ XXH3-128 (seed 0, canonical big-endian form). The digest is BLAKE2b (16 bytes, p
 
 **Why XXH3.** A CPU core hashes 20 to 25 GB/s with it, so verification costs as much as reading the bytes once
 more. CRC32C is as fast but has only 32 bits; BLAKE2b is far slower. The inner loop of XXH3 is a sum of 32 x
-32 bit products, so a GPU computes the same result: with one kernel that reads each byte once
-(`rfork.image.xxh3_triton`), or with plain tensor operations (`rfork.image.xxh3_torch`).
+32 bit products, so a GPU computes the same result with one kernel that reads each byte once
+(`rfork.image.xxh3_triton`).
 
 **Why leaves.** Leaves are independent: a GPU hashes thousands in parallel, and within a leaf only one short
 step per KiB is sequential. Leaves of 128 KiB cost a core about a tenth compared to one long stream; smaller
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from rfork.image.hash_backend import leaf_hasher
+from rfork.image.hash_backend import hash_host_leaves, leaf_hasher
 
 DIGEST_BYTES = 16
 LEAF_BYTES = 128 << 10
@@ -42,33 +42,7 @@ HASH_DOMAIN = b"rfork-chunk-v1"
 
 def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
     """Return the digest of a chunk whose bytes are these host views (format 'B'), in order. Copies nothing."""
-    leaves: list[bytes] = []
-    leaf, leaf_remaining, length = (
-        xxhash.xxh3_128(),
-        LEAF_BYTES,
-        0,
-    )  # of the current leaf: its state and its remaining bytes
-    for piece in pieces:
-        size = len(piece)
-        length += size
-        if size < leaf_remaining:
-            leaf.update(piece)
-            leaf_remaining -= size
-            continue
-        at = 0
-        if leaf_remaining < LEAF_BYTES:
-            leaf.update(piece[:leaf_remaining])
-            leaves.append(leaf.digest())
-            leaf.reset()
-            at = leaf_remaining
-        rest = size - (size - at) % LEAF_BYTES
-        for low in range(at, rest, LEAF_BYTES):
-            leaves.append(xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]))
-        leaf.update(piece[rest:])
-        leaf_remaining = LEAF_BYTES - (size - rest)
-    if leaf_remaining < LEAF_BYTES:
-        leaves.append(leaf.digest())
-    return _combine(length, b"".join(leaves))
+    return _combine(sum(map(len, pieces)), hash_host_leaves(pieces, LEAF_BYTES))
 
 
 class RunningDigest:
@@ -98,8 +72,8 @@ class RunningDigest:
 def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
     """Return the digest of a chunk whose bytes are these tensors (uint8, 1-D, one device), in order.
 
-    Computed on that device, on its current stream, and waited for. The host receives 16 bytes per leaf, and a
-    last leaf of at most 240 bytes unhashed.
+    Computed on that device, on its current stream, and waited for: the host receives 16 bytes per leaf, and a
+    last leaf of at most 240 bytes unhashed. Without a kernel for the device, computed on the host.
     """
     length = sum(piece.numel() for piece in pieces)
     return _combine(length, leaf_hasher(pieces[0].device)(pieces, LEAF_BYTES) if pieces else b"")

@@ -8,6 +8,7 @@ single step.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +23,16 @@ from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
-from rfork.image.pinned_staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
+from rfork.image.staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
 from rfork.image.storages import StorageTable
+from rfork.logs import logger
 
 MAX_DIGEST_THREADS = 8
 """With more threads, memory bandwidth limits a manifest, not hashing."""
 MIN_CUDA_DIGEST_THREADS = 4
 """Minimum number of digest threads on a GPU: while one waits for its chunk, others submit theirs."""
+
+log = logger(__name__)
 
 
 class Segment(NamedTuple):
@@ -78,6 +82,18 @@ class Image:
         # creating all of them would dominate the cost of the constructor.
         self._views: list[memoryview | None] = [None] * len(self._runs)
         self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
+
+    @classmethod
+    def without_memory(cls, layout: Layout) -> Image:
+        """Return an image whose memory was released: every access to its bytes raises SourceWeightsChanged."""
+        image = cls(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
+        image._released = True
+        return image
+
+    @property
+    def is_released(self) -> bool:
+        """True if its memory was released: its bytes cannot be accessed."""
+        return self._released
 
     @property
     def regions(self) -> StorageTable:
@@ -262,3 +278,19 @@ class Image:
 
 def _view(memory: torch.Tensor) -> memoryview:
     return host_view(memory.data_ptr(), memory.numel())
+
+
+def compute_manifest(image: Image) -> Manifest:
+    """Digest a complete image once no kernel writes it; logs the duration."""
+    began = time.monotonic()
+    for device in image.devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    manifest = image.manifest()
+    log.info(
+        "weights digested",
+        gigabytes=round(image.layout.image_bytes / 1e9, 3),
+        seconds=round(time.monotonic() - began, 3),
+        weights_id=manifest.weights_id,
+    )
+    return manifest

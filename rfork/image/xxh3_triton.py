@@ -1,4 +1,8 @@
-"""XXH3-128 of many leaves at once in one Triton kernel that reads each byte once. Needs `triton`.
+"""XXH3-128 (seed 0) of many leaves at once in one Triton kernel that reads each byte once. Needs `triton`.
+
+The algorithm is that for inputs longer than 240 bytes in https://github.com/Cyan4973/xxHash
+(``XXH3_hashLong_128b``, doc/xxhash_spec.md). Eight 64-bit accumulators consume stripes of 64 bytes; after
+each block of 16 stripes they are scrambled.
 
 One program, of a single warp, hashes one leaf, a block of 1 KiB per step: each of 32 threads loads twice 16
 bytes, multiplies them with their keys, and sums over the 16 stripes by shuffles, so warps never wait for each
@@ -18,27 +22,34 @@ address is not a multiple of 4, are joined first, at most `MAX_LAUNCH_BYTES` at 
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 import xxhash
 
-from rfork.image.xxh3_torch import (
-    BLOCK_BYTES,
-    HIGH_OFFSET,
-    LAST_OFFSET,
-    LOW_OFFSET,
-    MAX_SHORT_INPUT,
-    PRIME64_1,
-    PRIME64_2,
-    SECRET,
-    START,
-    aligned_leaves,
-    canonical,
-    to_int64,
+from rfork.image.host_memory import host_view
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
+PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+START = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1)
+"""Initial values of the accumulators."""
+LAST_OFFSET, LOW_OFFSET, HIGH_OFFSET = len(SECRET) - 64 - 7, 11, len(SECRET) - 64 - 11
+"""Offsets in the secret of the keys for the last 64 bytes and for both merges."""
+BLOCK_BYTES = 1024
+MAX_SHORT_INPUT = 240
+"""Maximum number of bytes for which XXH3 has other formulas; they are hashed on the host."""
 
 STAGES = 8
 MAX_LAUNCH_BYTES = 64 << 20
@@ -48,6 +59,13 @@ TAIL_STRIPE_BYTES = 64
 
 Run = tuple[int, int]
 """Address and number of consecutive leaves."""
+
+
+def to_int64(value: int) -> int:
+    """Return the int64 with the bits of `value` modulo 2^64."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
 
 # Head of the kernel's table, as int64 words: the secret, the keys of the last stripe, those of the two
 # merges, and the initial accumulators.
@@ -63,7 +81,7 @@ HEAD = torch.tensor(
 
 
 def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """Like `rfork.image.xxh3_torch.leaf_hashes`, on the current stream. Waits only for its own work."""
+    """See `rfork.image.hash_backend.HashLeaves`. On the current stream; waits only for its own work."""
     length = sum(piece.numel() for piece in pieces)
     count, rest = divmod(length, leaf_bytes)
     with torch.cuda.device_of(pieces[0]):  # type: ignore[no-untyped-call]
@@ -75,7 +93,7 @@ def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
             done += found
         short = b""
         if rest:
-            (last,) = aligned_leaves(pieces, [length - rest, length])
+            (last,) = _aligned_leaves(pieces, [length - rest, length])
             if rest > MAX_SHORT_INPUT:
                 # The last 64 bytes may be at an odd address, so an aligned copy of them is appended.
                 padding_start = -(-rest // WIDE_ALIGNMENT) * WIDE_ALIGNMENT
@@ -85,7 +103,26 @@ def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
                 _launch([(padded.data_ptr(), 1)], hashes[count:], rest, padding_start)
             else:
                 short = xxhash.xxh3_128_digest(bytes(last.tolist()))
-        return canonical(_to_host(hashes)) + short
+        return _canonical(_to_host(hashes)) + short
+
+
+def _aligned_leaves(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Return the bytes between consecutive bounds as tensors aligned to 8 bytes, copied if necessary."""
+    begin = 0
+    remaining = iter(pieces)
+    piece = next(remaining)
+    for low, high in pairwise(bounds):
+        parts: list[torch.Tensor] = []
+        while low < high:
+            while begin + piece.numel() <= low:
+                begin, piece = begin + piece.numel(), next(remaining)
+            part = piece[low - begin : high - begin]
+            parts.append(part)
+            low += part.numel()
+        if len(parts) == 1 and parts[0].data_ptr() % 8 == 0 and parts[0].storage_offset() % 8 == 0:
+            yield parts[0]
+        else:
+            yield torch.cat(parts)
 
 
 def _groups(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[list[Run]]:
@@ -172,6 +209,15 @@ def _to_host(hashes: torch.Tensor) -> torch.Tensor:
     event.record()
     event.synchronize()
     return host
+
+
+def _canonical(hashes: torch.Tensor) -> bytes:
+    """Return hashes [leaves, (high, low)] (int64, CPU) as joined canonical big-endian bytes."""
+    words = array("q")
+    words.frombytes(host_view(hashes.data_ptr(), hashes.numel() * words.itemsize))
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
 
 
 @triton.jit(do_not_specialize=["blocks", "stripes", "last"])  # type: ignore[untyped-decorator]

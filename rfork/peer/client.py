@@ -12,12 +12,12 @@ import grpc
 from rfork.errors import SourceCorrupt, SourceUnavailable, SourceUnreachable, TargetError
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
+from rfork.net.tls import client_context
 from rfork.peer import codec
 from rfork.peer.base import Progress
 from rfork.peer.control_stream import MAX_MESSAGE_BYTES, StreamEnd
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
-from rfork.tls_files import client_context
 from rfork.tracing import inject
 from rfork.transport.base import CONNECT_TIMEOUT_S, ControlStream, Endpoint, TokenSource
 

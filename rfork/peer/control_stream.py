@@ -155,14 +155,17 @@ def _has_space(queue: deque[bytes], message: bytes) -> bool:
 
 
 class StreamBackend(Protocol):
-    """Methods of a seed that control streams need; see `rfork.peer.servicer.PeerBackend`."""
+    """Methods of a seed that control streams need. Thread-safe."""
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         """Return True if this fork has an open channel with this id."""
         ...
 
     def control_stream(self, channel_id: str, stream: ControlStream) -> None:
-        """Serve the stream until it ends; blocks."""
+        """Let the channel's exporter serve the control stream until it ends.
+
+        Blocks, so it runs on a separate thread; for an unknown channel the stream ends immediately.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from rfork.errors import PortInUse, SettingsError, reason_of
-from rfork.grpc_credentials import server_credentials
+from rfork.net.grpc_credentials import server_credentials
 from rfork.peer import call_guard
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES
 from rfork.peer.servicer import MAX_PROGRESS_STREAMS, PeerBackend, handlers

@@ -18,10 +18,10 @@ from rfork.image.manifest import Manifest
 from rfork.peer import call_guard, codec
 from rfork.peer.base import Progress
 from rfork.peer.call_guard import Context
-from rfork.peer.control_stream import MAX_CONTROL_STREAMS, StreamServicer
+from rfork.peer.control_stream import MAX_CONTROL_STREAMS, StreamBackend, StreamServicer
 from rfork.peer.v1 import peer_pb2
 from rfork.tracing import TRACEPARENT, TraceContext, use_context
-from rfork.transport.base import ControlStream, Endpoint
+from rfork.transport.base import Endpoint
 
 SERVICE = "rfork.v1.Peer"
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -34,7 +34,7 @@ MAX_MANIFEST_CALLS = 2
 WEIGHTS_CHANGED = "the weights changed"
 
 
-class PeerBackend(Protocol):
+class PeerBackend(StreamBackend, Protocol):
     """Methods of a seed that the peer service needs. Thread-safe.
 
     All methods except `control_stream` and `open_channel` return quickly.
@@ -65,19 +65,8 @@ class PeerBackend(Protocol):
         """
         ...
 
-    def has_channel(self, channel_id: str, fork_id: str) -> bool:
-        """Return True if this fork has an open channel with this id."""
-        ...
-
     def close_channel(self, channel_id: str) -> None:
         """Release the slot; an unknown channel is not an error."""
-        ...
-
-    def control_stream(self, channel_id: str, stream: ControlStream) -> None:
-        """Let the channel's exporter serve the control stream until it ends.
-
-        Blocks, so it runs on a separate thread; for an unknown channel the stream ends immediately.
-        """
         ...
 
     def on_change(self, listener: Callable[[], None]) -> AbstractContextManager[None]:

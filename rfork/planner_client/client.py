@@ -1,4 +1,4 @@
-"""Typed client of the planner's REST interface, for instances and for the command line.
+"""Typed client of the planner's REST interface, for instances, the command line and integrations.
 
 Runs in inference processes: synchronous, thread-safe, one connection pool. All calls are idempotent at the
 planner, so a request that fails on a stale pooled connection (after a planner restart) is repeated once on a
@@ -37,6 +37,8 @@ from rfork.schema import (
     PreviewPage,
     PreviewRequest,
     ProgressAck,
+    ScaleUp,
+    ScaleUpInfo,
 )
 from rfork.schema.types import ForkState, InstanceState
 from rfork.settings import InstanceSettings, TlsSettings
@@ -51,6 +53,8 @@ FORK: Final = TypeAdapter(ForkInfo)
 FORK_PAGE: Final = TypeAdapter(ForkPage)
 MODELS: Final = TypeAdapter(list[ModelInfo])
 PREVIEWS: Final = TypeAdapter(PreviewPage)
+SCALEUP: Final = TypeAdapter(ScaleUpInfo)
+SCALEUPS: Final = TypeAdapter(list[ScaleUpInfo])
 
 PAGE: Final = 1000
 """Page size of `instances` and `forks`."""
@@ -94,7 +98,7 @@ class PlannerClient:
         self._streams: WeakSet[PlannerEventStream] = WeakSet()
 
     @classmethod
-    def of(cls, settings: InstanceSettings) -> Self:
+    def of(cls, settings: InstanceSettings, transport: httpx.BaseTransport | None = None) -> Self:
         """Return a client of the planner in the settings. Raises SettingsError if there is none."""
         if settings.planner is None:
             raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
@@ -105,7 +109,7 @@ class PlannerClient:
             token = settings.token.get_secret_value()
         return cls(
             settings.planner, token=token, owner=owner_secret(settings), tls=settings.tls,
-            timeout_s=settings.planner_timeout_s,
+            timeout_s=settings.planner_timeout_s, transport=transport,
         )  # fmt: skip
 
     # -- instances --------------------------------------------------------------------------------
@@ -142,14 +146,15 @@ class PlannerClient:
         state: InstanceState | None = None,
         host: str | None = None,
         replica: str | None = None,
+        deadline: float | None = None,
     ) -> list[InstanceInfo]:
-        """Return all instances, sorted by id, fetched page by page.
+        """Return all instances, sorted by id, fetched page by page; `deadline` limits all pages together.
 
         `replica`: only the ranks of one replica. An older planner ignores this filter and returns all instances.
         """
         pages = self._pages(
             lambda after: self.instance_page(
-                model=model, state=state, host=host, replica=replica, after=after, limit=PAGE
+                model=model, state=state, host=host, replica=replica, after=after, limit=PAGE, deadline=deadline
             )
         )
         return [item for page in pages for item in page.items]
@@ -163,12 +168,13 @@ class PlannerClient:
         replica: str | None = None,
         after: str | None = None,
         limit: int | None = None,
+        deadline: float | None = None,
     ) -> InstancePage:
         """Return a page of at most `limit` instances after the cursor `after`."""
         query = {
             "model": model, "state": state, "host": host, "replica": replica, "after": after, "limit": limit,
         }  # fmt: skip
-        return self._rest.parsed(INSTANCE_PAGE, "GET", "/v1/instances", query=query)
+        return self._rest.parsed(INSTANCE_PAGE, "GET", "/v1/instances", query=query, deadline=deadline)
 
     # -- forks ------------------------------------------------------------------------------------
 
@@ -193,10 +199,22 @@ class PlannerClient:
         return self._rest.parsed(FORK, "GET", _fork(fork_id))
 
     def forks(
-        self, *, model: str | None = None, state: ForkState | None = None, host: str | None = None
+        self,
+        *,
+        model: str | None = None,
+        state: ForkState | None = None,
+        host: str | None = None,
+        deadline: float | None = None,
     ) -> list[ForkInfo]:
-        """Return the running and the latest finished forks, sorted by id, fetched page by page."""
-        pages = self._pages(lambda after: self.fork_page(model=model, state=state, host=host, after=after, limit=PAGE))
+        """Return the running and the latest finished forks, sorted by id, fetched page by page.
+
+        `deadline` limits all pages together.
+        """
+        pages = self._pages(
+            lambda after: self.fork_page(
+                model=model, state=state, host=host, after=after, limit=PAGE, deadline=deadline
+            )
+        )
         return [item for page in pages for item in page.items]
 
     def fork_page(
@@ -207,10 +225,11 @@ class PlannerClient:
         host: str | None = None,
         after: str | None = None,
         limit: int | None = None,
+        deadline: float | None = None,
     ) -> ForkPage:
         """Return a page of at most `limit` forks after the cursor `after`."""
         query = {"model": model, "state": state, "host": host, "after": after, "limit": limit}
-        return self._rest.parsed(FORK_PAGE, "GET", "/v1/forks", query=query)
+        return self._rest.parsed(FORK_PAGE, "GET", "/v1/forks", query=query, deadline=deadline)
 
     def events(
         self, *, model: str | None = None, fork_id: str | None = None, silence_s: float = IDLE_TIMEOUT_S
@@ -229,6 +248,18 @@ class PlannerClient:
     def models(self) -> list[ModelInfo]:
         """Return a row for each model, rank, layout and weights in the fleet."""
         return self._rest.parsed(MODELS, "GET", "/v1/models")
+
+    def scaleups(self) -> list[ScaleUpInfo]:
+        """Return active scale-ups."""
+        return self._rest.parsed(SCALEUPS, "GET", "/v1/scaleups")
+
+    def announce(self, scaleup: ScaleUp) -> ScaleUpInfo:
+        """Announce that replicas will start, or update how many."""
+        return self._rest.parsed(SCALEUP, "POST", "/v1/scaleups", scaleup)
+
+    def withdraw(self, scaleup_id: str) -> None:
+        """Withdraw a scale-up; an unknown one is not an error."""
+        self._rest.call("DELETE", f"/v1/scaleups/{quote(scaleup_id, safe=':')}")
 
     def preview(self, request: PreviewRequest) -> PreviewPage:
         """Predict the plan of new replicas, without any effect.

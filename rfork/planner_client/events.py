@@ -5,8 +5,6 @@ The format is that of server-sent events (HTML standard, section 9.2), as far as
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -16,6 +14,7 @@ import httpx
 from pydantic import ValidationError
 
 from rfork.errors import PlannerRejected
+from rfork.planner_client.deadline_transport import ABORT
 from rfork.planner_client.rest import RestClient
 from rfork.schema import ForkEvent
 
@@ -59,13 +58,9 @@ class PlannerEventStream(Iterator[ForkEvent]):
     def close(self) -> None:
         """End the stream, also for the thread that waits for its next event. Safe to call twice."""
         self._closed = True
-        stream = self._response.extensions.get("network_stream")
-        connection = stream.get_extra_info("socket") if stream is not None else None
-        # After the response is closed, its connection may be reused.
-        if connection is not None and not self._response.is_closed:
-            # Wakes the reading thread, the only one that may use the response.
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        # Wakes the reading thread, the only one that may use the response.
+        if (abort := self._response.extensions.get(ABORT)) is not None:
+            abort()
         with self._reading:
             self._response.close()
 

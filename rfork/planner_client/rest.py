@@ -5,6 +5,7 @@ Runs in inference processes: synchronous, thread-safe, one connection pool.
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork import __version__
 from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError, reason_of
-from rfork.planner_client.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
+from rfork.net.tls import CurrentContext, client_context
+from rfork.planner_client.deadline_transport import DEADLINE, DeadlineTransport
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.planner_client.token_file import TokenFile
 from rfork.schema import Problem
 from rfork.schema.types import VERSION_HEADER
 from rfork.settings import TlsSettings, redacted
-from rfork.tls_files import CurrentContext, client_context
 from rfork.tracing import inject
 
 ResponseT = TypeVar("ResponseT")
@@ -337,7 +338,7 @@ def _bad_url(url: str, reason: str) -> SettingsError:
 
 def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
     if scheme != "https":  # loading this machine's authorities takes 20 ms
-        return DeadlineTransport(untrusting_context)
+        return DeadlineTransport(lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     try:
         # Reloaded for a new connection if the files have changed.
         return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))

@@ -9,7 +9,7 @@ from typing import Final
 
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.tls_files import file_version
+from rfork.net.tls import file_version
 
 TOKEN: Final = re.compile("[!-~]+")
 """Visible ASCII, as allowed in a header."""

@@ -217,13 +217,8 @@ class LoaderFailed:
     error: RforkError
 
 
-Event = (
-    Tick
-    | PlanReceived
-    | PlanFailed
-    | ReplanSuggested
-    | LeasesRenewed
-    | SourceConnected
+SourceEvent = (
+    SourceConnected
     | TransportRefused
     | ManifestReceived
     | ProvisionalDigests
@@ -231,6 +226,15 @@ Event = (
     | StorageOpened
     | FilesCompared
     | SourceFailed
+)
+"""Events of one open source, by its connection."""
+Event = (
+    Tick
+    | PlanReceived
+    | PlanFailed
+    | ReplanSuggested
+    | LeasesRenewed
+    | SourceEvent
     | ChunkReceived
     | ChunkDigested
     | ReadFailed

@@ -1,43 +1,55 @@
-"""Fallbacks: ways to fill a module without a peer, also offered to the planner for cold starts.
+"""Fallbacks: ways to fill a module without a peer, also offered to the planner for cold starts. Runs on the target.
 
-Runs on the target. A failed transfer may leave any bytes in any tensor. A checkpoint or an engine's loader
-overwrites the parameters and persistent buffers, but not what the model computed when it was built (rotary
-tables, masks): these are copied before the first byte arrives.
+If no instance has the image and several need it, each reports to the planner which storage it can read, and the
+planner has each byte read by one instance, for all. A snapshot or a checkpoint that matches byte for byte is read
+chunk by chunk and served meanwhile; an opaque loader fills the complete module first. An engine's loader builds
+another model: the first one's memory is released before, so that the two never exist at the same time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from rfork.errors import AllSourcesFailed, CheckpointError, RforkError, SettingsError, UserError
-from rfork.image import ranges
+from rfork.errors import (
+    AllSourcesFailed,
+    CheckpointError,
+    RforkError,
+    SettingsError,
+    StorageError,
+    UserError,
+    WrongVersion,
+)
 from rfork.image.capture import capture
-from rfork.image.memory import Image
-from rfork.image.wrappers import plain_tensors
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
-from rfork.receiver.poison import Poison, can_be_poisoned
-from rfork.schema import Rank
+from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line
+from rfork.receiver.spool import ChunkPersister
+from rfork.schema import Rank, StorageAssignment, StorageCandidate
 from rfork.schema.types import StorageType, Text
 from rfork.settings import StorageSettings
-from rfork.storage.base import ImageStorage
-from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.chunked import CheckpointChunks, NotBytewiseLoadable
+from rfork.source.seed import Seed
+from rfork.source.served_image import VersionOf
+from rfork.storage.abandonable_call import AbandonableCall
+from rfork.storage.base import ImageStorage, storage_name, to_candidate
 from rfork.storage.location import Location
-from rfork.storage.module_io.extents import extent_of, is_dense
 from rfork.storage.module_io.state_dict import registered_state, self_loading
 from rfork.storage.snapshots.files import snapshot_location
-from rfork.storage.snapshots.snapshot import Snapshot
-from rfork.weights_version import short
+from rfork.tracing import Tracer
+from rfork.weights_version import is_single, is_unnamed, short
+
+if TYPE_CHECKING:
+    from rfork.storage.snapshots.snapshot import Snapshot
 
 log = logger(__name__)
 ALTERNATIVES_HINT: Final = "start a seed, or pass a checkpoint folder to fall back to"
@@ -48,7 +60,8 @@ _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 Loader = Callable[[nn.Module], None]
 OutOfPlaceLoader = Callable[[], nn.Module]
 """Builds and loads another model; its exceptions reach the caller of the fork unchanged."""
-OpenStorage = Callable[[nn.Module, Image, "DerivedTensors"], ImageStorage | None]
+OpenStorage = Callable[[nn.Module, Image, DerivedTensors], ImageStorage | None]
+Offer = TypeVar("Offer")
 
 
 class LoaderError(Exception):
@@ -60,6 +73,17 @@ class LoaderError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class ModuleReplaced(Exception):
+    """A loader replaced the module's tensors: the weights are loaded, but the image does not contain them.
+
+    Not a failure of the fork: `fallback` loaded the weights.
+    """
+
+    def __init__(self, fallback: Fallback) -> None:
+        super().__init__(fallback.name)
+        self.fallback = fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +113,10 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
 
     Raises SettingsError.
     """
+    # Here and below: a fork without files imports 31 modules less, a seventh of all.
+    from rfork.storage.checkpoints.checkpoint import Checkpoint
+    from rfork.storage.checkpoints.chunked import CheckpointChunks, NotBytewiseLoadable
+
     checked_uri = _validate_uri(Location.parse(uri).uri)
 
     def load(module: nn.Module) -> None:
@@ -137,6 +165,8 @@ def snapshot_fallback(
     It must contain weights of `version`; None: of any version. `uri` (or path) is the file, or the folder
     with one for each rank. Raises SettingsError.
     """
+    from rfork.storage.snapshots.snapshot import Snapshot
+
     named = str(uri)
     folder, name = snapshot_location(named, rank)
     # The URI of the file itself, without the query of a presigned URL, which is a secret.
@@ -162,53 +192,6 @@ def snapshot_fallback(
     return Fallback(f"snapshot {checked_uri}", load, "snapshot", checked_uri, chunks)
 
 
-class DerivedTensors:
-    """Tensors that a loader would not write, copied at construction and put back by `restore`.
-
-    `kept` has the copies (uint8, 1-D), each with its offset in the image, in image order. `loadable` are the
-    tensors of the image that a loader must write: parameters and persistent buffers.
-    """
-
-    def __init__(self, module: nn.Module, image: Image) -> None:
-        """Raises UserError if the module's `state_dict` raises."""
-        regions = image.regions
-        carried = ranges.normalise(
-            (begin, begin + length) for begin, length in zip(regions.addresses, regions.lengths, strict=True)
-        )
-        self.loadable = {
-            name: tensor
-            for name, tensor in _loadable(module).items()
-            if any(_inside(extent_of(plain), carried) for plain in _with_bytes(tensor))
-        }
-        loaded = ranges.normalise(
-            extent_of(plain) for tensor in self.loadable.values() for plain in _with_bytes(tensor) if is_dense(plain)
-        )
-        self.kept: list[tuple[int, torch.Tensor]] = []
-        self._regions: list[torch.Tensor] = []
-        offset = 0
-        for index, (begin, length) in enumerate(zip(regions.addresses, regions.lengths, strict=True)):
-            if not _inside((begin, begin + length), loaded):
-                self.kept.append((offset, regions[index].clone()))
-                self._regions.append(regions[index])
-            offset += length
-
-    @property
-    def storages(self) -> frozenset[int]:
-        """Return the addresses of the tensors' storages."""
-        return frozenset(region.untyped_storage().data_ptr() for region in self._regions)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory used by the copies."""
-        return sum(copy.nbytes for _, copy in self.kept)
-
-    def restore(self) -> None:
-        """Restore the bytes from before the transfer."""
-        with torch.no_grad():
-            for region, (_, copy) in zip(self._regions, self.kept, strict=True):
-                region.copy_(copy)
-
-
 def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fallback: Fallback) -> None:
     """Run one fallback on a clean model. Raises RforkError, whatever the loader raised.
 
@@ -224,7 +207,7 @@ def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fa
     except RforkError:
         raise
     except Exception as error:  # the caller's loader may raise anything
-        raise UserError(f"{fallback.name}: {_one_line(error)}") from error
+        raise UserError(f"{fallback.name}: {one_line(error)}") from error
     if poison is not None and (left := poison.unwritten(registered_state(module))):
         raise UserError(
             f"{fallback.name} did not fill {left[0]} (tensors not filled: {len(left)})",
@@ -234,26 +217,18 @@ def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fa
 
 
 def run_fallbacks(
-    module: nn.Module,
-    derived: DerivedTensors | None,
-    fallbacks: Sequence[Fallback],
-    reasons: Sequence[RforkError],
-    load_out_of_place: Callable[[Fallback], None] | None = None,
+    fallbacks: Sequence[Fallback], load: Callable[[Fallback], None], reasons: Sequence[RforkError]
 ) -> Fallback:
-    """Try each fallback on a clean model; returns the one that worked.
+    """Try each fallback by calling `load`; returns the one that worked.
 
-    `reasons` are the failures so far; `load_out_of_place` runs fallbacks that build their own model. Raises
-    AllSourcesFailed with these and the failure of each fallback if none worked: the module's content is then
-    undefined.
+    `reasons` are the failures so far. Raises AllSourcesFailed with these and the failure of each fallback if none
+    worked: the module's content is then undefined.
     """
     failures = list(reasons)
     for fallback in fallbacks:
         log.warning("falling back", to=fallback.name, reason=str(failures[-1]) if failures else "")
         try:
-            if fallback.load_out_of_place is not None and load_out_of_place is not None:
-                load_out_of_place(fallback)
-            else:
-                load_into_clean_module(module, derived, fallback)
+            load(fallback)
         except RforkError as error:
             # A fallback that could not be offered is tried anyway; it mostly fails the same way.
             failures = [one for one in failures if (one.kind, str(one)) != (error.kind, str(error))]
@@ -268,6 +243,206 @@ def run_fallbacks(
         failures,
         hint=_advice(failures, tried=bool(fallbacks)),
     )
+
+
+class FallbackRunner:
+    """The fallbacks of one fork: offered to the planner as storage, read if it elects this instance, and run in
+    order once nothing else works. A context manager, which closes the storage.
+
+    A fork that has a source causes no disk reads: storage is opened by `open`. Storage that cannot be used is left
+    out with a warning, is tried again as a fallback, and reports its error there.
+    """
+
+    def __init__(
+        self,
+        target: TargetModule,
+        seed: Seed,
+        persister: ChunkPersister,
+        fallbacks: Sequence[Fallback],
+        current_version: Callable[[], str | None] | None,
+        tracer: Tracer,
+    ) -> None:
+        """`current_version` recomputes the version of this instance's files, if it started with that version:
+        waiting instances must not receive files that have changed since.
+        """
+        self.target = target
+        self.seed = seed
+        self.reasons: list[RforkError] = []
+        """Failures of the fork so far, in order; those of this instance's storage are added here."""
+        self.advertised: tuple[StorageCandidate, ...] = ()
+        """Opened storage; empty before `open`."""
+        self.replaced = False
+        """True if a loader built another model."""
+        self.serves_replacement = False
+        """True if the seed serves that model: it has the layout of the first one."""
+        self._persister = persister
+        self._fallbacks = fallbacks
+        self._current_version = current_version
+        self._tracer = tracer
+        self._lock = threading.Lock()
+        self._opened = False
+        self._chunk_sources: dict[tuple[StorageType, str], ImageStorage] = {}
+        self._loaders: dict[tuple[StorageType, str], Fallback] = {}
+
+    # -- storage for waiting instances ------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Open all storage concurrently; returns whether this call was the first and found any.
+
+        Raises subclasses of UserError for invalid settings.
+        """
+        settings = self.seed.settings
+        with self._lock:
+            if self._opened or settings.cold_start != "cooperative":
+                return False
+            self._opened = True
+            until = time.monotonic() + min(settings.storage_idle_timeout_s, settings.deadline_s)
+            attempts = [(fallback, self._start_open(fallback)) for fallback in self._fallbacks]
+            advertised: list[StorageCandidate] = []
+            for fallback, attempt in attempts:
+                try:
+                    storage = attempt.result(until) if attempt is not None else None
+                    if fallback.storage_type != "snapshot":
+                        self._check_files()  # after opening, so that the files that are read are the checked ones
+                except (CheckpointError, StorageError) as error:
+                    log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
+                    self.reasons.append(error)
+                    continue
+                if storage is not None:
+                    self._chunk_sources[storage.storage_type, storage.uri] = storage
+                    advertised.append(to_candidate(storage))
+                elif ("loader", fallback.uri) not in self._loaders:
+                    self._loaders["loader", fallback.uri] = fallback
+                    advertised.append(StorageCandidate(kind="loader", uri=fallback.uri))
+            self.advertised = tuple(advertised)
+            return bool(advertised)
+
+    def _start_open(self, fallback: Fallback) -> AbandonableCall[ImageStorage | None] | None:
+        open_storage, target, derived = fallback.open, self.target, self.target.derived
+        if open_storage is None or derived is None:
+            return None
+        return AbandonableCall(fallback.name, lambda: open_storage(target.module, target.image, derived), _close)
+
+    def remove(self, name: str) -> None:
+        """Stop offering the storage of that name (`KIND:URI`)."""
+        self.advertised = tuple(offer for offer in self.advertised if storage_name(offer.kind, offer.uri) != name)
+
+    def storage_for(self, read: StorageAssignment) -> ImageStorage:
+        """Return the storage of a plan. Raises StorageError if this instance did not offer it."""
+        return self._offered(self._chunk_sources, read)
+
+    def run_loader(self, read: StorageAssignment) -> Manifest:
+        """Fill the module with a loader, and digest it. Raises RforkError, or ModuleReplaced."""
+        with self._tracer.span("read from storage", source=storage_name(read.kind, read.uri)):
+            fallback = self._offered(self._loaders, read)
+            if self.seed.manifest is not None:
+                self.seed.fence()  # its weights are about to be replaced
+            self.load(fallback)
+            manifest = None if self.replaced or not self.target.is_in_place() else compute_manifest(self.target.image)
+        if manifest is None:
+            raise ModuleReplaced(fallback)
+        return manifest
+
+    def _offered(self, offers: Mapping[tuple[StorageType, str], Offer], read: StorageAssignment) -> Offer:
+        self.open()
+        offer = offers.get((read.kind, read.uri))
+        if offer is None:
+            named = storage_name(read.kind, read.uri)
+            raise StorageError(f"the planner assigned {named} to this instance, which cannot read it")
+        return offer
+
+    # -- loading ----------------------------------------------------------------------------------------
+
+    def run(self) -> Fallback:
+        """Run the fallbacks after the failures in `reasons`; returns the one that worked. Raises AllSourcesFailed."""
+        version = self.seed.version
+        shared = version is not None and self.seed.adopts_version and not is_unnamed(version)
+        if shared and self._fallbacks and not is_single(self.seed.identity.rank):
+            # No fallback of this rank is known to provide the version that another rank may have: a replica of two
+            # versions is worse than one that does not start.
+            self.reasons.append(
+                WrongVersion(
+                    f"the replica started with version {version}, and this rank has no files of that version",
+                    hint="set the version (RFORK_VERSION), or restart all ranks",
+                )
+            )
+            return run_fallbacks((), self.load, self.reasons)
+        return run_fallbacks(self._fallbacks, self.load, self.reasons)
+
+    def load(self, fallback: Fallback) -> None:
+        """Run one fallback on the calling thread; no other thread may write to the image.
+
+        Raises RforkError, and LoaderError if the fallback builds a model of its own.
+        """
+        if fallback.load_out_of_place is not None:
+            self._replace_module(fallback.load_out_of_place)
+        else:
+            load_into_clean_module(self.target.module, self.target.derived, fallback)
+
+    def _replace_module(self, load_out_of_place: OutOfPlaceLoader) -> None:
+        """Release the module's memory, build another model, and serve it if it has the same layout.
+
+        State that a model computes when it is built (rotary tables) may be shared with the next one: it is
+        restored, and its memory is kept.
+        """
+        image, derived = self.target.image, self.target.derived
+        self._persister.pause()
+        self.seed.release_memory()
+        if derived is not None:
+            derived.restore()
+        image.release(keep=derived.storages if derived is not None else ())
+        try:
+            module = load_out_of_place()
+        except Exception as error:  # an engine's loader may raise anything
+            raise LoaderError(error) from error
+        self.replaced = True
+        try:
+            loaded = capture(module, exclude=self.target.exclude)
+            if difference := image.layout.first_difference(loaded.layout):
+                log.warning("not a seed: the loaded model has another layout", difference=difference)
+                return
+            image.rebind(loaded)
+            self.seed.memory_restored(self.version_of_loaded())
+        except RforkError as error:
+            log.warning("not a seed: the loaded model cannot be captured", reason=str(error))
+        except Exception:  # a bug here must not stop the engine from serving the loaded model
+            log.exception("not a seed: the loaded model cannot be captured")
+        else:
+            self.serves_replacement = True
+
+    def version_of_loaded(self) -> VersionOf | None:
+        """Return a function that names weights which this instance read itself; None: they have `seed.version`."""
+        seed = self.seed
+        try:
+            self._check_files()
+        except (CheckpointError, StorageError) as error:
+            log.warning("serving weights as a new version", reason=str(error))
+            self.reasons.append(error)
+            return seed.version_by_content
+        if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
+            return None
+        return seed.version_by_content
+
+    def _check_files(self) -> None:
+        """Raise CheckpointError if this instance's files have changed since it started."""
+        if self._current_version is None:
+            return
+        current, started = self._current_version(), self.seed.identity.version
+        if current != started:
+            raise CheckpointError(
+                f"the weight files changed after this instance started: they had version {started} and "
+                + (f"have {current}" if current else "are gone"),
+                hint="restart the instance",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for storage in self._chunk_sources.values():
+            storage.close()
 
 
 def _check_version(snapshot: Snapshot, version: str | None) -> None:
@@ -303,25 +478,6 @@ def _is_path(uri: str | Path) -> bool:
     return isinstance(uri, Path) or "://" not in uri
 
 
-def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers, except those that the module leaves out of its state."""
-    try:
-        state = module.state_dict(keep_vars=True)
-        objects = {id(value) for value in state.values()}
-    except Exception as error:  # the module's own code may raise anything
-        raise UserError(f"the module's state_dict() raised {_one_line(error)}") from error
-    return {name: tensor for name, tensor in registered_state(module).items() if name in state or id(tensor) in objects}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _with_bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the tensors with its bytes, without overlapping elements."""
-    return (plain for plain in plain_tensors(tensor) if can_be_poisoned(plain))
-
-
-def _inside(extent: ranges.Range, merged: Sequence[ranges.Range]) -> bool:
-    index = bisect_right(merged, extent[0], key=itemgetter(0)) - 1
-    return index >= 0 and extent[1] <= merged[index][1]
+def _close(storage: ImageStorage | None) -> None:
+    if storage is not None:
+        storage.close()

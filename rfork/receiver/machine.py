@@ -42,48 +42,9 @@ from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
 from rfork.logs import logger
-from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
-from rfork.receiver.events import (
-    Action,
-    ChunkDigested,
-    ChunkReceived,
-    ChunksOffered,
-    CloseSource,
-    CompareFiles,
-    Event,
-    ExcludeStorage,
-    FilesCompared,
-    Finish,
-    KeptChunkDigested,
-    LeasesRenewed,
-    LoaderFailed,
-    LoaderFinished,
-    ManifestReceived,
-    OpenPeer,
-    OpenStorage,
-    PlanFailed,
-    PlanReceived,
-    PrefetchChunks,
-    ProvisionalDigests,
-    ReadChunk,
-    ReadFailed,
-    ReadSpool,
-    RenewLease,
-    ReplanSuggested,
-    ReportStorageActivity,
-    RequestPlan,
-    RunLoader,
-    SourceActivity,
-    SourceConnected,
-    SourceFailed,
-    SpoolChunkRead,
-    SpoolFailed,
-    StopSpool,
-    StorageOpened,
-    Tick,
-    TransportRefused,
-)
-from rfork.receiver.read_concurrency import ReadConcurrency
+from rfork.receiver import events
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
+from rfork.receiver.events import Action, Event, SourceEvent
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment
@@ -129,9 +90,9 @@ class _Source:
     opened_at: float
     received_at: float
     """Time of the last chunk that was read from it, or `opened_at`."""
-    activity: SourceActivity | None = None
+    activity: events.SourceActivity | None = None
     """Its last known activity, from the newest tick."""
-    storage: StorageOpened | None = None
+    storage: events.StorageOpened | None = None
     """Description of local storage, once it is open."""
     compared: dict[int, bytes] = field(default_factory=dict)
     """Digests that its files were compared with."""
@@ -169,15 +130,9 @@ class TransferMachine:
         *,
         instance_id: str,
         deadline_at: float,
-        verified: tuple[Range, ...] = (),
-        digests: Mapping[int, bytes] | None = None,
-        provisional_id: str | None = None,
         spool_records: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`verified`, `digests` and `provisional_id` are of chunks that are verified from the start.
-
-        `spool_records` are the digests by chunk of the spool; None: there is no spool.
-        """
+        """`spool_records` are the digests by chunk of the spool; None: there is no spool."""
         self.deadline_at = deadline_at
         """Deadline of the fork. It is extended while this instance reads its own storage for waiting instances
         and makes progress: starting over elsewhere would take longer.
@@ -185,17 +140,15 @@ class TransferMachine:
         self.finished = False
         self.reasons: list[RforkError] = []
         """Each failure of a source so far, in order."""
-        self.measurable_bytes = 0
-        """Bytes of the chunks that have arrived, valid or not, without those of a loader."""
+        self.bytes_read = 0
+        """Bytes of the chunks that have arrived, valid or not."""
         self._settings = settings
         self._instance_id = instance_id
         self._layout_id = layout.layout_id
         self._chunks = layout.chunks
         self._actions: list[Action] = []
-        self._scheduler = ChunkScheduler(len(layout.chunks), verified)
-        self._verifier = ChunkVerifier(
-            layout, self._scheduler, self._actions.append, digests=digests, provisional_id=provisional_id
-        )
+        self._scheduler = ChunkScheduler(len(layout.chunks))
+        self._verifier = ChunkVerifier(layout, self._scheduler, self._actions.append)
         self._concurrency = ReadConcurrency(settings.max_inflight_chunks)
         self._spool = _Spool(spool_records)
         self._loader: StorageAssignment | None = None
@@ -259,17 +212,14 @@ class TransferMachine:
             for chunk, times in self._scheduler.rereads.items()
         )
         shares = sorted(self._shares.values(), key=lambda share: -share.verified_bytes)
-        return TransferStats(self.bytes_read, repeated, max(0, self._plans - 1), tuple(shares), self._spool.seconds)
-
-    @property
-    def shares(self) -> tuple[SourceShare, ...]:
-        """Chunks and bytes that each source served so far, by bytes in descending order; without the spool."""
-        return tuple(share for share in self.stats.sources if share.source_id != RESUME_SOURCE_ID)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the chunks that have arrived, valid or not."""
-        return self.measurable_bytes + self._loader_bytes
+        return TransferStats(
+            self.bytes_read,
+            repeated,
+            max(0, self._plans - 1),
+            tuple(shares),
+            resume_s=self._spool.seconds,
+            loader_bytes=self._loader_bytes,
+        )
 
     def _pop_actions(self) -> list[Action]:
         actions = self._actions.copy()
@@ -283,41 +233,41 @@ class TransferMachine:
 
     def _dispatch(self, event: Event, now: float) -> None:
         match event:
-            case Tick():
+            case events.Tick():
                 self._tick(event, now)
-            case PlanReceived(plan):
+            case events.PlanReceived(plan):
                 self._receive_plan(plan, NoSource(plan.reason or "the planner knows no source"), now)
-            case PlanFailed(error):
+            case events.PlanFailed(error):
                 self._receive_plan(None, error, now)
-            case ReplanSuggested(reason):
+            case events.ReplanSuggested(reason):
                 if self._replan_reason is None:
                     log.info("requesting a new plan", reason=reason)
                 self._replan_reason = reason
-            case LeasesRenewed(leases):
+            case events.LeasesRenewed(leases):
                 for source_id, lease in leases.items():
                     source = self._active.get(source_id)
                     if source is not None and not source.is_storage:
-                        self._emit(RenewLease(source.connection, lease))
-            case ChunkReceived(connection, chunk, seconds):
+                        self._emit(events.RenewLease(source.connection, lease))
+            case events.ChunkReceived(connection, chunk, seconds):
                 self._chunk_received(self._sources[connection], chunk, seconds, now)
-            case ChunkDigested(connection, chunk, digest):
+            case events.ChunkDigested(connection, chunk, digest):
                 self._chunk_digested(self._sources[connection], chunk, digest, now)
-            case ReadFailed(connection, chunk, error):
+            case events.ReadFailed(connection, chunk, error):
                 source = self._sources[connection]
                 self._scheduler.dropped(ChunkRead(source.source_id, chunk))
                 self._fail(source, error, now)
-            case KeptChunkDigested(chunk, digest):
-                self._kept_chunk_digested(chunk, digest)
-            case SpoolChunkRead(chunk, digest, seconds):
+            case events.KeptChunkDigested(chunk, digest):
+                self._finish_local(ChunkRead(KEPT_SOURCE_ID, chunk), digest)
+            case events.SpoolChunkRead(chunk, digest, seconds):
                 self._spool_chunk_read(chunk, digest, seconds)
-            case SpoolFailed():
+            case events.SpoolFailed():
                 self._stop_spool()
-            case LoaderFinished(assignment, manifest):
-                self._loader_finished(assignment, manifest)
-            case LoaderFailed(assignment, error):
+            case events.LoaderFinished(assignment, manifest):
                 self._loader_running, self._loader = False, None
-                name = storage_name(assignment.kind, assignment.uri)
-                self._record_storage_fault(name, error)
+                self._loader_finished(assignment, manifest)
+            case events.LoaderFailed(assignment, error):
+                self._loader_running, self._loader = False, None
+                self._record_storage_fault(storage_name(assignment.kind, assignment.uri), error)
                 self._retry_at = now + FIRST_RETRY_S
             case _:
                 source = self._sources[event.connection]
@@ -331,38 +281,31 @@ class TransferMachine:
     def _source_event(
         self,
         source: _Source,
-        event: SourceConnected
-        | TransportRefused
-        | ManifestReceived
-        | ProvisionalDigests
-        | ChunksOffered
-        | StorageOpened
-        | FilesCompared
-        | SourceFailed,
+        event: SourceEvent,
         now: float,
     ) -> None:
         """Handle an event of an open source. Raises the error that ends the source."""
         match event:
-            case SourceConnected():
+            case events.SourceConnected():
                 source.transport = event.transport
-            case TransportRefused():
+            case events.TransportRefused():
                 self._record_refused_transport(event.error)
-            case ManifestReceived():
+            case events.ManifestReceived():
                 self._set_manifest(source, event.manifest, now)
-            case ProvisionalDigests():
+            case events.ProvisionalDigests():
                 others = any(
                     self._scheduler.has_assigned(name) for name in self._active if self._active[name] is not source
                 )
                 self._verifier.add_provisional_digests(
                     source.connection, event.provisional_id, event.digests, alone=not others
                 )
-            case ChunksOffered():
+            case events.ChunksOffered():
                 self._scheduler.mark_available(source.source_id, event.chunks)
-            case StorageOpened():
+            case events.StorageOpened():
                 self._storage_opened(source, event, now)
-            case FilesCompared():
+            case events.FilesCompared():
                 self._files_compared(source, event.digests, agrees=event.agrees)
-            case SourceFailed():
+            case events.SourceFailed():
                 raise event.error
             case _:
                 assert_never(event)
@@ -387,18 +330,18 @@ class TransferMachine:
             if not self._scheduler.in_flight:
                 self._loader_running = True
                 self._verifier.invalidate_all("a loader overwrites them")
-                self._emit(RunLoader(self._loader))
+                self._emit(events.RunLoader(self._loader))
         else:
             self._confirm_complete(now)
             self._start_spool_read(now)
             self._start_reads(now)
             if self._plan_is_due and self._requested is None and now >= self._retry_at:
                 self._requested = tuple(self._faults)
-                self._emit(RequestPlan(self._requested, self._current_assignments))
+                self._emit(events.RequestPlan(self._requested, self._current_assignments))
 
     def _finish(self, error: RforkError | None) -> None:
         self.finished = True
-        self._emit(Finish(error))
+        self._emit(events.Finish(error))
 
     def _confirm_complete(self, now: float) -> None:
         """Handle chunks that are all verified, but not yet known to belong together.
@@ -413,7 +356,7 @@ class TransferMachine:
             self._complete_since = None
             self._verifier.invalidate_unconfirmed()
 
-    def _tick(self, tick: Tick, now: float) -> None:
+    def _tick(self, tick: events.Tick, now: float) -> None:
         for source in self._active.values():
             source.activity = tick.activity.get(source.connection, source.activity)
         self._extend_deadline()
@@ -491,7 +434,7 @@ class TransferMachine:
         for route in plan.routes:
             source = self._active.get(route.source_id)
             if source is not None and not source.is_storage:
-                self._emit(RenewLease(source.connection, route.lease))
+                self._emit(events.RenewLease(source.connection, route.lease))
             else:
                 self._open_peer(route, now)
             assigned[route.source_id] = route.chunks
@@ -594,12 +537,12 @@ class TransferMachine:
 
     def _open_peer(self, route: Route, now: float) -> None:
         source = self._add(route.source_id, route.source_id, route.placement.host, route.address, "", now)
-        self._emit(OpenPeer(source.connection, route))
+        self._emit(events.OpenPeer(source.connection, route))
 
     def _open_storage(self, name: str, read: StorageAssignment, now: float) -> None:
         source = self._add(name, self._instance_id, self._settings.node_name, name, read.kind, now)
         source.is_storage = True
-        self._emit(OpenStorage(source.connection, read))
+        self._emit(events.OpenStorage(source.connection, read))
 
     def _add(self, source_id: str, instance_id: str, host: str, address: str, transport: str, now: float) -> _Source:
         # Chunks that an earlier connection to this source offered are void: nothing can be read until this
@@ -613,7 +556,7 @@ class TransferMachine:
         self._scheduler.fail(source.source_id)
         del self._active[source.source_id]
         self._verifier.remove_source(source.connection)
-        self._emit(CloseSource(source.connection, error))
+        self._emit(events.CloseSource(source.connection, error))
 
     def _fail(self, source: _Source, error: RforkError, now: float) -> None:
         """Give up on a source, and record its fault for the planner. After the deadline, no source is blamed."""
@@ -636,7 +579,7 @@ class TransferMachine:
         """Record that this instance cannot read the storage of that name: another instance must, or it reads
         other storage.
         """
-        self._emit(ExcludeStorage(name))
+        self._emit(events.ExcludeStorage(name))
         self._record_fault(name, self._instance_id, "storage", error)
 
     def _record_fault(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:
@@ -702,7 +645,7 @@ class TransferMachine:
         if activity != self._storage_activity:
             self._storage_activity = activity
             active_at, relayed = activity or (None, False)
-            self._emit(ReportStorageActivity(active_at, relayed))
+            self._emit(events.ReportStorageActivity(active_at, relayed))
 
     def _extend_deadline(self) -> None:
         for name, source in self._active.items():
@@ -712,7 +655,7 @@ class TransferMachine:
 
     # -- local storage ----------------------------------------------------------------------------------
 
-    def _storage_opened(self, source: _Source, opened: StorageOpened, now: float) -> None:
+    def _storage_opened(self, source: _Source, opened: events.StorageOpened, now: float) -> None:
         """Follow the manifest of the storage, or compare its files with the chunks that are verified."""
         source.storage = opened
         if opened.manifest is not None:
@@ -721,7 +664,7 @@ class TransferMachine:
         elif opened.origin is None:
             raise StorageError(f"{source.address}: neither its manifest nor its origin is known")
         elif digests := self._verifier.digests_to_compare():
-            self._emit(CompareFiles(source.connection, digests))
+            self._emit(events.CompareFiles(source.connection, digests))
         else:
             self._files_compared(source, {}, agrees=True)
 
@@ -735,7 +678,7 @@ class TransferMachine:
             source.connection, opened.origin, source.compared, agrees=agrees, unique_id=opened.unique_id
         )
         if left:
-            self._emit(CompareFiles(source.connection, left))
+            self._emit(events.CompareFiles(source.connection, left))
         else:
             self._offer_all(source)
 
@@ -755,12 +698,12 @@ class TransferMachine:
             source = self._active[source_id]
             if source.storage is not None:
                 in_flight, upcoming = self._scheduler.upcoming(source_id, source.storage.prefetch_chunks)
-                self._emit(PrefetchChunks(source.connection, tuple(in_flight), tuple(upcoming)))
+                self._emit(events.PrefetchChunks(source.connection, tuple(in_flight), tuple(upcoming)))
         for read in reads:
             begin, end = self._chunks[read.chunk]
             timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_source_bytes_per_s
             read_by = min(now + timeout_s, self.deadline_at)
-            self._emit(ReadChunk(self._active[read.source_id].connection, read.chunk, read_by))
+            self._emit(events.ReadChunk(self._active[read.source_id].connection, read.chunk, read_by))
 
     def _max_reads(self, source_id: str) -> int:
         """Return the maximum number of concurrent reads from a source."""
@@ -768,7 +711,7 @@ class TransferMachine:
 
     def _chunk_received(self, source: _Source, chunk: int, seconds: float, now: float) -> None:
         begin, end = self._chunks[chunk]
-        self.measurable_bytes += end - begin
+        self.bytes_read += end - begin
         concurrent = self._scheduler.inflight_with(ChunkRead(source.source_id, chunk))
         if source.is_storage:
             # Storage is read ahead, so a chunk takes the time since the previous one.
@@ -802,13 +745,16 @@ class TransferMachine:
             verified_bytes=share.verified_bytes + sum(self._chunks[each][1] - self._chunks[each][0] for each in chunks),
         )
 
-    def _kept_chunk_digested(self, chunk: int, digest: bytes | None) -> None:
-        manifest, read = self._verifier.manifest, ChunkRead(KEPT_SOURCE_ID, chunk)
-        if digest is not None and manifest is not None and manifest.digests[chunk] == digest:
-            self._verifier.mark_verified(chunk, digest)
+    def _finish_local(self, read: ChunkRead, digest: bytes | None) -> bool:
+        """Handle the digest of a chunk that no source served; returns whether the manifest has it."""
+        manifest = self._verifier.manifest  # it may have changed since the chunk was begun
+        is_right = digest is not None and manifest is not None and manifest.digests[read.chunk] == digest
+        if is_right:
+            self._verifier.mark_verified(read.chunk, digest)
             self._scheduler.verified(read)
         else:
             self._scheduler.dropped(read)
+        return is_right
 
     # -- the spool --------------------------------------------------------------------------------------
 
@@ -835,26 +781,22 @@ class TransferMachine:
         spool.reading = self._scheduler.next_reserved()
         if spool.reading is not None:
             spool.began_at = now
-            self._emit(ReadSpool(spool.reading.chunk, manifest.digests[spool.reading.chunk]))
+            self._emit(events.ReadSpool(spool.reading.chunk, manifest.digests[spool.reading.chunk]))
 
     def _spool_chunk_read(self, chunk: int, digest: bytes | None, seconds: float) -> None:
-        spool, manifest = self._spool, self._verifier.manifest
+        spool = self._spool
         if spool.reading is None:
             return  # it was stopped meanwhile
         read, spool.reading = spool.reading, None
         spool.seconds += seconds
-        # The manifest may have changed since the reservation.
-        if digest is not None and manifest is not None and manifest.digests[chunk] == digest:
-            self._verifier.mark_verified(chunk, digest)
-            self._scheduler.verified(read)
+        if self._finish_local(read, digest):
             self._count_verified(RESUME_SOURCE_ID, self._settings.node_name, "file", chunk)
-            return
-        log.info("kept chunk invalid, reading it from the sources", chunk=chunk)
-        spool.records.pop(chunk, None)
-        self._scheduler.dropped(read)
-        self._scheduler.unreserve([chunk])
+        else:
+            log.info("kept chunk invalid, reading it from the sources", chunk=chunk)
+            spool.records.pop(chunk, None)
+            self._scheduler.unreserve([chunk])
 
-    def _check_spool(self, tick: Tick, now: float) -> None:
+    def _check_spool(self, tick: events.Tick, now: float) -> None:
         """Give up on a disk that delivers nothing, and leave what it delivers too late to the sources."""
         spool = self._spool
         if spool.reading is not None:
@@ -885,7 +827,7 @@ class TransferMachine:
         if spool.finished:
             return
         spool.finished = True
-        self._emit(StopSpool())
+        self._emit(events.StopSpool())
         if spool.reading is not None:
             self._scheduler.dropped(spool.reading)
             spool.reading = None
@@ -903,18 +845,18 @@ class TransferMachine:
         self._report_storage_activity()
 
     def _loader_finished(self, read: StorageAssignment, manifest: Manifest) -> None:
-        self._loader_running, self._loader = False, None
         self._scheduler.mark_all_verified()
         self._verifier.set_manifest(manifest)
         for chunk, digest in enumerate(manifest.digests):
             self._verifier.mark_verified(chunk, digest)
         self._loader_bytes += self._chunks.image_bytes
+        self.bytes_read += self._chunks.image_bytes
         name = storage_name(read.kind, read.uri)
         self._count_verified(name, self._settings.node_name, read.kind, *range(len(self._chunks)))
 
 
 def find_stall(
-    activity: SourceActivity, settings: InstanceSettings, now: float, *, is_storage: bool, starved: bool
+    activity: events.SourceActivity, settings: InstanceSettings, now: float, *, is_storage: bool, starved: bool
 ) -> str | None:
     """Return why a source counts as stalled at `now`, otherwise None. `starved`: it has assigned chunks, but
     none that is readable or being read.

@@ -1,16 +1,21 @@
-"""Report of a fork, which `rfork.fork` returns and every command prints."""
+"""Report of a fork, which `rfork.fork` returns and every command prints, and the measurements in it. Runs on the
+target.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
 
-from rfork.receiver.phase_timer import PhaseTimer
-from rfork.receiver.throughput import ThroughputMeter, top_rates
 from rfork.schema import ForkResult, source_type, types
 from rfork.storage.base import storage_name
-from rfork.tracing import Span, current_context
+from rfork.tracing import NOOP_TRACER, Span, Tracer, current_context
 from rfork.weights_version import FIRST, UNSTATED
 from rfork.weights_version import short as short_version
 
@@ -22,6 +27,134 @@ if TYPE_CHECKING:
 Outcome = Literal["forked", "fallback"]
 RESUME_SOURCE_ID = "resume"
 """Source id of chunks from the spool of a previous process."""
+FINAL_REPORT_S: Final = 0.3
+"""Time to report the end of a fork whose deadline has passed."""
+WINDOW_S: Final = 1.0
+"""Approximate length of the windows for rates: shorter ones would measure single chunks, not the link."""
+NO_SOURCES: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class ForkTimer:
+    """Deadline of a fork, and the durations of its phases. Thread-safe.
+
+    Each second counts for one phase: the innermost active one. Phases with the same name add up. Phases of
+    several threads must be nested too.
+    """
+
+    def __init__(self, deadline_s: float, tracer: Tracer = NOOP_TRACER) -> None:
+        """With `tracer`, each phase is also a span."""
+        self._tracer = tracer
+        self.began = time.monotonic()
+        self.deadline = self.began + deadline_s
+        """As a `time.monotonic()` value. It is extended while this instance reads its own storage for waiting
+        instances and makes progress: starting over elsewhere would take longer.
+        """
+        self._lock = threading.Lock()
+        self._ended: dict[str, float] = {}
+        self._running: list[str] = []
+        self._since = self.began  # when the innermost active phase began or resumed
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the timer was created."""
+        return time.monotonic() - self.began
+
+    def extend_deadline(self, until: float) -> None:
+        """Move the deadline to `until`, if that is later."""
+        self.deadline = max(self.deadline, until)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase so far, in the order in which they began; the active phase is last."""
+        with self._lock:
+            totals = dict(self._ended)
+            if self._running:
+                name = self._running[-1]
+                totals[name] = totals.pop(name) + time.monotonic() - self._since
+            return totals
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Span]:
+        """Time the `with` block as part of phase `name`."""
+        with self._lock:
+            self._record()
+            if name not in self._ended:
+                self._ended[name] = 0.0
+                for around in self._running:  # nested phases are recorded before the enclosing one
+                    self._ended[around] = self._ended.pop(around)
+            self._running.append(name)
+        try:
+            with self._tracer.span(name) as span:
+                yield span
+        finally:
+            with self._lock:
+                self._record()
+                self._running.pop()
+
+    def _record(self) -> None:
+        """Add the elapsed time to the active phase, if any; the caller holds the lock."""
+        now = time.monotonic()
+        if self._running:
+            self._ended[self._running[-1]] += now - self._since
+        self._since = now
+
+
+def final_report_deadline(deadline: float) -> float:
+    """Return the deadline of the calls that end a fork: its own, but at least `FINAL_REPORT_S` from now."""
+    return max(deadline, time.monotonic() + FINAL_REPORT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Byte counts at one time."""
+
+    at: float
+    total: int
+    by_source: Mapping[str, int]
+
+
+class ThroughputMeter:
+    """Current and maximum rates over windows of about `window_s`, in total and by source."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.bytes_per_s = 0.0
+        """Over the last window; before its end, the mean so far."""
+        self.max_bytes_per_s: float | None = None
+        """None before the end of the first window."""
+        self.source_bytes_per_s: Mapping[str, float] = {}
+        """Same as `bytes_per_s`, by source, for sources that served bytes in the window."""
+        self.max_source_bytes_per_s: Mapping[str, float] = {}
+        """By source, each over its own fastest window; empty before the end of the first."""
+        self._window_s = window_s
+        self._samples: deque[_Sample] = deque()
+
+    def add(self, now: float, total: int, by_source: Mapping[str, int] = NO_SOURCES) -> None:
+        """Record that `total` bytes had arrived at `now`, and the bytes from each source.
+
+        They need not add up: bytes of a source may count only once they are verified.
+        """
+        self._samples.append(_Sample(now, total, by_source))
+        while len(self._samples) > 2 and now - self._samples[1].at >= self._window_s:
+            self._samples.popleft()
+        before = self._samples[0]
+        elapsed_s = now - before.at
+        if elapsed_s > 0:
+            self.bytes_per_s = max(0.0, (total - before.total) / elapsed_s)
+            added = {name: count - before.by_source.get(name, 0) for name, count in by_source.items()}
+            self.source_bytes_per_s = {name: count / elapsed_s for name, count in added.items() if count > 0}
+        if elapsed_s >= self._window_s:
+            self.max_bytes_per_s = max(self.max_bytes_per_s or 0.0, self.bytes_per_s)
+            self.max_source_bytes_per_s = {
+                **self.max_source_bytes_per_s,
+                **{
+                    name: max(rate, self.max_source_bytes_per_s.get(name, 0.0))
+                    for name, rate in self.source_bytes_per_s.items()
+                },
+            }
+
+    def efficiency(self, nbytes: int, seconds: float) -> float | None:
+        """Return the rate of `nbytes` in `seconds` relative to the maximum; None if that is unknown."""
+        return nbytes / seconds / self.max_bytes_per_s if self.max_bytes_per_s and seconds else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +170,9 @@ class SourceShare:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Statistics of a transfer; sizes in bytes."""
+    """Statistics of a transfer; sizes in bytes. `bytes_read` counts the chunks that have arrived, valid or not;
+    `sources` are in descending order of their bytes.
+    """
 
     bytes_read: int
     bytes_repeated: int
@@ -45,6 +180,13 @@ class TransferStats:
     sources: tuple[SourceShare, ...]
     resume_s: float = 0.0
     """Seconds spent reading chunks from the spool of a previous process."""
+    loader_bytes: int = 0
+    """Those of `bytes_read` that a loader read, which are counted only at its end, so they have no rate."""
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """The sources without that spool."""
+        return tuple(share for share in self.sources if share.source_id != RESUME_SOURCE_ID)
 
     @property
     def resumed_bytes(self) -> int:
@@ -227,7 +369,7 @@ def transports_by_source(shares: Sequence[SourceShare]) -> dict[str, str]:
 
 def build_fork_result(
     outcome: types.Outcome,
-    timer: PhaseTimer,
+    timer: ForkTimer,
     stats: TransferStats,
     meter: ThroughputMeter,
     reasons: Sequence[BaseException],
@@ -259,7 +401,18 @@ def current_trace_id() -> str | None:
     return context.trace_id if context is not None and context.sampled else None
 
 
-def phase_seconds(timer: PhaseTimer, stats: TransferStats) -> dict[str, float]:
+def phase_seconds(timer: ForkTimer, stats: TransferStats) -> dict[str, float]:
     """Return seconds by phase, rounded to 0.1 ms."""
     resumed = {"resume": stats.resume_s} if stats.resume_s else {}
     return {phase: round(seconds, 4) for phase, seconds in (resumed | timer.phases).items()}
+
+
+def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of sources that have a rate: a loader's bytes are known only at its end."""
+    return {name: count for name, count in bytes_by_source.items() if source_type(name) != "loader"}
+
+
+def top_rates(rates: Mapping[str, float]) -> dict[str, float]:
+    """Return rates by source for reports: whole bytes per second, fastest first, at most `MAX_RATES`."""
+    ranked = sorted(rates.items(), key=lambda item: -item[1])[: types.MAX_RATES]
+    return {name: float(round(rate)) for name, rate in ranked}

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from rfork.errors import (
     NoSource,
@@ -26,59 +27,30 @@ from rfork.errors import (
 )
 from rfork.image.chunk_state import ChunkState
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.receiver.deadline import Deadline
-from rfork.receiver.events import (
-    Action,
-    ChunkDigested,
-    ChunkReceived,
-    CloseSource,
-    CompareFiles,
-    DigestKeptChunk,
-    Event,
-    ExcludeStorage,
-    FenceImage,
-    Finish,
-    InvalidateChunks,
-    KeptChunkDigested,
-    LeasesRenewed,
-    LoaderFailed,
-    LoaderFinished,
-    MarkVerified,
-    OpenPeer,
-    OpenStorage,
-    PlanFailed,
-    PlanReceived,
-    PrefetchChunks,
-    ReadChunk,
-    ReadFailed,
-    ReadSpool,
-    RenewLease,
-    ReplanSuggested,
-    ReportStorageActivity,
-    RequestPlan,
-    RunLoader,
-    SetManifest,
-    SetProvisionalId,
-    StopSpool,
-    Tick,
-)
-from rfork.receiver.loader_liveness import LoaderLiveness
+from rfork.receiver import events
+from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.report import SourceShare, TransferStats
-from rfork.receiver.sources import ChunkSource, PeerSource, SourceFactoryProtocol, SpoolReader, StorageSource
+from rfork.receiver.report import TransferStats
+from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
+from rfork.receiver.spool import SpoolReader
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
-from rfork.settings import InstanceSettings
 from rfork.storage.spool import Spool
 from rfork.tracing import TraceContext, current_context, use_context
 
 log = logger(__name__)
 
+MIN_CPU_S: Final = 0.001
+"""CPU time that counts as progress of a loader."""
+MIN_BYTES: Final = 64 << 10
+"""Bytes whose reading counts as progress of a loader."""
+PROCESS_IO: Final = Path("/proc/self/io")
+"""Linux: bytes that this process has read, by system calls (rchar) and from disks, also through maps
+(read_bytes).
+"""
+
 Replan = Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan]
 """Requests a plan, given the faults since the last plan and the current assignments."""
-RunsLoader = Callable[[StorageAssignment], Manifest]
-"""Fills the image with a loader that this instance offered; raises RforkError if that fails."""
 Observer = Callable[[Event | None, float, Sequence[Action]], None]
 """Receives each event with its time and the actions that followed; the first event is None."""
 
@@ -108,37 +80,31 @@ class ServingState(Protocol):
 class Transfer:
     """The transfer of one fork. Call `run` once.
 
-    `source_factory` creates the sources of a plan; `replan` requests a plan from the planner; `run_loader` is
-    called on the caller's thread if the planner elected this instance to run its loader; `serving_state`
-    receives the manifest before the first chunk verified against it is served. `spool` is that of a previous
-    process. `observer` receives everything that the machine did, for example to replay it.
+    `source_factory` creates the sources of a plan; its loaders run on the caller's thread if the planner elected
+    this instance to run one. `replan` requests a plan from the planner; `serving_state` receives the manifest
+    before the first chunk verified against it is served. `spool` is that of a previous process. `observer`
+    receives everything that the machine did, for example to replay it.
     """
 
     def __init__(
         self,
-        image: Image,
+        source_factory: SourceFactory,
         chunk_state: ChunkState,
-        settings: InstanceSettings,
-        *,
-        instance_id: str,
-        source_factory: SourceFactoryProtocol,
         replan: Replan,
-        run_loader: RunsLoader,
         serving_state: ServingState,
-        deadline: Deadline,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._image = image
+        context = source_factory.context
+        self._image = context.image
         self._chunk_state = chunk_state
-        self._settings = settings
+        self._settings = context.settings
         self._source_factory = source_factory
         self._replan = replan
-        self._run_loader = run_loader
         self._serving_state = serving_state
-        self._deadline = deadline
+        self._timer = context.timer
         self._observer = observer
-        self._tasks: SimpleQueue[RunLoader | Finish | BaseException | None] = SimpleQueue()
+        self._tasks: SimpleQueue[events.RunLoader | events.Finish | BaseException | None] = SimpleQueue()
         """Work of the caller's thread; None: a tick is due earlier than it assumed."""
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -146,26 +112,23 @@ class Transfer:
         self._trace: TraceContext | None = None
         self._lock = threading.RLock()  # guards the machine, and keeps actions in order
         self._machine = TransferMachine(
-            image.layout,
-            settings,
-            instance_id=instance_id,
-            deadline_at=deadline.monotonic_time,
-            verified=chunk_state.verified,
-            digests=chunk_state.digests,
-            provisional_id=chunk_state.provisional_id,
+            context.image.layout,
+            context.settings,
+            instance_id=context.instance_id,
+            deadline_at=context.timer.deadline,
             spool_records=spool.records if spool is not None else None,
         )
         self._error: RforkError | None = None
-        self._sources: dict[int, ChunkSource] = {}
+        self._sources: dict[int, PeerSource | StorageSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
-        self._spool = SpoolReader(spool, image, self._handle) if spool is not None else None
+        self._spool = SpoolReader(spool, context.image, self._handle) if spool is not None else None
         self._planning: threading.Thread | None = None
-        self._work: SimpleQueue[ReadChunk | DigestKeptChunk | None] = SimpleQueue()
+        self._work: SimpleQueue[events.ReadChunk | events.DigestKeptChunk | None] = SimpleQueue()
         self._stopping = False
         self._workers = [
             threading.Thread(target=self._work_loop, name=f"rfork-read-{number}", daemon=True)
-            for number in range(settings.max_inflight_chunks)
+            for number in range(context.settings.max_inflight_chunks)
         ]
 
     # -- interface for other threads --------------------------------------------------------------------
@@ -177,36 +140,18 @@ class Transfer:
             return self._machine.stats
 
     @property
-    def shares(self) -> tuple[SourceShare, ...]:
-        """Chunks and bytes that each source served so far, by bytes in descending order."""
-        with self._lock:
-            return self._machine.shares
-
-    @property
     def reasons(self) -> tuple[RforkError, ...]:
         """Each failure of a source so far, in order."""
         with self._lock:
             return tuple(self._machine.reasons)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the chunks that have arrived, valid or not."""
-        return self._machine.bytes_read
-
-    @property
-    def measurable_bytes(self) -> int:
-        """Those of them that were counted as they arrived, unlike a loader's, which are known only at its
-        end.
-        """
-        return self._machine.measurable_bytes
-
     def update_leases(self, leases: Mapping[str, Lease]) -> None:
         """Replace the lease tokens, by source."""
-        self._handle(LeasesRenewed(leases))
+        self._handle(events.LeasesRenewed(leases))
 
     def request_replan(self, reason: str) -> None:
         """Request a new plan soon; the current one stays in use until then."""
-        self._handle(ReplanSuggested(reason))
+        self._handle(events.ReplanSuggested(reason))
 
     # -- the caller's thread ----------------------------------------------------------------------------
 
@@ -243,14 +188,14 @@ class Transfer:
             return True
         if isinstance(task, BaseException):
             raise task
-        if isinstance(task, Finish):
+        if isinstance(task, events.Finish):
             self._error = task.error
             return False
         if task is not None:
             self._load(task.assignment)
         return True
 
-    def _tick(self) -> Tick:
+    def _tick(self) -> events.Tick:
         now = time.monotonic()
         with self._lock:
             activity = {
@@ -259,7 +204,7 @@ class Transfer:
                 if connection not in self._closed
             }
         spool_at, spool_bytes = (self._spool.advanced_at, self._spool.bytes_read) if self._spool else (0.0, 0)
-        return Tick(activity, spool_at, spool_bytes)
+        return events.Tick(activity, spool_at, spool_bytes)
 
     # -- any thread -------------------------------------------------------------------------------------
 
@@ -290,7 +235,7 @@ class Transfer:
     def _step(self, event: Event | None) -> None:
         now = time.monotonic()
         actions = self._machine.start(now) if event is None else self._machine.handle(event, now)
-        self._deadline.extend(self._machine.deadline_at)
+        self._timer.extend_deadline(self._machine.deadline_at)
         if self._observer is not None:
             self._observer(event, now, actions)
         for action in actions:
@@ -298,59 +243,59 @@ class Transfer:
 
     def _execute(self, action: Action) -> None:
         match action:
-            case ReadChunk() | DigestKeptChunk():
+            case events.ReadChunk() | events.DigestKeptChunk():
                 self._work.put(action)
-            case MarkVerified(chunk, digest):
+            case events.MarkVerified(chunk, digest):
                 self._chunk_state.mark_verified(chunk, digest)
-            case RequestPlan():
+            case events.RequestPlan():
                 self._start_planning(action)
-            case OpenPeer(connection, route):
+            case events.OpenPeer(connection, route):
                 with use_context(self._trace):
                     self._open(connection, self._source_factory.open_peer(route, connection, self._handle))
-            case OpenStorage(connection, assignment):
+            case events.OpenStorage(connection, assignment):
                 with use_context(self._trace):
                     self._open(connection, self._source_factory.open_storage(assignment, connection, self._handle))
-            case RenewLease(connection, lease):
+            case events.RenewLease(connection, lease):
                 source = self._sources[connection]
                 if isinstance(source, PeerSource):
                     source.renew(lease)
-            case CompareFiles(connection, digests):
+            case events.CompareFiles(connection, digests):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
                     source.compare(digests)
-            case PrefetchChunks(connection):
+            case events.PrefetchChunks(connection):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
                     source.prefetch(action)
-            case CloseSource(connection, error):
+            case events.CloseSource(connection, error):
                 self._close(connection, error)
-            case ExcludeStorage(name):
-                self._source_factory.exclude(name)
-            case ReadSpool():
+            case events.ExcludeStorage(name):
+                self._source_factory.own_storage.remove(name)
+            case events.ReadSpool():
                 if self._spool is not None:
                     self._spool.read(action)
-            case StopSpool():
+            case events.StopSpool():
                 if self._spool is not None:
                     self._spool.stop()
-            case RunLoader() | Finish():
+            case events.RunLoader() | events.Finish():
                 self._tasks.put(action)
-            case SetManifest(manifest):
+            case events.SetManifest(manifest):
                 self._serving_state.set_manifest(manifest)
-            case SetProvisionalId(provisional_id):
+            case events.SetProvisionalId(provisional_id):
                 self._chunk_state.set_provisional_id(provisional_id)
-            case InvalidateChunks(chunks):
+            case events.InvalidateChunks(chunks):
                 self._serving_state.invalidate(chunks)
-            case FenceImage():
+            case events.FenceImage():
                 self._serving_state.fence()
-            case ReportStorageActivity(active_at, relayed):
+            case events.ReportStorageActivity(active_at, relayed):
                 read_at = partial(_constant, active_at) if active_at is not None else None
                 self._serving_state.report_storage_activity(read_at, relayed=relayed)
             case _:
                 assert_never(action)
 
-    def _open(self, connection: int, source: ChunkSource) -> None:
+    def _open(self, connection: int, source: PeerSource | StorageSource) -> None:
         self._sources[connection] = source
-        source.start()
+        source.thread.start()
 
     def _close(self, connection: int, error: RforkError | None) -> None:
         source = self._sources[connection]
@@ -365,11 +310,11 @@ class Transfer:
     def _load(self, assignment: StorageAssignment) -> None:
         self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
         try:
-            manifest = self._run_loader(assignment)
+            manifest = self._source_factory.own_storage.run_loader(assignment)
         except RforkError as error:
-            self._handle(LoaderFailed(assignment, error))
+            self._handle(events.LoaderFailed(assignment, error))
         else:
-            self._handle(LoaderFinished(assignment, manifest))
+            self._handle(events.LoaderFinished(assignment, manifest))
         finally:
             self._serving_state.report_storage_activity(None)
 
@@ -386,7 +331,7 @@ class Transfer:
         for worker in self._workers:
             worker.join()
         for source in self._sources.values():
-            source.join()
+            source.thread.join()
         for closing in self._closing:
             closing.join()
         if self._spool is not None:
@@ -397,7 +342,7 @@ class Transfer:
 
     # -- the planning thread ----------------------------------------------------------------------------
 
-    def _start_planning(self, request: RequestPlan) -> None:
+    def _start_planning(self, request: events.RequestPlan) -> None:
         closing, self._closing = self._closing, []
         self._planning = threading.Thread(
             target=self._request_plan, args=(request, closing, self._trace), name="rfork-plan", daemon=True
@@ -405,15 +350,15 @@ class Transfer:
         self._planning.start()
 
     def _request_plan(
-        self, request: RequestPlan, closing: Sequence[threading.Thread], trace: TraceContext | None
+        self, request: events.RequestPlan, closing: Sequence[threading.Thread], trace: TraceContext | None
     ) -> None:
         for thread in closing:  # a source that is opened again must have released the previous reader slot
             thread.join()
         try:
             with use_context(trace):
-                event: Event = PlanReceived(self._replan(request.faults, request.assignments))
+                event: Event = events.PlanReceived(self._replan(request.faults, request.assignments))
         except (NoSource, PlannerUnreachable, PlannerRejected) as error:
-            event = PlanFailed(error)
+            event = events.PlanFailed(error)
         except BaseException as error:  # raised on the caller's thread
             self._tasks.put(error)
             return
@@ -425,30 +370,65 @@ class Transfer:
         while (work := self._work.get()) is not None:
             if self._stopping:
                 continue
-            self._handle(self._digest_kept(work) if isinstance(work, DigestKeptChunk) else self._read(work))
+            self._handle(self._digest_kept(work) if isinstance(work, events.DigestKeptChunk) else self._read(work))
 
-    def _digest_kept(self, request: DigestKeptChunk) -> KeptChunkDigested:
+    def _digest_kept(self, request: events.DigestKeptChunk) -> events.KeptChunkDigested:
         try:
-            return KeptChunkDigested(request.chunk, self._image.digest(request.chunk))
+            return events.KeptChunkDigested(request.chunk, self._image.digest(request.chunk))
         except Exception:  # out of memory, or a bug: a source serves the chunk
             log.exception("digest failed")
-            return KeptChunkDigested(request.chunk, None)
+            return events.KeptChunkDigested(request.chunk, None)
 
-    def _read(self, request: ReadChunk) -> ChunkDigested | ReadFailed:
+    def _read(self, request: events.ReadChunk) -> events.ChunkDigested | events.ReadFailed:
         source, began = self._sources[request.connection], time.monotonic()
         try:
             source.read(request)
-            self._handle(ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
+            self._handle(events.ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
             needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
             digest = self._image.digest(request.chunk) if needs_digest else None
         except RforkError as error:
-            return ReadFailed(request.connection, request.chunk, error)
+            return events.ReadFailed(request.connection, request.chunk, error)
         except Exception as error:  # out of memory, or a bug: a failure of this side, which must not hang the fork
             log.exception("unexpected error in a read", chunk=request.chunk)
             text = f"unexpected error while chunk {request.chunk} was read: {type(error).__name__}: {error}"
-            return ReadFailed(request.connection, request.chunk, TargetError(text))
-        return ChunkDigested(request.connection, request.chunk, digest)
+            return events.ReadFailed(request.connection, request.chunk, TargetError(text))
+        return events.ChunkDigested(request.connection, request.chunk, digest)
 
 
 def _constant(value: float) -> float:
     return value
+
+
+class LoaderLiveness:
+    """Detects whether an opaque loader still makes progress: watches the thread that creates it.
+
+    A loader reports nothing, so progress is inferred from the CPU time of its thread and from the bytes that its
+    process has read: a loader that hangs in a read, or waits for one, uses no CPU time and reads nothing.
+    `last_activity` may be called from any thread while the watched one is alive.
+    """
+
+    def __init__(self) -> None:
+        # Without a clock per thread, use that of the process: too lenient to a loader rather than too strict.
+        own = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if own else time.CLOCK_PROCESS_CPUTIME_ID
+        self._lock = threading.Lock()
+        self._cpu_s = time.clock_gettime(self._clock)
+        self._read = _process_bytes_read()
+        self._at = time.monotonic()
+
+    def last_activity(self) -> float:
+        """Return when it last made progress, as a `time.monotonic()` value."""
+        with self._lock:
+            cpu_s, read = time.clock_gettime(self._clock), _process_bytes_read()
+            if cpu_s - self._cpu_s >= MIN_CPU_S or read - self._read >= MIN_BYTES:
+                self._cpu_s, self._read, self._at = cpu_s, read, time.monotonic()
+            return self._at
+
+
+def _process_bytes_read() -> int:
+    try:
+        lines = PROCESS_IO.read_text().splitlines()
+    except OSError:  # not on Linux, or not readable: the CPU time alone decides
+        return 0
+    counts = dict(line.split(": ", 1) for line in lines)
+    return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))

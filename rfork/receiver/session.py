@@ -1,13 +1,14 @@
 """One fork from end to end: capture, plan, transfer and verify, or fall back; then become a seed.
 
-Runs on the target. The sequence of design section 5.
+Runs on the target. `fetch` forks an image into plain memory, without its module.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 from uuid import uuid4
 
 from torch import nn
@@ -15,119 +16,134 @@ from torch import nn
 from rfork.errors import (
     ALL_TENSORS,
     AllSourcesFailed,
-    CheckpointError,
     DeadlineExceeded,
     EngineMismatch,
     ForkFailed,
+    LayoutMismatch,
     NetworkError,
     NoSource,
     PlannerRejected,
     PlannerUnreachable,
-    RforkError,
-    StorageError,
+    SourceWeightsChanged,
     UnsupportedTensor,
-    WrongVersion,
 )
+from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.layout import Layout
+from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.writability import check_writable
 from rfork.logs import logger
 from rfork.peer.base import Dial
+from rfork.peer.client import PeerClient
 from rfork.peer.server import PeerServer, ServePeer
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S
-from rfork.receiver.chunk_persister import ChunkPersister
-from rfork.receiver.cold_start import ModuleReplaced, StorageCandidates
-from rfork.receiver.deadline import FINAL_REPORT_S, Deadline, final_report_deadline
-from rfork.receiver.fallback import DerivedTensors, Fallback, LoaderError, run_fallbacks
-from rfork.receiver.module_replacement import ModuleReplacement
-from rfork.receiver.phase_timer import PhaseTimer
-from rfork.receiver.plan_requester import PlanRequester
-from rfork.receiver.progress import OnProgress, ProgressReporter
+from rfork.receiver.clean_module import DerivedTensors, TargetModule
+from rfork.receiver.fallback import Fallback, FallbackRunner, LoaderError, ModuleReplaced
+from rfork.receiver.planner_requests import OnProgress, PlanRequester, ProgressReporter
 from rfork.receiver.report import (
+    FINAL_REPORT_S,
     RESUME_SOURCE_ID,
     ForkReport,
+    ForkTimer,
+    ThroughputMeter,
     TransferStats,
     add_fallback_share,
     build_fork_result,
     current_trace_id,
+    final_report_deadline,
     phase_seconds,
 )
 from rfork.receiver.runner import Transfer
-from rfork.receiver.sources import SourceFactory
-from rfork.receiver.throughput import ThroughputMeter
-from rfork.schema import source_type
+from rfork.receiver.sources import ForkContext, SourceFactory
+from rfork.receiver.spool import ChunkPersister
+from rfork.schema import ForkRequest, ForkResult, InstanceReport, source_type
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
-from rfork.source.served_image import VersionOf
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer
 from rfork.tracing import get_tracer as process_tracer
 from rfork.transport.base import Transport
-from rfork.weights_version import UNSTATED, is_first, is_single, is_unnamed
+from rfork.transport.selection import select_transports
+from rfork.weights_version import UNSTATED, is_first, is_unnamed
 
 log = logger(__name__)
 
 REPORT_TIMEOUT_S = 0.5
 """Maximum time that the end of a fork waits for the planner to acknowledge the instance's new state."""
+TRANSIENT_EGRESS_SHARE = 0.01
+"""Egress share of an instance that ends once it has the weights: the planner prefers other sources."""
+
+CheckLayout = Callable[[Layout], None]
+"""Receives the layout before memory is allocated for it; raises to refuse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The planner and the peers of an instance."""
+
+    planner: PlannerClient | None
+    transports: Sequence[Transport]
+    dial: Dial
+    serve_peer: ServePeer = PeerServer
+
+    @classmethod
+    def of(cls, settings: InstanceSettings) -> Self:
+        """Return the network that the settings describe. Raises SettingsError."""
+        transports = select_transports(settings)
+        planner = PlannerClient.of(settings) if settings.planner is not None else None
+        return cls(planner, transports, _dial(settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkOptions:
+    """Optional parts of a fork."""
+
+    fallbacks: Sequence[Fallback] = ()
+    """Loads of this instance itself, in order of preference. If the planner knows no source, they are
+    offered to it (unless `InstanceSettings.cold_start` is ``independent``), and it may elect this instance to read
+    one of them for all waiting instances; they are tried in order once nothing else works. Without a planner, only
+    they are used.
+    """
+    current_version: Callable[[], str | None] | None = None
+    """Recomputes the version of this instance's files, if the identity has that version."""
+    exclude: Sequence[str] = ()
+    """Patterns of tensors that are not forked; see `capture`."""
+    like: Layout | None = None
+    """The layout that the module was built from, if any; see `capture`."""
+    on_progress: OnProgress | None = None
+    on_filled: Callable[[], None] | None = None
+    """Called once the transfer has filled the module, before this instance is a seed; if it raises EngineMismatch,
+    the fallbacks are tried.
+    """
+    tracer: Tracer | None = None
+    """By default, the process's."""
 
 
 class ForkSession:
-    """Fills one module's tensors. Call `run` once.
-
-    `fallbacks`, in order of preference, are what this instance could load itself. If the planner knows no
-    source, they are offered to it (unless `settings.cold_start` is ``independent``), and it may elect this
-    instance to read one of them for all waiting instances; they are tried in order once nothing else works.
-    Without a planner, only they are used.
-    """
+    """Fills one module's tensors. Call `run` once."""
 
     def __init__(
         self,
         module: nn.Module,
         identity: InstanceIdentity,
         settings: InstanceSettings,
-        transports: Sequence[Transport],
-        *,
-        planner: PlannerClient | None,
-        dial: Dial,
-        fallbacks: Sequence[Fallback] = (),
-        on_progress: OnProgress | None = None,
-        exclude: Sequence[str] = (),
-        serve_peer: ServePeer = PeerServer,
-        tracer: Tracer | None = None,
-        current_version: Callable[[], str | None] | None = None,
-        on_filled: Callable[[], None] | None = None,
-        like: Layout | None = None,
+        network: Network,
+        options: ForkOptions | None = None,
     ) -> None:
-        """Set up a fork; nothing runs yet. Raises what `rfork.tracing.get_tracer` raises.
-
-        `current_version` recomputes the version of this instance's files, if the identity has that version.
-        `on_filled` is called once the transfer has filled the module, before this instance is a seed; if it raises
-        EngineMismatch, the fallbacks are tried. `like` is the layout that the module was built from, if any: see
-        `capture`. `tracer` defaults to the process's.
-        """
+        """Set up a fork; nothing runs yet. Raises what `rfork.tracing.get_tracer` raises."""
         self._module = module
         self._identity = identity
         self._settings = settings
-        self._transports = list(transports)
-        self._planner = planner
-        self._dial = dial
-        self._fallbacks = fallbacks
-        self._on_progress = on_progress
-        self._exclude = exclude
-        self._current_version = current_version
-        self._serve_peer = serve_peer
-        self._on_filled = on_filled
-        self._like = like
+        self._network = network
+        self._options = options or ForkOptions()
         self._fork_id = uuid4().hex
-        self._tracer = tracer or process_tracer()
-        self._timer = PhaseTimer(self._tracer)
+        self._tracer = self._options.tracer or process_tracer()
+        self._timer = ForkTimer(settings.deadline_s, self._tracer)
         self._meter = ThroughputMeter()
         self._transfer: Transfer | None = None
-        self._storage_reasons: Sequence[RforkError] = ()  # why it was assigned its own storage
-        self._deadline = Deadline(time.monotonic() + settings.deadline_s)
 
     def run(self) -> ForkReport:
         """Fill the module; returns the report, with the seed that this process now is.
@@ -144,37 +160,34 @@ class ForkSession:
             try:
                 report = self._run()
             except BaseException:
-                if self._planner is not None:
-                    self._planner.close()
+                if self._network.planner is not None:
+                    self._network.planner.close()
                 raise
             report.describe(span)
             return report
 
     def _run(self) -> ForkReport:
-        with self._timer.phase("capture"):
-            image = capture(self._module, exclude=self._exclude, like=self._like)
-            if not image.layout.image_bytes:
-                raise UnsupportedTensor(ALL_TENSORS, "it has no tensor with bytes, so there is nothing to fork")
-            check_writable(image)
-            derived = DerivedTensors(self._module, image) if self._fallbacks else None
-            log.debug("tensors of the model captured", model=self._identity.model, layout=image.layout.layout_id)
-        chunk_state = ChunkState(image.layout.chunks)
+        target = self._capture()
+        chunk_state = ChunkState(target.image.layout.chunks)
         # Before the seed, whose threads and sockets would survive an error here.
-        persister = ChunkPersister(self._settings.resume_dir, self._identity, image, chunk_state)
+        persister = ChunkPersister(self._settings.resume_dir, self._identity, target.image, chunk_state)
         seed = Seed(
-            image,
+            target.image,
             self._identity,
             self._settings,
-            self._transports,
+            Connections(
+                list(self._network.transports),
+                planner=self._network.planner,
+                serve_peer=self._network.serve_peer,
+                tracer=self._tracer,
+            ),
             chunk_state=chunk_state,
-            planner=self._planner,
-            serve_peer=self._serve_peer,
-            tracer=self._tracer,
         ).start()
-        reasons: list[RforkError] = []
+        options = self._options
+        local = FallbackRunner(target, seed, persister, options.fallbacks, options.current_version, self._tracer)
         try:
             persister.start()
-            report = self._transfer_or_fallback(image, chunk_state, seed, persister, derived, reasons)
+            report = self._transfer_or_fallback(local, persister)
             persister.close(remove=True)
             return report
         except BaseException as error:
@@ -182,32 +195,33 @@ class ForkSession:
             known = error.reasons if isinstance(error, AllSourcesFailed) else ()
             reported_error = error.error if isinstance(error, LoaderError) else error
             try:
-                self._finish(ended, known or (*reasons, reported_error))
+                self._finish(ended, known or (*local.reasons, reported_error))
             finally:
                 persister.close(remove=False)
-                late = time.monotonic() >= self._deadline.monotonic_time
+                late = time.monotonic() >= self._timer.deadline
                 seed.close(leave_s=FINAL_REPORT_S if late else STOP_S)
             if reported_error is not error:
                 raise reported_error from None
             raise
 
-    def _transfer_or_fallback(
-        self,
-        image: Image,
-        chunk_state: ChunkState,
-        seed: Seed,
-        persister: ChunkPersister,
-        derived: DerivedTensors | None,
-        reasons: list[RforkError],
-    ) -> ForkReport:
+    def _capture(self) -> TargetModule:
+        exclude = self._options.exclude
+        with self._timer.phase("capture"):
+            image = capture(self._module, exclude=exclude, like=self._options.like)
+            if not image.layout.image_bytes:
+                raise UnsupportedTensor(ALL_TENSORS, "it has no tensor with bytes, so there is nothing to fork")
+            check_writable(image)
+            derived = DerivedTensors(self._module, image) if self._options.fallbacks else None
+            log.debug("tensors of the model captured", model=self._identity.model, layout=image.layout.layout_id)
+        return TargetModule(self._module, image, exclude, derived)
+
+    def _transfer_or_fallback(self, local: FallbackRunner, persister: ChunkPersister) -> ForkReport:
+        seed, reasons = local.seed, local.reasons
         used_fallback: Fallback | None = None
-        replacement = ModuleReplacement(
-            image, seed, persister, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
-        )
         try:
-            self._run_transfer(image, chunk_state, seed, persister, derived, reasons, replacement)
-            if self._on_filled is not None:
-                self._on_filled()
+            self._run_transfer(local, persister)
+            if self._options.on_filled is not None:
+                self._options.on_filled()
         except ModuleReplaced as loaded:
             used_fallback = loaded.fallback
         except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
@@ -217,25 +231,22 @@ class ForkSession:
             seed.fence()
             with self._timer.phase("fallback") as span:
                 span.set(reason=f"{error.kind}: {error}")
-                used_fallback = run_fallbacks(
-                    self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacement.load
-                )
+                used_fallback = local.run()
                 span.set(source=used_fallback.name)
         seed.storage = ()
-        if replacement.replaced:
-            can_serve = replacement.can_serve
-        else:
-            can_serve = used_fallback is None or image.shares_memory_with(capture(self._module, exclude=self._exclude))
+        can_serve = local.serves_replacement
+        if not local.replaced:
+            can_serve = used_fallback is None or local.target.is_in_place()
         if used_fallback is None:
             read_files = any(share.transport in ("checkpoint", "loader") for share in self._transfer_stats.sources)
-            rename = self._version_of_loaded(seed, reasons) if read_files else None
+            rename = local.version_of_loaded() if read_files else None
             if rename is not None and seed.manifest is not None:
                 seed.version = rename(seed.manifest)
             seed.serve()
-        elif can_serve and not replacement.replaced:
+        elif can_serve and not local.replaced:
             with self._timer.phase("digest"):
-                seed.publish(version=self._version_of_loaded(seed, reasons))
-        report = self._report(image, chunk_state, seed, used_fallback, reasons)
+                seed.publish(version=local.version_of_loaded())
+        report = self._report(local, used_fallback)
         if can_serve:
             # Report before finishing: between the two, another fork would find a source that has nothing and
             # waits for nothing.
@@ -249,73 +260,50 @@ class ForkSession:
         log.info("fork done", report=report.line())
         return report
 
-    def _fallbacks_of(self, seed: Seed, reasons: list[RforkError]) -> Sequence[Fallback]:
-        """Return the fallbacks that may follow a failed fork.
-
-        None if another rank of the replica may have a version that no fallback of this rank is known to
-        provide: a replica of two versions is worse than one that does not start.
-        """
-        version = seed.version
-        shared = version is not None and seed.adopts_version and not is_unnamed(version)
-        if shared and self._fallbacks and not is_single(self._identity.rank):
-            reasons.append(
-                WrongVersion(
-                    f"the replica started with version {version}, and this rank has no files of that version",
-                    hint="set the version (RFORK_VERSION), or restart all ranks",
-                )
+    def _run_transfer(self, local: FallbackRunner, persister: ChunkPersister) -> None:
+        planner, seed = self._network.planner, local.seed
+        if planner is None:
+            raise NoSource("no planner is set", hint="set RFORK_PLANNER, or pass planner=")
+        transports = {transport.name: transport for transport in self._network.transports}
+        context = ForkContext(
+            self._identity.instance_id, seed.image, transports, self._network.dial, self._settings, self._timer
+        )
+        with local:
+            plan_requester = PlanRequester(self._fork_id, planner, local, context)
+            source_factory = SourceFactory(context, local, self._tracer)
+            transfer = self._transfer = Transfer(
+                source_factory, seed.chunk_state, plan_requester, seed, persister.spool
             )
-            return ()
-        return self._fallbacks
-
-    def _check_files(self) -> None:
-        """Raise CheckpointError if this instance's files have changed since it started."""
-        if self._current_version is None:
-            return
-        current = self._current_version()
-        if current != self._identity.version:
-            raise CheckpointError(
-                f"the weight files changed after this instance started: they had version {self._identity.version} and "
-                + (f"have {current}" if current else "are gone"),
-                hint="restart the instance",
+            reporter = ProgressReporter(
+                self._fork_id, planner, transfer, seed.chunk_state, self._timer, self._options.on_progress
             )
+            self._meter = reporter.meter
+            try:
+                with reporter.running(), self._timer.phase("transfer"):
+                    transfer.run()
+            finally:
+                local.reasons.extend((*plan_requester.reasons, *transfer.reasons))
 
-    def _version_of_loaded(self, seed: Seed, reasons: list[RforkError]) -> VersionOf | None:
-        """Return a function that names weights which this instance read itself; None: they have `seed.version`."""
-        try:
-            self._check_files()
-        except (CheckpointError, StorageError) as error:
-            log.warning("serving weights as a new version", reason=str(error))
-            reasons.append(error)
-            return seed.version_by_content
-        if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
-            return None
-        return seed.version_by_content
-
-    def _report(
-        self,
-        image: Image,
-        chunk_state: ChunkState,
-        seed: Seed,
-        used_fallback: Fallback | None,
-        reasons: Sequence[RforkError],
-    ) -> ForkReport:
-        manifest, layout, stats = seed.manifest, image.layout, self._transfer_stats
+    def _report(self, local: FallbackRunner, used_fallback: Fallback | None) -> ForkReport:
+        seed, reasons = local.seed, local.reasons
+        manifest, layout, stats = seed.manifest, seed.image.layout, self._transfer_stats
         phases = phase_seconds(self._timer, stats)
         transfer_s = phases.get("transfer", 0.0)
         fetched = layout.image_bytes - stats.resumed_bytes
+        compared = self._settings.verify_chunks or used_fallback is not None
         return ForkReport(
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
             model=self._identity.model,
             version=seed.version,
-            version_from=self._version_from(seed, used_fallback, reasons),
-            first=any(is_first(str(error)) for error in (*reasons, *self._storage_reasons)),
+            version_from=self._version_from(local, used_fallback),
+            first=any(is_first(str(error)) for error in reasons),
             outcome="forked" if used_fallback is None else "fallback",
             layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
             image_bytes=layout.image_bytes,
             chunks=len(layout.chunks),
-            chunks_verified=len(chunk_state) if self._settings.verify_chunks or used_fallback is not None else 0,
+            chunks_verified=len(seed.chunk_state) if compared else 0,
             seconds=self._timer.seconds,
             phases=phases,
             bytes_read=stats.bytes_read,
@@ -332,14 +320,12 @@ class ForkSession:
             seed=seed,
         )
 
-    def _version_from(
-        self, seed: Seed, used_fallback: Fallback | None, reasons: Sequence[RforkError]
-    ) -> Literal["own", "served", "none"]:
+    def _version_from(self, local: FallbackRunner, used_fallback: Fallback | None) -> Literal["own", "served", "none"]:
         """Return the origin of the weights' version; see `ForkReport`."""
-        version = seed.version
-        if any(UNSTATED in str(error) for error in (*reasons, *self._storage_reasons)):
+        seed = local.seed
+        if any(UNSTATED in str(error) for error in local.reasons):
             return "none"
-        if used_fallback is not None or version is None or is_unnamed(version) or not seed.adopts_version:
+        if used_fallback is not None or seed.version is None or is_unnamed(seed.version) or not seed.adopts_version:
             return "own"
         sources = [share.source_id for share in self._transfer_stats.sources if share.source_id != RESUME_SOURCE_ID]
         return "served" if any(source_type(source_id) == "peer" for source_id in sources) else "own"
@@ -348,73 +334,112 @@ class ForkSession:
     def _transfer_stats(self) -> TransferStats:
         return self._transfer.stats if self._transfer is not None else TransferStats(0, 0, 0, ())
 
-    def _run_transfer(
-        self,
-        image: Image,
-        chunk_state: ChunkState,
-        seed: Seed,
-        persister: ChunkPersister,
-        derived: DerivedTensors | None,
-        reasons: list[RforkError],
-        replacement: ModuleReplacement,
-    ) -> None:
-        planner, chosen = self._planner, self._settings
-        if planner is None:
-            raise NoSource("no planner is set", hint="set RFORK_PLANNER, or pass planner=")
-        shared = derived is not None and chosen.cold_start == "cooperative"
-        fallbacks = self._fallbacks if shared else ()
-        timeout_s = min(chosen.storage_idle_timeout_s, chosen.deadline_s)
-        with StorageCandidates(
-            fallbacks,
-            self._module,
-            image,
-            derived,
-            seed,
-            timeout_s,
-            self._exclude,
-            replacement.load,
-            self._tracer,
-            self._check_files,
-        ) as candidates:
-            source_factory = SourceFactory(
-                image,
-                {transport.name: transport for transport in self._transports},
-                self._dial,
-                chosen,
-                candidates,
-                self._deadline,
-                self._tracer,
-            )
-            plan_requester = PlanRequester(
-                self._fork_id, planner, seed, candidates, self._dial, chosen, self._timer, self._deadline
-            )
-            self._storage_reasons = plan_requester.reasons
-            transfer = self._transfer = Transfer(
-                image,
-                chunk_state,
-                chosen,
-                instance_id=self._identity.instance_id,
-                source_factory=source_factory,
-                replan=plan_requester,
-                run_loader=candidates.run_loader,
-                serving_state=seed,
-                deadline=self._deadline,
-                spool=persister.spool,
-            )
-            reporter = ProgressReporter(self._fork_id, planner, transfer, chunk_state, self._timer, self._on_progress)
-            self._meter = reporter.meter
-            try:
-                with reporter.running(), self._timer.phase("transfer"):
-                    transfer.run()
-            finally:
-                reasons.extend((*candidates.reasons, *self._storage_reasons, *transfer.reasons))
-
     def _finish(self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None) -> None:
         """Report the outcome to the planner, which also releases the leases. Best effort: leases expire."""
-        if self._planner is None:
+        if self._network.planner is None:
             return
         finish = build_fork_result(outcome, self._timer, self._transfer_stats, self._meter, reasons, report)
         try:
-            self._planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._deadline.monotonic_time))
+            self._network.planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._timer.deadline))
         except (PlannerUnreachable, PlannerRejected) as error:
             log.debug("fork result not reported to the planner", reason=str(error))
+
+
+def fetch(
+    source_instance: InstanceReport,
+    settings: InstanceSettings,
+    on_progress: OnProgress | None = None,
+    check: CheckLayout | None = None,
+) -> tuple[Image, Manifest, ForkReport]:
+    """Fork the image of `source_instance` into this process's memory, from the sources that the planner assigns.
+
+    For commands that need an image's bytes but not the model: `rfork snapshot`, `rfork cache`. The image is
+    verified chunk by chunk, and no longer served once this returns; the seed of the report is closed. Takes at
+    most `InstanceSettings.deadline_s`, including the request for the layout. Raises what `rfork.fork` and `check`
+    raise.
+    """
+    deadline = time.monotonic() + settings.deadline_s
+    # A transient instance maps nothing: its source would keep files of the chunks, laid out for a reader that
+    # has left instead of for the next instances.
+    settings = settings.model_copy(update={"shm_mode": "copy"})
+    with PlannerClient.of(settings) as planner:
+        layout = _layout(planner, source_instance, settings, deadline)
+    if check is not None:
+        check(layout)
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise DeadlineExceeded(
+            f"the deadline of {settings.deadline_s:g} s passed before the first byte of {source_instance.model}"
+        )
+    module = nn.Module()
+    _, tensors = allocate_buffer(layout)
+    # Names as in the image; `register_buffer` would refuse the dots.
+    module._buffers.update(tensors)
+    identity = InstanceIdentity(
+        source_instance.model,
+        source_instance.rank,
+        version=source_instance.version,
+        replica=f"fetch-{uuid4().hex[:12]}",
+        egress_share=TRANSIENT_EGRESS_SHARE,
+    )
+    report = ForkSession(
+        module,
+        identity,
+        settings.model_copy(update={"snapshot": None, "deadline_s": remaining_s}),
+        Network.of(settings),
+        ForkOptions(on_progress=on_progress, like=layout),
+    ).run()
+    seed = report.seed
+    if seed is None or seed.manifest is None:
+        raise SourceWeightsChanged(f"the weights of {source_instance.model} changed during the fetch")
+    image, manifest = seed.image, seed.manifest
+    seed.close()
+    return image, manifest, report
+
+
+def _layout(
+    planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, deadline: float
+) -> Layout:
+    """Return the layout of the image, with all its tensors, from an instance that has it, by `deadline`."""
+    fork_request = ForkRequest(
+        fork_id=uuid4().hex,
+        instance=source_instance.model_copy(
+            update={
+                "instance_id": uuid4().hex,
+                "replica": None,
+                "weights_id": None,
+                "state": "loading",
+                "verified": (),
+                "storage": (),
+                "readers": (),
+                "address": "none:0",
+                "max_readers": 0,  # no instance must wait for this one
+            }
+        ),
+    )
+    retry_until = min(time.monotonic() + settings.source_idle_timeout_s, deadline)
+    try:
+        plan = planner.request_plan(fork_request, deadline=deadline)
+        while not plan.routes and plan.retry_after_s is not None and time.monotonic() < retry_until:
+            time.sleep(min(plan.retry_after_s, max(0.0, retry_until - time.monotonic())))
+            plan = planner.request_plan(fork_request, deadline=deadline)
+        # These routes are not used for reads; their leases authorize the requests.
+        if not plan.routes:
+            raise NoSource(f"no instance returned the layout of {source_instance.model}: {plan.reason}")
+        route = plan.routes[0]
+        peer = _dial(settings)(route.address, lambda: route.lease.token)
+        try:
+            layout = peer.full_manifest(retry_until).layout
+        finally:
+            peer.close()
+    finally:
+        end = final_report_deadline(deadline)
+        planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
+        planner.remove(fork_request.instance.instance_id, deadline=end)
+    if layout.layout_id != source_instance.layout_id:
+        raise LayoutMismatch(f"the instances of {source_instance.model} changed during the request", hint="try again")
+    return layout
+
+
+def _dial(settings: InstanceSettings) -> Dial:
+    return lambda address, token: PeerClient(address, token, settings.tls)

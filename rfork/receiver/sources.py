@@ -1,9 +1,7 @@
-"""Sources of a fork as the transfer's runner uses them: peers, this instance's own storage, and the spool of a
-previous process.
+"""Sources of a fork as the transfer's runner uses them: peers, and this instance's own storage.
 
 Runs on the target. Each source has its own thread, so that one that hangs does not delay the others, and reports
-what happens as events (`rfork.receiver.events`). The runner's workers read chunks from peers and storage; the
-spool is read on its own thread.
+what happens as events (`rfork.receiver.events`). The runner's workers read the chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import Protocol
 
 from rfork import settings as options
 from rfork.errors import (
@@ -28,40 +26,22 @@ from rfork.errors import (
     StorageError,
     TargetError,
     TransportUnavailable,
-    reason_of,
 )
 from rfork.image import ranges
-from rfork.image.chunks import MIB
 from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import copy_block
+from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
-from rfork.receiver.cold_start import StorageCandidates
-from rfork.receiver.deadline import Deadline
-from rfork.receiver.events import (
-    ChunksOffered,
-    Event,
-    FilesCompared,
-    ManifestReceived,
-    PrefetchChunks,
-    ProvisionalDigests,
-    ReadChunk,
-    ReadSpool,
-    SourceActivity,
-    SourceConnected,
-    SourceFailed,
-    SpoolChunkRead,
-    SpoolFailed,
-    StorageOpened,
-    TransportRefused,
-)
-from rfork.receiver.storage_prefetch import StoragePrefetcher
+from rfork.receiver import events
+from rfork.receiver.events import Event
+from rfork.receiver.report import ForkTimer
 from rfork.schema import Lease, Route, StorageAssignment
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.storage.base import ImageStorage, storage_name
-from rfork.storage.spool import Spool
+from rfork.storage.io.prefetcher import StoragePrefetcher
 from rfork.tracing import NO_SPAN, NOOP_TRACER, Span, Tracer, use_context
 from rfork.transport.base import Reader, Transport
 
@@ -70,54 +50,37 @@ log = logger(__name__)
 PROVISIONAL_ID_PATTERN = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{16})?")
 LEASE_REFRESH_FRACTION = 1 / 3
 """Fraction of a lease's duration after which the next one is presented to the source, even without reads."""
-SPOOL_BLOCK_BYTES: Final = 4 * MIB
-SPOOL_STOP_S: Final = 1.0
-"""Maximum time to wait for a spool's thread that hangs in a read."""
 
 Emit = Callable[[Event], None]
 """Passes an event to the transfer's runner; never blocks."""
 
 
-class ChunkSource(Protocol):
-    """One open source, implemented by `PeerSource` and `StorageSource`."""
+class OwnStorage(Protocol):
+    """Storage and loaders of this instance, implemented by `rfork.receiver.fallback.FallbackRunner`."""
 
-    source_span: SourceSpan
-
-    def start(self) -> None:
-        """Start its thread."""
+    def storage_for(self, read: StorageAssignment) -> ImageStorage:
+        """Return the storage of a plan. Raises StorageError if this instance did not offer it."""
         ...
 
-    def read(self, request: ReadChunk) -> None:
-        """Fill one chunk of the image."""
-        ...
-
-    def activity(self, now: float) -> SourceActivity:
-        """Return the times of its last activities."""
-        ...
-
-    def close(self) -> None:
-        """Stop serving; returns once none of its reads can write to the image any more."""
-        ...
-
-    def join(self) -> None:
-        """Wait until its thread has ended; call it after `close`."""
-        ...
-
-
-class SourceFactoryProtocol(Protocol):
-    """Creates the sources of a plan, not yet started."""
-
-    def open_peer(self, route: Route, connection: int, emit: Emit) -> PeerSource:
-        """Return the source for one route."""
-        ...
-
-    def open_storage(self, read: StorageAssignment, connection: int, emit: Emit) -> StorageSource:
-        """Return the source for this instance's own storage."""
-        ...
-
-    def exclude(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Do not offer the storage of this name again: it failed."""
         ...
+
+    def run_loader(self, read: StorageAssignment) -> Manifest:
+        """Fill the image with a loader; raises RforkError if that fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForkContext:
+    """Identity and settings of one fork, and the objects that its parts share."""
+
+    instance_id: str
+    image: Image
+    transports: Mapping[str, Transport]
+    dial: Dial
+    settings: InstanceSettings
+    timer: ForkTimer
 
 
 class SourceSpan:
@@ -150,22 +113,13 @@ class SourceSpan:
 
 
 class PeerSource:
-    """A peer: its channel, its progress stream and its reader. Implements `ChunkSource`.
+    """A peer: its channel, its progress stream and its reader.
 
-    `deadline` is the fork's.
+    Its `thread` is started by the caller, and ends after `close`.
     """
 
     def __init__(
-        self,
-        route: Route,
-        image: Image,
-        transports: Mapping[str, Transport],
-        dial: Dial,
-        settings: InstanceSettings,
-        connection: int,
-        emit: Emit,
-        deadline: Deadline,
-        source_span: SourceSpan | None = None,
+        self, route: Route, connection: int, emit: Emit, context: ForkContext, source_span: SourceSpan | None = None
     ) -> None:
         self.source_span = source_span or SourceSpan()
         self._address = route.address
@@ -176,11 +130,11 @@ class PeerSource:
         self._is_relay = False
         self._message_at = self._progress_at = time.monotonic()
         self._route = route
-        self._image = image
-        self._transports = transports
-        self._dial = dial
-        self._settings = settings
-        self._deadline = deadline
+        self._image = context.image
+        self._transports = context.transports
+        self._dial = context.dial
+        self._settings = context.settings
+        self._timer = context.timer
         self._connecting_until = 0.0  # connecting has its own deadline
         self._token = route.lease.token
         self._presented_token = route.lease.token
@@ -189,15 +143,11 @@ class PeerSource:
         self._peer: Peer | None = None
         self._reader: Reader | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"rfork-source-{route.source_id[:8]}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"rfork-source-{route.source_id[:8]}", daemon=True)
 
-    def start(self) -> None:
-        """Start the source's thread."""
-        self._thread.start()
-
-    def activity(self, now: float) -> SourceActivity:
-        """See `ChunkSource`."""
-        return SourceActivity(
+    def activity(self, now: float) -> events.SourceActivity:
+        """Return the times of its last activities."""
+        return events.SourceActivity(
             message_at=self._message_at,
             progress_at=self._progress_at,
             connecting_until=self._connecting_until,
@@ -210,7 +160,7 @@ class PeerSource:
         """Present a newer token from now on."""
         self._token = lease.token
 
-    def read(self, request: ReadChunk) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk; see `rfork.transport.base.Reader.read`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self._address}: the channel is closed")
@@ -223,17 +173,16 @@ class PeerSource:
         self.source_span.add_bytes(end - begin)
 
     def close(self) -> None:
-        """Close all connections; the source detects the end of the stream and releases the reader slot."""
+        """Close all connections; the source detects the end of the stream and releases the reader slot.
+
+        Returns once none of its reads can write to the image any more.
+        """
         self._closed.set()
         if self._reader is not None:
             self._reader.close()
         if self._peer is not None:
             self._peer.close()
         self.source_span.end(self._transport)
-
-    def join(self) -> None:
-        """Wait until the source's thread has ended; call it after `close`."""
-        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -249,7 +198,7 @@ class PeerSource:
 
     def _fail(self, error: RforkError) -> None:
         if not self._closed.is_set():
-            self._emit(SourceFailed(self._connection, error))
+            self._emit(events.SourceFailed(self._connection, error))
 
     def _consume_progress(self) -> None:
         peer = self._peer = self._dial(self._address, lambda: self._token)
@@ -284,7 +233,7 @@ class PeerSource:
                         detail=str(error),
                         hint=error.hint,
                     )
-                    self._emit(TransportRefused(self._connection, error))
+                    self._emit(events.TransportRefused(self._connection, error))
                 self._close_channel(peer, channel_id)
                 if not offered:
                     raise
@@ -292,12 +241,12 @@ class PeerSource:
         # A source may be silent while this side connects: silence counts from here.
         self._message_at = self._progress_at = time.monotonic()
         self._connecting_until = 0.0
-        self._emit(SourceConnected(self._connection, self._transport))
+        self._emit(events.SourceConnected(self._connection, self._transport))
         self._watch_progress(peer, channel_id)
 
     def _step_deadline(self) -> float:
         """Return the deadline of one request to the source."""
-        return min(time.monotonic() + self._settings.source_idle_timeout_s, self._deadline.monotonic_time)
+        return min(time.monotonic() + self._settings.source_idle_timeout_s, self._timer.deadline)
 
     def _close_channel(self, peer: Peer, channel_id: str) -> None:
         """Release the reader slot explicitly: without a progress stream, the source would keep it until the
@@ -327,12 +276,12 @@ class PeerSource:
                 self._progress_at = self._message_at
             if update.weights_id is not None and update.weights_id != known:
                 manifest = peer.manifest(self._image.layout, self._step_deadline())
-                self._emit(ManifestReceived(self._connection, manifest))
+                self._emit(events.ManifestReceived(self._connection, manifest))
                 known = manifest.weights_id
             elif update.weights_id is None and update.chunks:
-                self._emit(ProvisionalDigests(self._connection, *self._provisional_digests(update)))
+                self._emit(events.ProvisionalDigests(self._connection, *self._provisional_digests(update)))
             if update.chunks:
-                self._emit(ChunksOffered(self._connection, update.chunks))
+                self._emit(events.ChunksOffered(self._connection, update.chunks))
         raise SourceUnavailable(f"{self._address}: the source closed the channel")
 
     def _record_upstream_activity(self, update: Progress) -> None:
@@ -367,40 +316,38 @@ class PeerSource:
 
 class StorageSource:
     """One storage of this instance, once the planner elected it to read some chunks for all waiting instances.
-    Implements `ChunkSource`.
 
-    A peer reports digests or a manifest; this source determines them from the files. `find` returns the storage
-    that the plan names; raises StorageError if there is none. Its reads have no deadline: they end after
-    `storage_idle_timeout_s` seconds without progress, or when the source is closed.
+    A peer reports digests or a manifest; this source determines them from the files. Its reads have no deadline:
+    they end after `storage_idle_timeout_s` seconds without progress, or when the source is closed. Its `thread` is
+    started by the caller, and ends after `close`.
     """
 
     def __init__(
         self,
         read: StorageAssignment,
-        find: Callable[[StorageAssignment], ImageStorage],
-        image: Image,
         connection: int,
         emit: Emit,
-        settings: StorageSettings,
-        source_span: SourceSpan | None = None,
+        image: Image,
+        own_storage: OwnStorage,
+        source_span: SourceSpan,
     ) -> None:
-        self.source_span = source_span or SourceSpan()
+        self.source_span = source_span
         self._address = storage_name(read.kind, read.uri)
         self._assignment = read
-        self._find = find
+        self._own_storage = own_storage
         self._image = image
         self._connection = connection
         self._emit = emit
         self._storage: ImageStorage | None = None
-        self._blocks = StoragePrefetcher(self._address, settings)
+        self._blocks = StoragePrefetcher(self._address, options.load(StorageSettings))
         self._prefetch_hints: tuple[list[Range], list[Range]] = [], []
         self._comparisons: SimpleQueue[Mapping[int, bytes] | None] = SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rfork-source-storage", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="rfork-source-storage", daemon=True)
 
-    def activity(self, now: float) -> SourceActivity:
-        """See `ChunkSource`."""
-        return SourceActivity(
+    def activity(self, now: float) -> events.SourceActivity:
+        """Return the times of its last activities."""
+        return events.SourceActivity(
             message_at=now,
             progress_at=now,
             storage_at=self._blocks.advanced_at,
@@ -408,15 +355,11 @@ class StorageSource:
             idle_s=self._blocks.idle_seconds(now),
         )
 
-    def start(self) -> None:
-        """Start the source's thread."""
-        self._thread.start()
-
     def compare(self, digests: Mapping[int, bytes]) -> None:
         """Compare the files with these digests; the result is the event `FilesCompared`."""
         self._comparisons.put(digests)
 
-    def prefetch(self, request: PrefetchChunks) -> None:
+    def prefetch(self, request: events.PrefetchChunks) -> None:
         """Read chunks ahead from the next read on."""
         chunks = self._image.layout.chunks
         self._prefetch_hints = (
@@ -424,7 +367,7 @@ class StorageSource:
             [chunks[chunk] for chunk in request.upcoming],
         )
 
-    def read(self, request: ReadChunk) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk. Ignores the deadline: a slow disk is no reason to stop."""
         storage = self._storage
         if storage is None:
@@ -442,20 +385,15 @@ class StorageSource:
         self._blocks.close()
         self.source_span.end(self._assignment.kind)
 
-    def join(self) -> None:
-        """Wait until the source's thread has ended; call it after `close`."""
-        self._thread.join()
-
     def _run(self) -> None:
         try:
-            storage = self._storage = self._find(self._assignment)
+            storage = self._storage = self._own_storage.storage_for(self._assignment)
             prefetch_chunks = -(-self._blocks.ahead_bytes // self._image.layout.chunks.chunk_size)
-            self._emit(
-                StorageOpened(self._connection, storage.manifest, storage.origin, prefetch_chunks, secrets.token_hex(8))
-            )
+            manifest, origin, unique_id = storage.manifest, storage.origin, secrets.token_hex(8)
+            self._emit(events.StorageOpened(self._connection, manifest, origin, prefetch_chunks, unique_id))
             while (digests := self._comparisons.get()) is not None:
                 agrees = all(self._matches(storage, chunk, digest) for chunk, digest in digests.items())
-                self._emit(FilesCompared(self._connection, digests, agrees))
+                self._emit(events.FilesCompared(self._connection, digests, agrees))
         except RforkError as error:
             self._fail(error)
         except Exception as error:  # a bug must end the source, not hang the fork
@@ -463,7 +401,7 @@ class StorageSource:
 
     def _fail(self, error: RforkError) -> None:
         if not self._closed.is_set():
-            self._emit(SourceFailed(self._connection, error))
+            self._emit(events.SourceFailed(self._connection, error))
 
     def _matches(self, storage: ImageStorage, chunk: int, digest: bytes) -> bool:
         """Return whether the files contain a chunk with this digest; reads it into separate memory."""
@@ -474,133 +412,28 @@ class StorageSource:
         return digest_bytes([scratch]) == digest
 
 
-class SpoolReader:
-    """Fills chunks from the spool of a process that died, on its own thread.
-
-    A disk may hang: blocks are read into separate memory, so that they cannot be written to the image later.
-    """
-
-    def __init__(self, spool: Spool, image: Image, emit: Emit) -> None:
-        self.advanced_at = 0.0
-        """Time of the last block."""
-        self.bytes_read = 0
-        self._spool = spool
-        self._image = image
-        self._emit = emit
-        self._writing = threading.Lock()
-        self._stopped = False
-        self._requests: SimpleQueue[ReadSpool | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="rfork-spool-read", daemon=True)
-
-    def start(self) -> None:
-        """Start its thread."""
-        self._thread.start()
-
-    def read(self, request: ReadSpool) -> None:
-        """Fill one chunk; the result is the event `SpoolChunkRead`."""
-        self._requests.put(request)
-
-    def stop(self) -> None:
-        """Stop writing to the image."""
-        with self._writing:  # a copy in progress ends
-            self._stopped = True
-        self._requests.put(None)
-
-    def join(self) -> None:
-        """Wait until its thread has ended; call it after `stop`. A thread that hangs is abandoned."""
-        if self._thread.is_alive():
-            self._thread.join(SPOOL_STOP_S)
-
-    def _run(self) -> None:
-        try:
-            scratch = memoryview(bytearray(min(SPOOL_BLOCK_BYTES, self._image.layout.chunks.chunk_size)))
-            while (request := self._requests.get()) is not None:
-                began = time.monotonic()
-                digest = self._load(request, scratch)
-                self._emit(SpoolChunkRead(request.chunk, digest, time.monotonic() - began))
-        except OSError as error:
-            if not self._stopped:  # otherwise the fork has ended and closed the spool
-                log.warning("kept chunks not readable, reading from the sources", reason=reason_of(error))
-        except Exception:  # out of memory, or a bug: the sources must serve the rest
-            log.exception("unexpected error with kept chunks, reading from the sources")
-        finally:
-            self._emit(SpoolFailed())
-
-    def _load(self, request: ReadSpool, scratch: memoryview) -> bytes | None:
-        """Fill one chunk; returns the digest of its bytes, or None if the spool did not have all of them."""
-        begin, end = self._image.layout.chunks[request.chunk]
-        is_complete = True
-        for at in range(begin, end, scratch.nbytes):
-            block = scratch[: min(scratch.nbytes, end - at)]
-            is_complete = self._spool.read(at, block)
-            if not is_complete:
-                break
-            with self._writing:
-                if self._stopped:
-                    return None
-                with self._image.writable(at, at + block.nbytes) as views:
-                    copy_block(block, views)
-            self.advanced_at = time.monotonic()
-            self.bytes_read += block.nbytes
-        digest = self._image.digest(request.chunk) if is_complete else None
-        if not self._stopped and digest != request.digest:
-            self._spool.erase(request.chunk)  # so that it is spooled again once a source has served it
-        return digest
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceFactory:
-    """Creates the sources of one fork; see `SourceFactoryProtocol`.
+    """Creates the sources that the plans of one fork name, not yet started."""
 
-    `deadline` is the fork's.
-    """
-
-    image: Image
-    transports: Mapping[str, Transport]
-    dial: Dial
-    settings: InstanceSettings
-    candidates: StorageCandidates
-    deadline: Deadline
+    context: ForkContext
+    own_storage: OwnStorage
     tracer: Tracer = NOOP_TRACER
 
     def open_peer(self, route: Route, connection: int, emit: Emit) -> PeerSource:
         """Return the source for one route."""
-        source_span = SourceSpan(
-            self.tracer.start_span(
-                "read from peer",
-                kind="client",
-                source=route.source_id,
-                source_host=route.placement.host,
-                server=route.address,
-                planned_chunks=ranges.count(route.chunks),
-            )
+        span = self.tracer.start_span(
+            "read from peer",
+            kind="client",
+            source=route.source_id,
+            source_host=route.placement.host,
+            server=route.address,
+            planned_chunks=ranges.count(route.chunks),
         )
-        return PeerSource(
-            route,
-            self.image,
-            self.transports,
-            self.dial,
-            self.settings,
-            connection,
-            emit,
-            self.deadline,
-            source_span,
-        )
+        return PeerSource(route, connection, emit, self.context, SourceSpan(span))
 
     def open_storage(self, read: StorageAssignment, connection: int, emit: Emit) -> StorageSource:
         """Return the source for this instance's own storage."""
         name, chunks = storage_name(read.kind, read.uri), ranges.count(read.chunks)
-        source_span = SourceSpan(self.tracer.start_span("read from storage", source=name, planned_chunks=chunks))
-        return StorageSource(
-            read,
-            self.candidates.storage_for,
-            self.image,
-            connection,
-            emit,
-            options.load(StorageSettings),
-            source_span,
-        )
-
-    def exclude(self, name: str) -> None:
-        """Do not offer the storage of this name to the planner again: it failed."""
-        self.candidates.remove(name)
+        span = self.tracer.start_span("read from storage", source=name, planned_chunks=chunks)
+        return StorageSource(read, connection, emit, self.context.image, self.own_storage, SourceSpan(span))

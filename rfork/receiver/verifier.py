@@ -20,16 +20,9 @@ from rfork.errors import SourceWeightsChanged, StorageError
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.logs import logger
+from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkScheduler
-from rfork.receiver.events import (
-    Action,
-    DigestKeptChunk,
-    FenceImage,
-    InvalidateChunks,
-    MarkVerified,
-    SetManifest,
-    SetProvisionalId,
-)
+from rfork.receiver.events import Action
 
 log = logger(__name__)
 
@@ -47,20 +40,11 @@ class ChunkVerifier:
     `emit` receives the actions that follow from each call, in order.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        scheduler: ChunkScheduler,
-        emit: Callable[[Action], None],
-        *,
-        digests: Mapping[int, bytes] | None = None,
-        provisional_id: str | None = None,
-    ) -> None:
-        """`digests` and `provisional_id` are of the chunks that are verified from the start."""
+    def __init__(self, layout: Layout, scheduler: ChunkScheduler, emit: Callable[[Action], None]) -> None:
         self.manifest: Manifest | None = None
-        self.digests = dict(digests or {})
+        self.digests: dict[int, bytes] = {}
         """Known digests of the verified chunks."""
-        self.provisional_id = provisional_id
+        self.provisional_id: str | None = None
         """The provisional image of the verified chunks; None if there is none, or a manifest."""
         self._layout = layout
         self._scheduler = scheduler
@@ -87,8 +71,8 @@ class ChunkVerifier:
         self.invalidate(wrong, f"not of weights {manifest.weights_id}")
         if before is not None and not wrong:
             # Waiting readers know the previous weights, and need a new generation.
-            self._emit(InvalidateChunks(()))
-        self._emit(SetManifest(manifest))
+            self._emit(events.InvalidateChunks(()))
+        self._emit(events.SetManifest(manifest))
         self._reuse_kept_chunks(manifest)
 
     def add_provisional_digests(
@@ -160,7 +144,7 @@ class ChunkVerifier:
         self._previous_digests |= self.digests
         self._scheduler.invalidate(verified_chunks)
         self.digests.clear()
-        self._emit(FenceImage())
+        self._emit(events.FenceImage())
         self._reset()
         return len(verified_chunks)
 
@@ -169,7 +153,7 @@ class ChunkVerifier:
         left, self._previous_digests = self._previous_digests, {}
         for chunk, digest in left.items():
             if digest == manifest.digests[chunk] and self._scheduler.begin_local(KEPT_SOURCE_ID, chunk):
-                self._emit(DigestKeptChunk(chunk))
+                self._emit(events.DigestKeptChunk(chunk))
 
     def _reset(self) -> None:
         self._scheduler.unreserve()
@@ -211,7 +195,7 @@ class ChunkVerifier:
             self._from_local_files.add(chunk)
         if digest is not None:
             self.digests[chunk] = digest
-        self._emit(MarkVerified(chunk, digest))
+        self._emit(events.MarkVerified(chunk, digest))
 
     def digests_to_compare(self) -> dict[int, bytes]:
         """Return digests to compare with files before their chunks are served: those of all verified chunks.
@@ -234,7 +218,7 @@ class ChunkVerifier:
             for chunk in chunks:
                 self.digests.pop(chunk, None)
             self._scheduler.invalidate(chunks)
-            self._emit(InvalidateChunks(tuple(chunks)))
+            self._emit(events.InvalidateChunks(tuple(chunks)))
 
     def finalize_manifest(self) -> bool:
         """Return whether the complete image is known to be consistent. Call it once all chunks are verified.
@@ -266,4 +250,4 @@ class ChunkVerifier:
     def _set_provisional_id(self, provisional_id: str | None) -> None:
         if provisional_id != self.provisional_id:
             self.provisional_id = provisional_id
-            self._emit(SetProvisionalId(provisional_id))
+            self._emit(events.SetProvisionalId(provisional_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Final
 
 from pydantic_settings import BaseSettings
@@ -24,9 +25,8 @@ SETTINGS_CLASSES: Final[tuple[type[BaseSettings], ...]] = (
     TracingSettings,
 )  # fmt: skip
 PREFIX: Final = "RFORK_"
-MIN_LETTERS_PER_TYPO: Final = 5
-"""One edit is allowed per this many letters: short words have many neighbours."""
-MAX_TYPOS: Final = 2
+MIN_SIMILARITY: Final = 0.8
+"""Minimum ratio of `difflib` between a misspelt name and the intended one: one letter in five may differ."""
 IGNORED_VARIABLES: Final = frozenset({"RFORK_POD_NAME", "RFORK_POD_NAMESPACE"})
 """Helper variables of Pod manifests, which other variables refer to."""
 _KUBERNETES_SERVICE_VARIABLE: Final = re.compile(
@@ -61,31 +61,12 @@ def _intended_variable(name: str, known: Iterable[str]) -> str | None:
     abbreviated = [each for each in known if _is_abbreviation(name, each)]
     if len(abbreviated) == 1:
         return abbreviated[0]
-    similar = [each for each in known if _is_typo(name, each)]
-    return min(similar, key=lambda each: (_edit_distance(name, each), each), default=None)
+    swapped = [each for each in known if sorted(each) == sorted(name)]
+    words = {each.removeprefix(PREFIX): each for each in known}
+    similar = get_close_matches(name.removeprefix(PREFIX), words, n=1, cutoff=MIN_SIMILARITY)
+    return next(iter([*swapped, *(words[word] for word in similar)]), None)
 
 
 def _is_abbreviation(name: str, intended: str) -> bool:
     """Return True if `name` is a prefix of `intended` and longer than half of it: ``TLS_CERT``, ``TLS_CERTIFICATE``."""
     return intended.startswith(name) and 2 * (len(name) - len(PREFIX)) > len(intended) - len(PREFIX)
-
-
-def _is_typo(name: str, intended: str) -> bool:
-    """Return True if two names differ by few edits for their length."""
-    edits = _edit_distance(name, intended)
-    if sorted(name) == sorted(intended):
-        return edits <= MAX_TYPOS
-    return edits <= min(MAX_TYPOS, (len(intended) - len(PREFIX)) // MIN_LETTERS_PER_TYPO)
-
-
-def _edit_distance(name: str, intended: str) -> int:
-    """Return the Damerau-Levenshtein distance: letters omitted, inserted, changed, or swapped with the next."""
-    previous_row, row = [0] * (len(intended) + 1), list(range(len(intended) + 1))
-    for i, letter in enumerate(name):
-        row_before_previous, previous_row, row = previous_row, row, [i + 1]
-        for j, other in enumerate(intended):
-            edits = min(previous_row[j] + (letter != other), previous_row[j + 1] + 1, row[j] + 1)
-            if i and j and letter == intended[j - 1] and name[i - 1] == other:
-                edits = min(edits, row_before_previous[j - 1] + 1)
-            row.append(edits)
-    return row[-1]

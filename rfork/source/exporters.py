@@ -11,10 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-import torch
-
-from rfork.errors import RforkError, SourceWeightsChanged, TransportUnavailable
-from rfork.image.layout import Layout
+from rfork.errors import RforkError, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import AccessGate, Exporter, Transport
@@ -68,11 +65,19 @@ class ExporterSet(Mapping[str, Exporter]):
             if self._open or self._ended:
                 return
             opened: dict[str, Exporter] = {}
+            reasons: list[TransportUnavailable] = []
             try:
-                self._export(image, gate, opened)
+                for transport in self._transports:
+                    try:
+                        opened[transport.name] = transport.export(image, gate)
+                    except TransportUnavailable as error:
+                        _log_unusable(transport.name, error)
+                        reasons.append(error)
             except BaseException:
                 _close(opened)
                 raise
+            if reasons and not opened:
+                raise reasons[0]
             self._withdrawn.clear()
             self._open = opened
 
@@ -87,32 +92,10 @@ class ExporterSet(Mapping[str, Exporter]):
                     try:
                         more[transport.name] = transport.export(image, gate)
                     except RforkError as error:
-                        log.warning(
-                            "transport cannot be used",
-                            transport=transport.name,
-                            error=error.kind,
-                            detail=str(error),
-                        )
+                        _log_unusable(transport.name, error)
             both = {**self._open, **more}
             self._open = {each.name: both[each.name] for each in self._transports if each.name in both}
             return bool(more)
-
-    def _export(self, image: Image, gate: AccessGate, opened: dict[str, Exporter]) -> None:
-        reasons: list[TransportUnavailable] = []
-        for transport in self._transports:
-            try:
-                opened[transport.name] = transport.export(image, gate)
-            except TransportUnavailable as error:
-                log.warning(
-                    "transport cannot be used",
-                    transport=transport.name,
-                    error=error.kind,
-                    detail=str(error),
-                    hint=error.hint,
-                )
-                reasons.append(error)
-        if reasons and not opened:
-            raise reasons[0]
 
     def disable(self, name: str, error: TransportUnavailable) -> None:
         """Stop offering a transport that turned out to be unusable. One that is not open is not an error."""
@@ -148,6 +131,10 @@ class ExporterSet(Mapping[str, Exporter]):
         self.close()
 
 
+def _log_unusable(transport: str, error: RforkError) -> None:
+    log.warning("transport cannot be used", transport=transport, error=error.kind, detail=str(error), hint=error.hint)
+
+
 def _close(exporters: Mapping[str, Exporter]) -> None:
     """Close each one regardless of errors; raise the first error at the end."""
     failed: list[Exception] = []
@@ -158,17 +145,3 @@ def _close(exporters: Mapping[str, Exporter]) -> None:
             failed.append(error)
     if failed:
         raise failed[0]
-
-
-class ReleasedImage(Image):
-    """An image without memory: the image of a seed whose weights are suspended.
-
-    Access to its bytes, digests or addresses raises SourceWeightsChanged.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
-
-    def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
-        # Every access to the memory checks this first; without memory it is address 0.
-        raise SourceWeightsChanged("the weights are suspended: there is no memory to read")

@@ -1,8 +1,8 @@
 """State machine of one served image: its chunks, generation and version, who may read it, and its reader slots.
 
-Runs on the source. Pure: no thread, clock, socket or lock of its own. `rfork.source.image_state` makes its changes
-one at a time; its reads see each attribute before or after a change. `unix_s` is the planner's time in seconds
-since the epoch, which leases refer to.
+Runs on the source. Pure: no thread, clock, socket or lock of its own. `rfork.source.seed` makes its changes one at a
+time and calls its leases under a second lock; other reads see each attribute before or after a change. `unix_s` is
+the planner's time in seconds since the epoch, which leases refer to; `now` is `time.monotonic()`.
 
 Lease tokens are verified locally: the planner signs them with a key that it shares with this instance only, in the
 response to each heartbeat. During a key rotation it sends several keys; a removed key verifies tokens until those
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
+from uuid import uuid4
 
 from rfork.errors import LayoutMismatch, LeaseRejected, SourceBusy, SourceWeightsChanged
 from rfork.image import ranges
@@ -23,13 +25,54 @@ from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer.base import Progress, StorageActivity
 from rfork.planner_client.lease import LeaseClaims, verify
+from rfork.schema import InstanceReport, Placement, Rank, StorageCandidate
 from rfork.schema.types import InstanceState
+from rfork.weights_version import is_single, of_update, of_weights, unnamed
 
 MAX_CHANNELS_PER_FORK: Final = 16
 """Maximum channels of one fork: it needs one, and a few more while it switches from one to the next."""
+NOTIFY_INTERVAL_S: Final = 1.0
+"""Readers are notified immediately if storage advanced by this much since the last notification, otherwise with
+other changes.
+"""
 
 VersionOf = Callable[[Manifest], str | None]
 """Computes the version of complete weights from their manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceIdentity:
+    """Identity of an instance at the planner: one rank of one model in one process."""
+
+    model: str
+    rank: Rank = field(default_factory=Rank)
+    instance_id: str = field(default_factory=lambda: uuid4().hex)
+    version: str | None = None
+    """Version of its weights; None: it adopts the served version."""
+    replica: str | None = None
+    """Replica of this rank, if the ranks agreed on a name."""
+    egress_share: float = 1.0
+    """Share of the readers that the planner assigns to it, relative to other sources."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        rank: Rank,
+        server: str | None,
+        *,
+        version: str | None = None,
+        replica: str | None = None,
+    ) -> InstanceIdentity:
+        """Create an identity with a new id, prefixed by the server's name (`InstanceSettings.replica`) if
+        there is one.
+
+        The prefix allows draining all ranks of a server together.
+        """
+        instance_id = uuid4().hex
+        if server is not None:
+            instance_id = f"{server}-{rank.key}-dp{rank.dp}-{instance_id[:8]}"
+        return cls(model, rank, instance_id, version, replica)
 
 
 class ServedImage:
@@ -41,26 +84,31 @@ class ServedImage:
     def __init__(
         self,
         layout: Layout,
-        *,
-        source_id: str,
+        identity: InstanceIdentity,
         max_readers: int,
+        *,
         chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
-        version: str | None = None,
     ) -> None:
         """Without a chunk state, every chunk is verified."""
         self.layout = layout
+        self.identity = identity
         self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(layout.chunks)
         self.manifest = manifest
         self.generation = 0
-        self.version = version
+        self.version = identity.version
         """Version of the served weights; changes only while nothing is served."""
         self.state: InstanceState = "serving" if self.chunk_state.complete and manifest else "loading"
         self.suspended = False
         """True if its memory is released, or about to be."""
-        self.complete_weights_id = manifest.weights_id if manifest is not None else None
+        self.storage: tuple[StorageCandidate, ...] = ()
+        """Storage that this instance could read itself, as reported to the planner."""
+        self.leases = Leases(identity.instance_id, max_readers, layout_id=layout.layout_id)
+        self._complete_weights_id = manifest.weights_id if manifest is not None else None
         """Digest of the last complete weights; kept while they change."""
-        self.leases = Leases(source_id, max_readers, layout_id=layout.layout_id)
+        self._storage_read_at: Callable[[], float] | None = None
+        self._storage_relayed = False
+        self._storage_notified_at = 0.0
 
     # -- readers ----------------------------------------------------------------------------------------
 
@@ -99,11 +147,9 @@ class ServedImage:
         if self.suspended:
             raise SourceBusy("the source has suspended its weights")
 
-    def progress_since(
-        self, reported: tuple[ranges.Range, ...], *, storage: StorageActivity | None = None, rate: int | None = None
-    ) -> Progress:
+    def progress_since(self, reported: tuple[ranges.Range, ...], now: float, rate: int | None = None) -> Progress:
         """Return the message for a reader that was sent the `reported` chunks; see `Progress`."""
-        manifest = self.manifest
+        storage, manifest = self._storage_activity(now), self.manifest
         if manifest is not None:
             chunks = ranges.subtract(self.chunk_state.verified, reported)
             return Progress(chunks, self.draining, weights_id=manifest.weights_id, storage_activity=storage, rate=rate)
@@ -112,6 +158,80 @@ class ServedImage:
         new_digests = tuple(digests[index] for index in ranges.indices(chunks))
         return Progress(chunks, self.draining, new_digests, provisional_id, storage_activity=storage, rate=rate)
 
+    def _storage_activity(self, now: float) -> StorageActivity | None:
+        read_at = self._storage_read_at
+        return None if read_at is None else StorageActivity(max(0.0, now - read_at()), self._storage_relayed)
+
+    # -- the planner ------------------------------------------------------------------------------------
+
+    @property
+    def adopts_version(self) -> bool:
+        """True if the instance adopts the served version instead of having its own."""
+        return self.identity.version is None
+
+    def version_by_content(self, manifest: Manifest) -> str:
+        """Return a version derived from the weights' bytes."""
+        identity = self.identity
+        if is_single(identity.rank):
+            return of_weights(manifest.weights_id)
+        return unnamed(identity.replica or identity.instance_id)
+
+    def version_after_update(self, stated: str | None, count: int) -> VersionOf:
+        """Return the function that names the weights after update number `count`: by the `stated` version,
+        otherwise by one that only these weights have.
+        """
+        identity, before, before_weights_id = self.identity, self.version, self._complete_weights_id
+
+        def choose(manifest: Manifest) -> str | None:
+            if stated is not None and stated != before:
+                return stated
+            if not is_single(identity.rank):
+                return of_update(identity.replica or identity.instance_id, count)
+            return before if manifest.weights_id == before_weights_id else of_weights(manifest.weights_id)
+
+        return choose
+
+    def report(
+        self,
+        unix_s: float,
+        address: str,
+        transports: tuple[str, ...],
+        placement: Placement,
+        *,
+        egress_rate: int | None = None,
+        clock_skew_s: float | None = None,
+    ) -> InstanceReport:
+        """Return the instance's complete report for the planner."""
+        identity, layout, manifest = self.identity, self.layout, self.manifest
+        provisional_id = self.chunk_state.provisional_id
+        return InstanceReport(
+            instance_id=identity.instance_id,
+            model=identity.model,
+            version=self.version,
+            any_version=self.adopts_version and self.state == "loading",
+            replica=identity.replica,
+            rank=identity.rank,
+            layout_id=layout.layout_id,
+            weights_id=manifest.weights_id if manifest is not None else None,
+            generation=self.generation,
+            image_bytes=layout.image_bytes,
+            chunk_count=len(layout.chunks),
+            state=self.state,
+            verified=self.chunk_state.verified if not self.suspended else (),
+            # Without the suffix that distinguishes conflicting reads of the same files.
+            provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,
+            storage=self.storage,
+            address=address,
+            transports=transports,
+            placement=placement,
+            max_readers=self.leases.max_readers,
+            egress_share=identity.egress_share,
+            egress_rate=egress_rate,
+            readers=self.leases.readers(unix_s),
+            has_lease_keys=self.leases.has_keys,
+            clock_skew_s=clock_skew_s,
+        )
+
     # -- changes ----------------------------------------------------------------------------------------
 
     def set_manifest(self, manifest: Manifest) -> None:
@@ -119,7 +239,21 @@ class ServedImage:
         if manifest.layout.layout_id != self.layout.layout_id:
             raise LayoutMismatch("the manifest has a different layout from the image")
         self.manifest = manifest
-        self.complete_weights_id = manifest.weights_id
+        self._complete_weights_id = manifest.weights_id
+
+    def set_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> bool:
+        """Record that this instance, or (`relayed`) its upstream, is reading from storage; returns whether readers
+        must be notified now.
+
+        `read_at` returns the time at which storage last delivered bytes; None: storage is not read.
+        """
+        changed = (read_at is None, relayed) != (self._storage_read_at is None, self._storage_relayed)
+        self._storage_read_at, self._storage_relayed = read_at, relayed
+        at = read_at() if read_at is not None else self._storage_notified_at
+        if not changed and at - self._storage_notified_at < NOTIFY_INTERVAL_S:
+            return False
+        self._storage_notified_at = at
+        return True
 
     def invalidate(self, chunks: Iterable[int]) -> None:
         """Mark chunks as wrong: a new generation rejects readers that have read them."""
@@ -152,6 +286,7 @@ class ServedImage:
 
     def serve(self) -> None:
         """Become a seed: the image is complete and the engine is ready; a draining instance keeps draining."""
+        self._storage_read_at = None
         self._set_state("serving")
 
     def drain(self) -> None:
@@ -185,7 +320,7 @@ class Leases:
         """`layout_id` is the layout of the served image."""
         self._source_id = source_id
         self._layout_id = layout_id
-        self._max_readers = max_readers
+        self.max_readers = max_readers
         self._keys: tuple[bytes, ...] = ()
         self._withdrawn: dict[bytes, float] = {}  # removed keys, and until when they verify tokens
         self._opened_until: dict[bytes, float] = {}  # expiry of the last token that each key has verified
@@ -268,8 +403,8 @@ class Leases:
         self._drop_expired(unix_s)
         holders = list(self._channels.values())
         readers = set(holders)
-        if fork_id not in readers and len(readers) >= self._max_readers:
-            raise SourceBusy(f"all reader slots are used: the source's RFORK_MAX_READERS is {self._max_readers}")
+        if fork_id not in readers and len(readers) >= self.max_readers:
+            raise SourceBusy(f"all reader slots are used: the source's RFORK_MAX_READERS is {self.max_readers}")
         if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
             raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, which is the maximum")
         channel_id = channel_id or secrets.token_hex(8)

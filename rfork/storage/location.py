@@ -9,6 +9,7 @@ from typing import Final
 from urllib.parse import quote, unquote, urlsplit
 
 from rfork.errors import SettingsError
+from rfork.net.request import redacted_url
 
 SCHEMES = ("file", "s3", "http", "https", "gs", "az")
 WEB: Final = ("http", "https")
@@ -45,19 +46,19 @@ class Location:
             parts = urlsplit(text)
             _ = parts.port if parts.scheme in WEB else None  # raises if it is not a number
         except ValueError:  # whose message may contain a secret
-            raise SettingsError(f"{redacted(text)!r} is not a URI") from None
+            raise SettingsError(f"{redacted_url(text)!r} is not a URI") from None
         if parts.scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise SettingsError(f"{redacted(text)!r} has an unknown scheme", hint=f"supported: {known} and paths")
+            raise SettingsError(f"{redacted_url(text)!r} has an unknown scheme", hint=f"supported: {known} and paths")
         if parts.scheme == "file":
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
                 raise SettingsError(
-                    f"{redacted(text)!r} is not a file on this machine",
+                    f"{redacted_url(text)!r} is not a file on this machine",
                     hint="e.g. file:///models/llama.safetensors",
                 )
             return cls("file", "", unquote(parts.path))
         if not parts.netloc:
-            raise SettingsError(f"{redacted(text)!r} has no host or bucket")
+            raise SettingsError(f"{redacted_url(text)!r} has no host or bucket")
         if "@" in parts.netloc:
             raise SettingsError("a storage URI must not contain a user or password: they would appear in logs")
         if parts.scheme in WEB:
@@ -99,13 +100,3 @@ class Location:
 def percent_encoded(path: str) -> str:
     """Percent-encode a URL's path where needed; existing escapes stay unchanged."""
     return quote(_LONE_PERCENT.sub("%25", path), safe=_PATH_CHARACTERS)
-
-
-def redacted(text: str) -> str:
-    """Return a URI that is safe for error messages: without its query, or only the scheme if it may contain a
-    password.
-    """
-    scheme, mark, rest = text.partition("://")
-    if "@" in rest:
-        return f"{scheme.partition('?')[0]}{mark}…"
-    return text.partition("?")[0].partition("#")[0]

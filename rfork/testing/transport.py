@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from rfork.errors import LeaseRejected, SourceTimeout, SourceUnavailable
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
+from rfork.net.token_bucket import TokenBucket
 from rfork.transport.base import (
     AccessGate,
     Availability,
@@ -23,7 +24,6 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.token_bucket import TokenBucket
 
 SLICE_BYTES = MIB
 POLL_INTERVAL_S = 0.05

@@ -10,6 +10,10 @@ privilege). Dropped packets get no reply.
 
 The filter distinguishes hosts, not processes: every process on an authorized host may connect. Runs on both
 sides, because the target's engine listens too.
+
+Nothing simpler keeps these ports closed. Mooncake listens on every interface and has no setting for it; gloo
+listens on one address, but accepts any client there, whatever secret the rendezvous contains; its TLS is not
+compiled into torch's wheels ("unsupported gloo device"); rules of the system's firewall need a privilege.
 """
 
 from __future__ import annotations

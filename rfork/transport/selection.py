@@ -11,7 +11,7 @@ from rfork.errors import SettingsError
 from rfork.schema.types import OPT_IN_TRANSPORTS
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Availability, Transport
-from rfork.transport.collective import GlooTransport, NcclTransport
+from rfork.transport.collective import gloo_transport, nccl_transport
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.http import HttpTransport
 from rfork.transport.mooncake import TransferEngineTransport
@@ -24,8 +24,8 @@ TRANSPORTS: TransportRegistry = {
     "shared_memory": SharedMemoryTransport,
     "transfer_engine": TransferEngineTransport,
     "http": HttpTransport,
-    "nccl": NcclTransport,
-    "gloo": GlooTransport,
+    "nccl": nccl_transport,
+    "gloo": gloo_transport,
 }
 """All transports by their names in settings, best first."""
 

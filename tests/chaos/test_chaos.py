@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.chaos import unavailable_reason
-from benchmarks.chaos_checks import check_round
-from benchmarks.chaos_cluster import ChaosCluster
-from benchmarks.chaos_runner import ChaosRunner
-from benchmarks.chaos_scenarios import SHORT_ROUNDS, generate_round
+from benchmarks.chaos.__main__ import unavailable_reason
+from benchmarks.chaos.checks import check_round
+from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.runner import ChaosRunner
+from benchmarks.chaos.scenarios import SHORT_ROUNDS, generate_round
 
 pytestmark = [
     pytest.mark.chaos,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rfork.cli.demo.model import default_cache, prepare
+from rfork.cli.demo_model import default_cache, prepare
 from tests.engines.model_folders import Architecture, copy_without_weights, make_tiny
 from tests.engines.planner_process import PlannerProcess
 

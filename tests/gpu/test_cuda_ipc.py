@@ -20,8 +20,7 @@ from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.cuda import CudaDriver
-from rfork.transport.cuda_ipc.driver import CopyOp
+from rfork.transport.cuda_ipc.driver import CopyOp, CudaDriver
 from tests.transport_contract import TOKEN, FakeGate, content, soon
 
 pytestmark = [

@@ -28,7 +28,7 @@ def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
 @pytest.fixture
 def kernel() -> None:
     """Compile the device's kernel, which is used afterwards."""
-    pytest.importorskip("triton", reason="Triton is not installed: torch operations compute the hash here")
+    pytest.importorskip("triton", reason="Triton is not installed: hashes are computed on the host")
     assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).wait_until_ready()
 
 

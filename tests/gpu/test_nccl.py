@@ -15,15 +15,15 @@ from rfork.peer.control_stream import serve_control_stream
 from rfork.settings import InstanceSettings
 from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint
-from rfork.transport.collective import NcclTransport
+from rfork.transport.collective import nccl_transport
 from rfork.transport.collective.block_tensors import BlockTensors
-from rfork.transport.collective.rendezvous import Rendezvous
+from rfork.transport.collective.key_store import Rendezvous
 from tests.transport_contract import TOKEN, FakeGate, soon
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not NcclTransport(InstanceSettings()).availability().usable,
+        not nccl_transport(InstanceSettings()).availability().usable,
         reason="torch has no NCCL or finds no CUDA device",
     ),
 ]
@@ -72,7 +72,7 @@ def test_small_tensors_are_packed_on_the_gpu() -> None:
 def test_host_memory_is_not_exported_over_nccl() -> None:
     """An image in host memory is exported by the other transports only."""
     with pytest.raises(TransportUnavailable, match="GPU"):
-        NcclTransport(InstanceSettings()).export(image_from_tensors({"a": torch.zeros(10)}), FakeGate())
+        nccl_transport(InstanceSettings()).export(image_from_tensors({"a": torch.zeros(10)}), FakeGate())
 
 
 def test_a_different_nccl_release_is_detected_first() -> None:
@@ -80,7 +80,7 @@ def test_a_different_nccl_release_is_detected_first() -> None:
     image = image_from_tensors({"a": torch.zeros(10, device="cuda")})
     endpoint = Endpoint("nccl", {"version": "1.0.0", "block": "1024"})
     with pytest.raises(VersionMismatch, match=r"1\.0\.0"):
-        NcclTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, soon())
+        nccl_transport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, soon())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL NEEDS TWO GPUs: sending is NOT tested")
@@ -90,7 +90,7 @@ def test_the_right_bytes_between_two_gpus() -> None:
     tensors["large"] = torch.randn(20 << 20, device="cuda:0")
     source = image_from_tensors(tensors)
     target = image_from_tensors({name: torch.zeros_like(tensor, device="cuda:1") for name, tensor in tensors.items()})
-    transport = NcclTransport(InstanceSettings())
+    transport = nccl_transport(InstanceSettings())
     exporter = transport.export(source, FakeGate())
     exporter.authorize_peer("channel", "127.0.0.1")
 

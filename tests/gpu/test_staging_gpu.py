@@ -16,7 +16,7 @@ import torch
 from rfork.image.capture import image_from_tensors
 from rfork.image.hash_backend import leaf_hasher
 from rfork.image.memory import Image
-from rfork.image.pinned_staging import STEP_BYTES
+from rfork.image.staging import STEP_BYTES
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport

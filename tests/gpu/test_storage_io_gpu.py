@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rfork.image.staging import CudaCopier, pinned_buffers
 from rfork.settings import StorageSettings
-from rfork.storage.io.cuda import CudaBlockCopier, pinned_staging
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.local.files import LocalStore
@@ -80,7 +80,7 @@ def test_copies_follow_earlier_work_of_the_device(folder: Path) -> None:
 
 def test_staging_is_pinned_and_released() -> None:
     """Buffers are pinned; once closed, others can be allocated."""
-    staging = pinned_staging(32 * MIB, 16 * MIB)
+    staging = pinned_buffers(32 * MIB, 16 * MIB)
     for _ in range(2):
         with staging.lease() as buffer:
             assert buffer.is_pinned()
@@ -90,13 +90,12 @@ def test_staging_is_pinned_and_released() -> None:
 def test_a_copier_uses_its_own_stream() -> None:
     """A copy does not wait for kernels queued after the copier was created."""
     device = torch.device("cuda", torch.cuda.current_device())
-    staging, into = pinned_staging(16 * MIB, 16 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
-    copier = CudaBlockCopier([device], StorageSettings(direct_io="never"))
+    staging, into = pinned_buffers(16 * MIB, 16 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
+    copier = CudaCopier([device])
     with staging.lease() as buffer:
         buffer[:MIB].fill_(7)
-        copier.copy([into], [buffer[:MIB]]).wait()
+        copier.host_to_device([into], [buffer[:MIB]]).wait()
     staging.close()
-    copier.close()
     assert 7 * MIB == int(into.sum())
 
 

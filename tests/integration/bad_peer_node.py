@@ -22,13 +22,12 @@ import torch
 
 from rfork.errors import RforkError
 from rfork.image.capture import image_from_tensors
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.peer.base import Progress
 from rfork.peer.client import PeerClient
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings, load
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.base import Reader
 from rfork.transport.selection import select_transports
 from tests.processes import START_S
@@ -163,7 +162,7 @@ class SeedRole:
             image,
             InstanceIdentity("model", instance_id=SEED_ID),
             settings,
-            select_transports(settings),
+            Connections(select_transports(settings)),
             manifest=compute_manifest(image),
         ).start()
         self._seed.set_lease_keys([KEY])

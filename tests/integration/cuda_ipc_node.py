@@ -16,7 +16,7 @@ from functools import partial
 from rfork.errors import LeaseRejected, RforkError, SourceWeightsChanged
 from rfork.image.memory import Segment
 from rfork.settings import InstanceSettings
-from rfork.source.inflight_reads import InflightReads
+from rfork.source.channels import InflightReads
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc import exporter as exporting

@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.base import Reader
-from rfork.transport.collective import GlooTransport
+from rfork.transport.collective import gloo_transport
 from tests.transport_contract import content, image_of
 
 KEY = derive_key(b"s" * 32, "seed-1")
@@ -32,7 +31,8 @@ def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
     image = image_of(SIZES, seed=1)
     settings = InstanceSettings(max_egress_bytes_per_s=rate, source_idle_timeout_s=stall_s)
     identity = InstanceIdentity("model", instance_id="seed-1")
-    seed = Seed(image, identity, settings, [GlooTransport(settings)], manifest=compute_manifest(image))
+    connections = Connections([gloo_transport(settings)])
+    seed = Seed(image, identity, settings, connections, manifest=compute_manifest(image))
     seed.set_lease_keys([KEY])
     return seed.start()
 
@@ -49,7 +49,7 @@ def open_reader(address: str, image: Image, fork_id: str, stall_s: float = 10.0)
     peer = PeerClient(address, lambda: token, TlsSettings())
     deadline = time.monotonic() + 30
     channel_id, endpoint = peer.open(image.layout.layout_id, ("gloo",), deadline)
-    reader = GlooTransport(InstanceSettings(source_idle_timeout_s=stall_s)).connect(
+    reader = gloo_transport(InstanceSettings(source_idle_timeout_s=stall_s)).connect(
         endpoint, image, lambda: token, deadline, lambda: peer.open_control_stream(channel_id)
     )
     return peer, channel_id, reader

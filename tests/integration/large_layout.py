@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ForkDemand
+from planner.policy.types import ForkDemand
 from rfork.image.chunk_state import ChunkState
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
@@ -30,7 +30,7 @@ from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.receiver.chunk_scheduler import ChunkScheduler
 from rfork.schema import ForkProgress
 from rfork.settings import InstanceSettings, TlsSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from tests.unit.planner.builders import NOW, group, loading, seed
 
@@ -94,7 +94,7 @@ def source() -> None:
     image = Image(layout, [reserve_memory(layout.image_bytes)])
     settings = InstanceSettings(drain_timeout_s=0)
     identity = InstanceIdentity("moe")
-    served_seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=manifest_of(layout))
+    served_seed = Seed(image, identity, settings, Connections([HttpTransport(settings)]), manifest=manifest_of(layout))
     key = derive_key(b"s" * 32, identity.instance_id)
     served_seed.set_lease_keys([key])
     claims = LeaseClaims("fork-1", identity.instance_id, layout.layout_id, None, 0, time.time() + WAIT_S)

@@ -20,7 +20,7 @@ from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.pack import Packed, pack
 from rfork.artifacts.unpack import _Unpacking
 from rfork.errors import StorageFull
-from rfork.receiver.fetch import fetch_with_report
+from rfork.receiver.session import fetch
 from rfork.settings import ArtifactSettings, InstanceSettings
 from rfork.settings import load as settings_of
 from tests.conftest import StartRfork
@@ -351,12 +351,12 @@ def test_a_full_disk_ends_the_fetch(
 
     def counting_fetch(*arguments: Any) -> Any:
         fetched.append("once")
-        return fetch_with_report(*arguments)
+        return fetch(*arguments)
 
     def full(*_: Any) -> None:
         raise StorageFull("no space")
 
-    monkeypatch.setattr("rfork.artifacts.client.fetch_with_report", counting_fetch)
+    monkeypatch.setattr("rfork.artifacts.client.fetch_image", counting_fetch)
     monkeypatch.setattr(_Unpacking, "run", full)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -19,7 +19,6 @@ from tests.packages import bare_python, copy_packages, link_packages
 pytestmark = pytest.mark.slow
 
 OPTIONAL_MODULES = {
-    "transformers": ["rfork.cli.demo.convert"],
     "triton": ["rfork.image.xxh3_triton"],
     "uvicorn": ["rfork.engines.sglang_bridge.http_servers", "rfork.engines.sglang_bridge.sidecar"],
 }

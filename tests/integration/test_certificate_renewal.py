@@ -13,14 +13,13 @@ import trustme
 
 from planner.server import run_in_thread
 from rfork.errors import LeaseRejected, PlannerUnreachable
+from rfork.image.memory import compute_manifest
+from rfork.net.tls import CurrentContext, client_context, not_after
 from rfork.peer.client import PeerClient
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.deadline_transport import DeadlineTransport
 from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
-from rfork.tls_expiry import not_after
-from rfork.tls_files import CurrentContext, client_context
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from tests.unit.source.seeds import IMAGE
 
@@ -77,9 +76,10 @@ def test_a_planner_and_its_clients_load_renewed_files(
 ) -> None:
     """This includes a change of authority on both sides, the largest change of a renewal."""
     client = TlsFiles(tmp_path / "client", old)
-    transport = DeadlineTransport(CurrentContext(client.tls, client_context))
-    with run_in_thread(PlannerSettings(port=0)) as url, PlannerClient(url, transport=transport) as planner:
-        assert [] == planner.models()
+    context = CurrentContext(client.tls, client_context)
+    with run_in_thread(PlannerSettings(port=0)) as url:
+        with PlannerClient(url, transport=DeadlineTransport(context)) as planner:
+            assert [] == planner.models()
         server.write_authorities(old, new)
         server.write_certificate(new)
         with PlannerClient(url, tls=client.tls) as other, pytest.raises(PlannerUnreachable) as raised:
@@ -90,8 +90,8 @@ def test_a_planner_and_its_clients_load_renewed_files(
         server.write_authorities(new)
         with PlannerClient(url, tls=client.tls) as other:
             assert [] == other.models()
-        transport.interrupt()  # its next call opens a new connection
-        assert [] == planner.models()
+        with PlannerClient(url, transport=DeadlineTransport(context)) as planner:  # opens a new connection
+            assert [] == planner.models()
 
 
 def test_an_expired_certificate_is_named(server: TlsFiles, old: trustme.CA) -> None:
@@ -151,7 +151,9 @@ def test_a_source_loads_renewed_files(tmp_path: Path, server: TlsFiles, old: tru
     """Its data port and its peer service use them for new readers."""
 
     settings = InstanceSettings(node_name="node", transports=("http",))
-    seed = Seed(IMAGE, InstanceIdentity("m"), settings, [HttpTransport(settings)], manifest=compute_manifest(IMAGE))
+    seed = Seed(
+        IMAGE, InstanceIdentity("m"), settings, Connections([HttpTransport(settings)]), manifest=compute_manifest(IMAGE)
+    )
     with seed:
         server.write_authorities(old, new)
         server.write_certificate(new)

@@ -20,15 +20,15 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.peer.base import Peer
 from rfork.peer.client import PeerClient
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
+from rfork.peer.server import PeerServer
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import FaultInjection, InMemoryExporter, InMemoryNetwork, InMemoryTransport
 from rfork.transport.base import AccessGate, ControlStream
@@ -91,14 +91,13 @@ class SeedAndReader:
         image = image_from_tensors({"a": torch.arange(100)})
         self.transport = EchoTransport()
         self.peers = InMemoryPeers()
-        service = {"serve_peer": self.peers.service} if peer_transport == "memory" else {}
+        serve_peer = self.peers.service if peer_transport == "memory" else PeerServer
         self.seed = Seed(
             image,
             InstanceIdentity("model", instance_id="seed-1"),
             InstanceSettings(),
-            [self.transport],
+            Connections([self.transport], serve_peer=serve_peer),
             manifest=compute_manifest(image),
-            **service,  # type: ignore[arg-type]  # one keyword, or none
         )
         self.seed.set_lease_keys([KEY])
         self.seed.start()

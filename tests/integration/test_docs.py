@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.seaweed import SeaweedServer
-from rfork.cli.demo.model import prepare
+from rfork.cli.demo_model import prepare
 from tests.docs.pages import blocks, page_name, pages, required_servers
 from tests.docs.terminals import Terminals
 
@@ -76,7 +75,7 @@ def test_quickstart_with_its_own_model(tmp_path: Path, free_port: int) -> None:
     """With the quickstart's real model, the copy answers as the page shows."""
     pytest.importorskip("gguf")
     page = ROOT / "docs" / "quickstart.md"
-    model = prepare(tmp_path / "cache", console=Console(quiet=True))
+    model = prepare(tmp_path / "cache")
     output = run_page(page, tmp_path / "work", environment(tmp_path, model), free_port)
     expected_answer = next(block.text for block in blocks(page) if block.language == "text")
     assert expected_answer in output

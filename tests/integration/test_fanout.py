@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import netlab
-from benchmarks.fanout_cases import FanoutCase
-from benchmarks.fanout_cluster import FanoutCluster, FanoutError
-from benchmarks.fanout_messages import FanoutCommand
-from benchmarks.fanout_runner import FanoutRunner
+from benchmarks.fanout.cases import FanoutCase
+from benchmarks.fanout.cluster import FanoutCluster, FanoutError
+from benchmarks.fanout.messages import FanoutCommand
+from benchmarks.fanout.runner import FanoutRunner
 
 pytestmark = [
     pytest.mark.slow,  # four processes that import torch

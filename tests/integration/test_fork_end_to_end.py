@@ -206,7 +206,7 @@ def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha25
     assert "PlannerUnreachable" == reasons[-1].partition(":")[0]
 
 
-@pytest.mark.slow  # logic: tests/unit/receiver/test_plan_requester.py
+@pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py
 def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected_sha256: str) -> None:
     """One missing response does not end the fork: the next one plans it under its id."""
     fleet.seed()
@@ -303,7 +303,7 @@ def test_a_planner_lost_during_a_fork(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-@pytest.mark.slow  # logic: tests/unit/receiver/test_transfer_termination.py
+@pytest.mark.slow  # logic: tests/unit/receiver/test_transfer.py
 def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM is exit code 130; the planner has the lease back and has removed the instance."""
     fleet.seed(rate=SLOW)
@@ -316,7 +316,7 @@ def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) ->
     assert 1 == len(fleet.client.instances(model="tiny"))
 
 
-@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
+@pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py
 def test_another_layout_names_the_tensor(fleet: ForkFleet, tmp_path: Path) -> None:
     """For a seed of the same version with other shapes, the reason names the first tensor that differs."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -146,7 +146,7 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
     assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
 
 
-@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
+@pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py
 def test_another_dtype_is_another_layout(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Models of different dtypes do not fork from each other, and those of one dtype do."""
     first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)

@@ -17,7 +17,7 @@ from rfork.peer.control_stream import serve_control_stream
 from rfork.settings import InstanceSettings
 from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
-from rfork.transport.collective import GlooTransport, group_scheduler
+from rfork.transport.collective import gloo_transport, source_group
 from rfork.transport.collective.exporter import CollectiveExporter
 from tests.integration.gloo_processes import running_threads, wait_until
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of, soon
@@ -76,7 +76,7 @@ class GlooPair(TransportPair):
 @pytest.fixture
 def pair() -> Iterator[GlooPair]:
     """A source and a target in this process; none of their threads is left at the end."""
-    made = GlooPair.create(GlooTransport(InstanceSettings()))
+    made = GlooPair.create(gloo_transport(InstanceSettings()))
     assert isinstance(made, GlooPair)
     yield made
     made.close()
@@ -136,9 +136,9 @@ def exporter_of(pair: GlooPair) -> CollectiveExporter:
 def test_readers_of_one_host_share_a_broadcast(pair: GlooPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that read the same range concurrently get it by broadcast, and both get it right."""
     # The second may start late on a busy machine.
-    monkeypatch.setattr(group_scheduler, "MAX_MEMBERS", 2)
-    monkeypatch.setattr(group_scheduler, "FORM_WINDOW_S", 30.0)
-    monkeypatch.setattr(group_scheduler, "BROADCAST_WINDOW_S", 30.0)
+    monkeypatch.setattr(source_group, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(source_group, "FORM_WINDOW_S", 30.0)
+    monkeypatch.setattr(source_group, "BROADCAST_WINDOW_S", 30.0)
     sizes = (40 * MIB, 3, 1000, 24 * MIB)
     pair.exporter.close()
     pair.source = image_of(sizes, seed=1)

@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from rfork.errors import SourceError, SourceUnavailable
-from rfork.transport.collective.firewalled_store import FirewalledStore
-from rfork.transport.collective.rendezvous import KeyValueStore
+from rfork.transport.collective.gloo import FirewalledStore
+from rfork.transport.collective.key_store import KeyValueStore
 from tests.integration.gloo_node import SIZES, SLOW, open_reader, start_seed
 from tests.integration.gloo_processes import GlooProcess, listening_ports, wait_until
 from tests.integration.gloo_processes import node as node

@@ -24,6 +24,7 @@ from rfork.peer.client import PeerClient
 from rfork.settings import TlsSettings
 from rfork.source.seed import Seed
 from rfork.transport.collective.gloo import GlooBackend
+from rfork.transport.collective.key_store import RemoteKeyStore
 from rfork.transport.collective.messages import (
     GroupFormed,
     JoinGroup,
@@ -33,7 +34,6 @@ from rfork.transport.collective.messages import (
     receive_from_source,
     send_message,
 )
-from rfork.transport.collective.remote_store import RemoteKeyStore
 from tests.conftest import StartRfork
 from tests.integration.gloo_node import SIZES, SLOW, create_token, open_reader, start_seed
 from tests.integration.gloo_processes import GlooProcess, running_threads, wait_until
@@ -112,12 +112,12 @@ def test_a_source_that_dies_or_stops_during_a_send(
 @contextmanager
 def stalled_reader(seed: Seed) -> Iterator[None]:
     """Join a group and request a block that the source starts to send; never receive it."""
-    token, changed, formed = create_token(seed.image, "fork-1"), threading.Condition(), Queue[GroupFormed]()
+    token, formed = create_token(seed.image, "fork-1"), Queue[GroupFormed]()
     sending, backend = threading.Event(), GlooBackend("127.0.0.1")
     peer = PeerClient(seed.report().address, lambda: token, TlsSettings())
     channel_id, _ = peer.open(seed.image.layout.layout_id, ("gloo",), soon())
     line = peer.open_control_stream(channel_id)
-    keys = RemoteKeyStore(line, 1, changed)
+    keys = RemoteKeyStore(line, 1)
 
     def receive_messages() -> None:
         with suppress(SourceError):
@@ -126,9 +126,7 @@ def stalled_reader(seed: Seed) -> Iterator[None]:
                     case GroupFormed() as message:
                         formed.put(message)
                     case StoreValues() as message:
-                        with changed:
-                            keys.on_reply(message)
-                            changed.notify_all()
+                        keys.on_reply(message)
                     case SendingBlock():
                         sending.set()
 

@@ -193,15 +193,15 @@ LONG_AGO = "Thu, 01 Jan 1970 00:00:00 GMT"
     ("fault", "cause"),
     [
         (ErrorStatus(503), "the server responded 503 Service Unavailable"),
-        (TruncateFault(after=0), "the server ended its response 3000000 bytes early"),
+        (TruncateFault(after=0), "connection failed: connection closed with 3000000 bytes missing"),
         (StallFault(after=0), "the server sent nothing for 0.5 s"),
         (ResetFault(after=None), "connection failed: Connection reset by peer"),
-        (TruncateFault(after=None), "connection failed: the server closed the connection before it responded"),
+        (TruncateFault(after=None), "connection failed: connection closed before a response"),
         (ErrorStatus(408, {"Retry-After": LONG_AGO}), "the server responded 408 Request Timeout"),
     ],
     ids=str,
 )
-@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_hedges.py
 def test_retries_are_bounded(server: StorageServer, fault: Fault, cause: str) -> None:
     """After the attempts and the time of the settings a read fails; the error has the number of attempts and
     the cause.
@@ -278,7 +278,7 @@ def test_another_tag_in_a_response_is_another_file(server: StorageServer) -> Non
     ("fault", "message"),
     [
         (FullObject(), "the server does not support range requests: it would send the complete file"),
-        (HeaderFields({"Content-Range": None}), "malformed Content-Range ''"),
+        (HeaderFields({"Content-Range": None}), "the server sent a malformed Content-Range ''"),
         (
             HeaderFields({"Content-Range": "bytes 1-3000000/3000000"}),
             "the server sent bytes [1, 3000001) instead of [0, 3000000)",

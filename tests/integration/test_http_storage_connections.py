@@ -16,13 +16,15 @@ import pytest
 import trustme
 
 from rfork.errors import SettingsError, StorageAccessDenied, StorageError, StorageNotFound
+from rfork.net.connect import Cancelled, CancelScope, open_connection
+from rfork.net.request import HttpOrigin, HttpRequest
+from rfork.net.stream import TlsStream
+from rfork.net.tls import verifying_context
 from rfork.settings import StorageSettings
 from rfork.storage.blob import read_range
-from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
-from rfork.storage.http.connect import Cancelled, CancelScope, client_context, open_connection
+from rfork.storage.http.blob import RangedBlob
 from rfork.storage.http.hedging import MIN_SAMPLES
-from rfork.storage.http.request import HttpOrigin
-from rfork.transport.http.stream import TlsStream
+from rfork.storage.http.session import HttpSession
 from tests.storage_faults import ErrorStatus, Fault, StallFault
 from tests.storage_server import StorageServer
 
@@ -58,16 +60,16 @@ def tls_server(authority: trustme.CA, token: str | None = None) -> Iterator[Stor
 
 
 @contextmanager
-def pooled(server: StorageServer, **settings: object) -> Iterator[tuple[RangedBlob, HttpConnectionPool]]:
+def pooled(server: StorageServer, **settings: object) -> Iterator[tuple[RangedBlob, HttpSession]]:
     chosen = StorageSettings.model_validate({"timeout_s": 60, **settings})
-    pool = HttpConnectionPool(chosen)
+    session = HttpSession(chosen)
     url = server.url(NAME)
-    blob = RangedBlob.open(url, lambda: HttpRequest(url), pool, chosen)
+    blob = RangedBlob.open(url, lambda: HttpRequest(url), session)
     try:
-        yield blob, pool
+        yield blob, session
     finally:
         blob.close()
-        pool.close()
+        session.pool.unregister()
 
 
 def read_all(blob: RangedBlob) -> bytes:
@@ -95,9 +97,9 @@ def test_sixteen_threads_share_the_streams_of_the_settings(server: StorageServer
 
 
 def test_a_blob_outlives_its_store(server: StorageServer) -> None:
-    """A closed pool keeps its connections while a blob is still open, and no longer."""
-    with pooled(server) as (blob, pool):
-        pool.close()
+    """A closed session keeps its connections while a blob is still open, and no longer."""
+    with pooled(server) as (blob, session):
+        session.pool.unregister()
         assert DATA == read_all(blob)
         assert DATA[:5] == read_range(blob, 0, 5)
         assert 1 == server.connections
@@ -107,32 +109,32 @@ def test_each_attempt_gets_a_new_signature(server: StorageServer) -> None:
     """A URL that may expire is created for each request."""
     count = itertools.count()
     chosen = StorageSettings()
-    pool = HttpConnectionPool(chosen)
-    blob = RangedBlob.open(NAME, lambda: HttpRequest(f"{server.url(NAME)}?n={next(count)}"), pool, chosen)
+    session = HttpSession(chosen)
+    blob = RangedBlob.open(NAME, lambda: HttpRequest(f"{server.url(NAME)}?n={next(count)}"), session)
     server.script.then(ErrorStatus(503), ErrorStatus(503))
     assert DATA == read_all(blob)
     blob.close()
-    pool.close()
+    session.pool.unregister()
     assert ["n=0", "n=1", "n=2", "n=3"] == [seen.query for seen in server.requests_matching()]
 
 
 def test_refusals_may_be_explained(server: StorageServer) -> None:
     """A server-specific explanation of a refusal replaces the general meaning of its status."""
     chosen = StorageSettings()
-    pool = HttpConnectionPool(chosen)
+    session = HttpSession(chosen)
 
     def explain(status: int, text: bytes) -> StorageError | None:
         return StorageNotFound("no such bucket") if b"NoSuchBucket" in text else None
 
     def opening() -> RangedBlob:
-        return RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), pool, chosen, explain)
+        return RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), session, explain)
 
     server.script.then(ErrorStatus(403, text=b"<Code>NoSuchBucket</Code>", chunked=True), ErrorStatus(403, text=b"no"))
     with pytest.raises(StorageNotFound, match=r"^no such bucket$"):
         opening()
     with pytest.raises(StorageAccessDenied, match="access denied"):
         opening()
-    pool.close()
+    session.pool.unregister()
 
 
 @pytest.mark.parametrize(
@@ -156,9 +158,8 @@ def test_closing_ends_running_reads(server: StorageServer, fault: Fault) -> None
 
 def test_closing_ends_reads_that_wait_for_a_connection(server: StorageServer) -> None:
     """A read that waits while another one uses the only stream ends immediately too."""
-    with pooled(server, concurrency=1) as (first, pool), ThreadPoolExecutor(2) as threads:
-        chosen = StorageSettings(timeout_s=60, concurrency=1)
-        second = RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), pool, chosen)
+    with pooled(server, concurrency=1) as (first, session), ThreadPoolExecutor(2) as threads:
+        second = RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), session)
         server.script.then(StallFault())
         slow_read = threads.submit(read_all, first)
         server.script.wait_stalled()
@@ -181,7 +182,7 @@ def test_a_connection_attempt_can_be_cancelled() -> None:
         origin = HttpOrigin(False, "127.0.0.1", full.getsockname()[1])
         with ThreadPoolExecutor(1) as threads:
             pending = threads.submit(open_connection, origin, None, 60.0, scope)
-            scope.end()
+            scope.abort()
             with pytest.raises((Cancelled, OSError)):
                 pending.result(GUARD_S)
         for client in waiting:
@@ -194,7 +195,7 @@ def test_a_connection_cancelled_at_its_start_fails(monkeypatch: pytest.MonkeyPat
     connect = socket.socket.connect
 
     def late(connecting: socket.socket, address: tuple[str, int]) -> None:
-        scope.end()
+        scope.abort()
         connect(connecting, address)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -209,60 +210,60 @@ def test_a_failed_tls_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(connected: ssl.SSLSocket) -> TlsStream:
         raise OSError("not connected any more")
 
-    monkeypatch.setattr("rfork.storage.http.connect.TlsStream", broken)
+    monkeypatch.setattr("rfork.net.connect.TlsStream", broken)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         origin = HttpOrigin(True, "127.0.0.1", listening.getsockname()[1])
         with pytest.raises(OSError, match="not connected") as raised:
-            open_connection(origin, client_context(StorageSettings()), GUARD_S, CancelScope())
+            open_connection(origin, verifying_context(None, "SSL_CERT_FILE"), GUARD_S, CancelScope())
         with listening.accept()[0] as connected:
             connected.settimeout(GUARD_S)
             assert b"" == connected.recv(1)
             assert raised.tb is not None
 
 
-def warm_up_pool(blob: RangedBlob) -> None:
-    """Let the pool measure how long requests take."""
+def warm_up(blob: RangedBlob) -> None:
+    """Let the session measure how long requests take."""
     for _ in range(MIN_SAMPLES):
         read_range(blob, 0, 300_000)
 
 
 def test_a_slow_response_is_requested_again(server: StorageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second request for the missing bytes overtakes a stalled response, long before its timeout."""
-    with pooled(server) as (blob, pool):
-        reserve = pool.hedges.reserve
+    with pooled(server) as (blob, session):
+        reserve = session.hedges.reserve
 
         def reserve_when_stalled(missing_bytes: int) -> bool:
             return missing_bytes <= len(DATA) - 1_000_000 and reserve(missing_bytes)
 
-        monkeypatch.setattr(pool.hedges, "reserve", reserve_when_stalled)
-        warm_up_pool(blob)
+        monkeypatch.setattr(session.hedges, "reserve", reserve_when_stalled)
+        warm_up(blob)
         server.script.then(StallFault(after=1_000_000))
         target = bytearray(len(DATA))
         view = memoryview(target)
         blob.read(0, [view[at : at + 70_000] for at in range(0, len(view), 70_000)])
         requested_ranges = [seen.range for seen in server.requests_matching()[-2:]]
         assert DATA == bytes(target)
-        assert 1 == pool.hedges.started
-        assert 0 == pool.hedges.inflight_bytes
+        assert 1 == session.hedges.started
+        assert 0 == session.hedges.inflight_bytes
         assert [f"bytes=0-{len(DATA) - 1}", f"bytes=1000000-{len(DATA) - 1}"] == requested_ranges
 
 
 def test_a_second_request_that_fails_leaves_the_first_alone(server: StorageServer) -> None:
     """The first continues if the second is refused."""
-    with pooled(server) as (blob, pool), ThreadPoolExecutor(1) as threads:
-        warm_up_pool(blob)
+    with pooled(server) as (blob, session), ThreadPoolExecutor(1) as threads:
+        warm_up(blob)
         server.script.then(StallFault(after=1000), ErrorStatus(403))
         reading = threads.submit(read_all, blob)
         server.wait_requests(MIN_SAMPLES + 3)
         server.script.release()
         assert DATA == reading.result(GUARD_S)
-        assert 1 == pool.hedges.started
+        assert 1 == session.hedges.started
 
 
 def test_nothing_writes_into_views_after_the_read(server: StorageServer) -> None:
     """Whichever of two requests loses, its later bytes do not reach the caller's memory."""
     with pooled(server) as (blob, _), ThreadPoolExecutor(1) as threads:
-        warm_up_pool(blob)
+        warm_up(blob)
         target = bytearray(len(DATA))
         server.script.then(StallFault(after=1000), StallFault(after=10))
         reading = threads.submit(blob.read, 0, [memoryview(target)])

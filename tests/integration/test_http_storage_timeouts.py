@@ -13,10 +13,12 @@ from contextlib import closing, contextmanager
 import pytest
 
 from rfork.errors import StorageError
+from rfork.net.connect import CancelScope
+from rfork.net.request import HttpRequest
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob, read_range
-from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
-from rfork.storage.http.connect import CancelScope
+from rfork.storage.http.blob import RangedBlob
+from rfork.storage.http.session import HttpSession
 from rfork.storage.http.store import HttpStore
 from rfork.storage.location import Location
 from rfork.storage.registry import open_blob
@@ -120,14 +122,16 @@ def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
 def test_dropped_connections_cost_one_timeout() -> None:
     """If one kept connection is silent, the others kept with it are not tried in turn."""
     settings = StorageSettings(timeout_s=0.5, max_attempts=3, hedge_ratio=0)
-    with StorageServer({NAME: DATA}) as server, closing(HttpConnectionPool(settings)) as pool:
+    session = HttpSession(settings)
+    with StorageServer({NAME: DATA}) as server:
         request = HttpRequest(server.url(NAME))
-        made = [pool.acquire(request.origin, CancelScope(), fresh=True, extra=True) for _ in range(3)]
+        made = [session.pool.acquire(request.origin, CancelScope(), 1.0, fresh=True, extra=True) for _ in range(3)]
         for connection in made:
-            pool.release(connection, usable=True)
-        with closing(RangedBlob.open(NAME, lambda: request, pool, settings)) as blob:
+            session.pool.release(connection, usable=True)
+        with closing(RangedBlob.open(NAME, lambda: request, session)) as blob:
             server.script.then(StallFault(after=None))
             assert DATA == read_range(blob, 0, len(DATA))
+        session.pool.unregister()
         assert 4 == server.connections
         assert 3 == len(server.requests_matching())
 

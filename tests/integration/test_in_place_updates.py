@@ -27,7 +27,7 @@ from rfork.peer.client import PeerClient
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings, TlsSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from tests.conftest import StartRfork
 from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, WeightsNode, sha256_of
@@ -234,7 +234,9 @@ def pending_manifest_request(
     board.set_provisional_id(provisional_id)
     board.mark_verified(0, b"w" * 16)
     request_waiting = threading.Event()
-    with Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], chunk_state=board) as relay:
+    with Seed(
+        image, InstanceIdentity(MODEL), settings, Connections([HttpTransport(settings)]), chunk_state=board
+    ) as relay:
         token, progress_since = token_for(relay), relay.progress_since
 
         def observed_progress(reported: tuple[Range, ...]) -> Progress:
@@ -272,7 +274,9 @@ def test_after_a_fence_no_new_byte_goes_to_an_old_reader() -> None:
     """A reader that does not consume its bytes is cut in mid-slice; whatever it still receives is old data."""
     image = image_from_tensors({"a": torch.zeros(64 * MIB, dtype=torch.uint8)})
     settings = InstanceSettings(drain_timeout_s=0)
-    seed = Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], manifest=image.manifest())
+    seed = Seed(
+        image, InstanceIdentity(MODEL), settings, Connections([HttpTransport(settings)]), manifest=image.manifest()
+    )
     token, layout_id = token_for(seed), image.layout.layout_id
     with seed:
         _, endpoint = seed.open_channel(seed.check(token), layout_id, ["http"], "127.0.0.1")

@@ -19,9 +19,10 @@ import jsonpatch
 import pytest
 import trustme
 
-from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.certs import CertBundle
-from planner.integrations.kubernetes.reloading_tls import ReloadingContext
+from planner.clock import Clock
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.kubernetes import certificates
+from planner.integrations.kubernetes.certificates import CertBundle, ServingCertificate
 from planner.sockets import listen, run_server
 from tests.conftest import StartRfork
 
@@ -58,7 +59,7 @@ class WebhookCertificates:
 
     def renew(self, days: float = DAYS) -> CertBundle:
         """Replace the certificate by one of another authority."""
-        self.own = certs.generate_bundle(HOSTS, days, time.time())
+        self.own = certificates.generate_bundle(HOSTS, days, time.time())
         for name, content in self.own.data().items():
             (self.path / name).write_bytes(content)
         return self.own
@@ -108,10 +109,10 @@ def injected_planner_urls(pod: dict[str, Any]) -> list[str]:
 async def test_a_certificate_changes_while_connections_are_open() -> None:
     """Open connections continue; new ones get the new certificate, even with another key type."""
     first = trustme.CA(key_type=trustme.KeyType.RSA).issue_cert(*HOSTS, key_type=trustme.KeyType.RSA)
-    second = certs.generate_bundle(HOSTS, DAYS, time.time())
-    live = ReloadingContext()
+    second = certificates.generate_bundle(HOSTS, DAYS, time.time())
+    live = ServingCertificate(IntegrationStatus("webhook"), Clock())
     live.set_certificate(
-        certs.load_pair(b"".join(pem.bytes() for pem in first.cert_chain_pems), first.private_key_pem.bytes())
+        certificates.load_pair(b"".join(pem.bytes() for pem in first.cert_chain_pems), first.private_key_pem.bytes())
     )
     listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     port = listener.getsockname()[1]
@@ -138,10 +139,10 @@ async def test_a_certificate_changes_while_connections_are_open() -> None:
 
 async def test_without_a_certificate_no_handshake_succeeds() -> None:
     """Until it has a certificate, the server listens and refuses handshakes without failing."""
-    live = ReloadingContext()
+    live = ServingCertificate(IntegrationStatus("webhook"), Clock())
     listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-    own = certs.generate_bundle(HOSTS, DAYS, time.time())
+    own = certificates.generate_bundle(HOSTS, DAYS, time.time())
     async with (
         run_server(hello, listener, live.context),
         httpx.AsyncClient(verify=trusted_context(own)) as client,
@@ -163,8 +164,8 @@ def test_integrations_do_not_import_torch() -> None:
     """The planner's container image has no torch: the integrations and their command import without it."""
     code = (
         "import sys; sys.modules['torch'] = None;"
-        "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_client;"
-        "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.loop"
+        "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_api;"
+        "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.controller"
     )
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
 
@@ -200,7 +201,7 @@ def test_the_webhook_reloads_a_renewed_certificate(
     process.wait_for("unusable webhook certificate.*the key is not unencrypted PEM")
     planner_urls = [injected_planner_urls(mutate(url, old))]
     new = folder.renew(2 * DAYS)
-    process.wait_for(f"certificate in use.*{certs.date(new.pair.not_after)}")
+    process.wait_for(f"certificate in use.*{new.pair.validity_text}")
     planner_urls.append(injected_planner_urls(mutate(url, new)))
     assert [["http://planner:8700"]] * 2 == planner_urls
 

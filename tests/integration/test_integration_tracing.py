@@ -11,9 +11,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient
 from planner.integrations.runner import CONTROLLER
 from rfork.settings import InstanceSettings, KubernetesSettings, TracingSettings
 from rfork.tracing import span_processor
@@ -48,18 +48,14 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
         planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
         url = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"]
         tracer = otlp_tracer(collector.url, TracingSettings(), CONTROLLER)
-        clock, fleet = FakeClock(1000.0), PlannerRestClient(InstanceSettings(planner=url))
+        clock, fleet = FakeClock(1000.0), AsyncPlannerClient(InstanceSettings(planner=url))
         cluster = FakeCluster(clock)
         settings, metrics = (
             KubernetesSettings(namespace="rfork", identity="one"),
             ControllerMetrics(CollectorRegistry()),
         )
         controller = Controller(settings, cluster, fleet, metrics, clock, tracer)
-        world = controller.caches
-        cluster.watch(
-            lambda event: world.pods.apply(event, clock.now),
-            lambda event: world.workloads.apply(event, clock.now),
-        )
+        cluster.watch(controller.caches)
         controller.begin()
         deployment = cluster.deploy(1, 3)
         await controller.refresh()

@@ -16,7 +16,7 @@ from rfork.image.chunk_state import ChunkState
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkRequest, Rank
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess, SignalThread
@@ -86,10 +86,9 @@ def seed_of(planner: PlannerClient, replica: str, *, has_weights: bool = True) -
         image,
         InstanceIdentity("model", Rank(), f"{replica}-{Rank().key}-dp0-00000000"),
         settings,
-        [HttpTransport(settings)],
+        Connections([HttpTransport(settings)], planner=PlannerClient(planner.url)),
         chunk_state=None if has_weights else ChunkState(image.layout.chunks),
         manifest=image.manifest() if has_weights else None,
-        planner=PlannerClient(planner.url),
     )
 
 

@@ -161,7 +161,7 @@ def test_the_report_has_the_reason_of_the_election(fleet: ToyEngineFleet) -> Non
     ]
 
 
-@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
+@pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py
 def test_another_engines_layout_is_refused_with_a_reason(fleet: ToyEngineFleet) -> None:
     """It uses its own loader, and reports the difference locally and to the planner."""
     fleet.node().request("up")

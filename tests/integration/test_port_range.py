@@ -11,7 +11,7 @@ import torch
 from rfork.errors import PortInUse
 from rfork.image.capture import image_from_tensors
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from tests.ports import free_port
 
@@ -32,7 +32,9 @@ def first() -> int:
 
 def seed_of(settings: InstanceSettings) -> Seed:
     image = image_from_tensors({"weight": torch.ones(64)})
-    return Seed(image, InstanceIdentity("model"), settings, [HttpTransport(settings)], manifest=image.manifest())
+    return Seed(
+        image, InstanceIdentity("model"), settings, Connections([HttpTransport(settings)]), manifest=image.manifest()
+    )
 
 
 def settings_of(first: int) -> InstanceSettings:

@@ -20,7 +20,7 @@ from rfork.image.capture import capture
 from rfork.image.checksum import image_sha256
 from rfork.image.memory import Image
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.chunk_persister import spool_name
+from rfork.receiver.spool import spool_name
 from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import PAGE, RECORD
 from rfork.storage.spool_lock import acquire_spool
@@ -31,7 +31,7 @@ SLOW = str(2 << 20)
 """Bytes per second at which the tiny model (9 MB) takes seconds, enough to kill its reader."""
 READY = r'"event": ?"ready"'
 SHARED_MEMORY = Path("/dev/shm")
-LONG_FLUSH_PATCH = "import rfork.receiver.chunk_persister as persister\npersister.FLUSH_TIMEOUT_S = 60.0\n"
+LONG_FLUSH_PATCH = "import rfork.receiver.spool as persister\npersister.FLUSH_TIMEOUT_S = 60.0\n"
 """Makes a target wait for its spool on a slow disk."""
 
 Report = dict[str, object]

@@ -68,7 +68,7 @@ def test_writes_are_retried(s3: SeaweedServer, s3_store: OpenStore, faults: list
     assert data == get(s3_store(), "blob")
 
 
-@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_hedges.py
 def test_a_stalled_write_is_retried(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A blob that the service received but did not acknowledge is sent again."""
     with FaultProxy(s3.port) as proxy:
@@ -78,7 +78,7 @@ def test_a_stalled_write_is_retried(s3: SeaweedServer, s3_store: OpenStore) -> N
     assert b"abc" == get(s3_store(), "blob")
 
 
-@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_hedges.py
 def test_a_lost_response_is_tolerated(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A completed upload counts as complete, even though its responses never arrived."""
     data = random_bytes(SEVERAL_PARTS)

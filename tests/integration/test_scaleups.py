@@ -16,10 +16,9 @@ import httpx
 import pytest
 import trustme
 
-from planner.integrations import planner_client
-from planner.integrations.planner_api import PlannerUnavailable
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient, PlannerUnavailable
 from planner.server import run_in_thread
+from rfork.planner_client import client as planner_client
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Plan, ScaleUp, ScaleUpInfo
 from rfork.settings import InstanceSettings, PlannerSettings
@@ -200,26 +199,26 @@ async def test_integrations_reach_a_planner_with_tls(tmp_path: Path, monkeypatch
         monkeypatch.setenv(f"RFORK_TLS_{name.upper()}", str(tmp_path / name))
     with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
         settings = InstanceSettings.model_validate({"planner": url, "token": "rule"})
-        known = PlannerRestClient(settings)
+        known = AsyncPlannerClient(settings)
         view = await known.announce(ScaleUp(scaleup_id="up", model="m", replicas=2))
         await known.close()
         monkeypatch.delenv("RFORK_TLS_CERTIFICATE")
         monkeypatch.delenv("RFORK_TLS_KEY")
-        unknown = PlannerRestClient(settings)
-        with pytest.raises(PlannerUnavailable, match=f"planner {url} did not respond to GET /v1/scaleups"):
+        unknown = AsyncPlannerClient(settings)
+        with pytest.raises(PlannerUnavailable, match=f"GET /v1/scaleups: planner {url} is unreachable"):
             await unknown.scaleups()
         await unknown.close()
     assert 2 == view.scaleup.replicas
 
 
-@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_client.py
+@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_api.py
 async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> None:
     """The dead pooled connection causes no error; while nothing listens, requests fail."""
     settings = PlannerSettings.model_validate({"port": free_port})
-    fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": f"http://127.0.0.1:{free_port}"}))
+    fleet = AsyncPlannerClient(InstanceSettings.model_validate({"planner": f"http://127.0.0.1:{free_port}"}))
     with run_in_thread(settings):
         before = await fleet.instances()
-    with pytest.raises(PlannerUnavailable, match="All connection attempts failed"):
+    with pytest.raises(PlannerUnavailable, match="Connection refused"):
         await fleet.instances()
     with run_in_thread(settings):
         assert () == before
@@ -235,7 +234,7 @@ async def test_all_pages_of_a_fleet_are_listed(monkeypatch: pytest.MonkeyPatch) 
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT_S) as web:
             for name in names:
                 await web.put(f"/v1/instances/{name}", json=report(name).model_dump(mode="json"))
-        fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 30}))
+        fleet = AsyncPlannerClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 30}))
         found = [view.report.instance_id for view in await fleet.instances(model="m")]
         await fleet.close()
     assert names == found
@@ -245,7 +244,7 @@ async def test_a_silent_planner_does_not_block_an_integration() -> None:
     """A planner that accepts connections but never responds raises PlannerUnavailable at the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 0.2}))
+        fleet = AsyncPlannerClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 0.2}))
         with pytest.raises(PlannerUnavailable, match=r"no response within 0\.2 s"):
             await fleet.models()
         await fleet.close()

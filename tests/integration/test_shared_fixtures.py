@@ -50,15 +50,15 @@ def test_no_other_test_process_gets_the_same_port(free_port: int) -> None:
 
 def test_process_is_waited_for_by_its_lines(rfork_process: StartRfork) -> None:
     """A matching line is found on either stream, and the exit code is the command's."""
-    process = rfork_process("version", until=rf"^{re.escape(rfork.__version__)}$")
+    process = rfork_process("--version", until=rf"^{re.escape(rfork.__version__)}$")
     assert 0 == process.wait()
     assert f"{rfork.__version__}\n" == process.stdout
 
 
 def test_process_that_ends_early_is_not_waited_for(rfork_process: StartRfork) -> None:
     """A process that exits without the line fails immediately, with its command, exit code and output."""
-    with pytest.raises(TimeoutError, match=r"ended with 0\n\$ rfork version .+\n--- stdout\n\d"):
-        rfork_process("version", until="never printed", deadline_s=60)
+    with pytest.raises(TimeoutError, match=r"ended with 0\n\$ rfork --version .+\n--- stdout\n\d"):
+        rfork_process("--version", until="never printed", deadline_s=60)
 
 
 def test_stop_ends_a_service(rfork_process: StartRfork, free_port: int) -> None:

@@ -19,7 +19,7 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.base import Endpoint, Transport
 from rfork.transport.http import HttpTransport
 from rfork.transport.mooncake import TransferEngineTransport
@@ -170,7 +170,7 @@ def test_twenty_rounds_leak_nothing() -> None:
     """
     settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transports: list[Transport] = [TransferEngineTransport(settings), HttpTransport(settings)]
-    seed = Seed(image_with(1), InstanceIdentity("model"), settings, transports)
+    seed = Seed(image_with(1), InstanceIdentity("model"), settings, Connections(transports))
     key = derive_key(b"s" * 32, seed.identity.instance_id)
     seed.set_lease_keys([key])
     wrong: list[int] = []
@@ -196,7 +196,7 @@ def test_memory_that_a_suspended_engine_had_registered_is_not_read() -> None:
     settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transport = TransferEngineTransport(settings)
     image, target = image_with(1), image_with(0)
-    seed = Seed(image, InstanceIdentity("model"), settings, [transport])
+    seed = Seed(image, InstanceIdentity("model"), settings, Connections([transport]))
     key = derive_key(b"s" * 32, seed.identity.instance_id)
     seed.set_lease_keys([key])
     with seed:

@@ -15,9 +15,8 @@ from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Namespace
 
-from planner.integrations.kubernetes.cluster import Cluster
-from planner.integrations.kubernetes.cluster_client import connect
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.api_server import Document
+from planner.integrations.kubernetes.cluster import Cluster, connect
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane, control_plane
 from tests.kube.watch_recorder import Post

@@ -20,9 +20,10 @@ from lightkube.resources.core_v1 import ConfigMap, Namespace, Pod, Secret, Servi
 from lightkube.resources.networking_v1 import NetworkPolicy
 from lightkube.resources.rbac_authorization_v1 import ClusterRole, ClusterRoleBinding, Role, RoleBinding
 
-from planner.integrations.kubernetes import cluster_client, names
-from planner.integrations.kubernetes.cluster import ClusterUnavailable
-from planner.integrations.kubernetes.secrets import connect_secrets
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, open_server
+from planner.integrations.kubernetes.certificates import CertificateStore
+from planner.integrations.kubernetes.cluster import connect
 from rfork.settings import KubernetesSettings
 from tests.kube.chart import CHART, Document, HelmFailed, helm_run
 from tests.kube.chart_values import VALUE_SETS
@@ -216,13 +217,13 @@ async def test_uninstall_leaves_nothing(release: HelmRelease) -> None:
 async def test_rights_of_webhook_and_controller_are_minimal(release: HelmRelease) -> None:
     """The webhook can read no other Secret, in particular not the planner's; the controller no other Lease."""
     release.run("install")
-    store = connect_secrets(release.settings("webhook"))
+    store = CertificateStore(open_server(release.settings("webhook")))
     try:
         with pytest.raises(ClusterUnavailable, match="forbidden"):
             await store.read_secret(f"{release.fullname}-planner", release.namespace)
     finally:
         await store.close()
-    cluster = cluster_client.connect(release.settings("controller"))
+    cluster = connect(release.settings("controller"))
     try:
         with pytest.raises(ClusterUnavailable, match="forbidden"):
             await cluster.read_lease("another", release.namespace)
@@ -235,7 +236,7 @@ async def test_the_controller_can_only_change_status_and_annotations(release: He
     release.run("install")
     release.admin.create(pod(release.namespace, "mine"))
     settings = release.settings("controller")
-    cluster = cluster_client.connect(settings)
+    cluster = connect(settings)
     try:
         mine = await observe_pod(cluster, release.namespace, "mine")
         await cluster.annotate(mine, {names.DELETION_COST: "1"})
@@ -270,7 +271,7 @@ async def test_the_webhook_can_only_read_the_lease(release: HelmRelease) -> None
     release.run("install")
     await _lead(release, "controller-1")
     name = f"{release.fullname}-controller"
-    cluster = cluster_client.connect(release.settings("webhook"))
+    cluster = connect(release.settings("webhook"))
     try:
         seen = await cluster.read_lease(name, release.namespace)
         assert "controller-1" == seen.holder
@@ -323,7 +324,7 @@ def test_rendered_manifests_work_with_kubectl(release: HelmRelease, kubectl: Pat
 
 async def _write_certificate(release: HelmRelease) -> None:
     """Write what the webhook writes: its certificate to the Secret, its CA to the configuration."""
-    store = connect_secrets(release.settings("webhook"))
+    store = CertificateStore(open_server(release.settings("webhook")))
     try:
         name = f"{release.fullname}-webhook-tls"
         empty = await store.read_secret(name, release.namespace)
@@ -331,14 +332,14 @@ async def _write_certificate(release: HelmRelease) -> None:
         data = {"tls.key": KEY, "tls.crt": CERTIFICATE}
         await store.write_secret(name, release.namespace, data, empty.version)
         seen = await store.read_bundles(release.fullname)
-        await store.write_bundles(release.fullname, dict.fromkeys(seen.bundles, AUTHORITY), seen.version)
+        await store.write_bundles(release.fullname, dict.fromkeys(seen.data, AUTHORITY), seen.version)
     finally:
         await store.close()
 
 
 async def _lead(release: HelmRelease, holder: str) -> None:
     """Acquire the Lease as the controller does."""
-    cluster = cluster_client.connect(release.settings("controller"))
+    cluster = connect(release.settings("controller"))
     try:
         name = f"{release.fullname}-controller"
         free = await cluster.read_lease(name, release.namespace)

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.topology import NodeTopology
-from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.integrations.kubernetes.webhook import NodeTopology, admission_app
 from rfork.settings import KubernetesSettings
 from tests.kube.chart import (
     Document,

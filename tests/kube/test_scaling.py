@@ -26,7 +26,7 @@ from tests.kube.installation import Component, Installation, installed
 from tests.kube.kubelet import Kubelet
 from tests.kube.test_kubelet import until
 
-SERVER: Final = Path(__file__).with_name("server.py")
+SERVER: Final = Path(__file__).with_name("model_server.py")
 PORT: Final = 18080
 MEBIBYTES: Final = 32
 NODES: Final = {
@@ -125,7 +125,7 @@ def test_a_deployment_scales_by_forking(
     """1 to 4: one plan for three forks, equal bytes, Events; back to 1: removed Pods' instances are removed."""
     fleet.start("controller")
     fleet.start("webhook")
-    until(lambda: "a leading controller" in fleet.log("webhook"), "Pods with a readiness gate")
+    until(lambda: "a controller leads" in fleet.log("webhook"), "Pods with a readiness gate")
     seen = NamespaceView(admin, namespace)
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
         admin.create(server("llama", 1), namespace=namespace)
@@ -227,7 +227,7 @@ UNUSED_RULES: Final[dict[Component, set[tuple[str, str, str]]]] = {
         ("watch", "leaderworkerset.x-k8s.io", "leaderworkersets"),
         # The chart creates the Lease, but it may be deleted.
         ("create", "coordination.k8s.io", "leases"),
-        # No Event occurs twice here; tests/kube/test_cluster_client.py covers that.
+        # No Event occurs twice here; tests/kube/test_cluster_writes.py covers that.
         ("patch", "", "events"),
     },
     # As for the Lease.

@@ -25,7 +25,7 @@ from lightkube import Client
 from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
 from lightkube.resources.core_v1 import Pod, Secret
 
-from planner.integrations.kubernetes import certs, names
+from planner.integrations.kubernetes import certificates, names
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
@@ -114,14 +114,14 @@ def test_replicas_share_their_certificate_through_failures(
 
     def replaced(before: str) -> bool:
         found = admin.list(Secret, namespace=installation.namespace, fields={"metadata.name": secret})
-        return any((each.data or {}).get(certs.CA) not in (None, before) for each in found)
+        return any((each.data or {}).get(certificates.CA) not in (None, before) for each in found)
 
     begun = certificate_change_counts()
     first = authority_of(admin, installation, secret)
     admin.delete(Secret, secret, namespace=installation.namespace)
     wait_while_pods_injected(lambda: replaced(first), "a new Secret")
     wait_while_pods_injected(
-        lambda: all(len(certs.authorities(bundle)) == 2 for bundle in bundles(admin, installation)),
+        lambda: all(len(certificates.authorities(bundle)) == 2 for bundle in bundles(admin, installation)),
         "both CAs in the caBundle",
     )
     wait_while_pods_injected(
@@ -206,7 +206,7 @@ def bundles(admin: Client, installation: Installation) -> list[bytes]:
 
 def authority_of(admin: Client, installation: Installation, secret: str) -> str:
     """Return the CA in the webhook's Secret, in base64."""
-    return str((admin.get(Secret, secret, namespace=installation.namespace).data or {})[certs.CA])
+    return str((admin.get(Secret, secret, namespace=installation.namespace).data or {})[certificates.CA])
 
 
 def handshake(port: int, bundle: bytes) -> None:

@@ -12,8 +12,8 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Pod
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import Cluster, ObservedPod, Synced, Upserted, WatchEvent
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes.api_server import Document, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.cluster import Cluster, ObservedPod
 
 SOON_S: Final = 60.0
 LABELS: Final = {names.MODEL: "tiny"}

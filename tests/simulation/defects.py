@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-import planner.accusations
-import planner.faults
+import planner.core.faults
+from planner.core.records import StoreChange
+from planner.plan_service import PlanService
 from planner.policy import group_plan
-from planner.registry import Registry
-from planner.store.base import StoreChange
 from rfork.image import ranges
 from rfork.receiver.chunk_scheduler import ChunkScheduler
 from rfork.receiver.machine import TransferMachine
@@ -48,21 +47,21 @@ def corrupt_source_kept() -> AbstractContextManager[Any]:
 
 def wrong_blame() -> AbstractContextManager[Any]:
     """One reader's accusation quarantines a source for all readers."""
-    return mock.patch.object(planner.faults, "QUORUM", 1.0)
+    return mock.patch.object(planner.core.faults, "QUORUM", 1.0)
 
 
 def double_read_of_storage() -> AbstractContextManager[Any]:
     """The planner does not know that a finished target is complete until its next report."""
 
-    async def finish(registry: Registry, fork_id: str, result: Any, claimant: Any) -> None:
-        fork = registry.state.fork(fork_id)
+    async def finish(service: PlanService, fork_id: str, result: Any, claimant: Any) -> None:
+        fork = service.state.fork(fork_id)
         if fork is not None:
-            await registry.store.commit(StoreChange(forks=(registry._end_fork(fork, result),)))
+            await service.store.commit(StoreChange(forks=(service._end_fork(fork, result),)))
 
     @contextmanager
     def both() -> Iterator[None]:
         with (
-            patched(Registry, "finish", finish),
+            patched(PlanService, "finish", finish),
             patched(Instance, "when_acked", lambda instance, call: call()),
         ):
             yield

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rfork.errors import NetworkError
 from rfork.image.chunk_state import ChunkState
 from rfork.planner_client.lease import decode_key
-from rfork.schema import InstanceAck, InstanceReport, Placement, StorageCandidate
-from rfork.source.served_image import ServedImage
+from rfork.schema import InstanceAck, InstanceReport, Placement
+from rfork.source.served_image import InstanceIdentity, ServedImage
 from tests.simulation.content import UNKNOWN, layout_of, manifest_of
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ class Instance:
         self.own_version = version
         self.files = files
         self.memory = list(content or (UNKNOWN,) * world.chunks)
-        self.max_readers = max_readers
-        self.storage: tuple[StorageCandidate, ...] = ()
         self.alive = True
         self.stopped = False
         """True while the process is suspended (SIGSTOP)."""
@@ -60,14 +58,11 @@ class Instance:
         """Factor by which its link is slower."""
         self.served = ServedImage(
             layout,
-            source_id=name,
-            max_readers=max_readers,
+            InstanceIdentity(MODEL, instance_id=name, version=version),
+            max_readers,
             chunk_state=None if content else ChunkState(layout.chunks),
             manifest=manifest_of(content) if content else None,
-            version=version,
         )
-        self.storage_at: Callable[[], float] | None = None
-        self.relayed = False
         self.listeners: list[Callable[[], None]] = []
         self._report_due: float | None = None
         self._reported_at = -1e9
@@ -86,8 +81,8 @@ class Instance:
 
     def set_storage_activity(self, storage_at: Callable[[], float] | None, *, relayed: bool) -> None:
         """Report when storage was last read, here or upstream."""
-        self.storage_at, self.relayed = storage_at, relayed
-        self.notify_readers()
+        if self.served.set_storage_activity(storage_at, relayed=relayed):
+            self.notify_readers()
 
     def fence(self) -> None:
         """Stop serving: the bytes are about to change."""
@@ -150,7 +145,7 @@ class Instance:
         on_acked, self._on_acked = self._on_acked, []
         with suppress(NetworkError):
             ack = await self.world.planner.call(
-                self.name, self.host, lambda registry, claimant: registry.report(report, claimant)
+                self.name, self.host, lambda service, claimant: service.report(report, claimant)
             )
             self._receive_ack(ack)
             pause_s = REPORT_FRACTION * ack.heartbeat_s
@@ -167,29 +162,7 @@ class Instance:
 
     def report(self) -> InstanceReport:
         """Return the report for the planner."""
-        served = self.served
-        provisional_id = served.chunk_state.provisional_id
-        return InstanceReport(
-            instance_id=self.name,
-            model=MODEL,
-            version=served.version,
-            any_version=self.own_version is None and served.state == "loading",
-            layout_id=served.layout.layout_id,
-            weights_id=served.manifest.weights_id if served.manifest is not None else None,
-            generation=served.generation,
-            image_bytes=served.layout.image_bytes,
-            chunk_count=self.world.chunks,
-            state=served.state,
-            verified=served.chunk_state.verified,
-            provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,
-            storage=self.storage,
-            address=f"{self.name}:1",
-            transports=("http",),
-            placement=Placement(host=self.host),
-            max_readers=self.max_readers,
-            readers=served.leases.readers(self.world.unix_s),
-            has_lease_keys=served.leases.has_keys,
-        )
+        return self.served.report(self.world.unix_s, f"{self.name}:1", ("http",), Placement(host=self.host))
 
     def kill(self) -> None:
         """End the process at once."""

@@ -1,4 +1,4 @@
-"""The planner of a simulated fleet: production's registry and policy, one or two replicas of it."""
+"""The planner of a simulated fleet: production's service and policy, one or two replicas of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.http_errors import ProblemError
-from planner.leases import Clock
+from planner.clock import Clock
+from planner.core.problems import ProblemError
+from planner.core.records import GroupKey, StoreChange
+from planner.core.state import PlannerState
 from planner.metrics import Metrics
 from planner.ownership import Claimant
-from planner.registry import Registry
-from planner.state import PlannerState
-from planner.store.base import CommitConflict, PlannerStore, StoreChange
+from planner.plan_service import PlanService
+from planner.store.base import CommitConflict, PlannerStore
 from planner.store.memory import MemoryStore
-from planner.store.records import GroupKey
 from rfork.errors import PlannerRejected, PlannerUnreachable
 from rfork.settings import PlannerSettings
 
@@ -82,7 +82,15 @@ class SharedStore:
                 replica._known[change.group] = number
 
     def _apply(self, change: StoreChange) -> None:
-        self.state.apply(change.instances, change.forks, change.removed, change.scaleups, change.withdrawn)
+        self.state.apply(
+            StoreChange(
+                instances=change.instances,
+                forks=change.forks,
+                removed=change.removed,
+                scaleups=change.scaleups,
+                withdrawn=change.withdrawn,
+            )
+        )
 
     def version(self, group: GroupKey) -> int:
         return self._known.get(group, 0)
@@ -103,36 +111,36 @@ class SimulatedPlanner:
         self._settings = settings
         self._clock = Clock(world.loop.time, world.loop.unix_s)
         self._records = SharedRecords(world.loop, world.latency_s) if replicas > 1 else None
-        self.replicas: list[Registry | None] = [self._start() for _ in range(replicas)]
+        self.replicas: list[PlanService | None] = [self._start() for _ in range(replicas)]
         self.silent = False
         """True if requests are accepted and not answered."""
         self._epoch = 0
 
-    def _start(self) -> Registry:
+    def _start(self) -> PlanService:
         store: PlannerStore
         if self._records is not None:
             store = SharedStore(self._records)
         else:
             store = MemoryStore(self._clock, max_finished_forks=MAX_FINISHED_FORKS)
-        return Registry(self._settings, store, self._clock, metrics())
+        return PlanService(self._settings, store, self._clock, metrics())
 
     def kill(self, number: int) -> None:
         """Stop one replica at once; without a shared store its records are lost."""
-        registry, self.replicas[number] = self.replicas[number], None
+        service, self.replicas[number] = self.replicas[number], None
         self._epoch += 1
-        if registry is not None and self._records is not None:
-            self._records.replicas.remove(registry.store)  # type: ignore[arg-type]
+        if service is not None and self._records is not None:
+            self._records.replicas.remove(service.store)  # type: ignore[arg-type]
 
     def restart(self, number: int) -> None:
         """Start a stopped replica again."""
         if self.replicas[number] is None:
             self.replicas[number] = self._start()
 
-    def running(self) -> list[Registry]:
+    def running(self) -> list[PlanService]:
         """Return the running replicas."""
-        return [registry for registry in self.replicas if registry is not None]
+        return [service for service in self.replicas if service is not None]
 
-    async def call(self, name: str, address: str, call: Callable[[Registry, Claimant], Awaitable[T]]) -> T:
+    async def call(self, name: str, address: str, call: Callable[[PlanService, Claimant], Awaitable[T]]) -> T:
         """Make one request from the instance `name`. Raises PlannerUnreachable or PlannerRejected."""
         world = self._world
         await asyncio.sleep(world.latency_s())
@@ -142,12 +150,12 @@ class SimulatedPlanner:
             raise PlannerUnreachable("the planner did not respond", silent=True)
         if not running:
             raise PlannerUnreachable("connection refused")
-        registry, epoch = world.random.choice(running), self._epoch
+        service, epoch = world.random.choice(running), self._epoch
         try:
-            result = await call(registry, Claimant(address=address))
+            result = await call(service, Claimant(address=address))
         except ProblemError as error:
             raise PlannerRejected(error.detail, status=error.status, problem=error.slug) from None
         await asyncio.sleep(world.latency_s())
-        if registry not in self.replicas and epoch != self._epoch:
+        if service not in self.replicas and epoch != self._epoch:
             raise PlannerUnreachable("connection reset")
         return result

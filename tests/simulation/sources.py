@@ -17,7 +17,6 @@ from rfork.errors import (
     StorageError,
 )
 from rfork.image import ranges
-from rfork.peer.base import StorageActivity
 from rfork.receiver.events import (
     ChunkDigested,
     ChunkReceived,
@@ -197,10 +196,8 @@ class PeerSource:
         if not served.leases.has_channel(self._channel_id, self._target.fork_id):
             self._later(lambda: self._fail(SourceUnavailable("the source closed the channel")))
             return
-        storage_at = source.storage_at() if source.storage_at is not None else None
-        idle_s = max(0.0, self._world.now - storage_at) if storage_at is not None else 0.0
-        storage = StorageActivity(idle_s, source.relayed) if storage_at is not None else None
-        progress = served.progress_since(self._reported, storage=storage)
+        progress = served.progress_since(self._reported, self._world.now)
+        storage = progress.storage_activity
         self._reported = ranges.normalise((*self._reported, *progress.chunks))
         manifest = served.manifest
 

@@ -1,6 +1,6 @@
 """A simulated fork: production's transfer machine, whose actions are executed in virtual time.
 
-It replaces `rfork.receiver.runner`, `rfork.receiver.plan_requester` and the fallbacks of `rfork.receiver.session`.
+It replaces `rfork.receiver.runner`, `rfork.receiver.planner_requests` and the fallbacks of `rfork.receiver.session`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.ownership import Claimant
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.errors import (
     NetworkError,
     NoSource,
@@ -55,7 +55,7 @@ from rfork.receiver.events import (
     Tick,
 )
 from rfork.receiver.machine import TransferMachine
-from rfork.receiver.plan_requester import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
+from rfork.receiver.planner_requests import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
 from rfork.schema import (
     ForkProgress,
     ForkRequest,
@@ -77,8 +77,8 @@ REPORT_TIMEOUT_S = 0.5
 URI = "file:///model"
 
 
-def request_plan(message: ForkRequest, registry: Registry, claimant: Claimant) -> Awaitable[Plan]:
-    return registry.request_plan(message, claimant)
+def request_plan(message: ForkRequest, service: PlanService, claimant: Claimant) -> Awaitable[Plan]:
+    return service.plan(message, claimant)
 
 
 class Target:
@@ -194,8 +194,8 @@ class Target:
             case CloseSource(connection):
                 self._sources[connection].close()
             case ExcludeStorage(name):
-                self.instance.storage = tuple(
-                    each for each in self.instance.storage if f"{each.kind}:{each.uri}" != name
+                self.instance.served.storage = tuple(
+                    each for each in self.instance.served.storage if f"{each.kind}:{each.uri}" != name
                 )
             case DigestKeptChunk(chunk):
                 digest = self.instance.memory[chunk]
@@ -257,7 +257,7 @@ class Target:
     # -- the planner ------------------------------------------------------------------------------------
 
     async def _plan(self, request: RequestPlan) -> None:
-        """Request a plan, as `rfork.receiver.plan_requester` does."""
+        """Request a plan, as `rfork.receiver.planner_requests` does."""
         event: Event
         try:
             event = PlanReceived(await self._request(request))
@@ -283,7 +283,7 @@ class Target:
         self._candidates_opened = True
         kind: StorageType = "loader" if self.world.opaque_loader else "checkpoint"
         origin = None if self.world.opaque_loader else origin_of(self.instance.files)
-        self.instance.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
+        self.instance.served.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
         return True
 
     async def _call(self, request: RequestPlan) -> Plan:
@@ -333,13 +333,13 @@ class Target:
             verified=instance.served.chunk_state.verified,
             bytes_read=machine.bytes_read,
             bytes_per_s=0,
-            sources={share.source_id: share.verified_bytes for share in machine.shares},
+            sources={share.source_id: share.verified_bytes for share in machine.stats.shares},
         )
         try:
             ack = await self.world.planner.call(
                 instance.name,
                 instance.host,
-                lambda registry, claimant: registry.progress(self.fork_id, progress, claimant),
+                lambda service, claimant: service.progress(self.fork_id, progress, claimant),
             )
         except PlannerRejected as error:
             if error.problem == "unknown-fork":
@@ -376,7 +376,7 @@ class Target:
     def _end(self, outcome: str) -> None:
         instance, world = self.instance, self.world
         self.ended_at, self.outcome = world.now, outcome
-        instance.storage = ()
+        instance.served.storage = ()
         if outcome in ("forked", "fallback"):
             world.check_complete(self)
         if outcome == "forked":
@@ -385,7 +385,8 @@ class Target:
             instance.notify_readers()
             instance.send_report()
         elif outcome == "fallback":
-            instance.publish(instance.own_version or world.version_by_content(instance))
+            content = manifest_of(tuple(instance.memory))
+            instance.publish(instance.own_version or instance.served.version_by_content(content))
         result = ForkResult(
             outcome=outcome if outcome in ("forked", "fallback") else "failed",  # type: ignore[arg-type]
             seconds=world.now - self.began_at,
@@ -413,7 +414,7 @@ class Target:
             await self.world.planner.call(
                 self.instance.name,
                 self.instance.host,
-                lambda registry, claimant: registry.finish(self.fork_id, result, claimant),
+                lambda service, claimant: service.finish(self.fork_id, result, claimant),
             )
         except NetworkError:
             return

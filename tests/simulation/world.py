@@ -28,7 +28,7 @@ from tests.simulation.planner import SimulatedPlanner
 from tests.simulation.target import Target
 
 if TYPE_CHECKING:
-    from planner.store.records import InstanceRecord
+    from planner.core.records import InstanceRecord
 
 LEASE_TTL_S = 6.0
 HEARTBEAT_S = 1.0
@@ -218,10 +218,6 @@ class World:
     def _contents(self) -> set[tuple[bytes, ...]]:
         return {content for contents in self.versions.values() for content in contents}
 
-    def version_by_content(self, instance: Instance) -> str:
-        """Return a version derived from the bytes, as an instance without a version has after it read files."""
-        return f"weights-{manifest_of(tuple(instance.memory)).weights_id[:16]}"
-
     def _check_end(self) -> None:
         for target in self.targets:
             name = target.instance.name
@@ -243,8 +239,8 @@ class World:
             if instance.alive and not instance.stopped:
                 readers = instance.served.leases.readers(self.unix_s)
                 self.check(not readers, f"{instance.name}: reader slots are used: {readers}")
-        for registry in self.planner.running():
-            running = [fork.fork_id for fork in registry.state.live_forks()]
+        for service in self.planner.running():
+            running = [fork.fork_id for fork in service.state.live_forks()]
             self.check(not running, f"the planner still runs {running}")
         if not self.faults:
             self._check_undisturbed()
@@ -296,8 +292,8 @@ class World:
         return len({each.own_version for each in self.instances.values()} - {None}) == 1 and bool(seeds)
 
     def _check_quarantine(self) -> None:
-        for registry in self.planner.running():
-            for record in registry.state.instances():
+        for service in self.planner.running():
+            for record in service.state.instances():
                 self._check_record(record)
 
     def _check_record(self, record: InstanceRecord) -> None:
@@ -388,8 +384,8 @@ class World:
 
     def _watch(self) -> None:
         """Check what must hold at any time, and stop once all is quiet."""
-        for registry in self.planner.running():
-            self.start(registry.sweep())
+        for service in self.planner.running():
+            self.start(service.sweep())
         try:
             self._check_quarantine()
             open_targets = [each for each in self.targets if each.ended_at is None and each.instance.alive]

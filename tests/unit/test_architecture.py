@@ -32,9 +32,7 @@ BASE = {
     "thread_priority",
     "engine_command",
     "tracing",
-    "tls_expiry",
-    "tls_files",
-    "grpc_credentials",
+    "net",
     "weights_version",
 }
 MIDDLE = BASE | {"image", "transport", "storage", "planner_client", "peer"}
@@ -48,12 +46,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "tracing": {"errors", "settings", "logs"},
     "engine_command": {"errors"},
     "weights_version": {"schema"},
-    "tls_expiry": set(),
-    "tls_files": {"tls_expiry", "errors", "logs", "settings"},
-    "grpc_credentials": {"errors", "logs", "settings"},
+    "net": {"errors", "logs", "settings"},
     "image": BASE,
     "transport": BASE | {"image"},
-    "storage": BASE | {"image", "transport"},
+    "storage": BASE | {"image"},
     "planner_client": BASE | {"image"},
     "peer": BASE | {"image", "transport", "planner_client"},
     "testing": MIDDLE,
@@ -74,22 +70,22 @@ on the public functions. That no two modules import each other is a test of its 
 PLANNER_ALLOWED_IMPORTS = {
     "rfork.engine_command",
     "rfork.errors",
-    "rfork.grpc_credentials",
+    "rfork.net.grpc_credentials",
     "rfork.image.ranges",
     "rfork.logs",
+    "rfork.planner_client.client",
     "rfork.planner_client.lease",
     "rfork.planner_client.ownership",
     "rfork.schema",
     "rfork.settings",
-    "rfork.tls_expiry",
-    "rfork.tls_files",
+    "rfork.net.tls",
     "rfork.tracing",
     "rfork.weights_version",
 }
 """Modules of `rfork` that the planner may import. None of them imports torch."""
 
 ENVIRONMENT_WRITERS = {
-    "rfork/cli/demo/processes.py": "starts processes without the demo's own settings",
+    "rfork/cli/demo.py": "starts processes without the demo's own settings",
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
     "rfork/engines/sglang/flags.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
@@ -161,6 +157,20 @@ def test_the_planner_imports_only_shared_modules() -> None:
             # `from rfork import schema` and `from rfork.image import ranges` import a module, not a name in it.
             and imported not in PLANNER_ALLOWED_IMPORTS | {"rfork.__version__"}
         )
+    ]
+    assert [] == wrong
+
+
+def test_the_core_of_the_planner_is_pure() -> None:
+    """The planner's core and policy import no clock, thread, socket, event loop, web framework or store."""
+    impure = {"asyncio", "fastapi", "random", "redis", "secrets", "socket", "starlette", "threading", "time"}
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules_of("planner")
+        if module.startswith(("planner.core", "planner.policy"))
+        for imported in imports_of(tree)
+        if imported.split(".")[0] in impure
+        or (imported.startswith("planner.") and not imported.startswith(("planner.core", "planner.policy")))
     ]
     assert [] == wrong
 

@@ -11,15 +11,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from docs.site.reference.markdown import anchor_of, heading, nowrap_code, sentence, table
+from planner.clock import Clock
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus
 from planner.integrations.keda.metric_source import EngineClient, MetricSource
 from planner.integrations.keda.scaler import Scaler
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics as ControllerMetrics
-from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
-from planner.integrations.kubernetes.topology import NodeTopology
-from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.integrations.kubernetes.certificates import ServingCertificate
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics as ControllerMetrics
+from planner.integrations.kubernetes.webhook import NodeTopology, admission_app
 from planner.integrations.planner_api import PlannerApi
-from planner.leases import Clock
 from planner.metrics import Metrics as PlannerMetrics
 from rfork.settings import KubernetesSettings
 
@@ -93,7 +92,7 @@ def _integrations() -> CollectorRegistry:
 def _webhook() -> CollectorRegistry:
     status, settings = IntegrationStatus("webhook"), KubernetesSettings()
     admission_app(settings, "http://planner:8700", NodeTopology(settings), status.registry)
-    CertificateMonitor(ReloadingContext(), status, Clock())
+    ServingCertificate(status, Clock())
     return status.registry
 
 

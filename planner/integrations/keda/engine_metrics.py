@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 from typing import Final
 
 import httpx
 
 from planner.integrations.keda.signals import MetricPage, parse_metrics
-from planner.integrations.planner_client import DEAD_CONNECTION
-from rfork.errors import SettingsError, reason_of
-from rfork.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
+from rfork.errors import reason_of
+from rfork.net.tls import client_context
 from rfork.settings import TlsSettings, host_port
 
 ENGINE_TIMEOUT_S: Final = 2.0
@@ -37,7 +35,7 @@ class EngineMetricsClient:
         self._timeout_s = timeout_s
         self._request_slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._client = httpx.AsyncClient(
-            verify=_context(tls),
+            verify=client_context(tls),
             transport=transport,
             trust_env=False,
             follow_redirects=False,
@@ -69,7 +67,7 @@ class EngineMetricsClient:
         """Retries once if a pooled connection was closed: engines close connections that were idle for 5 s."""
         try:
             return await self._body(url)
-        except DEAD_CONNECTION:
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError):
             return await self._body(url)
 
     async def _body(self, url: str) -> bytes:
@@ -86,14 +84,3 @@ class EngineMetricsClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
-
-
-def _context(tls: TlsSettings) -> ssl.SSLContext:
-    """Return a TLS context for HTTPS engines that trusts ``RFORK_TLS_CA`` if set, else the system's CAs."""
-    try:
-        context = ssl.create_default_context(cafile=tls.ca)
-        if tls.certificate is not None:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # includes ssl.SSLError
-        raise SettingsError(f"{CREDENTIALS_ERROR}: {reason_of(error)}", hint=PEM_HINT) from error
-    return context

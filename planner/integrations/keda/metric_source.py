@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter
 
 from planner.integrations.keda import signals
-from planner.integrations.keda.coalescing_cache import Clock, CoalescingCache
 from planner.integrations.keda.engine_metrics import EngineUnreachable
 from planner.integrations.keda.signals import (
     AnnouncedReplicas,
@@ -35,8 +34,6 @@ WARMUP_S: Final = 10.0
 """Time after the start during which a list without engines counts as incomplete: a planner that started at
 the same time (an upgrade, a lost node) lists instances only after their next heartbeats.
 """
-
-
 MAX_CONCURRENT: Final = 64
 """Maximum concurrent requests to the engines of one model: if they do not respond, other models are not
 delayed.
@@ -45,6 +42,46 @@ MAX_SILENT_ENDPOINTS: Final = 1000
 """Maximum number of endpoints whose silent engines are remembered: endpoints come from triggers, so their
 number is not bounded otherwise.
 """
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+Clock = Callable[[], float]
+
+
+class CoalescingCache(Generic[Key, Value]):
+    """Calls `fetch` at most once per key and `ttl_s` seconds: hundreds of triggers need the same values.
+
+    All callers that share a fetch get its result or its exception. Cancelling one caller does not cancel the
+    fetch. For one event loop.
+    """
+
+    def __init__(self, fetch: Callable[[Key], Awaitable[Value]], ttl_s: float, clock: Clock) -> None:
+        self._fetch = fetch
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._tasks: dict[Key, asyncio.Task[Value]] = {}
+        self._fetched_at: dict[Key, float] = {}
+
+    async def get(self, key: Key) -> Value:
+        """Return the value of a key, at most `ttl_s` seconds old."""
+        now = self._clock()
+        for stale in [each for each, at in self._fetched_at.items() if now - at >= self._ttl_s]:
+            del self._tasks[stale], self._fetched_at[stale]
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._run_fetch(key))
+        return await asyncio.shield(self._tasks[key])
+
+    async def close(self) -> None:
+        """Cancel fetches in progress."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_fetch(self, key: Key) -> Value:
+        try:
+            return await self._fetch(key)
+        finally:
+            self._fetched_at[key] = self._clock()
 
 
 class EngineClient(Protocol):

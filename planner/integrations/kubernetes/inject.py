@@ -1,4 +1,4 @@
-"""Injects rfork into a Pod's document. Pure.
+"""Injects rfork into a Pod's document: environment, files, hooks, volumes and gate. Pure.
 
 Runs in the webhook's process for each CREATE, and again if another webhook changed the Pod afterwards
 (``reinvocationPolicy: IfNeeded``); by then the API server has filled in defaults and sidecars may have been
@@ -14,21 +14,183 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal
 
 import rfork
-from planner.integrations.kubernetes import injection_files, names
-from planner.integrations.kubernetes.env_vars import FILES_DIR, SOCKET_DIR, TLS_DIR, environment, includes, python_path
-from planner.integrations.kubernetes.manifests import Document
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.api_server import Document
 from planner.integrations.kubernetes.pod_request import InjectionMode, InjectionRequest
 from rfork.engine_command import ALLOWLISTS, LOAD_FORMAT, EngineName, load_format, plugin_allowlist
+from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
 
+Variable = Document
+"""An entry of a container's `env`."""
+
+FILES_DIR: Final = "/opt/rfork"
+"""Mount path of rfork's files."""
+SOCKET_DIR: Final = "/run/rfork"
+"""Directory of the sockets that instances on a node share; the same path on the node and in its Pods."""
+TLS_DIR: Final = "/etc/rfork/tls"
+TOKEN_KEY: Final = "token"
+"""Key in the Secret `KubernetesSettings.token_secret`."""
+PYTHON_PATH: Final = "PYTHONPATH"
+OWN_PYTHON_PATH: Final = "RFORK_OWN_PYTHONPATH"
+"""Original value of PYTHONPATH, if the Pod sets it with `valueFrom`."""
+FILES_IN_IMAGE: Final = "/opt/rfork/files"
+"""Path of rfork's files in the image `KubernetesSettings.injection_image`."""
+FILES_VOLUME: Final = "rfork-files"
+INIT_CONTAINER: Final = "rfork-files"
+INIT_MOUNT_PATH: Final = "/target"
+"""Mount path in the init container: at `FILES_DIR` the volume would hide the image's own files."""
+NON_ROOT_UID: Final = 65532
+"""User of the init container in a Pod that runs as root. Otherwise the Pod's or the image's user applies."""
 SOCKETS_VOLUME: Final = "rfork-sockets"
 TLS_VOLUME: Final = "rfork-tls"
 DEFAULT_GRACE_PERIOD_S: Final = 30
 """Kubernetes' default terminationGracePeriodSeconds."""
+
+
+def environment(
+    request: InjectionRequest,
+    settings: KubernetesSettings,
+    planner_url: str,
+    *,
+    same_host: bool,
+    drains: bool,
+) -> Iterator[Variable]:
+    """Yield the variables, ordered so that each refers only to earlier ones.
+
+    With `hostNetwork`, the Pod shares the node's address and ports: further instances on the node use the
+    next free ports (RFORK_PORT_RANGE_SIZE). Annotations that are set at binding are empty if unknown, which
+    counts as unset.
+    """
+    yield _value("RFORK_PLANNER", planner_url)
+    yield _value("RFORK_MODEL", request.model)
+    if request.version is not None:
+        yield _value("RFORK_VERSION", request.version)
+    yield _field("RFORK_REPLICA", "metadata.uid")
+    yield _field("RFORK_POD_NAMESPACE", "metadata.namespace")
+    yield _field("RFORK_POD_NAME", "metadata.name")
+    yield {"name": "RFORK_POD", "value": "$(RFORK_POD_NAMESPACE)/$(RFORK_POD_NAME)"}
+    yield _field("RFORK_NODE_NAME", "spec.nodeName")
+    yield _field("RFORK_BIND", "status.podIP")
+    yield _field("RFORK_ADVERTISE", "status.podIP")
+    yield _value("RFORK_PEER_PORT", str(settings.peer_port))
+    yield _value("RFORK_HTTP_PORT", str(settings.http_port))
+    yield _value("RFORK_PORT_RANGE_SIZE", str(settings.port_range_size))
+    yield _field("RFORK_ZONE", f"metadata.annotations['{names.ZONE}']")
+    yield _field("RFORK_RACK", f"metadata.annotations['{names.RACK}']")
+    yield _field("RFORK_NVLINK", f"metadata.annotations['{names.NVLINK}']")
+    token = {"name": settings.token_secret, "key": TOKEN_KEY, "optional": True}
+    yield {"name": "RFORK_TOKEN", "valueFrom": {"secretKeyRef": token}}
+    if settings.tls_secret:
+        yield _value("RFORK_TLS_CERTIFICATE", f"{TLS_DIR}/tls.crt")
+        yield _value("RFORK_TLS_KEY", f"{TLS_DIR}/tls.key")
+        yield _value("RFORK_TLS_CA", f"{TLS_DIR}/ca.crt")
+    if request.snapshot is not None:
+        # Not escaped: $(BUCKET) in the annotation refers to the container's variable.
+        yield {"name": "RFORK_SNAPSHOT", "value": request.snapshot}
+    if request.fail_if_not_forked:
+        yield _value("RFORK_FAIL_IF_NOT_FORKED", "1")
+    if same_host:
+        yield _value("RFORK_UNIX_SOCKET_DIR", SOCKET_DIR)
+    if drains:
+        yield _value("RFORK_DRAIN_TIMEOUT_S", "0")  # the preStop hook has already waited for the readers
+
+
+def python_path(variables: Iterable[Variable], folder: str, note: Callable[[str], None]) -> list[Variable]:
+    """Return the variables with the directory first in PYTHONPATH. Idempotent.
+
+    A `valueFrom` cannot be extended: it is kept under another name and referenced. A PYTHONPATH from the
+    image or from `envFrom` is unknown here and gets replaced.
+    """
+    entries: list[Variable] = []
+    found = False
+    for variable in variables:
+        if variable["name"] != PYTHON_PATH:
+            entries.append(variable)
+            continue
+        found = True
+        before = variable.get("value") or ""
+        if variable.get("valueFrom"):
+            note(f"{PYTHON_PATH} is set with valueFrom: its value is kept as {OWN_PYTHON_PATH}, after rfork's own path")
+            entries.append({**variable, "name": OWN_PYTHON_PATH})
+            before = f"$({OWN_PYTHON_PATH})"
+        if folder not in before.split(":"):
+            before = f"{folder}:{before}" if before else folder
+        entries.append({"name": PYTHON_PATH, "value": before})
+    return entries if found else [*entries, {"name": PYTHON_PATH, "value": folder}]
+
+
+def includes(existing: object, injected: object) -> bool:
+    """Return True if a document contains everything of ours. It may contain more, such as defaults."""
+    if isinstance(existing, Mapping) and isinstance(injected, Mapping):
+        return all(key in existing and includes(existing[key], value) for key, value in injected.items())
+    return existing == injected
+
+
+def _value(name: str, value: str) -> Variable:
+    # Kubernetes expands $$ to $, and $(NAME) to a variable.
+    return {"name": name, "value": value.replace("$", "$$")}
+
+
+def _field(name: str, path: str) -> Variable:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def files_volume(injection_mode: Literal["init", "image"], image: str, *, image_volumes: bool) -> Document:
+    """Return the volume with the files. Raises SettingsError if it cannot be provided.
+
+    `image_volumes`: the cluster is known to support volumes that are images.
+    """
+    if not image:
+        raise SettingsError(
+            "no image with rfork's files is configured",
+            hint="set RFORK_K8S_INJECTION_IMAGE for the webhook, or "
+            f"{names.INJECTION_MODE}: none if the image contains rfork",
+        )
+    if injection_mode == "image" and not image_volumes:
+        raise SettingsError(
+            "this cluster is not known to support image volumes",
+            hint=f"set {names.INJECTION_MODE}: init, or RFORK_K8S_IMAGE_VOLUMES=true for the webhook "
+            "(Kubernetes 1.35 or newer)",
+        )
+    if injection_mode == "image":
+        return {"name": FILES_VOLUME, "image": {"reference": image}}
+    return {"name": FILES_VOLUME, "emptyDir": {}}
+
+
+def files_dir_in_container(injection_mode: Literal["init", "image"]) -> str:
+    """Return the directory of the files in the engine's container.
+
+    The complete image is mounted, because some runtimes (containerd 2.0) ignore subPath.
+    """
+    return f"{FILES_DIR}{FILES_IN_IMAGE}" if injection_mode == "image" else FILES_DIR
+
+
+def files_init_container(image: str, *, runs_as_root: bool) -> Document:
+    """Return the init container that copies the files. `runs_as_root`: the Pod's containers run as root."""
+    security: Document = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if runs_as_root:
+        security["runAsUser"] = NON_ROOT_UID
+    # Requests equal to the limits keep a Pod in the QoS class Guaranteed.
+    resources = {"cpu": "100m", "memory": "64Mi"}
+    return {
+        "name": INIT_CONTAINER,
+        "image": image,
+        "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", INIT_MOUNT_PATH],
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+        "securityContext": security,
+        "volumeMounts": [{"name": FILES_VOLUME, "mountPath": INIT_MOUNT_PATH}],
+    }
 
 
 def inject(
@@ -94,14 +256,14 @@ class _PodPatch:
         if injection_mode == "none":
             return None
         mounted = self._mount(
-            injection_files.volume(injection_mode, image, image_volumes=image_volumes),
+            files_volume(injection_mode, image, image_volumes=image_volumes),
             FILES_DIR,
             read_only=injection_mode == "image",
         )
         if mounted and injection_mode == "init":
             runs_as_root = (self._spec.get("securityContext") or {}).get("runAsUser") == 0
-            _list(self._spec, "initContainers").append(injection_files.init_container(image, runs_as_root=runs_as_root))
-        return injection_files.files_dir(injection_mode)
+            _list(self._spec, "initContainers").append(files_init_container(image, runs_as_root=runs_as_root))
+        return files_dir_in_container(injection_mode)
 
     def add_drain_hook(self, seconds: float, files_dir: str | None) -> bool:
         """Add a preStop hook that waits for the readers. Returns False if there is none.

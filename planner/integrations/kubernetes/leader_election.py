@@ -3,10 +3,15 @@
 Clocks of other machines are not trusted. A candidate acquires a Lease after it has observed no change for the
 holder's duration by its own clock. The holder counts from before it sent its last renewal, and stops acting
 after two thirds of the duration. So it has stopped before another replica can start, whether it reaches the
-API server or not.
+API server or not. (The elections of kubernetes 37 and kubernetes_asyncio 36 measure with the wall clock, which
+may jump, and do not limit a call, so a leader that waits for a response leads beyond its deadline.)
 
 One case remains: a process that is paused together with its clock (a suspended virtual machine) acts until
 its next renewal is rejected, at most a fifth of the duration later. The leader's actions must tolerate that.
+
+The webhook observes the same Lease, because the controller opens the readiness gate. Without a controller, a
+gated Pod would never become ready, so the webhook adds the gate only if it has recently observed a renewal. A
+Lease that does not change during observation has no holder.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease, ResourceConflict
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, ResourceConflict
+from planner.integrations.kubernetes.cluster import Cluster, ObservedLease
 from rfork.logs import logger
+from rfork.settings import KubernetesSettings
 
 DEADLINE_FRACTION: Final = 2 / 3
 """Fraction of the duration after which a leader that could not renew stops leading."""
@@ -32,18 +39,12 @@ CALL_FRACTION: Final = 1 / 8
 """Fraction of the duration that one call may take: several must fit between a renewal and the deadline."""
 
 ResultT = TypeVar("ResultT")
-
-
-class LeaseClient(Protocol):
-    """The part of `Cluster` that an election needs."""
-
-    async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """See `Cluster`."""
-
-    async def write_lease(
-        self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
-    ) -> ObservedLease:
-        """See `Cluster`."""
+LEASE_GRACE_FACTOR: Final = 2.0
+"""Multiple of the Lease's duration for which a renewal counts. By then another replica has taken over, if
+there is one.
+"""
+MAX_POLL_S: Final = 5.0
+"""Maximum seconds between two polls."""
 
 
 class LeaderElection:
@@ -51,7 +52,7 @@ class LeaderElection:
 
     def __init__(
         self,
-        cluster: LeaseClient,
+        cluster: Cluster,
         name: str,
         namespace: str,
         identity: str,
@@ -222,3 +223,62 @@ async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
             cancelled = True
     if cancelled:
         raise asyncio.CancelledError
+
+
+class LeaderWatch:
+    """Observed state of the controller's Lease, in the memory of the webhook's process. For one event loop."""
+
+    def __init__(self, settings: KubernetesSettings, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._namespace = settings.lease, settings.namespace
+        self._lease_duration_s = settings.lease_duration_s
+        self._poll_interval_s = min(settings.poll_interval_s, MAX_POLL_S, settings.lease_duration_s / 2)
+        self._monotonic = monotonic
+        self._lease: ObservedLease | None = None
+        self._observed_at = 0.0
+        self._until: float | None = None
+        self._logged_reason: str | None = None
+        self._log = logger(__name__).bind(lease=f"{settings.namespace}/{settings.lease}")
+
+    def __call__(self) -> bool:
+        """Return True if a controller leads now. Reads memory only."""
+        return self._until is not None and self._monotonic() < self._until
+
+    async def follow(self, cluster: Cluster) -> None:
+        """Poll the Lease forever. While it cannot be read, no controller counts as the leader."""
+        while True:
+            began = self._monotonic()
+            try:
+                self.observe(await cluster.read_lease(self._name, self._namespace), began)
+            except ClusterUnavailable as error:
+                self._until = None
+                self._log_change(f"the Lease cannot be read: {error}")
+            await asyncio.sleep(self._poll_interval_s)
+
+    def observe(self, lease: ObservedLease, at: float) -> None:
+        """Record the Lease, whose request was sent at this time of the clock.
+
+        A change since the previous observation happened after that was requested. How long after is unknown,
+        so it counts from then.
+        """
+        previous, self._lease = self._lease, lease
+        previous_at, self._observed_at = self._observed_at, at
+        if lease.holder is None:
+            self._until = None
+        elif previous is not None and lease.renewed != previous.renewed:
+            self._until = previous_at + LEASE_GRACE_FACTOR * (lease.duration_s or self._lease_duration_s)
+        if self():
+            self._log_change("")
+        elif lease.holder is None:
+            self._log_change("the Lease has no holder")
+        elif previous is not None:
+            self._log_change("the Lease is not renewed")
+
+    def _log_change(self, reason: str) -> None:
+        """Log each change of what Pods get. An empty reason: a controller leads."""
+        if reason == self._logged_reason:
+            return
+        self._logged_reason = reason
+        if reason:
+            self._log.warning("no controller leads: new Pods get no readiness gate", reason=reason)
+        else:
+            self._log.info("a controller leads: new Pods get the readiness gate")

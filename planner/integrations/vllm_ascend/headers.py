@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from planner.http_errors import ProblemError
+from planner.core.problems import ProblemError
 
 NAME_PREFIX: Final = "ascend:"
 """Prefix of the names of models and instances of this protocol."""

@@ -41,7 +41,7 @@ from planner.integrations.vllm_ascend.headers import (
     user_id,
 )
 from planner.integrations.vllm_ascend.service import AscendLeaseService
-from planner.registry import Registry
+from planner.plan_service import PlanService
 
 REJECTED_RESPONSES: Final[Responses] = problems(401, 403, 429) | {
     400: {
@@ -70,7 +70,7 @@ LEASE_RESPONSES: Final[Responses] = {
 }
 
 
-def ascend_router(registry: Registry) -> APIRouter:
+def ascend_router(registry: PlanService) -> APIRouter:
     """Return the router with the five routes of the protocol, over the seeds and leases of `registry`."""
     lease_service = AscendLeaseService(registry)
     router = APIRouter(

@@ -10,11 +10,10 @@ from typing import Final
 
 from fastapi import Response
 
+from planner.core.records import ForkRecord, InstanceRecord, StoreChange, build_fork_result
 from planner.integrations.vllm_ascend.headers import NAME_PREFIX, AscendSeed, response
-from planner.registry import Registry
-from planner.request_intake import build_fork_result
-from planner.store.base import CommitConflict, StoreChange
-from planner.store.records import ForkRecord, InstanceRecord
+from planner.plan_service import PlanService
+from planner.store.base import CommitConflict
 from rfork.logs import logger
 from rfork.schema import ForkProgress, ForkRequest, InstanceReport, Placement
 from rfork.schema.types import InstanceState, Outcome
@@ -34,7 +33,7 @@ NO_PROGRESS: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
 class AscendLeaseService:
     """Implements the operations of the protocol on the registry."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: PlanService) -> None:
         self._registry = registry
         self._log = logger("planner.integrations.vllm_ascend.router")
 
@@ -53,7 +52,7 @@ class AscendLeaseService:
         """Return 200 with a lease, or 404."""
         lease_id = secrets.token_hex(16)
         target = _target_report(key, lease_id, host)
-        plan = await self._registry.request_plan(ForkRequest(fork_id=lease_id, instance=target))
+        plan = await self._registry.plan(ForkRequest(fork_id=lease_id, instance=target))
         seed = AscendSeed.from_instance_id(plan.routes[0].source_id) if plan.routes else None
         if seed is None:
             await self._end(self._registry.fork(lease_id), "fallback", f"NoSource: {plan.reason}")

@@ -27,8 +27,8 @@ import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, reason_of
+from rfork.net.tls import client_context
 from rfork.settings import TlsSettings
-from rfork.tls_files import client_context
 
 INFO_PATHS: Final = ("/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info")
 SERVER_PATHS: Final = ("/server_info", "/get_server_info")

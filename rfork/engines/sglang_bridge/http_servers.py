@@ -48,9 +48,9 @@ from rfork.errors import (
     reason_of,
 )
 from rfork.logs import logger
+from rfork.net.tls import client_context
 from rfork.schema import Route
 from rfork.settings import TlsSettings, host_port
-from rfork.tls_files import client_context
 
 SEEDS_PATH: Final = "/v1/stock-seeds"
 FETCH_TIMEOUT_S: Final = TIMEOUT_S + KEYS_TIMEOUT_S + 1.0

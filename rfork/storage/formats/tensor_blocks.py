@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rfork.image.staging import allocate_host
 from rfork.image.strides import contiguous_stride
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.io.reader import Extent
-from rfork.storage.io.staging import allocate_host
 
 MAX_ITEM_SIZE = 16
 """Largest item size in bytes."""

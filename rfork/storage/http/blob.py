@@ -15,27 +15,27 @@ from typing import Final
 
 from rfork.errors import StorageError
 from rfork.logs import logger
-from rfork.settings import StorageSettings
-from rfork.storage.http.connect import Cancelled, CancelScope
-from rfork.storage.http.hedged_request import HedgedRequest
-from rfork.storage.http.pool import HttpConnectionPool
-from rfork.storage.http.request import HttpRequest, Sign
-from rfork.storage.http.requests import HttpResource
+from rfork.net.connect import Cancelled, CancelScope
+from rfork.net.response import ReadTimeout
+from rfork.net.stream import ScatterCursor
+from rfork.storage.http.hedging import HedgedRequest
+from rfork.storage.http.requests import HttpResource, Sign
 from rfork.storage.http.responses import Explain, ObjectVersion, check_content_range, version_from_response
 from rfork.storage.http.retry import RetryableError, RetryBudget
-from rfork.storage.http.timeout import ReadTimeout
-from rfork.transport.http.stream import ScatterCursor
-
-__all__ = ["Explain", "HttpConnectionPool", "HttpRequest", "ObjectVersion", "RangedBlob", "Sign"]
+from rfork.storage.http.session import HttpSession
 
 REQUEST_BYTES: Final = 32 << 20
 """Maximum size of one request: limits the loss when a connection breaks or a signature expires."""
+MIN_BYTES_PER_TIMEOUT: Final = 16 << 10
+"""Body bytes that must arrive within each timeout (or the remaining ones), to detect servers that only
+trickle.
+"""
 
 log = logger(__name__)
 
 
 class RangedBlob:
-    """A `Blob` over HTTP. Each read in progress uses one connection of the pool.
+    """A `Blob` over HTTP. Each read in progress uses one connection of the session.
 
     The constructor sends no request; see `open`. `uri` is used in errors and logs and must not contain
     secrets.
@@ -45,29 +45,27 @@ class RangedBlob:
         self,
         uri: str,
         sign: Sign,
-        pool: HttpConnectionPool,
-        settings: StorageSettings,
+        session: HttpSession,
         identity: ObjectVersion,
         explain: Explain | None = None,
     ) -> None:
         self._uri = uri
-        self._resource = HttpResource(uri, sign, pool, explain)
-        self._pool = pool
-        self._settings = settings
+        self._session = session
+        self._settings = session.settings
+        self._resource = HttpResource(uri, sign, session.pool, session.settings.timeout_s, explain)
         self._identity = identity
         self._head_bytes = b""
         self._lock = threading.Lock()
-        self._cancel_scopes: set[CancelScope] = set()
+        self._scope = CancelScope()
         self._closed = False
-        pool.register()
+        session.pool.register()
 
     @classmethod
     def open(
         cls,
         uri: str,
         sign: Sign,
-        pool: HttpConnectionPool,
-        settings: StorageSettings,
+        session: HttpSession,
         explain: Explain | None = None,
         *,
         front: int = 0,
@@ -77,7 +75,7 @@ class RangedBlob:
         `explain` may return a more specific error for a refused request. Raises StorageNotFound,
         StorageAccessDenied or another StorageError.
         """
-        blob = cls(uri, sign, pool, settings, ObjectVersion(0, "", ""), explain)
+        blob = cls(uri, sign, session, ObjectVersion(0, "", ""), explain)
         try:
             blob._identity = blob._first(front)
         except BaseException:
@@ -118,19 +116,17 @@ class RangedBlob:
             if self._closed:
                 return
             self._closed = True
-            scopes = list(self._cancel_scopes)
-        for scope in scopes:
-            scope.end()
-        self._pool.unregister()
+        self._scope.abort()
+        self._session.pool.unregister()
 
     def _first(self, front: int) -> ObjectVersion:
         """Request and keep the first bytes. Raises StorageError subclasses."""
         max_bytes = max(1, front)
         retry_budget = self._retry_budget()
         while True:
-            with self._cancel_scope() as scope:
+            with self._attempt_scope() as scope:
                 try:
-                    with self._resource.get({"Range": f"bytes=0-{max_bytes - 1}"}, scope, self._timeout) as reply:
+                    with self._resource.get({"Range": f"bytes=0-{max_bytes - 1}"}, scope, self._read_timeout) as reply:
                         identity = version_from_response(self._uri, reply.head, max_bytes)
                         body = bytearray(min(identity.size, max_bytes))
                         if body:
@@ -146,7 +142,7 @@ class RangedBlob:
         what = f"bytes [{offset + cursor.done}, {offset + until})"
         while cursor.done < until:
             before = cursor.done
-            with self._cancel_scope() as scope:
+            with self._attempt_scope() as scope:
                 failed = self._attempt(cursor, offset, until, scope)
                 if failed is not None and cursor.done < until:
                     self._back_off(retry_budget, cursor.done - before, failed, scope, what)
@@ -154,11 +150,11 @@ class RangedBlob:
     def _attempt(self, cursor: ScatterCursor, offset: int, until: int, scope: CancelScope) -> Exception | None:
         """Request the missing bytes, hedged if slow; return the error, if any."""
         begin, end = offset + cursor.done, offset + until
-        hedges = self._pool.hedges
-        with self._cancel_scope() as second_scope:
+        hedges = self._session.hedges
+        with self._attempt_scope() as second_scope:
 
             def again(spare: ScatterCursor, lacking: int, end: int) -> None:
-                self._fetch(spare, lacking, end, second_scope, self._timeout, extra=True)
+                self._fetch(spare, lacking, end, second_scope, self._read_timeout, extra=True)
 
             hedged = HedgedRequest(hedges, cursor, offset, end, scope, second_scope, again)
             due_s = hedges.delay_s(end - begin)
@@ -168,7 +164,7 @@ class RangedBlob:
                     begin,
                     end,
                     scope,
-                    lambda: ReadTimeout(self._settings.timeout_s, due_s, hedged.on_slow),
+                    lambda: self._read_timeout(due_s, hedged.on_slow),
                 )
             except (Cancelled, RetryableError, OSError) as error:
                 hedged.wait_result()
@@ -215,22 +211,22 @@ class RangedBlob:
     def _retry_budget(self) -> RetryBudget:
         return RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
 
-    def _timeout(self) -> ReadTimeout:
-        return ReadTimeout(self._settings.timeout_s)
+    def _read_timeout(
+        self, due_s: float | None = None, on_slow: Callable[[], float | None] | None = None
+    ) -> ReadTimeout:
+        return ReadTimeout(self._settings.timeout_s, min_bytes=MIN_BYTES_PER_TIMEOUT, due_s=due_s, on_slow=on_slow)
 
     @contextmanager
-    def _cancel_scope(self) -> Iterator[CancelScope]:
+    def _attempt_scope(self) -> Iterator[CancelScope]:
         """Yield a scope that `close` cancels."""
         scope = CancelScope()
-        with self._lock:
-            if not self._closed:
-                self._cancel_scopes.add(scope)
         self._check_open()
         try:
-            yield scope
-        finally:
-            with self._lock:
-                self._cancel_scopes.discard(scope)
+            with self._scope.attached(scope):
+                yield scope
+        except Cancelled:
+            self._check_open()
+            raise
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 from rfork.errors import StorageAccessDenied, StorageChanged, StorageError, StorageNotFound
+from rfork.net.http_heads import ResponseHead, check_partial_content, parse_content_range
 from rfork.storage.http.retry import RetryableError, retry_after
-from rfork.transport.http.headers import parse_content_range
-from rfork.transport.http.parser import ResponseHead
 
 Explain = Callable[[int, bytes], StorageError | None]
 """Translates status and text of an error response for one type of server; None: use the generic meaning."""
@@ -119,24 +118,20 @@ def _parse_content_range(uri: str, head: ResponseHead) -> tuple[int, int, int | 
     try:
         return parse_content_range(head.fields.get("content-range", ""))
     except ValueError as error:
-        raise StorageError(f"{uri}: {error}") from None
+        raise StorageError(f"{uri}: the server {error}") from None
 
 
 def _part(uri: str, head: ResponseHead, begin: int, end: int) -> int | None:
     """Return the object's size, if reported. Raises StorageError subclasses unless the body is `[begin,
     end)`.
     """
-    fields = head.fields
-    got_begin, got_end, size = _parse_content_range(uri, head)
-    if (got_begin, got_end) != (begin, end):
-        requested_text = f"instead of [{begin}, {end})"
-        if size is not None and size < end and got_begin == begin:
-            raise StorageChanged(f"{uri} was replaced during the read: it has {size} bytes now")
-        raise StorageError(f"{uri}: the server sent bytes [{got_begin}, {got_end}) {requested_text}")
-    if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
-        raise StorageError(f"{uri}: the server does not declare a body of {end - begin} bytes")
-    if fields.get("content-encoding", "identity") != "identity":
-        raise StorageError(f"{uri}: the server encodes the body as {fields['content-encoding'][:40]}")
+    size = _parse_content_range(uri, head)[2]
+    if size is not None and size < end:
+        raise StorageChanged(f"{uri} was replaced during the read: it has {size} bytes now")
+    try:
+        check_partial_content(head.fields, begin, end)
+    except ValueError as error:
+        raise StorageError(f"{uri}: the server {error}") from None
     return size
 
 

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from rfork.errors import SettingsError
+from rfork.net.request import HttpRequest
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob, BlobEntry, BlobWriter
-from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
+from rfork.storage.http.blob import RangedBlob
+from rfork.storage.http.session import HttpSession
 from rfork.storage.location import Location
 
 
 class HttpStore:
-    """A `BlobStore` on ``http://`` or ``https://``; all its blobs share one connection pool."""
+    """A `BlobStore` on ``http://`` or ``https://``; all its blobs share one session."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
-        self._settings = settings
-        self._pool = HttpConnectionPool(settings)
+        self._session = HttpSession(settings)
 
     @property
     def uri(self) -> str:
@@ -32,10 +33,10 @@ class HttpStore:
         """
         path, mark, query = name.partition("?")
         uri = self._folder.child(path).uri
-        token = self._settings.http_token
+        token = self._session.settings.http_token
         headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token is not None else {}
         request = HttpRequest(f"{uri}{mark}{query}", headers)
-        return RangedBlob.open(uri, lambda: request, self._pool, self._settings, front=front)
+        return RangedBlob.open(uri, lambda: request, self._session, front=front)
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         """Raise SettingsError: a web server cannot be listed."""
@@ -53,7 +54,7 @@ class HttpStore:
 
     def close(self) -> None:
         """See `BlobStore`."""
-        self._pool.close()
+        self._session.pool.unregister()
 
     def _read_only_error(self) -> SettingsError:
         return SettingsError(f"{self.uri} is read-only: it is a web server", hint="write to s3:// or a path")

@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from rfork.image.host_memory import host_view
+from rfork.image.staging import BUFFER_ALIGNMENT, BufferPool, DeviceCopier, PendingCopy
 from rfork.storage.io.extents import Extent, ReadBlock, ReadPlan
-from rfork.storage.io.staging import BUFFER_ALIGNMENT, BufferPool
-
-
-class CopyHandle(Protocol):
-    """A copy in progress."""
-
-    def wait(self) -> None:
-        """Wait until all bytes are copied and the source is no longer read."""
-        ...
-
-
-class BlockCopier(Protocol):
-    """Copies staging buffers to devices. Thread-safe."""
-
-    def read(self, block: ReadBlock, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
-        """Read a block's pieces (offset in the blob, memory) directly into device memory; return False if
-        that is not possible.
-        """
-        ...
-
-    def copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> CopyHandle:
-        """Start copying each source to its destination; all on one device, 1-D uint8, of equal lengths."""
-        ...
-
-    def close(self) -> None:
-        """Release resources. Call only when no copy is in progress."""
-        ...
+from rfork.storage.io.gds import DirectStorage
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     block: ReadBlock
     buffer: torch.Tensor
-    arrival: CopyHandle
+    arrival: PendingCopy
 
 
 class DeviceWriter:
@@ -58,13 +32,15 @@ class DeviceWriter:
         plan: ReadPlan,
         extents: Sequence[Extent],
         staging: BufferPool,
-        copier: BlockCopier,
+        copier: DeviceCopier,
+        direct_storage: DirectStorage | None,
         on_landed: Callable[[ReadBlock], None],
     ) -> None:
         self._plan = plan
         self._extents = extents
         self._staging = staging
         self._copier = copier
+        self._direct_storage = direct_storage
         self._on_landed = on_landed
         self._pending: _Pending | None = None
 
@@ -73,7 +49,8 @@ class DeviceWriter:
         pieces = list(self._plan.pieces(block))
         wanted = [self._extents[piece.index].into[piece.begin : piece.end] for piece in pieces]
         offsets = [block.begin + piece.at for piece in pieces]
-        if self._copier.read(block, list(zip(offsets, wanted, strict=True))):
+        direct = self._direct_storage
+        if direct is not None and direct.read(block, list(zip(offsets, wanted, strict=True))):
             self._on_landed(block)
             return
         buffer = self._buffer()
@@ -82,7 +59,7 @@ class DeviceWriter:
             block_view = buffer[block.begin % BUFFER_ALIGNMENT :][: block.end - block.begin]
             block.blob.read(block.begin, [host_view(block_view.data_ptr(), block_view.numel())])
             sources = [block_view[piece.at : piece.at + piece.end - piece.begin] for piece in pieces]
-            arrival = self._copier.copy(wanted, sources)
+            arrival = self._copier.host_to_device(wanted, sources)
         except BaseException:
             self._staging.release(buffer)
             raise

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from rfork.image.host_memory import host_view
+from rfork.image.staging import BUFFER_BYTES
 from rfork.storage.blob import Blob
-from rfork.storage.io.staging import BUFFER_BYTES
 
 MIN_BLOCK_BYTES = 4 << 20
 """Minimum block size: smaller requests cost more than they gain, even if streams stay idle."""

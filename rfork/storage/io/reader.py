@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from rfork.errors import StorageError
+from rfork.image.staging import CudaCopier, pinned_buffers
 from rfork.settings import StorageSettings
-from rfork.storage.io.cuda import CudaBlockCopier, pinned_staging
 from rfork.storage.io.device_writer import DeviceWriter
 from rfork.storage.io.extents import Extent, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.prefetch import POLL_INTERVAL_S
 
 __all__ = ["Extent", "fill"]
@@ -65,8 +66,11 @@ class _FillJob:
         devices = {extent.into.device for extent in extents if not extent.into.is_cpu}
         size = block_bytes(total, settings.concurrency, settings.staging_bytes)
         self._streams = min(settings.concurrency, max(1, total // size + len(extents)))
-        self._staging = pinned_staging(settings.staging_bytes, size) if devices else None
-        self._copier = CudaBlockCopier(devices, settings) if devices else None
+        self._staging = pinned_buffers(settings.staging_bytes, size) if devices else None
+        self._copier = CudaCopier(devices) if devices else None
+        self._direct_storage = DirectStorage.find(settings) if devices else None
+        if self._copier is not None and self._direct_storage is not None:
+            self._copier.synchronize()  # GPUDirect Storage does not synchronise with streams
         self._plan = ReadPlan(extents, size)
         self._blocks = self._plan.blocks()
         self._planning = threading.Lock()
@@ -134,8 +138,8 @@ class _FillJob:
             self._released = True
         if self._staging is not None:
             self._staging.close()
-        if self._copier is not None:
-            self._copier.close()
+        if self._direct_storage is not None:
+            self._direct_storage.close()
 
     def _serve(self) -> None:
         with self._changed:
@@ -161,7 +165,9 @@ class _FillJob:
     def _work(self) -> None:
         landing = None
         if self._staging is not None and self._copier is not None:
-            landing = DeviceWriter(self._plan, self._extents, self._staging, self._copier, self._filled)
+            landing = DeviceWriter(
+                self._plan, self._extents, self._staging, self._copier, self._direct_storage, self._filled
+            )
         try:
             while (block := self._next()) is not None:
                 if landing is not None and block.device.type != "cpu":

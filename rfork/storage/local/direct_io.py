@@ -25,8 +25,8 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from rfork.image.host_memory import copy_block, host_view
+from rfork.image.staging import BUFFER_ALIGNMENT, BufferPool
 from rfork.logs import logger
-from rfork.storage.io.staging import BUFFER_ALIGNMENT, BufferPool
 from rfork.storage.local import linux
 from rfork.storage.local.linux import MAX_IOVECS
 

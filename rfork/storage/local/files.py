@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rfork.errors import SettingsError, StorageChanged, StorageError
+from rfork.image.staging import BufferPool
 from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobEntry
-from rfork.storage.io.staging import BufferPool
 from rfork.storage.local.atomic_write import commit_file
 from rfork.storage.local.direct_io import DirectFile, EndOfFile
 from rfork.storage.local.errors import storage_error

@@ -11,9 +11,9 @@ import torch
 from rfork.errors import CheckpointError, StorageAccessDenied, StorageChanged
 from rfork.image.buffer_views import dtype_of, tensor_views
 from rfork.image.memory import Image
+from rfork.image.staging import allocate_host
 from rfork.settings import StorageSettings
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.io.staging import allocate_host
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import open_files
 from rfork.storage.snapshots.snapshot import Snapshot

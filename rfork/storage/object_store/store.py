@@ -15,11 +15,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from rfork.errors import MissingExtra, SettingsError, StorageChanged, StorageError
+from rfork.net.stream import ScatterCursor
 from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobEntry, BlobWriter
 from rfork.storage.http.retry import RetryBudget
 from rfork.storage.location import Location
-from rfork.transport.http.stream import ScatterCursor
 
 try:
     import obstore

@@ -1,6 +1,9 @@
 """S3 and compatible services: objects of a bucket below a prefix.
 
-Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs.
+Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs, with
+`rfork.storage.http`. obstore, which `rfork.storage.object_store` uses for other clouds, is not used here: reading
+from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one copy more), it reads no AWS
+profiles, and it cannot complete a multipart upload only if the object does not exist.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from rfork.errors import MissingExtra, StorageError
+from rfork.net.request import HttpRequest
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob, BlobEntry, BlobWriter
-from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
+from rfork.storage.http.blob import RangedBlob
+from rfork.storage.http.session import HttpSession
 from rfork.storage.location import Location
 
 try:
@@ -36,7 +41,7 @@ class S3Store:
         self._settings = settings
         self._bucket = S3Bucket(folder.host, settings)
         self._lock = threading.Lock()
-        self._http_pool: HttpConnectionPool | None = None
+        self._http: HttpSession | None = None
 
     @property
     def uri(self) -> str:
@@ -77,8 +82,8 @@ class S3Store:
     def close(self) -> None:
         """See `BlobStore`."""
         with self._lock:
-            if self._http_pool is not None:
-                self._http_pool.close()
+            if self._http is not None:
+                self._http.pool.unregister()
         self._bucket.close()
 
     def _open(self, name: str, front: int) -> RangedBlob:
@@ -90,22 +95,21 @@ class S3Store:
         return RangedBlob.open(
             location.uri,
             _RequestSigner(self._bucket, location.path),
-            self._pool(),
-            self._settings,
+            self._session(),
             explain_status,
             front=front,
         )
 
-    def _pool(self) -> HttpConnectionPool:
+    def _session(self) -> HttpSession:
         ca_file = self._bucket.ca_file
         with self._lock:
-            if self._http_pool is None:
-                self._http_pool = HttpConnectionPool(self._settings.model_copy(update={"ca": ca_file}))
-            return self._http_pool
+            if self._http is None:
+                self._http = HttpSession(self._settings.model_copy(update={"ca": ca_file}))
+            return self._http
 
 
 class _RequestSigner:
-    """Creates presigned requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
+    """Creates presigned requests for one object; see `rfork.storage.http.requests.Sign`. Thread-safe."""
 
     def __init__(self, bucket: S3Bucket, key: str) -> None:
         self._bucket = bucket

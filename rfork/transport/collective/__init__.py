@@ -5,6 +5,6 @@ range to send; the bytes go through the group. The ports of a group do not authe
 transports are used only if ``RFORK_TRANSPORTS`` names them.
 """
 
-from rfork.transport.collective.transport import GlooTransport, NcclTransport
+from rfork.transport.collective.transport import gloo_transport, nccl_transport
 
-__all__ = ["GlooTransport", "NcclTransport"]
+__all__ = ["gloo_transport", "nccl_transport"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from concurrent.futures import Future
 from itertools import count
 
 from rfork.errors import RforkError, SourceBusy, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import AccessGate, ControlStream, Endpoint
-from rfork.transport.collective.exit_hook import ExitHook
-from rfork.transport.collective.group import Backend
-from rfork.transport.collective.group_member import GroupMember
-from rfork.transport.collective.group_sender import GroupSender
+from rfork.transport.collective.backend import Backend
 from rfork.transport.collective.messages import (
     CancelBlock,
     GroupClosed,
@@ -24,6 +23,7 @@ from rfork.transport.collective.messages import (
     StoreValues,
     receive_from_reader,
 )
+from rfork.transport.collective.source_group import GroupMember, SourceGroup
 
 RECEIVE_TIMEOUT_S = 3600.0
 """Long, because a reader may be silent: its control stream closes with its channel, and the channel with its
@@ -50,9 +50,9 @@ class CollectiveExporter:
         self._numbers = count(1)
         self._addresses: dict[str, str] = {}  # by channel
         self._members: set[GroupMember] = set()
-        self._groups: set[GroupSender] = set()
+        self._groups: set[SourceGroup] = set()
         self._closed = False
-        self._at_exit = ExitHook(self._close_at_exit)
+        atexit.register(self._close_at_exit)
         self.broadcasts = 0
         """Broadcast pieces of all closed groups."""
         self.sends = 0
@@ -113,9 +113,12 @@ class CollectiveExporter:
     def close(self) -> None:
         """Close all control streams and groups; return when none accesses the image any more. Idempotent."""
         self._close(None)
-        self._at_exit.cancel()
+        atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
+        """Leave no thread inside a process group when the interpreter shuts down: it unwinds the stack of any
+        thread that returns from C++, and that aborts the process (SIGABRT).
+        """
         self._close(time.monotonic() + EXIT_TIMEOUT_S)
 
     def _close(self, deadline: float | None) -> None:
@@ -154,12 +157,12 @@ class CollectiveExporter:
                     raise SourceCorrupt(f"the reader at {member.address} sent an invalid listen address")
                 group.rendezvous.put(message.key, message.value)
             case StoreGet():
-                call = message.call
-                group.rendezvous.get_values_async(
-                    message.keys,
-                    lambda values: member.send(StoreValues(call=call, values=values)),
-                    wait=message.wait,
-                )
+                reply = group.rendezvous.request(message.keys, wait=message.wait)
+                reply.add_done_callback(lambda done: self._send_values(member, message, done))
+
+    def _send_values(self, member: GroupMember, request: StoreGet, reply: Future[list[bytes | None]]) -> None:
+        if not reply.cancelled():
+            member.send(StoreValues(call=request.call, values=reply.result()))
 
     def _assign_group(self, member: GroupMember) -> None:
         """Add the reader to a group of its host that is still forming, or to a new group."""
@@ -168,7 +171,7 @@ class CollectiveExporter:
                 return
             if any(group.add(member) for group in self._groups if group.address == member.address):
                 return
-            group = GroupSender(
+            group = SourceGroup(
                 next(self._numbers),
                 member.address,
                 self._image,
@@ -185,7 +188,7 @@ class CollectiveExporter:
                 raise SourceBusy(f"cannot start a thread for a new group: {error}") from None
             self._groups.add(group)
 
-    def _group_of(self, member: GroupMember) -> GroupSender | None:
+    def _group_of(self, member: GroupMember) -> SourceGroup | None:
         with self._lock:
             return next((group for group in self._groups if group.contains(member)), None)
 
@@ -194,7 +197,7 @@ class CollectiveExporter:
         if group is not None:
             group.disband(reason)
 
-    def _on_group_closed(self, group: GroupSender) -> None:
+    def _on_group_closed(self, group: SourceGroup) -> None:
         with self._lock:
             self._groups.discard(group)
             self.broadcasts += group.broadcasts

@@ -20,8 +20,8 @@ from torch.distributed import BroadcastOptions, Work
 
 from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
-from rfork.transport.collective.group import TorchProcessGroup, group_error
-from rfork.transport.collective.rendezvous import KeyStore, KeyValueStore
+from rfork.transport.collective.backend import TorchProcessGroup, group_error
+from rfork.transport.collective.key_store import KeyStore, KeyValueStore
 
 if TYPE_CHECKING:  # missing in a torch built without NCCL
     from torch.distributed import ProcessGroupNCCL

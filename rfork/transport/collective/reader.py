@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -20,24 +23,26 @@ from rfork.errors import (
 )
 from rfork.image.memory import Image
 from rfork.transport.base import ControlStream, TokenSource
-from rfork.transport.collective.block_requests import BlockRequests
+from rfork.transport.collective.backend import Backend, CollectiveGroup
 from rfork.transport.collective.block_tensors import BlockTensors
-from rfork.transport.collective.exit_hook import ExitHook
-from rfork.transport.collective.group import Backend, CollectiveGroup
+from rfork.transport.collective.key_store import RemoteKeyStore
 from rfork.transport.collective.messages import (
+    CancelBlock,
     FromSource,
     GroupClosed,
     GroupFormed,
     JoinGroup,
     Rejected,
+    RequestBlock,
     SendingBlock,
     StoreValues,
     receive_from_source,
     rejection_error,
     send_message,
 )
-from rfork.transport.collective.remote_store import RemoteKeyStore
 
+MAX_CONCURRENT = 2
+"""Blocks that one read requests concurrently: the source prepares the next one while one is received."""
 MAX_ATTEMPTS = 3
 """Consecutive groups that may fail without a byte received before the source counts as unavailable."""
 RECEIVE_TIMEOUT_S = 3600.0
@@ -46,12 +51,32 @@ GRACE_S = 2.0
 REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
 
 
-class CollectiveReader(BlockRequests):
+@dataclass(eq=False)
+class PendingBlock:
+    """A block that a read waits for."""
+
+    number: int
+    begin: int
+    end: int
+    deadline: float
+    at: int
+    requested_from: int = 0
+    """Number of the group in which the block was requested last."""
+    is_receiving: bool = False
+    error: RforkError | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if the complete block has been received."""
+        return self.at == self.end
+
+
+class CollectiveReader:
     """Fills `image` from the source at the other end of the control stream; see
     `rfork.transport.base.Reader`.
 
-    If the group breaks (for example because another reader of this host died), it joins a new one and
-    continues the reads.
+    Splits reads into blocks and requests them from the group. If the group breaks (for example because another
+    reader of this host died), it joins a new one and requests the missing blocks again.
     """
 
     def __init__(
@@ -65,18 +90,25 @@ class CollectiveReader(BlockRequests):
         block_bytes: int,
         idle_timeout_s: float,
     ) -> None:
-        super().__init__(image.layout.image_bytes, block_bytes, token, stream)
+        self._image_bytes, self._block_bytes = image.layout.image_bytes, block_bytes
+        self._token, self._stream = token, stream
         self._backend, self._device, self._idle_timeout_s = backend, device, idle_timeout_s
         self._blocks = BlockTensors(image, block_bytes, device)
+        self._changed = threading.Condition()
+        self._numbers = count(1)
+        self._pending: dict[int, PendingBlock] = {}
+        self._error: RforkError | None = None
         self._messages: deque[GroupFormed | SendingBlock | GroupClosed] = deque()
         self._group: CollectiveGroup | None = None
+        self._group_number = 0
+        self._formed = False
         self._keys: RemoteKeyStore | None = None
         self._attempts = 0
-        self._at_exit = ExitHook(self.close)
         self._threads = [
             threading.Thread(target=target, name=f"rfork-{backend.name}", daemon=True)
             for target in (self._receive_loop, self._transfer_loop)
         ]
+        atexit.register(self.close)  # see `CollectiveExporter`
 
     def open(self, deadline: float) -> None:
         """Join a group; return when it has formed. Raises as `Reader.read`."""
@@ -89,6 +121,24 @@ class CollectiveReader(BlockRequests):
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise SourceTimeout("the source formed no group before the deadline")
 
+    def read(self, begin: int, end: int, deadline: float) -> None:
+        """See `Reader.read`. Raises ValueError for a range outside the image."""
+        if not 0 <= begin <= end <= self._image_bytes:
+            raise ValueError(f"[{begin}, {end}) is not within the image")
+        window: list[PendingBlock] = []
+        at = begin
+        try:
+            while at < end or window:
+                while at < end and len(window) < MAX_CONCURRENT:
+                    until = min(at + self._block_bytes, end)
+                    window.append(self._request(at, until, deadline))
+                    at = until
+                self._await(window[0], deadline)
+                window.pop(0)
+        finally:
+            for pending in window:
+                self._cancel(pending)
+
     def set_rate_limit(self, rate: int | None) -> None:
         """Does nothing: the source throttles its readers."""
 
@@ -99,12 +149,69 @@ class CollectiveReader(BlockRequests):
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(FORM_TIMEOUT_S + GRACE_S)
-        self._at_exit.cancel()
+        atexit.unregister(self.close)
+
+    # -- reads: on the threads of the caller ---------------------------------------------------------------
+
+    def _request(self, begin: int, end: int, deadline: float) -> PendingBlock:
+        pending = PendingBlock(next(self._numbers), begin, end, deadline, begin)
+        with self._changed:
+            self._raise_error()
+            if time.monotonic() >= deadline:
+                raise SourceTimeout("the deadline of the read has passed")
+            self._pending[pending.number] = pending
+            group = self._group_to_request(pending)
+        self._send_request(pending, group)
+        return pending
+
+    def _group_to_request(self, pending: PendingBlock) -> int:
+        """Return the group in which to request the block now, or 0. The caller holds the lock."""
+        if not self._formed or pending.requested_from == self._group_number:
+            return 0
+        pending.requested_from = self._group_number
+        return self._group_number
+
+    def _send_request(self, pending: PendingBlock, group: int) -> None:
+        if group:
+            send_message(
+                self._stream,
+                RequestBlock(number=pending.number, begin=pending.at, end=pending.end, token=self._token()),
+            )
+
+    def _await(self, pending: PendingBlock, deadline: float) -> None:
+        with self._changed:
+            while not pending.done:
+                if pending.error is not None:
+                    raise pending.error
+                self._raise_error()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SourceTimeout("the source did not send the complete range before the deadline")
+                self._changed.wait(left)
+            self._pending.pop(pending.number, None)
+
+    def _cancel(self, pending: PendingBlock) -> None:
+        """Cancel the request; no byte of the block is written after this returns."""
+        with self._changed:
+            self._pending.pop(pending.number, None)
+            # A block in transit ends by its own deadline, which is no later than the read's.
+            self._changed.wait_for(lambda: not pending.is_receiving)
+            finished = pending.done or pending.error is not None or self._error is not None
+        if not finished:
+            try:
+                send_message(self._stream, CancelBlock(number=pending.number))
+            except RforkError as error:
+                self._fail(error)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
 
     def _fail(self, error: RforkError) -> None:
         """Fail all reads with `error` and abort the group; the first error wins."""
         with self._changed:
-            super()._fail(error)
+            self._error = self._error or error
+            self._changed.notify_all()
             if self._keys is not None:
                 self._keys.close(str(error))
             group = self._group
@@ -140,7 +247,7 @@ class CollectiveReader(BlockRequests):
                             self._keys.close(message.text)
                     self._messages.append(message)
                 case GroupFormed():
-                    self._keys = RemoteKeyStore(self._stream, message.group, self._changed)
+                    self._keys = RemoteKeyStore(self._stream, message.group)
                     self._group_number = message.group
                     self._messages.append(message)
                 case SendingBlock():

@@ -1,13 +1,16 @@
-"""Device allocations that contain an image; another process opens memory by allocation. For both sides."""
+"""Device allocations that contain an image, and the copies between those of two processes. For both sides."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rfork.errors import SourceCorrupt, TransportUnavailable
 from rfork.image.memory import Image, Segment
-from rfork.transport.cuda_ipc.driver import Allocation, Driver, DriverError
+from rfork.transport.cuda_ipc.driver import Allocation, CudaDriver, DriverError
+from rfork.transport.mooncake.read_plan import ContiguousPiece
 
 MAX_ALLOCATIONS = 1 << 17
 """Limit per image: 2 TB in expandable segments of 20 MiB. A table of this size has 4 MB."""
@@ -44,7 +47,7 @@ class AllocationTable:
         return sorted({allocation.device for allocation in self.table})
 
 
-def allocations_of(driver: Driver, image: Image) -> AllocationTable:
+def allocations_of(driver: CudaDriver, image: Image) -> AllocationTable:
     """Return the device allocations that contain `image`. Raises DriverError.
 
     Queries the driver once per allocation: torch puts many tensors into one.
@@ -65,7 +68,7 @@ def allocations_of(driver: Driver, image: Image) -> AllocationTable:
     return AllocationTable(found)
 
 
-def shareable_allocations(driver: Driver, image: Image) -> AllocationTable:
+def shareable_allocations(driver: CudaDriver, image: Image) -> AllocationTable:
     """Return the allocations of the source's image. Raises TransportUnavailable if there are none or they
     cannot be shared.
     """
@@ -96,10 +99,83 @@ def host_ranges(allocations: AllocationTable, segments: Iterator[Segment] | Sequ
     """
     found: list[tuple[int, int]] = []
     for begin, address, length in segments:
-        if allocations.index(address) is not None:
-            continue
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], begin + length)
-        else:
-            found.append((begin, begin + length))
+        if allocations.index(address) is None:
+            _add_range(found, begin, begin + length)
     return found
+
+
+def _add_range(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Append a range, or extend the last one if it is adjacent."""
+    if ranges and ranges[-1][1] == begin:
+        ranges[-1] = (ranges[-1][0], end)
+    else:
+        ranges.append((begin, end))
+
+
+class PlannedCopy(NamedTuple):
+    """One copy: from `offset` in the source's allocation `allocation` to address `local`, run by `device`."""
+
+    allocation: int
+    offset: int
+    local: int
+    length: int
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copies that fill a range, and the image ranges that are in the source's host memory."""
+
+    copies: tuple[PlannedCopy, ...]
+    on_host: tuple[tuple[int, int], ...]
+
+    @property
+    def allocations_needed(self) -> dict[int, list[int]]:
+        """The source's allocations that each device of the target must open."""
+        found: dict[int, dict[int, None]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.device, {})[copy.allocation] = None
+        return {device: list(allocations) for device, allocations in found.items()}
+
+
+def plan_copies(
+    pieces: Iterable[ContiguousPiece], begin: int, source: AllocationTable, target: AllocationTable
+) -> CopyPlan:
+    """Plan the copies for `pieces` of an image range that starts at `begin`, in image order.
+
+    Bytes that are contiguous within one allocation on both sides become one copy: allocators place tensors
+    side by side, and each copy costs a few µs. `target` are the target's allocations; host memory of the
+    target is filled by the device of the first.
+    """
+    copies: list[PlannedCopy] = []
+    on_host: list[tuple[int, int]] = []
+    last_target: int | None = None
+    for remote, local, length in ((piece.remote, piece.local, piece.length) for piece in pieces):
+        index = source.index(remote)
+        if index is None:
+            _add_range(on_host, begin, begin + length)
+            begin += length
+            continue
+        begin += length
+        target_index = target.index(local)
+        device = target.table[target_index or 0].device
+        while length:
+            if index is None:
+                raise SourceCorrupt(f"the source's address map exceeds its allocations at {remote:#x}")
+            allocation = source.table[index]
+            run, offset = min(length, allocation.end - remote), remote - allocation.base
+            last = copies[-1] if copies else None
+            if (
+                last is not None
+                and (last.allocation, last.offset + last.length) == (index, offset)
+                and last.local + last.length == local
+                and target_index is not None
+                and target_index == last_target
+            ):
+                copies[-1] = last._replace(length=last.length + run)
+            else:
+                copies.append(PlannedCopy(index, offset, local, run, device))
+            last_target = target_index
+            remote, local, length = remote + run, local + run, length - run
+            index = source.index(remote) if length else None
+    return CopyPlan(tuple(copies), tuple(on_host))

@@ -22,14 +22,19 @@ from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import host_ranges, shareable_allocations
-from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, Driver, DriverError, IpcHandle
-from rfork.transport.cuda_ipc.namespaces import namespaces
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.messages import Message, encode_error, get_int, get_ints, get_str
-from rfork.transport.unix_socket.server import LocalServer
+from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, CudaDriver, DriverError, IpcHandle
+from rfork.transport.same_host.connection import (
+    Message,
+    UnixSocketConnection,
+    close_all,
+    encode_error,
+    get_int,
+    get_ints,
+    get_str,
+)
+from rfork.transport.same_host.memory_file import memory_file, write
+from rfork.transport.same_host.server import IDLE_TIMEOUT_S, LocalServer
 
-IDLE_TIMEOUT_S: Final = 60.0
-"""Maximum idle time in seconds of an authorized connection, and of a pin between two tokens."""
 RELEASE_TIMEOUT_S: Final = 3.0
 """Maximum wait in seconds of a closing source for its readers to unmap its memory."""
 
@@ -49,7 +54,7 @@ class CudaIpcExporter(StatelessExporter):
     socket directory.
     """
 
-    def __init__(self, image: Image, gate: AccessGate, driver: Driver, settings: InstanceSettings) -> None:
+    def __init__(self, image: Image, gate: AccessGate, driver: CudaDriver, settings: InstanceSettings) -> None:
         self._allocations = shareable_allocations(driver, image)
         self._devices = self._allocations.devices
         uuids = ",".join(driver.uuid(device) for device in self._devices)
@@ -67,7 +72,7 @@ class CudaIpcExporter(StatelessExporter):
         parameters = {
             **self._server.parameters,
             protocol.DEVICES: uuids,
-            **namespaces(),
+            **protocol.namespaces(),
         }
         self._endpoint = Endpoint("cuda_ipc", parameters, tuple(segments))
 
@@ -89,18 +94,9 @@ class CudaIpcExporter(StatelessExporter):
 
     def _serve(self, connection: UnixSocketConnection) -> None:
         """Handle one connection's requests until it closes; on a separate thread."""
-        timeout_s = self._idle_timeout_s  # unauthenticated
-        while True:
-            request, descriptors = connection.receive(time.monotonic() + timeout_s)
-            close_all(descriptors)
-            try:
-                keep_open = self._respond(connection, request)
-            except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-                self._reply(connection, encode_error(error))
-                continue
-            if not keep_open:
-                return
-            timeout_s = IDLE_TIMEOUT_S
+        self._server.serve_requests(
+            connection, lambda request: self._respond(connection, request), self._idle_timeout_s
+        )
 
     def _respond(self, connection: UnixSocketConnection, request: Message) -> bool:
         """Handle one request; return True if another may follow."""
@@ -242,16 +238,16 @@ class CudaIpcExporter(StatelessExporter):
         if not ranges:
             yield []
             return
-        descriptor = os.memfd_create("rfork-cuda-ipc", os.MFD_CLOEXEC)
+        file = memory_file(sealable=False)
+        offset = 0
         try:
-            with open(descriptor, "wb", closefd=False) as file:
-                for first, last in ranges:
-                    with self._server.memory_access(), self._image.readable(first, last) as views:
-                        file.writelines(views)
-            yield [descriptor]
+            for first, last in ranges:
+                with self._server.memory_access(), self._image.readable(first, last) as views:
+                    write(file.number, offset, views)
+                offset += last - first
+            yield [file.number]
         finally:
-            os.ftruncate(descriptor, 0)  # frees its memory even if the reader keeps it open
-            os.close(descriptor)
+            file.empty()  # even if the reader keeps it open
 
     def _reply(self, connection: UnixSocketConnection, message: Message, descriptors: list[int] | None = None) -> None:
         connection.send(message, descriptors or (), deadline=time.monotonic() + self._idle_timeout_s)

@@ -13,7 +13,7 @@ The target sends requests; the source replies once to each, in order, with the r
 
 The target keeps the descriptor of a *pin* open as long as it has any allocation opened: when it closes, the
 source knows that the memory may be freed. Nothing else is sent on the pin's connection: the target sends its
-newest token every `TOKEN_REFRESH_S`, and either side may end it, the source when the lease has expired.
+newest token every ten seconds, and either side may end it, the source when the lease has expired.
 
 *Granted* are the first bytes of the requested range: they do not change until they are released or the
 connection closes. The target trusts the bytes only after the reply to its release: it proves that the source
@@ -23,9 +23,11 @@ image order; it is emptied afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from rfork.image.chunks import MIB
+from rfork.transport.same_host.host_identity import namespace
 
 SLICE_BYTES: Final = 64 * MIB
 """Maximum bytes granted at once: less than a millisecond between GPUs, so a fence waits only briefly."""
@@ -39,5 +41,18 @@ PROCESSES: Final = "processes"
 """Endpoint parameter: the source's PID namespace."""
 IPC: Final = "ipc"
 """Endpoint parameter: the source's IPC namespace."""
-TOKEN_REFRESH_S: Final = 10.0
-"""Interval in seconds at which a pin sends its newest token; the source waits a minute for it."""
+
+
+def namespaces() -> dict[str, str]:
+    """Return endpoint parameters with the PID and IPC namespaces of this process; "" if unknown.
+
+    A handle of cudaMalloc memory contains a process id, and the driver opens it only within one IPC
+    namespace; otherwise it reports "invalid device context". Descriptors of memory work across namespaces.
+    """
+    return {PROCESSES: namespace("pid"), IPC: namespace("ipc")}
+
+
+def differing_namespaces(parameters: Mapping[str, str]) -> list[str]:
+    """Return those of "PID" and "IPC" for which this process and the source's endpoint differ."""
+    names = {PROCESSES: "PID", IPC: "IPC"}
+    return [names[name] for name, local in namespaces().items() if parameters.get(name, "") != local]

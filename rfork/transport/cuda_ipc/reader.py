@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 
-from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TransportUnavailable
+from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
 from rfork.transport.cuda_ipc import protocol
-from rfork.transport.cuda_ipc.allocations import AllocationTable
-from rfork.transport.cuda_ipc.copy_plan import CopyPlan, plan_copies
-from rfork.transport.cuda_ipc.driver import Driver
+from rfork.transport.cuda_ipc.allocations import AllocationTable, CopyPlan, plan_copies
+from rfork.transport.cuda_ipc.driver import CopyOp, CudaCopyStream, CudaDriver, DriverError
 from rfork.transport.cuda_ipc.source_memory import SourceMemory
-from rfork.transport.cuda_ipc.source_pin import SourcePin
-from rfork.transport.cuda_ipc.stream_copier import StreamCopier
 from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import close_all
-from rfork.transport.unix_socket.messages import Message, get_int, raise_error
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import Message, close_all, get_int
+from rfork.transport.same_host.memory_file import fill
+
+MIN_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
+WARN_INTERVAL_S: Final = 5.0
 
 log = logger(__name__)
 
@@ -30,38 +30,34 @@ log = logger(__name__)
 class CudaIpcReader:
     """Reads one source's image. Runs on the target; thread-safe: each concurrent read uses a separate stream.
 
-    Parameters: `remote`, the source's addresses; `target`, this side's allocations; `idle_timeout_s`, timeout
-    of a reply. A running copy cannot be cancelled, so leaving a read always waits for running copies: at most
-    64 MiB.
+    Parameters: `parameters`, those of the source's endpoint; `remote`, the source's addresses; `target`, this
+    side's allocations. A running copy cannot be cancelled, so leaving a read always waits for running copies:
+    at most 64 MiB.
     """
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         connections: ConnectionPool,
-        memory: SourceMemory,
         image: Image,
         token: TokenSource,
+        parameters: Mapping[str, str],
         *,
         remote: AddressMap,
         target: AllocationTable,
-        idle_timeout_s: float,
     ) -> None:
         self._connections = connections
-        self._memory = memory
         self._image = image
         self._token = token
         self._remote = remote
         self._target = target
-        self._idle_timeout_s = idle_timeout_s
-        self._pin_lock = threading.Lock()
-        self._source_pin: SourcePin | None = None
         self._changed = threading.Condition()
         self._active_reads = 0
         self._error: RforkError | None = None
         self._broken = threading.Event()
         self._released = threading.Event()
-        self._copier = StreamCopier(driver, memory, self._broken, self._check)
+        self._memory = SourceMemory(driver, connections, token, parameters, self._fail)
+        self._copier = _StreamCopier(driver, self._memory, self._broken, self._check)
 
     def open(self, deadline: float) -> None:
         """Pin the source, and test each handle type of each GPU by opening one allocation.
@@ -69,8 +65,7 @@ class CudaIpcReader:
         Raises as `read`, and TransportUnavailable or a subclass.
         """
         with self._in_use():
-            allocations = self._allocations(deadline)
-            numbered = list(enumerate(allocations.table))
+            numbered = list(enumerate(self._memory.allocations(deadline).table))
             first_of_type = {
                 (allocation.device, allocation.handle_type): index for index, allocation in reversed(numbered)
             }
@@ -120,12 +115,11 @@ class CudaIpcReader:
             raise SourceUnavailable(f"cannot open more of the source's memory: {error}", hint=error.hint) from error
 
     def _request_range(self, begin: int, end: int, plan: CopyPlan, deadline: float) -> int:
-        with self._connections.lease(self._remaining(deadline)) as connection:
+        reply_deadline = self._connections.reply_deadline
+        with self._connections.lease(deadline) as connection:
             request: Message = {"operation": "acquire", "token": self._token(), "begin": begin, "end": end}
-            connection.send(request, deadline=self._remaining(deadline))
-            reply, descriptors = connection.receive(self._remaining(deadline))
+            reply, descriptors = connection.exchange(request, reply_deadline(deadline))
             try:
-                raise_error(reply)
                 granted = get_int(reply, "granted")
                 if not 0 < granted <= end - begin:
                     raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
@@ -138,10 +132,8 @@ class CudaIpcReader:
                 raise
             finally:
                 close_all(descriptors)
-            connection.send({"operation": "release"}, deadline=self._remaining(deadline))
-            reply, descriptors = connection.receive(self._remaining(deadline))
+            reply, descriptors = connection.exchange({"operation": "release"}, reply_deadline(deadline))
             close_all(descriptors)
-            raise_error(reply)
             get_int(reply, "released")
         return granted
 
@@ -155,28 +147,12 @@ class CudaIpcReader:
             raise SourceCorrupt("the source sent no file with its bytes in host memory")
         offset = 0
         for begin, end in plan.on_host:
-            with self._image.writable(begin, end) as views:
-                for view in views:
-                    _fill_from(descriptors[0], offset, view)
-                    offset += view.nbytes
+            fill(self._image, begin, end, descriptors[0], offset)
+            offset += end - begin
 
     def _plan(self, begin: int, end: int, deadline: float) -> CopyPlan:
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
-        return plan_copies(pieces, begin, self._allocations(deadline), self._target)
-
-    def _allocations(self, deadline: float) -> AllocationTable:
-        """Return the source's allocations; the first call pins the source."""
-        if not self._pin_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise SourceTimeout("the source did not confirm in time that it keeps its memory")
-        try:
-            if self._source_pin is None:
-                self._source_pin = SourcePin(self._connections, self._token, self._remaining(deadline), self._fail)
-        finally:
-            self._pin_lock.release()
-        return self._memory.allocations(self._remaining(deadline))
-
-    def _remaining(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + self._idle_timeout_s)
+        return plan_copies(pieces, begin, self._memory.allocations(deadline), self._target)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -214,20 +190,97 @@ class CudaIpcReader:
                 self._changed.wait_for(lambda: self._active_reads == 0)
             self._copier.close()
             self._memory.close()
-            if self._source_pin is not None:
-                self._source_pin.release()
         finally:
             self._released.set()
 
 
-def _fill_from(descriptor: int, offset: int, view: memoryview) -> None:
-    """Fill a view from a file. Raises SourceCorrupt if it is too short or not readable."""
-    done = 0
-    while done < view.nbytes:
+class _StreamCopier:
+    """Runs the copies of reads on streams, which are created on demand and reused.
+
+    Thread-safe: each call of `copy` uses separate streams. A running copy cannot be cancelled, so leaving
+    `copy` always waits for running copies. Once `broken` is set, `check` raises the reason.
+    """
+
+    def __init__(
+        self, driver: CudaDriver, memory: SourceMemory, broken: threading.Event, check: Callable[[], None]
+    ) -> None:
+        self._driver = driver
+        self._memory = memory
+        self._broken = broken
+        self._check = check
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[CudaCopyStream]] = {}
+
+    def close(self) -> None:
+        """Destroy the streams, after the last `copy`."""
+        with self._lock:
+            streams = [stream for idle in self._idle.values() for stream in idle]
+            self._idle.clear()
+        for stream in streams:
+            _close(stream)
+
+    def copy(self, plan: CopyPlan, deadline: float) -> None:
+        """Run the copies. Raises SourceTimeout at the deadline, TargetError if a device fails, or as `check`."""
+        streams: list[tuple[int, CudaCopyStream]] = []
+        address = self._memory.address
         try:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-        except OSError as error:
-            raise SourceCorrupt(f"the source's bytes in host memory cannot be read: {error.strerror}") from None
-        if not count:
-            raise SourceCorrupt("the source sent fewer bytes of host memory than it granted")
-        done += count
+            for device in plan.allocations_needed:
+                stream = self._stream(device)
+                streams.append((device, stream))
+                stream.queue(
+                    [
+                        CopyOp(address(copy.allocation, device) + copy.offset, copy.local, copy.length)
+                        for copy in plan.copies
+                        if copy.device == device
+                    ]
+                )
+            self._wait([stream for _, stream in streams], deadline)
+        except DriverError as error:
+            raise TargetError(f"a copy from the source's GPU memory failed: {error}") from error
+        finally:
+            self._drain(streams)
+
+    def _wait(self, streams: Sequence[CudaCopyStream], deadline: float) -> None:
+        """Return when all copies have finished.
+
+        Raises SourceTimeout at the deadline, DriverError, or as `check`.
+        """
+        wait = MIN_WAIT_S
+        while not all(stream.done() for stream in streams):
+            if self._broken.wait(wait):
+                self._check()
+            if time.monotonic() >= deadline:
+                raise SourceTimeout("copies from the source's GPU did not finish before the deadline")
+            wait = min(wait * 1.5, MAX_WAIT_S)
+
+    def _drain(self, streams: Sequence[tuple[int, CudaCopyStream]]) -> None:
+        """Return the streams to the pool once nothing runs on them; drop those that failed."""
+        for device, stream in streams:
+            try:
+                warn_at = time.monotonic() + WARN_INTERVAL_S
+                # Wait without limit: bytes that arrive after another source has filled the range would
+                # corrupt it. If the device is lost, done() raises and no more bytes arrive.
+                while not stream.done():
+                    if time.monotonic() >= warn_at:
+                        log.warning("copies from a source's GPU memory are still running", device=device)
+                        warn_at += WARN_INTERVAL_S
+                    time.sleep(MAX_WAIT_S)
+            except DriverError as error:
+                log.warning("copy stream failed", device=device, reason=str(error))
+                _close(stream)
+            else:
+                with self._lock:
+                    self._idle.setdefault(device, []).append(stream)
+
+    def _stream(self, device: int) -> CudaCopyStream:
+        with self._lock:
+            if self._idle.get(device):
+                return self._idle[device].pop()
+        return self._driver.copy_stream(device)
+
+
+def _close(stream: CudaCopyStream) -> None:
+    try:
+        stream.close()
+    except DriverError as error:
+        log.warning("cannot destroy a copy stream", reason=str(error))

@@ -6,7 +6,8 @@ addition to the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -28,17 +29,15 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.cuda_ipc import libcuda, protocol
+from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.cuda import CudaDriver
-from rfork.transport.cuda_ipc.diagnostics import require_peer_access
-from rfork.transport.cuda_ipc.driver import Driver, DriverError
+from rfork.transport.cuda_ipc.driver import MIN_VERSION, CudaDriver, CudaDriverLibrary, DriverError
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from rfork.transport.cuda_ipc.reader import CudaIpcReader
-from rfork.transport.cuda_ipc.source_memory import SourceMemory
+from rfork.transport.cuda_ipc.source_memory import require_peer_access
 from rfork.transport.mooncake.read_plan import AddressMap
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.host_identity import same_host_availability
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.host_identity import same_host_availability
 
 log = logger(__name__)
 
@@ -52,7 +51,7 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     one_sided = False
 
-    def __init__(self, settings: InstanceSettings, driver: Callable[[], Driver] = CudaDriver) -> None:
+    def __init__(self, settings: InstanceSettings, driver: Callable[[], CudaDriver] = CudaDriver) -> None:
         self._settings = settings
         self._driver = driver
 
@@ -64,10 +63,10 @@ class CudaIpcTransport:
         if torch.version.cuda is None or not torch.cuda.is_available():
             return Availability(False, "torch finds no CUDA device")
         try:
-            version = libcuda.CudaDriverLibrary().version()
+            version = CudaDriverLibrary().version()
         except (RforkError, DriverError) as error:
             return Availability(False, str(error), error.hint if isinstance(error, RforkError) else "")
-        if version < libcuda.MIN_VERSION:
+        if version < MIN_VERSION:
             text = f"the NVIDIA driver supports only CUDA {version // 1000}.{version % 1000 // 10}"
             return Availability(False, text, "needs CUDA 11.4 (driver R470) or newer")
         return Availability(True, "between GPUs of this host")
@@ -99,39 +98,22 @@ class CudaIpcTransport:
         settings, parameters = self._settings, endpoint.parameters
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         connections = ConnectionPool(parameters, settings.source_idle_timeout_s, folder=settings.unix_socket_dir)
-        connections.open(deadline)
-        try:
-            reader = self._reader(connections, parameters, image, token, remote)
-        except DriverError as error:
-            connections.close()
-            raise TransportUnavailable(f"the GPU driver failed: {error}") from error
-        except BaseException:
-            connections.close()
-            raise
-        try:
-            reader.open(deadline)
-        except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-            log.debug("source rejected the request for now", reason=str(error))
-        except BaseException:
-            reader.close()
-            raise
+        with ExitStack() as on_error:
+            on_error.callback(connections.close)
+            connections.open(deadline)
+            try:
+                driver = self._driver()
+                target = allocations_of(driver, image)
+                if not target.table:
+                    raise TransportUnavailable("this instance's image has no bytes on a GPU")
+                require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
+            except DriverError as error:
+                raise TransportUnavailable(f"the GPU driver failed: {error}") from error
+            reader = CudaIpcReader(driver, connections, image, token, parameters, remote=remote, target=target)
+            on_error.callback(reader.close)
+            try:
+                reader.open(deadline)
+            except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
+                log.debug("source rejected the request for now", reason=str(error))
+            on_error.pop_all()
         return reader
-
-    def _reader(
-        self,
-        connections: ConnectionPool,
-        parameters: Mapping[str, str],
-        image: Image,
-        token: TokenSource,
-        remote: AddressMap,
-    ) -> CudaIpcReader:
-        driver = self._driver()
-        target = allocations_of(driver, image)
-        if not target.table:
-            raise TransportUnavailable("this instance's image has no bytes on a GPU")
-        require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
-        idle_timeout_s = self._settings.source_idle_timeout_s
-        memory = SourceMemory(driver, connections, token, parameters, idle_timeout_s)
-        return CudaIpcReader(
-            driver, connections, memory, image, token, remote=remote, target=target, idle_timeout_s=idle_timeout_s
-        )

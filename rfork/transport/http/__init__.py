@@ -7,12 +7,15 @@ reader can read any file from an HTTP server.
 
 from __future__ import annotations
 
+from functools import cache
+
 from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
+from rfork.net.request import redacted_url
+from rfork.net.tls import client_context, server_context
 from rfork.settings import InstanceSettings
 from rfork.thread_priority import SERVING_THREAD_NICE
-from rfork.tls_files import client_context, server_context
 from rfork.transport.base import (
     AccessGate,
     Availability,
@@ -22,7 +25,6 @@ from rfork.transport.base import (
     no_control_stream,
 )
 from rfork.transport.http.client import HttpReader
-from rfork.transport.http.range_request import HttpLocation
 from rfork.transport.http.responses import ImageResource
 from rfork.transport.http.server import HttpExporter
 
@@ -81,17 +83,16 @@ class HttpTransport:
     ) -> HttpReader:
         """Target side: connect to the endpoint's URL; an empty token is not sent. Raises as `Reader.read`."""
         parameters = endpoint.parameters
-        location = HttpLocation.parse(parameters.get("url", ""))
-        offset = parameters.get("data_offset", "0")
+        url, offset = parameters.get("url", ""), parameters.get("data_offset", "0")
         if not offset.isdecimal():
-            raise SourceCorrupt(f"{location} reports an invalid data offset, {offset!r}")
+            raise SourceCorrupt(f"{redacted_url(url)} reports an invalid data offset, {offset!r}")
         reader = HttpReader(
-            location,
+            url,
             image,
             token,
             data_offset=int(offset),
             etag=parameters.get("etag", ""),
-            context=client_context(self._settings.tls) if location.secure else None,
+            tls_context=cache(lambda: client_context(self._settings.tls)),
             idle_timeout_s=self._settings.source_idle_timeout_s,
         )
         reader.open(deadline)

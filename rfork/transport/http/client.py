@@ -1,31 +1,37 @@
 """Target side of the http transport: reads image ranges from any HTTP server into the tensors' memory.
 
 The server is a live seed, or any server of a file with Range requests, such as nginx or an object store with
-a snapshot. Only the head of a response is parsed; its body is received directly into the views.
+a snapshot. Nothing waits longer than the deadline, or than the idle timeout for the next byte.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
 
-from rfork.errors import SourceCorrupt, SourceUnavailable, SourceWeightsChanged
+from rfork.errors import (
+    LeaseRejected,
+    RforkError,
+    SourceBusy,
+    SourceCorrupt,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceUnreachable,
+    SourceWeightsChanged,
+)
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.transport.base import TokenSource
-from rfork.transport.http import headers as http_fields
-from rfork.transport.http.parser import is_keep_alive
-from rfork.transport.http.range_request import (
-    HttpLocation,
-    IdleTimeout,
-    error_from_response,
-    open_stream,
-    read_body_into,
-    send_range_request,
-)
-from rfork.transport.http.stream import ScatterCursor, Stream
+from rfork.net.connect import Cancelled, CancelScope
+from rfork.net.http_heads import MalformedMessage, ResponseHead, check_partial_content
+from rfork.net.pool import HttpConnectionPool, PooledConnection
+from rfork.net.request import HttpRequest, InvalidRequest
+from rfork.net.response import HttpResponse, ReadTimeout, StalledResponse
+from rfork.net.stream import ScatterCursor
+from rfork.transport.base import CONNECT_TIMEOUT_S, TokenSource
 
 log = logger(__name__)
 
@@ -33,44 +39,59 @@ REQUEST_BYTES = 32 << 20
 """Maximum bytes of one request. Each request carries the newest token, and the source checks it again while
 sending, so a request must finish well within a lease's lifetime.
 """
+MAX_ERROR_BODY = 4096
+"""Maximum bytes of an error response's text that are read for the error message."""
+
+_VISIBLE = re.compile(r"[\x21-\x7e]+")
+_MEANING: Mapping[int, type[RforkError]] = {
+    401: LeaseRejected,
+    403: LeaseRejected,
+    409: SourceBusy,
+    429: SourceBusy,
+    503: SourceBusy,
+    410: SourceWeightsChanged,
+    412: SourceWeightsChanged,
+}
 
 
 class HttpReader:
     """Reads image ranges from one file. Thread-safe: each concurrent read uses a separate connection.
 
     The image begins at file byte `data_offset`. If `etag` is empty, the tag of the first response is used.
-    `context` None: plain TCP. `idle_timeout_s`: seconds without a byte after which a source counts as
-    stalled.
+    `tls_context` returns the context of an https connection. `idle_timeout_s`: seconds without a byte after
+    which a source counts as stalled. The constructor raises SourceCorrupt for an invalid URL.
     """
 
     def __init__(
         self,
-        location: HttpLocation,
+        url: str,
         image: Image,
         token: TokenSource,
         *,
         data_offset: int,
         etag: str,
-        context: ssl.SSLContext | None,
+        tls_context: Callable[[], ssl.SSLContext],
         idle_timeout_s: float,
     ) -> None:
-        self._location = location
+        self._file = HttpRequest(url)
+        try:
+            self._origin = self._file.origin
+            self._file.head({})
+        except InvalidRequest as error:
+            raise SourceCorrupt(f"invalid URL of a source: {error}") from None
+        self._authority = urlsplit(url).netloc
         self._image = image
         self._token = token
         self._data_offset = data_offset
         self._etag = etag
-        self._context = context
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
-        self._closed = False
-        self._idle: list[Stream] = []
-        self._streams: set[Stream] = set()
-        self.has_received = False
-        """True if any byte of an image has been received."""
+        self._scope = CancelScope()
+        self._pool = HttpConnectionPool(tls_context)
 
     def open(self, deadline: float) -> None:
         """Open the first connection, to detect an unreachable server early. Raises as `read`."""
-        self._release(self._connect(deadline))
+        self._pool.release(self._acquire(deadline, fresh=False), usable=True)
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the image; raises as `Reader.read`.
@@ -88,14 +109,8 @@ class HttpReader:
 
     def close(self) -> None:
         """Close all connections; reads in progress raise SourceUnavailable."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            streams = list(self._streams)
-        for stream in streams:
-            stream.abort()
-        for stream in idle:
-            self._discard(stream)
+        self._scope.abort()
+        self._pool.unregister()
 
     def _read_request(self, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> None:
         """Fill the cursor, which starts at image offset `begin`, until it has `until` bytes.
@@ -105,101 +120,96 @@ class HttpReader:
         """
         began = time.monotonic()
         try:
-            self._run_request(self._acquire() or self._connect(deadline), cursor, begin, until, deadline)
+            self._request(cursor, begin, until, deadline, fresh=False)
             return
         except OSError as error:
             first = error
-        if not self._closed:
+        if not self._scope.is_cancelled:
             log.info(
                 "connection replaced",
-                source=str(self._location),
+                source=self._authority,
                 reason=str(first),
                 missing=until - cursor.done,
                 seconds=round(time.monotonic() - began, 1),
             )
-        stream = self._connect(deadline)
         try:
-            self._run_request(stream, cursor, begin, until, deadline)
+            self._request(cursor, begin, until, deadline, fresh=True)
         except OSError as error:
-            self._check_open()
-            raise SourceUnavailable(f"{self._location} closed the connection twice: {first}, then {error}") from error
+            if self._scope.is_cancelled:
+                raise self._closed_error() from None
+            raise SourceUnavailable(f"{self._authority} closed the connection twice: {first}, then {error}") from error
 
-    def _run_request(self, stream: Stream, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> None:
-        """Send one request and read its response; keep the stream after success, otherwise close it."""
-        succeeded = False
-        try:
-            succeeded = self._request(stream, cursor, begin, until, deadline)
-        finally:
-            if succeeded:
-                self._release(stream)
-            else:
-                self._discard(stream)
-
-    def _request(self, stream: Stream, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> bool:
-        idle_timeout = IdleTimeout(self._location, self._idle_timeout_s, deadline, self._mark_received)
+    def _request(self, cursor: ScatterCursor, begin: int, until: int, deadline: float, *, fresh: bool) -> None:
+        """Send one request and receive its body. Raises OSError if the connection is lost."""
         first, count = self._data_offset + begin + cursor.done, until - cursor.done
-        response, body = send_range_request(stream, first, first + count, self._token(), self._etag, idle_timeout)
-        if response.status != 206:
-            raise error_from_response(stream, response, body, idle_timeout)
-        self._check(response.fields, first, first + count)
-        if len(body) > count:
-            raise SourceCorrupt(f"{self._location} sent more than the {count} bytes requested")
-        cursor.write_bytes(body)
-        if body:
-            self._mark_received()
-        read_body_into(stream, cursor, count - len(body), idle_timeout)
-        return is_keep_alive(response)
+        message = [self._head(first, first + count)]
+        connection = self._acquire(deadline, fresh=fresh)
+        timeout = ReadTimeout(self._idle_timeout_s, deadline=deadline)
+        try:
+            with self._pool.exchange(connection, message, self._scope, timeout) as response:
+                if response.head.status != 206:
+                    raise self._refusal(response)
+                self._check(response.head, first, first + count)
+                response.fill(cursor, count)
+        except Cancelled:
+            raise self._closed_error() from None
+        except TimeoutError:
+            raise SourceTimeout(f"{self._authority} does not accept requests") from None
+        except StalledResponse as error:
+            raise SourceTimeout(f"{self._authority} {error}") from None
+        except MalformedMessage as error:
+            raise SourceCorrupt(f"{self._authority} sent an invalid HTTP response: {error}") from None
 
-    def _mark_received(self) -> None:
-        self.has_received = True
+    def _head(self, begin: int, end: int) -> bytes:
+        """Return the request for file range `[begin, end)`."""
+        fields = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        if token := self._token():
+            if not _VISIBLE.fullmatch(token):
+                raise LeaseRejected("a lease token must not contain spaces or control characters")
+            fields["Authorization"] = f"Bearer {token}"
+        # Weak tags never match (RFC 9110 13.1.1).
+        if not self._etag.startswith("W/") and _VISIBLE.fullmatch(self._etag):
+            fields["If-Match"] = self._etag
+        return self._file.head(fields)
 
-    def _check(self, fields: Mapping[str, str], begin: int, end: int) -> None:
+    def _check(self, head: ResponseHead, begin: int, end: int) -> None:
         """Reject a 206 response whose body is not exactly file range `[begin, end)` of the expected file."""
-        etag = fields.get("etag", "")
+        etag = head.fields.get("etag", "")
         with self._lock:
             self._etag = self._etag or etag
         if etag and etag != self._etag:
             raise SourceWeightsChanged(
-                f"the file at {self._location} has changed: its entity tag is {etag}, not {self._etag}"
+                f"the file at {self._authority} has changed: its entity tag is {etag}, not {self._etag}"
             )
         try:
-            got_begin, got_end, size = http_fields.parse_content_range(fields.get("content-range", ""))
+            check_partial_content(head.fields, begin, end)
         except ValueError as error:
-            raise SourceCorrupt(f"{self._location}: {error}") from None
-        if (got_begin, got_end) != (begin, end):
-            requested_text = f"instead of [{begin}, {end})"
-            raise SourceCorrupt(f"{self._location} sent bytes [{got_begin}, {got_end}) of {size} {requested_text}")
-        if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
-            raise SourceCorrupt(f"{self._location} does not report a content length of {end - begin} bytes")
-        if fields.get("content-encoding", "identity") != "identity":
-            raise SourceCorrupt(f"{self._location} sent an encoded response: {fields['content-encoding']}")
+            raise SourceCorrupt(f"{self._authority} {error}") from None
 
-    def _acquire(self) -> Stream | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+    def _refusal(self, response: HttpResponse) -> RforkError:
+        """Return the error for a response other than 206, with the server's reason if it is plain text."""
+        status, fields = response.head.status, response.head.fields
+        if status == 200:
+            return SourceCorrupt(f"{self._authority} does not support range requests: it would send the complete file")
+        reason = ""
+        if fields.get("content-type", "").startswith("text/plain") and "content-length" in fields:
+            reason = " ".join(response.text(MAX_ERROR_BODY).decode("utf-8", "replace").split())
+        error_type = _MEANING.get(status, SourceUnavailable if status >= 500 else SourceCorrupt)
+        return error_type(f"{self._authority} responded {status}: {reason or 'no reason stated'}")
 
-    def _connect(self, deadline: float) -> Stream:
-        self._check_open()
-        stream = open_stream(self._location, self._context, self._idle_timeout_s, deadline)
-        with self._lock:
-            if not self._closed:
-                self._streams.add(stream)
-                return stream
-        stream.close()
-        raise SourceUnavailable(f"the reader of {self._location} was closed")
+    def _acquire(self, deadline: float, *, fresh: bool) -> PooledConnection:
+        """Return a connection. Raises SourceUnavailable, SourceTimeout or SourceUnreachable."""
+        seconds = min(self._idle_timeout_s, CONNECT_TIMEOUT_S, deadline - time.monotonic())
+        if seconds <= 0:
+            raise SourceTimeout(f"{self._authority} was too slow: the read's deadline has passed")
+        try:
+            return self._pool.acquire(self._origin, self._scope, seconds, fresh=fresh)
+        except Cancelled:
+            raise self._closed_error() from None
+        except TimeoutError:
+            raise SourceUnreachable(f"no connection to {self._authority} within {seconds:.1f} s") from None
+        except OSError as error:
+            raise SourceUnavailable(f"cannot connect to {self._authority}: {error}") from error
 
-    def _release(self, stream: Stream) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(stream)
-                return
-        self._discard(stream)
-
-    def _discard(self, stream: Stream) -> None:
-        with self._lock:
-            self._streams.discard(stream)
-        stream.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceUnavailable(f"the reader of {self._location} was closed")
+    def _closed_error(self) -> SourceUnavailable:
+        return SourceUnavailable(f"the reader of {self._authority} was closed")

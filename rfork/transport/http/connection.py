@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 
-from rfork.transport.http import headers as http_fields
-from rfork.transport.http.parser import MalformedHead, RequestHead, is_keep_alive, parse_request
+from rfork.net import http_heads as http_fields
+from rfork.net.http_heads import MalformedMessage, RequestHead, is_keep_alive, parse_request
+from rfork.net.stream import Stream
 from rfork.transport.http.responses import ImageResource, ImageResponse, error_response, respond
-from rfork.transport.http.stream import Stream
 
 MAX_HEAD_BYTES = 16 << 10
 """Maximum bytes of a request line and its header fields."""
@@ -53,7 +53,7 @@ class ServerConnection:
         while alive:
             try:
                 head = read_head(self.stream, received, timeout_s, self._idle_timeout_s)
-            except MalformedHead as error:
+            except MalformedMessage as error:
                 self._send("GET", error_response(HTTPStatus(error.status), str(error)), "", alive=False)
                 break
             if head is None:
@@ -115,7 +115,7 @@ def read_head(stream: Stream, received: bytes, idle_s: float, head_s: float) -> 
     """Read one request head; return it and any bytes after it, or None if the client closed the connection.
 
     Waits `idle_s` seconds for the first byte and from then on `head_s` for the rest in total. Raises
-    TimeoutError or another OSError, and MalformedHead.
+    TimeoutError or another OSError, and MalformedMessage.
     """
     has_started = bool(received)
     deadline = time.monotonic() + (head_s if has_started else idle_s)

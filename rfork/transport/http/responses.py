@@ -15,9 +15,9 @@ from http import HTTPStatus
 from rfork.errors import LeaseRejected, RforkError, SourceBusy, SourceWeightsChanged
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
+from rfork.net import http_heads as http_fields
+from rfork.net.http_heads import RangeNotSatisfiable
 from rfork.transport.base import AccessGate
-from rfork.transport.http import headers as http_fields
-from rfork.transport.http.headers import RangeNotSatisfiable
 
 PATH = "/v1/image"
 

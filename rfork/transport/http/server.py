@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from rfork.errors import LeaseRejected, PortInUse, SettingsError, SourceBusy, SourceWeightsChanged, reason_of
 from rfork.logs import logger
+from rfork.net.stream import PlainStream, Stream, TlsStream
 from rfork.thread_priority import lower_thread_priority
 from rfork.transport.base import Endpoint, StatelessExporter
 from rfork.transport.http.connection import ServerConnection
 from rfork.transport.http.responses import PATH, ImageResource
-from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 
 log = logger(__name__)
 

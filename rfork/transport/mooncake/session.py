@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from rfork.errors import SourceError, SourceUnavailable
+from rfork.net.token_bucket import SLICE_S, TokenBucket
 from rfork.transport.mooncake.engine import MooncakeEngine
 from rfork.transport.mooncake.read_plan import SIZES, STAGING_BYTES, RemoteRead, split_head
-from rfork.transport.token_bucket import SLICE_S, TokenBucket
 
 MIN_WAIT_S = 0.0002
 """Interval between polls of reads in flight."""

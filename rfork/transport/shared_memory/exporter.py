@@ -19,33 +19,37 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from rfork.errors import LeaseRejected, SourceBusy, SourceCorrupt, SourceWeightsChanged
+from rfork.errors import SourceBusy, SourceCorrupt, SourceWeightsChanged
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
 from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
-from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
+from rfork.transport.same_host.connection import (
+    Message,
+    UnixSocketConnection,
+    encode_error,
+    get_int,
+    get_ints,
+    get_str,
+)
+from rfork.transport.same_host.memory_file import Descriptor, memory_file
+from rfork.transport.same_host.server import LocalServer
 from rfork.transport.shared_memory.file_layout import FileLayout
-from rfork.transport.shared_memory.memfd import Descriptor, SealedChunk, memory_file, write
 from rfork.transport.shared_memory.memory_budget import MemoryBudget, fits_in_memory
-from rfork.transport.shared_memory.protocol import ReplyStream, SharedMemoryRequest
-from rfork.transport.shared_memory.remap import PageRemapper
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.messages import encode_error
-from rfork.transport.unix_socket.server import LocalServer
-
-log = logger(__name__)
+from rfork.transport.shared_memory.sealed_chunk import SealedChunk, SealedChunkCache, write
 
 NAME: Final = "shared_memory"
 SLICE_BYTES: Final = 8 << 20
 """Maximum bytes between two checks of the gate."""
 PIECE_BYTES: Final = 2 << 20
 """Size of the file for a connection's pieces."""
-IDLE_TIMEOUT_S: Final = 60.0
-"""Maximum idle time in seconds of an authorized connection between two requests."""
 POLL_INTERVAL_S: Final = 15.0
 """Interval of the checks that enough memory is left for cached chunks."""
+KEEPALIVE_INTERVAL_S: Final = 0.5
+"""Maximum interval between messages, so that a throttled reader does not consider the source stalled."""
+
+log = logger(__name__)
 
 
 class SharedMemoryExporter(StatelessExporter):
@@ -58,7 +62,6 @@ class SharedMemoryExporter(StatelessExporter):
         self._gate = gate
         self._chunk_cache = chunk_cache
         self._idle_timeout_s = settings.source_idle_timeout_s
-        self._remapper = PageRemapper()
         self._memory_budget = MemoryBudget()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -91,42 +94,37 @@ class SharedMemoryExporter(StatelessExporter):
     # -- on one thread per connection ------------------------------------------------------------------
 
     def _serve(self, connection: UnixSocketConnection) -> None:
-        replies = ReplyStream(connection, self._idle_timeout_s)
+        replies = _ReplyStream(connection, self._idle_timeout_s)
         try:
-            self._serve_requests(connection, replies)
+            self._server.serve_requests(
+                connection, lambda message: self._respond(message, connection, replies), self._idle_timeout_s
+            )
         finally:
             # Disconnect first: a reader must not find an empty piece on an open connection.
             connection.abort()
             replies.end()
 
-    def _serve_requests(self, connection: UnixSocketConnection, replies: ReplyStream) -> None:
-        timeout_s = self._idle_timeout_s
-        while True:
-            message, descriptors = connection.receive(time.monotonic() + timeout_s)
-            close_all(descriptors)
-            try:
-                request = SharedMemoryRequest(message, self._image)
-                fork_id = self._gate.authorize(request.token, request.begin, request.end)
-                if not self._server.acquire_slot(connection, fork_id):
-                    replies.send_reply(encode_error(SourceBusy("no free connection slot")))
-                    return
-                timeout_s = IDLE_TIMEOUT_S
-                self._respond(request, fork_id, replies)
-            except (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceCorrupt) as error:
-                replies.send_reply(encode_error(error))
-            except OSError as error:
-                # Out of descriptors or memory. Cached chunks are the first to be dropped.
-                log.warning("cannot share a chunk", reason=str(error))
-                self._chunk_cache.drop_oldest()
-                replies.send_reply(
-                    encode_error(SourceBusy(f"the source has no memory to share a chunk: {error.strerror}"))
-                )
+    def _respond(self, message: Message, connection: UnixSocketConnection, replies: _ReplyStream) -> bool:
+        try:
+            request = _Request(message, self._image)
+            fork_id = self._gate.authorize(request.token, request.begin, request.end)
+            if not self._server.acquire_slot(connection, fork_id):
+                raise SourceBusy("no free connection slot")
+            sealed = self._seal_chunk(request, fork_id, replies)
+            if sealed is None:
+                self._send_piece(request, fork_id, replies)
+            else:
+                self._send_sealed(sealed, request, replies)
+        except SourceCorrupt as error:
+            replies.send_reply(encode_error(error))
+        except OSError as error:
+            # Out of descriptors or memory. Cached chunks are the first to be dropped.
+            log.warning("cannot share a chunk", reason=str(error))
+            self._chunk_cache.drop_oldest()
+            raise SourceBusy(f"the source has no memory to share a chunk: {error.strerror}") from None
+        return True
 
-    def _respond(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> None:
-        sealed = self._seal_chunk(request, fork_id, replies) if request.chunk is not None else None
-        if sealed is None:
-            self._send_piece(request, fork_id, replies)
-            return
+    def _send_sealed(self, sealed: SealedChunk, request: _Request, replies: _ReplyStream) -> None:
         # Check again: the lease may have expired and the weights may have changed in the meantime.
         with self._gate.read_guard(request.token, request.begin, request.end, _noop):
             if self._gate.version_tag() != sealed.verified_etag:
@@ -138,7 +136,7 @@ class SharedMemoryExporter(StatelessExporter):
             sealed.descriptor.number,
         )
 
-    def _seal_chunk(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> SealedChunk | None:
+    def _seal_chunk(self, request: _Request, fork_id: str, replies: _ReplyStream) -> SealedChunk | None:
         """Return the complete chunk in a sealed file; None if it is not cached and cannot be created."""
         chunk = request.chunk
         if chunk is None:
@@ -165,7 +163,7 @@ class SharedMemoryExporter(StatelessExporter):
                 self._chunk_cache.put(chunk, created)
             return created
 
-    def _find_verified(self, chunk: int, token: str, replies: ReplyStream) -> SealedChunk | None:
+    def _find_verified(self, chunk: int, token: str, replies: _ReplyStream) -> SealedChunk | None:
         """Return the cached chunk if its bytes equal the current image."""
         cached = self._chunk_cache.find(chunk)
         if cached is None:
@@ -181,11 +179,11 @@ class SharedMemoryExporter(StatelessExporter):
         self._chunk_cache.drop(chunk)
         return None
 
-    def _matches_image(self, sealed: SealedChunk, token: str, replies: ReplyStream) -> bool:
+    def _matches_image(self, sealed: SealedChunk, token: str, replies: _ReplyStream) -> bool:
         """Return True if a received chunk has the same bytes as the image."""
         for begin, end in _slices(sealed.layout.begin, sealed.layout.end):
             with self._memory_access(token, begin, end):
-                if not sealed.content_equals(self._image, begin, end, self._remapper):
+                if not sealed.content_equals(self._image, begin, end):
                     return False
             replies.keepalive()
         return True
@@ -196,7 +194,7 @@ class SharedMemoryExporter(StatelessExporter):
         with self._gate.read_guard(token, begin, end, _noop), self._server.memory_access():
             yield
 
-    def _build(self, layout: FileLayout, token: str, replies: ReplyStream) -> SealedChunk:
+    def _build(self, layout: FileLayout, token: str, replies: _ReplyStream) -> SealedChunk:
         file = self._file()
         etag = self._gate.version_tag()
         for begin, end in _slices(layout.begin, layout.end):
@@ -218,7 +216,7 @@ class SharedMemoryExporter(StatelessExporter):
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._chunk_cache.drop_oldest():
                     raise
 
-    def _send_piece(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> None:
+    def _send_piece(self, request: _Request, fork_id: str, replies: _ReplyStream) -> None:
         """Send the first bytes of the request in a file that the connection's next piece overwrites."""
         begin = request.begin
         max_bytes = min(request.end - begin, PIECE_BYTES)
@@ -235,13 +233,64 @@ class SharedMemoryExporter(StatelessExporter):
             write(piece, FileLayout(begin, end, (begin,), (0,)), begin, views)
         replies.send_reply({"piece": 0, "begin": begin, "end": end}, piece.number)
 
-    def _charge_bandwidth(self, begin: int, end: int, fork_id: str, replies: ReplyStream) -> None:
+    def _charge_bandwidth(self, begin: int, end: int, fork_id: str, replies: _ReplyStream) -> None:
         """Wait for the egress budget of a complete chunk, sending keep-alives to the reader."""
         charged_end = begin
         while charged_end < end:
             charged_end += self._gate.acquire_bytes(min(end - charged_end, SLICE_BYTES), fork_id)
             replies.keepalive()
         replies.charged = (begin, end)
+
+
+class _Request:
+    """A request for image bytes `[begin, end)`, with the alignment for mapping, if any.
+
+    `chunk` is the chunk that contains them all. Raises SourceCorrupt for a range outside the image.
+    """
+
+    def __init__(self, message: Message, image: Image) -> None:
+        self.token = get_str(message, "token")
+        self.begin, self.end = get_int(message, "begin"), get_int(message, "end")
+        if not 0 <= self.begin < self.end <= image.layout.image_bytes:
+            raise SourceCorrupt(f"[{self.begin}, {self.end}) is not within the image")
+        chunks = image.layout.chunks.covering(self.begin, self.end)
+        self.chunk = chunks[0] if len(chunks) == 1 else None
+        self.maps = "alignment" in message
+        self.alignment = get_ints(message, "alignment") if self.maps else []
+        if self.maps and self.chunk is not None:
+            try:
+                FileLayout.requested(*image.layout.chunks[self.chunk], self.alignment)
+            except ValueError as error:
+                raise SourceCorrupt(str(error)) from None
+
+
+class _ReplyStream:
+    """Replies to one reader."""
+
+    def __init__(self, connection: UnixSocketConnection, idle_timeout_s: float) -> None:
+        self.piece: Descriptor | None = None
+        self.charged = (0, 0)
+        """Image range that has been charged to the budget but not been sent."""
+        self._connection = connection
+        self._idle_timeout_s = idle_timeout_s
+        self._last_reply_at = time.monotonic()
+
+    def send_reply(self, message: Message, *descriptors: int) -> None:
+        """Send a reply. Raises SourceUnavailable or SourceTimeout if the reader disconnected or does not
+        read.
+        """
+        self._last_reply_at = time.monotonic()
+        self._connection.send(message, descriptors, deadline=self._last_reply_at + self._idle_timeout_s)
+
+    def keepalive(self) -> None:
+        """Make the reader continue to wait."""
+        if time.monotonic() - self._last_reply_at >= KEEPALIVE_INTERVAL_S:
+            self.send_reply({"wait": 0})
+
+    def end(self) -> None:
+        """End the replies and empty the piece, so that a reader cannot keep its memory."""
+        if self.piece is not None:
+            self.piece.empty()
 
 
 def _slices(begin: int, end: int) -> Iterator[tuple[int, int]]:

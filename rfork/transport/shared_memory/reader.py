@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Sequence
 
-from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError
+from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
-from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
+from rfork.transport.same_host import memory_file
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import (
+    Message,
+    UnixSocketConnection,
+    close_all,
+    get_int,
+    get_ints,
+    raise_error,
+)
+from rfork.transport.same_host.memory_file import Descriptor
 from rfork.transport.shared_memory.file_layout import FileLayout, FileRun, alignment_request, split_mappable
-from rfork.transport.shared_memory.memfd import Descriptor, SealedChunk, read
-from rfork.transport.shared_memory.memory_maps import ReplaceableMemory
-from rfork.transport.shared_memory.remap import PageRemapper
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.messages import Message, get_int, get_ints, raise_error
+from rfork.transport.shared_memory.page_remapper import PageRemapper, ReplaceableMemory
+from rfork.transport.shared_memory.sealed_chunk import SealedChunk, SealedChunkCache
 
 log = logger(__name__)
 
@@ -26,8 +31,7 @@ class SharedMemoryReader:
     """Reads image ranges from one source of this host. Thread-safe: each concurrent read uses a separate
     connection.
 
-    `maps`: replace pages of the image by pages of the source's files. `idle_timeout_s`: seconds without a
-    message after which a source counts as stalled.
+    `maps`: replace pages of the image by pages of the source's files.
     """
 
     def __init__(
@@ -38,7 +42,6 @@ class SharedMemoryReader:
         chunk_cache: SealedChunkCache,
         *,
         maps: bool,
-        idle_timeout_s: float,
     ) -> None:
         self._connections = connections
         self._image = image
@@ -47,7 +50,6 @@ class SharedMemoryReader:
         self._memory = ReplaceableMemory(image)
         self._remapper = PageRemapper()
         self._maps = maps
-        self._idle_timeout_s = idle_timeout_s
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Fill image range `[begin, end)` with the source's bytes; raises as `Reader.read`.
@@ -81,7 +83,7 @@ class SharedMemoryReader:
                 }
                 if mappable:
                     request["alignment"] = alignment_request(first, mappable)
-                connection.send(request, deadline=self._remaining(deadline))
+                connection.send(request, deadline=self._connections.reply_deadline(deadline))
                 message, descriptor = self._receive_reply(connection, deadline)
                 if "sealed" in message:
                     sealed = _sealed(message, descriptor, begin, end)
@@ -94,7 +96,7 @@ class SharedMemoryReader:
     def _receive_reply(self, connection: UnixSocketConnection, deadline: float) -> tuple[Message, Descriptor]:
         """Return the source's reply and its descriptor."""
         while True:
-            message, descriptors = connection.receive(self._remaining(deadline))
+            message, descriptors = connection.receive(self._connections.reply_deadline(deadline))
             if len(descriptors) == 1:
                 return message, Descriptor(descriptors[0])
             close_all(descriptors)
@@ -103,9 +105,6 @@ class SharedMemoryReader:
                 raise SourceCorrupt("the source's reply has no memory file")
             if time.monotonic() >= deadline:
                 raise SourceTimeout("the source was too slow: the read's deadline has passed")
-
-    def _remaining(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + self._idle_timeout_s)
 
     def _receive(self, sealed: SealedChunk, begin: int, end: int, mappable: Sequence[FileRun]) -> None:
         """Map image range `[begin, end)` where possible, and copy the rest."""
@@ -118,7 +117,7 @@ class SharedMemoryReader:
                 log.debug("mapping failed, copying instead", bytes=part.length, reason=str(error))
                 copied.append(FileRun(part.begin, part.file_offset, part.length))
         for run in copied:
-            self._copy(sealed.descriptor, run)
+            memory_file.fill(self._image, run.begin, run.begin + run.length, sealed.descriptor.number, run.file_offset)
 
     def _receive_piece(
         self, connection: UnixSocketConnection, message: Message, descriptor: Descriptor, begin: int, end: int
@@ -128,21 +127,12 @@ class SharedMemoryReader:
         if get_int(message, "begin") != begin or not begin < until <= end:
             raise SourceCorrupt(f"the source sent a part outside [{begin}, {end})")
         try:
-            self._copy(descriptor, FileRun(begin, get_int(message, "piece"), until - begin))
+            memory_file.fill(self._image, begin, until, descriptor.number, get_int(message, "piece"))
         except SourceCorrupt:
             if not connection.is_idle:
                 raise SourceUnavailable("the source closed the connection and withdrew its data") from None
             raise
         return until
-
-    def _copy(self, descriptor: Descriptor, run: FileRun) -> None:
-        with self._image.writable(run.begin, run.begin + run.length) as views:
-            try:
-                read(descriptor, run.file_offset, views)
-            except (OSError, OverflowError) as error:
-                if isinstance(error, OSError) and error.errno == errno.EFAULT:
-                    raise TargetError("the target's memory is not writable") from error
-                raise SourceCorrupt(f"the source's memory file cannot be read: {error}") from None
 
 
 def _sealed(message: Message, descriptor: Descriptor, begin: int, end: int) -> SealedChunk:

@@ -17,12 +17,12 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.host_identity import same_host_availability
+from rfork.transport.same_host.memory_file import memory_file
 from rfork.transport.shared_memory.exporter import NAME, SharedMemoryExporter
-from rfork.transport.shared_memory.memfd import memory_file
 from rfork.transport.shared_memory.reader import SharedMemoryReader
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.host_identity import same_host_availability
+from rfork.transport.shared_memory.sealed_chunk import SealedChunkCache
 
 
 class SharedMemoryTransport:
@@ -85,14 +85,7 @@ class SharedMemoryTransport:
         )
         connections.open(deadline)
         maps = settings.shm_mode == "map"
-        return SharedMemoryReader(
-            connections,
-            image,
-            token,
-            self._chunk_cache_of(image),
-            maps=maps,
-            idle_timeout_s=settings.source_idle_timeout_s,
-        )
+        return SharedMemoryReader(connections, image, token, self._chunk_cache_of(image), maps=maps)
 
     def _chunk_cache_of(self, image: Image) -> SealedChunkCache:
         with self._lock:

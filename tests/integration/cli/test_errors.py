@@ -59,7 +59,7 @@ def test_an_invalid_url(rfork: Rfork, url: str, code: int) -> None:
     assert 2 == len(done.err.splitlines())
 
 
-@pytest.mark.parametrize("words", [("status", "--forks"), ("version",)], ids=" ".join)
+@pytest.mark.parametrize("words", [("status", "--forks"), ("--version",)], ids=" ".join)
 def test_a_closed_stdout_pipe_is_no_failure(fleet: str, words: tuple[str, ...]) -> None:
     """`rfork status --forks | head -1` succeeds without a broken-pipe message."""
     reading, writing = os.pipe()

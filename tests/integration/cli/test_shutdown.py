@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import NoReturn
 
 import pytest
 
+from rfork.cli import console
 from rfork.planner_client.client import PlannerClient
 from tests.conftest import StartRfork
 from tests.integration.cli.command_result import Rfork
@@ -39,7 +39,7 @@ def test_a_signal_right_after_ready_ends_the_command(
         outcomes.append(ready)
         signal.raise_signal(number)
 
-    monkeypatch.setattr(importlib.import_module(f"rfork.cli.{command[0]}"), "print_json", end)
+    monkeypatch.setattr(console, "print_json", end)
     words = [word.format(model=tiny_model) for word in command]
     done = rfork(*words, "--planner", fleet, "--json", RFORK_DRAIN_TIMEOUT_S="0", RFORK_TRANSPORTS="http")
     assert 0 == done.code

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from planner.server import run_in_thread
+from rfork import __version__
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import PlannerSettings
 from tests.conftest import StartRfork
@@ -93,9 +94,9 @@ def test_ids_that_name_no_fork(rfork: Rfork, fleet: str, name: str, message: str
     assert 2 == done.code
 
 
-def test_the_version_as_json(rfork: Rfork) -> None:
-    """The version is printed as JSON, like any command's result."""
-    assert ["version"] == list(rfork("version", "--json").json)
+def test_the_version(rfork: Rfork) -> None:
+    """`rfork --version` prints only the version."""
+    assert f"{__version__}\n" == rfork("--version").out
 
 
 def test_following_continues_when_the_planner_is_back(rfork_process: StartRfork, free_port: int) -> None:

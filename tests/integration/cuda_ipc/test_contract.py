@@ -12,7 +12,7 @@ from rfork.errors import SourceUnavailable, TransportUnavailable
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.driver import HandleType
-from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.same_host.client import ConnectionPool
 from tests.fake_cuda import INVALID_CONTEXT, FakeDriver, FakeMemory, fake_device_image
 from tests.integration.cuda_ipc.harness import SETTINGS, SIZES, CudaIpcTarget, MakeRemoteSource, expected
 from tests.integration.cuda_ipc_node import FencedGate

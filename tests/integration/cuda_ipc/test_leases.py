@@ -9,11 +9,10 @@ import pytest
 
 from rfork.errors import LeaseRejected, RforkError, SourceUnavailable
 from rfork.transport.base import Endpoint
-from rfork.transport.cuda_ipc import exporter, source_pin
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.messages import Message
-from rfork.transport.unix_socket.server import MAX_CONNECTIONS_PER_FORK
+from rfork.transport.cuda_ipc import exporter, source_memory
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all
+from rfork.transport.same_host.server import MAX_CONNECTIONS_PER_FORK
 from tests.fake_cuda import FakeDriver
 from tests.integration.cuda_ipc.harness import SIZES, CudaIpcTarget, expected, raised_by
 from tests.integration.cuda_ipc_node import FencedGate
@@ -144,7 +143,7 @@ def test_a_pin_ends_with_its_lease(
     seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader keeps presenting its latest token and unmaps the memory once the token is refused."""
-    monkeypatch.setattr(source_pin, "TOKEN_REFRESH_S", 0.02)
+    monkeypatch.setattr(source_memory, "TOKEN_REFRESH_S", 0.02)
     gate, endpoint, _ = seed
     side, token_checks = CudaIpcTarget(SIZES), threading.Semaphore(0)
     admit = gate.authorize

@@ -10,9 +10,8 @@ from rfork.errors import SourceBusy, SourceCorrupt, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport, exporter
-from rfork.transport.unix_socket.connection import UnixSocketConnection
-from rfork.transport.unix_socket.messages import Message
-from rfork.transport.unix_socket.server import LocalServer
+from rfork.transport.same_host.connection import Message, UnixSocketConnection
+from rfork.transport.same_host.server import LocalServer
 from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
 from tests.integration.cuda_ipc.harness import ONE_TENSOR, SETTINGS, SIZES, CudaIpcTarget, expected
 from tests.integration.cuda_ipc_node import FencedGate
@@ -113,7 +112,7 @@ def test_a_loan_without_its_bytes_of_host_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(exporter, "host_ranges", lambda allocations, segments: [(3, 4)])
     side = CudaIpcTarget(SIZES)
     reader = side.connect(exported.endpoint())
-    with pytest.raises(SourceCorrupt, match="fewer bytes"):
+    with pytest.raises(SourceCorrupt, match="end of a memory file"):
         reader.read(0, side.image_bytes, soon())
     reader.close()
     exported.close()

@@ -14,7 +14,8 @@ import pytest
 from rfork.errors import RforkError, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Reader
-from rfork.transport.cuda_ipc import CudaIpcTransport, exporter, stream_copier
+from rfork.transport.cuda_ipc import CudaIpcTransport, exporter
+from rfork.transport.cuda_ipc import reader as reader_module
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
 from tests.integration.cuda_ipc.harness import (
@@ -181,7 +182,7 @@ class LateClock:
 def test_a_deadline_that_passes_during_a_copy(remote_source: MakeRemoteSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The read raises only once the copy has finished, and the reader still works."""
     clock = LateClock()
-    monkeypatch.setattr(stream_copier, "time", clock)
+    monkeypatch.setattr(reader_module, "time", clock)
     side = CudaIpcTarget(ONE_TENSOR)
     reader = side.connect(remote_source(ONE_TENSOR))
     thread, raised = start_blocked_read(side, reader)

@@ -14,8 +14,9 @@ import pytest
 
 from rfork.errors import SourceBusy
 from rfork.image.safetensors_header import header
+from rfork.net import stream
 from rfork.settings import InstanceSettings
-from rfork.transport.http import HttpTransport, stream
+from rfork.transport.http import HttpTransport
 from rfork.transport.http.responses import ImageResource
 from rfork.transport.http.server import MAX_UNAUTHENTICATED, HttpExporter
 from tests.integration.http_transport.pairs import (

@@ -11,8 +11,8 @@ import trustme
 
 from rfork.errors import SourceUnavailable
 from rfork.image.chunks import MIB
+from rfork.net.tls import client_context
 from rfork.settings import InstanceSettings
-from rfork.tls_files import client_context
 from rfork.transport.http import HttpTransport
 from tests.integration.http_transport.pairs import SIZES, pair, url_of
 from tests.transport_contract import TransportPair, content, soon

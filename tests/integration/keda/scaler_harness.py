@@ -17,7 +17,7 @@ from planner.integrations.health import IntegrationStatus
 from planner.integrations.keda.scaler import run
 from planner.integrations.keda.v1 import externalscaler_pb2 as pb
 from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.schema import InstanceInfo, InstanceReport, ScaleUp
 from rfork.settings import InstanceSettings, KubernetesSettings
@@ -121,7 +121,7 @@ async def running_scaler(
     planner_url: str, metadata: dict[str, str], *, port: int, channel: grpc.aio.Channel | None = None
 ) -> AsyncIterator[RunningScaler]:
     """Run a scaler of this planner within the block."""
-    fleet = PlannerRestClient(InstanceSettings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=10.0))
+    fleet = AsyncPlannerClient(InstanceSettings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=10.0))
     status = IntegrationStatus("scaler")
     settings = KubernetesSettings(scaler_port=port)
     task = asyncio.create_task(run(settings, fleet, status, engine_timeout_s=ENGINE_S))

@@ -14,7 +14,7 @@ from planner.integrations.health import IntegrationStatus
 from planner.integrations.keda.scaler import SERVICE, run
 from planner.integrations.keda.v1 import externalscaler_pb2 as pb
 from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.errors import PortInUse, SettingsError
 from rfork.settings import InstanceSettings, KubernetesSettings
 from tests.conftest import StartRfork
@@ -31,7 +31,7 @@ from tests.processes import RforkProcess
 from tests.unit.planner.integrations.keda.fakes import MODEL, engine, instance
 
 
-@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_client.py
+@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_api.py
 async def test_a_planner_that_dies_is_unavailable_until_it_returns(
     rfork_process: StartRfork, free_port: int, engines: EngineServers, scaler_port: int
 ) -> None:
@@ -54,7 +54,7 @@ async def test_a_planner_that_dies_is_unavailable_until_it_returns(
         process.signal(signal.SIGKILL)
         process.wait()
         await scaler.until(scaler.value, "UNAVAILABLE")
-        with pytest.raises(grpc.aio.AioRpcError, match=f"planner {planner.url} did not respond to GET /v1/instances"):
+        with pytest.raises(grpc.aio.AioRpcError, match=f"planner {planner.url} is unreachable"):
             await scaler.active()
         await asyncio.to_thread(start)
         await scaler.until(scaler.value, 6.0)
@@ -80,7 +80,7 @@ async def test_shutdown_is_reported(scaler: RunningScaler) -> None:
 
 async def test_an_unusable_listen_address_is_an_error(scaler: RunningScaler, scaler_port: int) -> None:
     """A port in use, and an address of another machine."""
-    fleet = PlannerRestClient(InstanceSettings(planner="http://127.0.0.1:1"))
+    fleet = AsyncPlannerClient(InstanceSettings(planner="http://127.0.0.1:1"))
     with pytest.raises(PortInUse, match=f"127.0.0.1:{scaler_port}: the address is in use"):
         await run(KubernetesSettings(scaler_port=scaler_port), fleet, IntegrationStatus("scaler"))
     with pytest.raises(SettingsError, match=r"cannot listen on 192\.0\.2\.1"):

@@ -16,7 +16,7 @@ from planner.integrations.health import IntegrationStatus
 from planner.integrations.keda.scaler import run
 from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from rfork.errors import SettingsError
-from rfork.grpc_credentials import server_credentials
+from rfork.net.grpc_credentials import server_credentials
 from rfork.settings import KubernetesSettings, TlsSettings
 from tests.integration.keda.scaler_harness import running_scaler
 from tests.unit.planner.integrations.keda.fakes import MODEL, ScriptedPlannerApi

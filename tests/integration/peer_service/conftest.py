@@ -10,10 +10,9 @@ import torch
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.settings import InstanceSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 from tests.integration.peer_service.seeds import KEY, StartSeed
 
@@ -37,7 +36,7 @@ def start_seed() -> Iterator[StartSeed]:
             served_image,
             InstanceIdentity("model", instance_id="seed-1"),
             InstanceSettings(bind=bind, peer_port=port, max_readers=readers),
-            [InMemoryTransport(InMemoryNetwork())],
+            Connections([InMemoryTransport(InMemoryNetwork())]),
             chunk_state=board,
             manifest=compute_manifest(served_image) if has_manifest else None,
         )

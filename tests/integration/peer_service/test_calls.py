@@ -22,11 +22,11 @@ from rfork.errors import (
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
+from rfork.image.memory import compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.planner_client.lease import derive_key
 from rfork.settings import TlsSettings
-from rfork.source.image_state import compute_manifest
 from rfork.source.seed import Seed
 from rfork.transport.base import Endpoint
 from tests.integration.peer_service.seeds import SOON_S, StartSeed, client, request_channel, soon, token

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from planner.leases import Clock
+from planner.clock import Clock
 from planner.store.redis import RedisStore
 from tests.integration.redis_store.stores import (
     TIMEOUT_S,

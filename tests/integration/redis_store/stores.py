@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
+from planner.core.records import StoreChange
 from planner.store import redis_client
-from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork

@@ -9,9 +9,10 @@ import signal
 import pytest
 from redis.asyncio import Redis
 
-from planner.leases import Clock
+from planner.clock import Clock
+from planner.core.records import StoreChange
 from planner.store import redis_client
-from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.integration.redis_store.stores import (
     TIMEOUT_S,

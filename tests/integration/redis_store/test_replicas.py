@@ -6,8 +6,9 @@ import asyncio
 import time
 from dataclasses import replace
 
-from planner.leases import Clock
-from planner.store.base import CommitConflict, StoreChange
+from planner.clock import Clock
+from planner.core.records import StoreChange
+from planner.store.base import CommitConflict
 from rfork.schema import ForkResult
 from tests.integration.redis_store.stores import (
     MakeStore,
@@ -46,7 +47,7 @@ async def test_a_replica_learns_its_lag_from_a_change(make: MakeStore) -> None:
     ahead_s = 5.0
     announced = replace(scaleup("up", 4), first_at=one.now())
     await one.commit(StoreChange(scaleups=(announced,)))
-    await until(lambda: other.state.scaleup("up") is not None)
+    await until(lambda: other.state.scaleups.record("up") is not None)
     assert announced.first_at <= other.now()
 
 

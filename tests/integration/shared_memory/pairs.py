@@ -12,10 +12,9 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint, Reader
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import Message, UnixSocketConnection
 from rfork.transport.shared_memory import SharedMemoryTransport
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import UnixSocketConnection
-from rfork.transport.unix_socket.messages import Message
 from tests.integration.shared_memory_node import SIZES
 from tests.transport_contract import TOKEN, TransportPair, image_of, soon
 

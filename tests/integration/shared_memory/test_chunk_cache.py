@@ -17,12 +17,12 @@ import pytest
 from rfork.errors import SourceCorrupt, SourceError, SourceUnavailable
 from rfork.image.chunks import MIB
 from rfork.transport.base import Endpoint
-from rfork.transport.shared_memory import chunk_cache, exporter
-from rfork.transport.shared_memory import reader as reader_module
-from rfork.transport.shared_memory.memfd import SealedChunk, memory_file, read
-from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
-from rfork.transport.unix_socket.messages import Message
-from rfork.transport.unix_socket.server import LocalServer
+from rfork.transport.same_host import memory_file as memory_file_module
+from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all
+from rfork.transport.same_host.memory_file import memory_file, read
+from rfork.transport.same_host.server import LocalServer
+from rfork.transport.shared_memory import exporter, sealed_chunk
+from rfork.transport.shared_memory.sealed_chunk import SealedChunk
 from tests.integration.shared_memory.pairs import (
     LARGE,
     fork_of,
@@ -92,7 +92,7 @@ def test_a_full_cache_neither_adds_nor_drops_chunks(monkeypatch: pytest.MonkeyPa
     """Chunks beyond the cache limit are served in pieces; they cost the source no memory, however many
     readers request them.
     """
-    monkeypatch.setattr(chunk_cache, "MAX_CACHED_CHUNKS", 3)
+    monkeypatch.setattr(sealed_chunk, "MAX_CACHED_CHUNKS", 3)
     with pair() as made:
         files = []
         for _ in range(2):
@@ -176,7 +176,7 @@ def test_an_empty_piece_is_a_source_error(
         assert not ends or ended.wait(30)
         really(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reader_module, "read", read_late)
+    monkeypatch.setattr(memory_file_module, "read", read_late)
 
     def serve(connection: UnixSocketConnection) -> None:
         connection.receive(soon())

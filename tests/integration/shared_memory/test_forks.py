@@ -12,9 +12,9 @@ import pytest
 from rfork.engines.model_ranks import sources_by_rank
 from rfork.image.chunks import MIB
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.fetch import fetch_with_report
+from rfork.receiver.session import fetch
 from rfork.settings import InstanceSettings
-from rfork.transport.shared_memory.memory_maps import FILE_NAME
+from rfork.transport.same_host.memory_file import FILE_NAME
 from tests.conftest import StartRfork
 from tests.integration.shared_memory.pairs import mapped_chunk_bytes
 from tests.integration.weights_node import MODEL, WeightsNode, sha256_of
@@ -67,7 +67,7 @@ def test_a_snapshot_writer_leaves_no_cached_files(planner: str) -> None:
         settings = InstanceSettings(planner=planner, transports=("shared_memory",))
         with PlannerClient.of(settings) as client:
             (holder,) = sources_by_rank(client, MODEL)
-        _, manifest, report = fetch_with_report(holder, lambda: PlannerClient.of(settings), settings)
+        _, manifest, report = fetch(holder, settings)
         assert [("shared_memory", len(manifest.digests))] == [
             (share.transport, share.verified_chunks) for share in report.sources
         ]

@@ -10,9 +10,8 @@ import pytest
 from rfork.errors import NotSameHost, SourceBusy
 from rfork.image.chunks import MIB
 from rfork.transport.base import Endpoint
+from rfork.transport.same_host.connection import Message, close_all
 from rfork.transport.shared_memory import exporter
-from rfork.transport.unix_socket.connection import close_all
-from rfork.transport.unix_socket.messages import Message
 from tests.integration.shared_memory.pairs import pair, send_request, transport
 from tests.transport_contract import TOKEN, content, soon
 

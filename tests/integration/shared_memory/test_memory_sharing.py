@@ -14,10 +14,9 @@ import torch
 from rfork.errors import SourceWeightsChanged
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.transport.shared_memory import exporter, remap
-from rfork.transport.shared_memory.remap import PageRemapper
-from rfork.transport.unix_socket.connection import close_all
-from rfork.transport.unix_socket.messages import Message
+from rfork.transport.same_host.connection import Message, close_all
+from rfork.transport.shared_memory import exporter, page_remapper
+from rfork.transport.shared_memory.page_remapper import PageRemapper
 from tests.integration.shared_memory.pairs import (
     LARGE,
     fork_of,
@@ -158,7 +157,7 @@ def test_a_relay_compares_in_short_slices(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_kernel_without_madvise_populate_maps_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are mapped on kernels before Linux 5.14 too."""
-    monkeypatch.setattr(remap, "MADV_POPULATE_READ", 222)
+    monkeypatch.setattr(page_remapper, "MADV_POPULATE_READ", 222)
     with pair() as made:
         made.connect().read(0, made.source.layout.image_bytes, soon())
         assert content(made.source) == content(made.target)

@@ -11,11 +11,10 @@ import pytest
 from rfork.errors import SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
 from rfork.settings import InstanceSettings
-from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
+from rfork.transport.same_host.client import ConnectionPool
+from rfork.transport.same_host.connection import Message, close_all
 from rfork.transport.shared_memory.exporter import SharedMemoryExporter
-from rfork.transport.unix_socket.client import ConnectionPool
-from rfork.transport.unix_socket.connection import close_all
-from rfork.transport.unix_socket.messages import Message
+from rfork.transport.shared_memory.sealed_chunk import SealedChunkCache
 from tests.integration.shared_memory.pairs import fork_of, open_reader, pair, receive_reply
 from tests.integration.shared_memory_node import NEW, OLD, SIZES, SharedMemoryNode
 from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon

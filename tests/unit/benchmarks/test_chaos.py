@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chaos_disk
-from benchmarks.chaos import parse
-from benchmarks.chaos_checks import (
+from benchmarks.chaos import disk
+from benchmarks.chaos.__main__ import parse
+from benchmarks.chaos.checks import (
     Finding,
     ForkEnding,
     InjectedFault,
@@ -21,15 +21,10 @@ from benchmarks.chaos_checks import (
     check_round,
     find_leaks,
 )
-from benchmarks.chaos_injector import fault_candidates
-from benchmarks.chaos_messages import (
-    COMMAND_ADAPTER,
-    RESPONSE_ADAPTER,
-    ChaosCommand,
-    ChaosResponse,
-    PlannerForkInfo,
-)
-from benchmarks.chaos_scenarios import (
+from benchmarks.chaos.messages import COMMAND_ADAPTER, RESPONSE_ADAPTER, ChaosCommand, ChaosResponse, PlannerForkInfo
+from benchmarks.chaos.results import ChaosSummary
+from benchmarks.chaos.runner import fault_candidates
+from benchmarks.chaos.scenarios import (
     FAULT_ROLES,
     SHORT_ROUNDS,
     SIZES_MIB,
@@ -39,8 +34,7 @@ from benchmarks.chaos_scenarios import (
     Role,
     generate_round,
 )
-from benchmarks.chaos_summary import ChaosSummary
-from benchmarks.fanout_messages import encode_line
+from benchmarks.fanout.messages import encode_line
 from rfork.storage.local.files import LocalFile
 
 MIB = 1 << 20
@@ -300,14 +294,14 @@ def test_a_truncated_file_ends_after_its_first_half(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345678")
     with path.open("rb") as file:
-        chaos_disk.truncate(path)
+        disk.truncate(path)
         assert b"1234" == file.read()
 
 
 def test_reads_are_unlimited_after_a_fork(tmp_path: Path) -> None:
     """The rate limit of a process's reads ends with the fork."""
     before = LocalFile.read
-    with chaos_disk.rate_limited_reads(1 << 30):
+    with disk.rate_limited_reads(1 << 30):
         during = LocalFile.read
     assert during is not before
     assert before is LocalFile.read

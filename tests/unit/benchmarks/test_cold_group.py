@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.cold_group import LIMIT, parse
-from benchmarks.cold_group_cases import STORE, ColdGroupCase, ColdGroupOutcome
-from benchmarks.cold_group_table import figures, row_of, warnings
-from benchmarks.fanout_messages import FanoutResponse
+from benchmarks.cold_group.__main__ import LIMIT, parse
+from benchmarks.cold_group.cases import STORE, ColdGroupCase, ColdGroupOutcome
+from benchmarks.cold_group.results import figures, row_of, warnings
+from benchmarks.fanout.messages import FanoutResponse
 from benchmarks.netlab import Traffic
 
 SIZE = 100

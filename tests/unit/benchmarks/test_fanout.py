@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from benchmarks import fanout_messages
-from benchmarks.fanout import all_cases, parse, quick_cases
-from benchmarks.fanout_cases import FanoutCase, FanoutOutcome, doubling
-from benchmarks.fanout_messages import FanoutCommand, FanoutResponse
-from benchmarks.fanout_node import module_of
-from benchmarks.fanout_table import figures, limit_row, rows_of, warnings
+from benchmarks.fanout import messages
+from benchmarks.fanout.__main__ import all_cases, parse, quick_cases
+from benchmarks.fanout.cases import FanoutCase, FanoutOutcome, doubling
+from benchmarks.fanout.messages import FanoutCommand, FanoutResponse
+from benchmarks.fanout.node import module_of
+from benchmarks.fanout.results import figures, limit_row, rows_of, warnings
 from benchmarks.netlab import Traffic
 from rfork.image.capture import capture
 from rfork.image.checksum import image_sha256
@@ -152,8 +152,8 @@ def test_seeds_have_equal_bytes_and_targets_none() -> None:
 def test_messages_survive_encoding() -> None:
     """Commands and responses decode to the same values."""
     command, response = FanoutCommand("fork", "model"), FanoutResponse(ended=2.0, points=((1.0, 5), (2.0, 9)))
-    assert command == fanout_messages.parse_command(fanout_messages.encode_line(command))
-    assert response == fanout_messages.parse_response(fanout_messages.encode_line(response))
+    assert command == messages.parse_command(messages.encode_line(command))
+    assert response == messages.parse_response(messages.encode_line(response))
 
 
 def test_the_physical_limit_has_a_row() -> None:

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.disturb_cases import SlotResult
+from benchmarks.disturb.cases import SlotResult
 from benchmarks.gpu import packages, run
 from benchmarks.gpu.common import (
     GpuContenders,

@@ -8,11 +8,11 @@ from math import ceil, log2
 
 import pytest
 
-from benchmarks import sim_baselines
-from benchmarks.sim_fleet import SimFleet, SimNode, bits
-from benchmarks.sim_planner import bits_of, ranges_of
-from benchmarks.sim_runner import SimRun, SimScenario
-from benchmarks.simulate import parse
+from benchmarks.simulate import baselines
+from benchmarks.simulate.__main__ import parse
+from benchmarks.simulate.fleet import SimFleet, SimNode, bits
+from benchmarks.simulate.planner import bits_of, ranges_of
+from benchmarks.simulate.runner import SimRun, SimScenario
 from rfork.errors import SettingsError
 
 CHUNKS = 16
@@ -51,7 +51,7 @@ def test_a_chain_matches_its_formula(targets: int) -> None:
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {target - 1: EVERY})
-    assert pytest.approx(sim_baselines.chain(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(baselines.chain(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("targets", [1, 2, 5, 40])
@@ -60,7 +60,7 @@ def test_a_star_matches_its_formula(targets: int) -> None:
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {SEED: EVERY})
-    assert pytest.approx(sim_baselines.star(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(baselines.star(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31])
@@ -70,7 +70,7 @@ def test_doubling_matches_its_formula(targets: int) -> None:
     for target in range(1, targets + 1):
         round_ = target.bit_length() - 1
         fleet.reads(target, {target - (1 << round_): EVERY}, at=float(round_))
-    assert pytest.approx(sim_baselines.doubling(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(baselines.doubling(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("depth", [3, 4, 5])
@@ -93,19 +93,19 @@ def test_two_trees_need_two_ticks_per_level(depth: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 4, 64])
 def test_the_hypercube_schedule_matches_its_paper(dimensions: int, chunks: int) -> None:
     """Tick by tick, 2**d nodes have k chunks after k + d - 1 ticks."""
-    assert chunks + dimensions - 1 == sim_baselines.hypercube_ticks(dimensions, chunks)
+    assert chunks + dimensions - 1 == baselines.hypercube_ticks(dimensions, chunks)
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31, 100, 1000, 10_000])
 def test_the_floor_of_one_seed_is_the_binomial_pipeline(targets: int) -> None:
     """Counting the possible senders yields the bound of the paper: (k + ceil(log2(N + 1)) - 1)/k."""
-    assert (64 + ceil(log2(targets + 1)) - 1) / 64 == sim_baselines.floor(targets, 1, 64)
+    assert (64 + ceil(log2(targets + 1)) - 1) / 64 == baselines.floor(targets, 1, 64)
 
 
 def test_with_a_seed_for_each_target_the_floor_is_one() -> None:
     """Nothing is faster than a target's own link."""
-    assert 1.0 == sim_baselines.floor(4, 4, 64)
-    assert 1.0 == sim_baselines.floor(4, 9, 64)
+    assert 1.0 == baselines.floor(4, 4, 64)
+    assert 1.0 == baselines.floor(4, 9, 64)
 
 
 def test_each_chunk_has_latency() -> None:
@@ -204,7 +204,7 @@ def test_every_chunk_arrives_once_without_disturbances(scenario: SimScenario) ->
 def test_no_plan_beats_the_floor(targets: int) -> None:
     """A simulated time is never below the theoretical minimum."""
     total = SimRun(SimScenario(targets=targets)).run().total
-    assert sim_baselines.floor(targets, 1, 64) <= total + 1e-9
+    assert baselines.floor(targets, 1, 64) <= total + 1e-9
 
 
 @pytest.mark.parametrize(

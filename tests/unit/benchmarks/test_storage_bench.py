@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness import Options
-from benchmarks.storage import parse
-from benchmarks.storage_bench import entries, estimate_s, formats_by_image, minutes, rounds_of, written_bytes
-from benchmarks.storage_cases import MEDIA, Load, LoadTarget, Part, StorageCase, StorageContender
-from benchmarks.storage_images import SHARDS, FileFormat, Tensors
+from benchmarks.storage.__main__ import parse
+from benchmarks.storage.cases import MEDIA, Load, LoadTarget, Part, StorageCase, StorageContender
+from benchmarks.storage.images import SHARDS, FileFormat, Tensors
+from benchmarks.storage.runner import entries, estimate_s, formats_by_image, minutes, rounds_of, written_bytes
 from rfork.errors import RforkError
 
 ALL: list[Part] = [(image, medium) for image in SHARDS for medium in MEDIA]

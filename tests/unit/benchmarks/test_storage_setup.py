@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.storage_cache import PAGE, cached_bytes, make_cold, make_warm
-from benchmarks.storage_cases import LoadTarget
-from benchmarks.storage_images import (
+from benchmarks.storage.cases import LoadTarget
+from benchmarks.storage.images import (
     StoredImage,
     bytes_of,
     check_free_space,
@@ -19,9 +18,10 @@ from benchmarks.storage_images import (
     shapes_of,
     split_shards,
 )
-from benchmarks.storage_limits import BLOCK_BYTES, split_jobs
-from benchmarks.storage_memory import MemoryReserve, are_mapped, resident, spans, touch
-from benchmarks.storage_other_loaders import load_named
+from benchmarks.storage.limits import BLOCK_BYTES, split_jobs
+from benchmarks.storage.memory import MemoryReserve, are_mapped, resident, spans, touch
+from benchmarks.storage.other_loaders import load_named
+from benchmarks.storage.page_cache import PAGE, cached_bytes, make_cold, make_warm
 from rfork.errors import RforkError
 
 
@@ -71,7 +71,7 @@ def test_a_fingerprint_depends_on_bytes_names_shapes_and_types() -> None:
 def test_too_little_space_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised before anything is written."""
     usage = type("Usage", (), {"free": 10**9})
-    monkeypatch.setattr("benchmarks.storage_images.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("benchmarks.storage.images.shutil.disk_usage", lambda folder: usage)
     with pytest.raises(
         RforkError, match=r"has 1\.0 GB free and the benchmark writes 42\.1 GB: free some space"
     ) as raised:
@@ -167,7 +167,7 @@ def test_tensors_reach_their_destination(tmp_path: Path) -> None:
 def test_the_reserve_is_allocated_from_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It must not evict the page cache; one GiB stays free."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)
+    monkeypatch.setattr("benchmarks.storage.memory.MEMINFO", meminfo)
     reserve = MemoryReserve()
 
     def reserve_with(kib: int) -> int:
@@ -187,7 +187,7 @@ def test_the_reserve_is_resident_until_released(monkeypatch: pytest.MonkeyPatch,
     """The process's resident memory shows it."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemFree: 2097152 kB\n")
-    monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)
+    monkeypatch.setattr("benchmarks.storage.memory.MEMINFO", meminfo)
     reserve, size = MemoryReserve(), 64 << 20
     before = resident()
     reserve.acquire(size)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.storage_cases import Destination, LoadMeasurement, Medium, Role, StorageCase, StorageResult
-from benchmarks.storage_table import against_peers, figures, limits_of, notes, row
+from benchmarks.storage.cases import Destination, LoadMeasurement, Medium, Role, StorageCase, StorageResult
+from benchmarks.storage.results import against_peers, figures, limits_of, notes, row
 
 GB = 1_000_000_000
 MIB = 1 << 20

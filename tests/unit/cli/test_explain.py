@@ -8,12 +8,20 @@ import pytest
 from rich.console import Console
 
 from rfork import errors, weights_version
-from rfork.cli.explain.advice import ADVICE, DEFAULT_ADVICE, advice_on
-from rfork.cli.explain.diagnosis import NEW_VERSION_ADVICE, UNSTATED_VERSION_ADVICE, comparison, diagnose
-from rfork.cli.explain.fork_stats import ForkStats, row_of, stats_with_upstream
-from rfork.cli.explain.render import render_fork
-from rfork.cli.explain.time_breakdown import time_losses
-from rfork.cli.explain.version import version_summary
+from rfork.cli.diagnosis import (
+    ADVICE,
+    DEFAULT_ADVICE,
+    NEW_VERSION_ADVICE,
+    UNSTATED_VERSION_ADVICE,
+    ForkStats,
+    advice_on,
+    comparison,
+    diagnose,
+    row_of,
+    stats_with_upstream,
+    time_losses,
+)
+from rfork.cli.explain import render_fork, version_summary
 from rfork.schema import ForkInfo
 from tests.unit.cli.fleet_builders import (
     GB,
@@ -239,7 +247,7 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
 @pytest.mark.parametrize(("fork", "cause", "text", "advice"), CASES.values(), ids=CASES)
 def test_a_diagnosis_names_the_largest_cause_and_its_remedy(fork: ForkInfo, cause: str, text: str, advice: str) -> None:
     """Each fork has its largest cause and matching advice."""
-    diagnosis = diagnose(ForkStats.of(fork))
+    diagnosis = diagnose(ForkStats(fork))
     assert cause == diagnosis.cause
     assert text == diagnosis.text
     assert advice == diagnosis.advice
@@ -344,7 +352,7 @@ def test_forks_that_read_from_each_other_end_the_chain() -> None:
 )
 def test_the_reported_rate_of_each_source_is_shown(fork: ForkInfo, heading: str, rates: list[float | None]) -> None:
     """The current rate, or the peak rate of a finished fork; a source without a reported rate has none."""
-    stats = ForkStats.of(fork)
+    stats = ForkStats(fork)
     console = Console(file=io.StringIO(), width=120)
     console.print(render_fork(stats, diagnose(stats), {}))
     assert isinstance(console.file, io.StringIO)
@@ -358,14 +366,14 @@ def test_losses_are_seconds_beyond_the_minimum_transfer_time() -> None:
     """The minimum transfer time is not a loss; each cause has its own seconds."""
     fork = finished_fork(seconds=20.0, phases={"capture": 1.0, "plan": 2.0, "transfer": 12.0, "digest": 0.5}, replans=1)
     assert [("sources", 8.0), ("unknown", 4.5), ("planning", 2.0), ("target", 1.5)] == [
-        (loss.cause, round(loss.seconds, 6)) for loss in time_losses(ForkStats.of(fork))
+        (loss.cause, round(loss.seconds, 6)) for loss in time_losses(ForkStats(fork))
     ]
 
 
 def test_resumed_chunks_do_not_count_as_transferred() -> None:
     """The minimum transfer time of a resumed fork counts only fetched bytes."""
     phases = {"resume": 0.2, "plan": 0.1, "transfer": 1.0}
-    stats = ForkStats.of(finished_fork(seconds=1.2, phases=phases, sources={SEED: GB}))
+    stats = ForkStats(finished_fork(seconds=1.2, phases=phases, sources={SEED: GB}))
     assert 1.0 == stats.min_transfer_s
 
 
@@ -381,7 +389,7 @@ def test_a_fork_is_compared_with_the_known_medians(
     fork_s: float | None, storage_s: float | None, expected: str
 ) -> None:
     """The duration is compared with the medians of the model that are known."""
-    assert expected == comparison(ForkStats.of(finished_fork(), model(fork_s=fork_s, storage_s=storage_s)))
+    assert expected == comparison(ForkStats(finished_fork(), model(fork_s=fork_s, storage_s=storage_s)))
 
 
 def test_advice_names_existing_errors() -> None:

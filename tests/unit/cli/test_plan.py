@@ -180,7 +180,7 @@ def plan_requests(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
 
 def test_options_are_sent_to_the_planner(plan_requests: list[PreviewRequest]) -> None:
     """All options are sent; the default model is the only one that the planner knows."""
-    arguments = "plan --dry-run --targets 16 --per-host 8 --cold --rank r --rack a --zone z --link 8Gbit/s"
+    arguments = "plan --targets 16 --per-host 8 --cold --rank r --rack a --zone z --link 8Gbit/s"
     run = CliRunner().invoke(app, [*arguments.split(), "--storage", "3GB/s", "--json"])
     assert 0 == run.exit_code
     assert "preview-1" == PreviewPage.model_validate_json(run.stdout).items[0].targets[0].instance_id

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rfork.cli.status import fork_tree, model_table
+from rfork.cli.fleet_queries import model_table
+from rfork.cli.status import fork_tree
 from rfork.schema import ForkInfo, ForkResult, InstanceInfo, InstanceReport, Placement, Rank
 from tests.unit.cli.fleet_builders import model
 
@@ -54,7 +55,7 @@ def test_the_tree_and_the_table_show_versions() -> None:
         instance(name).model_copy(update={"version": version}) for name, version in zip("ab", versions, strict=True)
     ]
     with console.capture() as capture:
-        console.print(model_table(rows))
+        console.print(model_table(rows, "model"))
         console.print(fork_tree(views, []))
     text = capture.get()
     expected = [

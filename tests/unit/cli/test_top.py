@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from rfork.cli.fleet_queries import FleetState
-from rfork.cli.top.command import is_quit_key, sample_to_dict
-from rfork.cli.top.overview import overview
-from rfork.cli.top.poller import FleetSample, pause_after
-from rfork.cli.top.render import Screen, rows_for
+from rfork.cli.top import is_quit_key, pause_after, sample_to_dict
+from rfork.cli.top_screen import FleetSample, Overview, Screen, rows_for
 from tests.unit.cli.fleet_builders import (
     GB,
     RELAY,
@@ -89,9 +88,9 @@ def test_a_rollout_shows_each_version() -> None:
     text = "\n".join(screen(200, 60, FleetSample(seen, 100.0)))
     assert 5 == text.count(f" {new}  ")
     assert 2 == text.count("files:91bc01f2  ")
-    assert {"first of its version": 1} == overview(seen).fallbacks
-    assert new == overview(seen).running[0].version
-    assert old == overview(seen).models[0].version
+    assert {"first of its version": 1} == Overview(seen).fallbacks
+    assert new == Overview(seen).running[0].version
+    assert old == Overview(seen).fleet.models[0].version
 
 
 def test_a_source_has_the_total_rate_of_its_readers() -> None:
@@ -100,9 +99,10 @@ def test_a_source_has_the_total_rate_of_its_readers() -> None:
     fork = running_fork(sources={SEED: GB, RELAY: GB}, rates=reported_rates)
     other = running_fork(fork_id="f9", instance_id="d" * 32, rates={SEED: 2e8})
     seen = FleetState(instances=(instance(SEED), instance(RELAY), instance(TARGET)), forks=(fork, other))
-    rows = overview(seen)
-    assert [reported_rates, {SEED: 2e8}] == [each.source_bytes_per_s for each in rows.running]
-    assert {SEED: 8e8, RELAY: 4e8, TARGET: 0} == {source.instance_id: source.bytes_per_s for source in rows.sources}
+    rows: Any = Overview(seen).to_dict()
+    assert [reported_rates, {SEED: 2e8}] == [each["source_bytes_per_s"] for each in rows["running"]]
+    rates = {source["instance_id"]: source["bytes_per_s"] for source in rows["sources"]}
+    assert {SEED: 8e8, RELAY: 4e8, TARGET: 0} == rates
     text = "\n".join(screen(160, 60, FleetSample(seen, 100.0)))
     expected = ["aaaaaaaa (http) 600.0 MB/s, bbbbbbbb 400.0 MB/s", "aaaaaaaa (http)  ", "800.0 MB/s"]
     assert [] == [each for each in expected if each not in text]
@@ -158,8 +158,8 @@ def test_a_sample_is_one_json_line() -> None:
 
 def test_rows_are_sorted_by_readers_and_time() -> None:
     """Sources with most readers come first, and the forks that finished last."""
-    seen = overview(FLEET)
-    assert [SEED, "corrupt", "silent"] == [source.instance_id for source in seen.sources]
+    seen = Overview(FLEET)
+    assert [SEED, "corrupt", "silent"] == [source.report.instance_id for source in seen.sources]
     assert ["f3", "f1"] == [fork.fork_id for fork in seen.finished]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from rfork.cli.top.poller import MAX_FINISHED_AGE_S, FleetPoller
+from rfork.cli.top import MAX_FINISHED_AGE_S, FleetPoller
 from rfork.errors import PlannerRejected, PlannerUnreachable
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkPage, InstancePage

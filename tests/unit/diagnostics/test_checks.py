@@ -14,12 +14,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rfork.diagnostics.gpus import Gpus, probe_gpus
 from rfork.diagnostics.machine import (
+    Gpus,
     check_cuda,
     check_locked_memory,
     check_python,
     check_shared_memory,
+    probe_gpus,
 )
 from rfork.diagnostics.network import check_clock, check_planner, check_tls, check_token
 from rfork.diagnostics.rdma import check_device, check_gpu_direct, check_mooncake, check_rdma

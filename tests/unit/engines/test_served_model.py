@@ -15,7 +15,7 @@ from rfork.image.capture import capture
 from rfork.receiver.report import ForkReport
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
 from rfork.weights_version import of_update, of_weights
 
@@ -53,7 +53,7 @@ def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
     hidden_state = HiddenState(module, (), ())
     image, settings = capture(module), InstanceSettings()
     identity = InstanceIdentity("model", rank, version="files:old", replica="replica-1")
-    seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=image.manifest()).start()
+    seed = Seed(image, identity, settings, Connections([HttpTransport(settings)]), manifest=image.manifest()).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
     served = ServedModel(module, seed, report, hidden_state)
     setattr(module, ATTRIBUTE, served)

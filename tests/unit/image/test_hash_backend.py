@@ -9,22 +9,21 @@ from types import ModuleType
 import pytest
 import torch
 
-from rfork.image import xxh3_torch
-from rfork.image.hash_backend import HashBackend, leaf_hasher, self_test
+from rfork.image.hash_backend import HashBackend, hash_on_host, leaf_hasher, self_test
 
 CPU = torch.device("cpu")
 
 
-def test_torch_operations_pass_the_self_test() -> None:
+def test_hashing_on_the_host_passes_the_self_test() -> None:
     """The fallback computes the hashes that the kernel must match."""
-    self_test(xxh3_torch.leaf_hashes, CPU)
+    self_test(hash_on_host, CPU)
 
 
 def test_wrong_hashes_fail_the_self_test() -> None:
     """One wrong bit in one hash is enough."""
 
     def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        hashes = bytearray(xxh3_torch.leaf_hashes(pieces, leaf_bytes))
+        hashes = bytearray(hash_on_host(pieces, leaf_bytes))
         hashes[-1] ^= 1
         return bytes(hashes)
 
@@ -33,7 +32,7 @@ def test_wrong_hashes_fail_the_self_test() -> None:
 
 
 def test_a_device_has_one_hash_backend() -> None:
-    """Every call returns the same backend; on the CPU it uses torch operations."""
+    """Every call returns the same backend; on the CPU it uses no kernel."""
     backend = leaf_hasher(CPU)
     assert backend is leaf_hasher(torch.device("cpu"))
     assert not backend.wait_until_ready()
@@ -63,11 +62,11 @@ class FailingKernelModule(ModuleType):
 def test_a_kernel_that_cannot_be_imported_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
 ) -> None:
-    """Torch operations are used whatever the import raises; a missing Triton is not logged as a warning."""
+    """The host is used whatever the import raises; a missing Triton is not logged as a warning."""
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
     backend = HashBackend(torch.device("cuda"))
     data = torch.zeros(5000, dtype=torch.uint8)
     assert not backend.wait_until_ready()
-    assert xxh3_torch.leaf_hashes([data], 2048) == backend([data], 2048)
+    assert hash_on_host([data], 2048) == backend([data], 2048)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert is_logged == any("hash kernel failed" in message for message in warnings)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -21,11 +19,10 @@ from rfork.errors import TargetError
 from rfork.image.capture import capture
 from rfork.image.host_memory import host_view
 from rfork.image.writability import check_writable, first_overlap
-from rfork.transport.http.range_request import HttpLocation, IdleTimeout, read_body_into
-from rfork.transport.http.stream import ScatterCursor, Stream
-from rfork.transport.shared_memory.file_layout import FileRun
-from rfork.transport.shared_memory.memfd import memory_file
-from rfork.transport.shared_memory.reader import SharedMemoryReader
+from rfork.net.http_heads import ResponseHead
+from rfork.net.response import HttpResponse, ReadTimeout
+from rfork.net.stream import ScatterCursor, Stream
+from rfork.transport.same_host.memory_file import fill, memory_file
 
 
 @pytest.fixture
@@ -96,20 +93,20 @@ class PipeStream:
 def test_http_does_not_blame_the_source(protected: torch.Tensor) -> None:
     """Memory that the kernel cannot write (EFAULT) is the target's fault."""
     cursor = ScatterCursor([host_view(protected.data_ptr(), 32)])
-    idle_timeout = IdleTimeout(HttpLocation.parse("http://127.0.0.1:1/x"), 5.0, time.monotonic() + 5)
+    head = ResponseHead(206, "1.1", {})
+    response = HttpResponse(cast(Stream, PipeStream()), ReadTimeout(5.0), head, b"")
     with pytest.raises(TargetError, match="not writable"):
-        read_body_into(cast(Stream, PipeStream()), cursor, 32, idle_timeout)
+        response.fill(cursor, 32)
 
 
 def test_shared_memory_does_not_blame_the_source(module: nn.Module, protected: torch.Tensor) -> None:
     """The transport that copies from a source's memory file does not blame the source either."""
     image = capture(module)
     segment = next(one for one in image.segments(0, 64) if one.address == protected.data_ptr())
-    reader = cast(SharedMemoryReader, SimpleNamespace(_image=image))
     descriptor = memory_file()
     os.ftruncate(descriptor.number, 64)
     with pytest.raises(TargetError, match="not writable"):
-        SharedMemoryReader._copy(reader, descriptor, FileRun(segment.begin, 0, segment.length))
+        fill(image, segment.begin, segment.begin + segment.length, descriptor.number, 0)
 
 
 def test_the_first_overlap_is_found() -> None:

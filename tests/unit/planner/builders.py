@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from planner.leases import Clock
+from planner.clock import Clock
+from planner.core.state import MAX_FINISHED_FORKS
 from planner.metrics import Metrics
+from planner.plan_service import PlanService
 from planner.policy.group_plan import plan
-from planner.policy_types import (
+from planner.policy.types import (
     ChunkShare,
     ForkDemand,
     GroupView,
@@ -18,8 +20,6 @@ from planner.policy_types import (
     Source,
     Storage,
 )
-from planner.registry import Registry
-from planner.state import MAX_FINISHED_FORKS
 from planner.store.memory import MemoryStore
 from rfork.image.ranges import Range, count
 from rfork.schema import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageCandidate
@@ -167,13 +167,13 @@ class FakeTime:
         self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
 
 
-def make_registry(
+def make_service(
     time: FakeTime, store: MemoryStore | None = None, max_finished_forks: int = MAX_FINISHED_FORKS, **settings: object
-) -> Registry:
-    """Return a registry without an application; it plans immediately unless configured otherwise."""
+) -> PlanService:
+    """Return a service without an application; it plans immediately unless configured otherwise."""
     chosen = PlannerSettings.model_validate({"lease_keys": "s" * 32, "batch_window_s": 0, **settings})
     store = store or MemoryStore(time.clock, max_finished_forks=max_finished_forks)
-    return Registry(chosen, store, time.clock, Metrics())
+    return PlanService(chosen, store, time.clock, Metrics())
 
 
 def report(instance_id: str, *verified: Range, **changes: object) -> InstanceReport:
@@ -210,11 +210,11 @@ def fork_request(target: str, *verified: Range, faults: tuple[SourceFault, ...] 
     return ForkRequest(fork_id=f"fork-{target}", instance=report(target, *verified, **changes), faults=faults)
 
 
-async def accuse(registry: Registry, source: str, *, by: str) -> None:
+async def accuse(service: PlanService, source: str, *, by: str) -> None:
     """Let these targets, each on its own host, report corrupt bytes from `source`."""
     for name in by:
-        await registry.request_plan(fork_request(name, max_readers=0))
-        await registry.request_plan(fork_request(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
+        await service.plan(fork_request(name, max_readers=0))
+        await service.plan(fork_request(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
 
 
 def storage_candidates(*storages: Storage) -> tuple[StorageCandidate, ...]:

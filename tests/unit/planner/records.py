@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
+from planner.core.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 from rfork.schema import ForkResult, Rank, ScaleUp
 from tests.unit.planner.builders import VERSION, seed_report
 

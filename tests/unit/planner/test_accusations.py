@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from planner.accusations import (
+from planner.core.faults import (
     MAX_KEPT,
-    Accusation,
-    Witness,
     accuser_credibility,
-    active_accusations,
     address_of,
     apply_contradiction,
     total_credibility,
     with_accusation,
     with_reduced_credibility,
 )
+from planner.core.records import Accusation, Witness, active_accusations
 
 A = Witness("a", "host-a", "10.0.0.1")
 B = Witness("b", "host-b", "10.0.0.2")

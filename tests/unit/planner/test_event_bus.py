@@ -14,13 +14,13 @@ from starlette.types import Message
 
 from planner import http_errors
 from planner.api.events import events_router
+from planner.core.problems import ProblemError
+from planner.core.records import ForkRecord, StoreChange
+from planner.core.state import PlannerState
 from planner.event_bus import EventBus, Subscription
-from planner.http_errors import ProblemError
 from planner.metrics import Metrics
-from planner.registry import Registry
-from planner.state import PlannerState
+from planner.plan_service import PlanService
 from planner.store.memory import MemoryStore
-from planner.store.records import ForkRecord
 from rfork.schema import ForkResult, Rank
 from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
@@ -138,10 +138,10 @@ async def test_closing_wakes_waiting_readers() -> None:
 async def test_a_subscription_starts_with_the_running_forks() -> None:
     """Finished forks are omitted; then each matching change follows."""
     state = PlannerState(max_finished_forks=10)
-    state.apply(forks=[planned("a"), progress("b"), ended("c"), planned("d", model="other")])
+    state.apply(StoreChange(forks=(planned("a"), progress("b"), ended("c"), planned("d", model="other"))))
     events = EventBus(state)
     of_all, of_model, of_fork = events.subscribe(), events.subscribe(model="m"), events.subscribe(fork_id="b")
-    state.apply(forks=[ended("b"), planned("e")])
+    state.apply(StoreChange(forks=(ended("b"), planned("e"))))
     assert [
         [("a", "planned"), ("d", "planned"), ("b", "ended"), ("e", "planned")],
         [("a", "planned"), ("b", "ended"), ("e", "planned")],
@@ -175,7 +175,7 @@ def test_an_unsubscribed_reader_receives_nothing() -> None:
     subscription = events.subscribe()
     events.unsubscribe(subscription)
     events.unsubscribe(subscription)
-    state.apply(forks=[planned("a")])
+    state.apply(StoreChange(forks=(planned("a"),)))
     assert subscription.closed
 
 
@@ -188,12 +188,12 @@ class EventStreamServer:
     def __init__(self, *, keep_alive_s: float = 60.0, max_subscribers: int = 1) -> None:
         clock = FakeTime(now=1.0).clock
         store = MemoryStore(clock, max_finished_forks=9)
-        registry = Registry(PlannerSettings(), store, clock, Metrics())
+        service = PlanService(PlannerSettings(), store, clock, Metrics())
         self.state = store.state
         self.events = EventBus(self.state, max_subscribers)
         self.app = FastAPI()
         http_errors.register_handlers(self.app, lambda: None)
-        self.app.include_router(events_router(registry, self.events, keep_alive_s=keep_alive_s))
+        self.app.include_router(events_router(service, self.events, keep_alive_s=keep_alive_s))
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
         self.disconnected = asyncio.Event()
 
@@ -217,12 +217,12 @@ class EventStreamServer:
 async def test_the_stream_uses_the_server_sent_events_format() -> None:
     """It has headers, retry time, running forks and changes, each part ending with a blank line."""
     planner = EventStreamServer()
-    planner.state.apply(forks=[planned("a")])
+    planner.state.apply(StoreChange(forks=(planned("a"),)))
     serving = asyncio.create_task(planner.serve())
     head = await planner.sent.get()
     headers = dict(head["headers"])
     retry, first = await planner.body(2)
-    planner.state.apply(forks=[ended("a")])
+    planner.state.apply(StoreChange(forks=(ended("a"),)))
     [second] = await planner.body(1)
     planner.events.close()
     await serving

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.fork_stats import RECENT, ForkDurationStats, origin_of
-from planner.source_rate_limits import source_rate_limits
-from planner.store.records import ForkRecord, RouteRecord
+from planner.core.group_history import RECENT, ForkDurationStats, origin_of
+from planner.core.records import ForkRecord, RouteRecord, StoreChange
+from planner.core.state import PlannerState
 from rfork.schema import ForkResult
 from rfork.schema.types import Outcome
 from tests.unit.planner.records import fork, instance
@@ -80,7 +80,8 @@ def test_sources_that_sent_nothing_are_no_origin(sources: dict[str, int], expect
 
 def test_rate_limits_of_removed_sources_come_from_the_forks_record() -> None:
     """They come from the latest reports, or from the fork's record for removed sources."""
-    known = {"s": instance("s", egress_rate=7), "free": instance("free")}
+    state = PlannerState(max_finished_forks=1)
+    state.apply(StoreChange(instances=(instance("s", egress_rate=7), instance("free"))))
     reads = tuple(RouteRecord(name, ((0, 1),), ("http",), 0) for name in ("s", "free", "gone", "unknown"))
     before = {"s": 5, "free": 5, "gone": 3, "left": 1}
-    assert {"s": 7, "gone": 3} == source_rate_limits(replace(FORK, reads=reads, source_rate_limits=before), known.get)
+    assert {"s": 7, "gone": 3} == state.source_rate_limits(replace(FORK, reads=reads, source_rate_limits=before))

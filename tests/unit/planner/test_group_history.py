@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from planner.core.group_history import MAX_RETAINED, GroupHistory, GroupHistoryCache
+from planner.core.records import ForkRecord, StoreChange
+from planner.core.state import PlannerState
 from planner.dry_run import build_scenario, snapshot_group
-from planner.group_history import MAX_RETAINED, GroupHistory, GroupHistoryCache
-from planner.state import PlannerState
-from planner.store.base import PlannerStore, StoreChange
+from planner.store.base import PlannerStore
 from planner.store.memory import MemoryStore
 from planner.store.messages import LogEntry, StoreSnapshot, body_of
-from planner.store.records import ForkRecord
 from planner.store.replica import Replica
 from rfork.schema import ForkResult, PreviewRequest
-from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_registry, seed_report
+from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_service, seed_report
 from tests.unit.planner.records import GROUP, fork, instance
 
 SIZE = CHUNKS << 20
@@ -95,7 +95,7 @@ async def test_a_model_scaled_back_up_keeps_its_statistics(store_type: str) -> N
     assert KNOWN == summary(state.group(GROUP).history)
     assert [7.0] == [history.seconds_saved for history in state.histories()]
     assert [] == state.groups()
-    state.apply([instance("new")])
+    state.apply(StoreChange(instances=(instance("new"),)))
     assert KNOWN == summary(state.group(GROUP).history)
     assert [7.0] == [history.seconds_saved for history in state.histories()]
 
@@ -103,12 +103,12 @@ async def test_a_model_scaled_back_up_keeps_its_statistics(store_type: str) -> N
 def test_a_fork_that_outlives_its_group_is_counted_once() -> None:
     """It was abandoned with its instance, and reported its result later."""
     state = PlannerState(max_finished_forks=10)
-    state.apply([instance("of-a")], [fork("a", image_bytes=SIZE)])
+    state.apply(StoreChange(instances=(instance("of-a"),), forks=(fork("a", image_bytes=SIZE),)))
     finish = ForkResult(outcome="interrupted", seconds=1, bytes_read=0)
-    state.apply(forks=[fork("a", image_bytes=SIZE, finish=finish, abandoned=True)], removed=["of-a"])
+    state.apply(StoreChange(forks=(fork("a", image_bytes=SIZE, finish=finish, abandoned=True),), removed=("of-a",)))
     abandoned = summary(state.group(GROUP).history)
     for _ in range(2):
-        state.apply(forks=[ended("a", 9.0, CHECKPOINT)])
+        state.apply(StoreChange(forks=(ended("a", 9.0, CHECKPOINT),)))
     assert (None, None, 0.0, 0, 0) == abandoned
     assert (9.0, None, 0.0, SIZE, 0) == summary(state.group(GROUP).history)
 
@@ -171,15 +171,15 @@ def test_savings_need_both_durations() -> None:
 
 async def test_after_a_scale_to_zero_previews_and_metrics_use_the_history() -> None:
     """A preview knows the speed of storage, and the next fork's saving is counted."""
-    registry = make_registry(FakeTime())
-    await registry.store.commit(StoreChange(instances=(instance("s"),), forks=(fork("a", image_bytes=SIZE),)))
-    await registry.store.commit(StoreChange(forks=(ended("a", 4.0, CHECKPOINT),), removed=("s",)))
-    await registry.report(seed_report("new"))
-    (group,) = registry.state.groups()
-    snapshot = snapshot_group(registry.state, group, PreviewRequest(model="m"), registry.now())
-    await registry.request_plan(fork_request("b"))
+    service = make_service(FakeTime())
+    await service.store.commit(StoreChange(instances=(instance("s"),), forks=(fork("a", image_bytes=SIZE),)))
+    await service.store.commit(StoreChange(forks=(ended("a", 4.0, CHECKPOINT),), removed=("s",)))
+    await service.report(seed_report("new"))
+    (group,) = service.state.groups()
+    snapshot = snapshot_group(service.state, group, PreviewRequest(model="m"), service.now())
+    await service.plan(fork_request("b"))
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=SIZE, sources={"new": SIZE})
-    await registry.finish("fork-b", finish)
-    text = registry._metrics.exposition((), ()).decode()
+    await service.finish("fork-b", finish)
+    text = service._metrics.exposition((), ()).decode()
     assert SIZE / 4 == (build_scenario(snapshot).storage_rate if snapshot else None)
     assert "rfork_planner_saved_seconds_total 3.0" in text

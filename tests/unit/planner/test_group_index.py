@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.group_index import MAX_ANYWHERE, GroupIndex
+from planner.core.group_index import MAX_ANYWHERE, GroupIndex
+from planner.core.records import ForkRecord, GroupKey, RouteRecord
 from planner.policy.group_plan import holders, plan
-from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, PlanDecision, Source
-from planner.store.records import ForkRecord, GroupKey, RouteRecord
+from planner.policy.types import ChunkShare, ForkDemand, GroupView, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range, from_indices, indices, intersect, normalise
 from rfork.schema import ForkResult, Rank, StorageAssignment
 from tests.unit.planner.builders import (

@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from planner.app import create_app
-from planner.leases import Clock
+from planner.clock import Clock
+from planner.core.records import StoreChange
 from planner.middleware import MAX_BODY_BYTES
-from planner.store.base import StoreChange
 from planner.store.memory import MemoryStore
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import PlannerSettings

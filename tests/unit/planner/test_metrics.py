@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from planner.core.records import ForkRecord, InstanceRecord, RouteRecord
 from planner.metrics import REFUSALS, Metrics
-from planner.store.records import ForkRecord, InstanceRecord, RouteRecord
 from rfork.schema import ForkResult, Rank, StorageAssignment
 from rfork.schema.types import InstanceState
 from tests.unit.planner.builders import fault, seed_report

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.content_counts import ContentCounts
-from planner.policy_types import HolderCount
-from planner.reader_slots import UNPLANNED_SHARE, ReaderSlots
-from planner.store.records import RouteRecord
+from planner.core.group_index import UNPLANNED_SHARE, ContentCounts, ReaderSlots
+from planner.core.records import RouteRecord
+from planner.policy.types import HolderCount
 from tests.unit.planner.builders import CHUNKS, LAYOUT, ORIGIN, WEIGHTS, loading, seed
 from tests.unit.planner.records import fork
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.sorted_ids import SortedIds
+from planner.core.state import SortedIds
 
 IDS = st.text("ab-", min_size=1, max_size=4)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.state import PlannerState
-from planner.store.records import ForkRecord, RouteRecord
+from planner.core.records import ForkRecord, RouteRecord, StoreChange
+from planner.core.state import PlannerState
 from rfork.schema import ForkResult, Rank
 from tests.unit.planner.builders import LAYOUT, demand, loading, seed_report
 from tests.unit.planner.records import GROUP, fork, instance
@@ -28,16 +28,16 @@ def reading(name: str, source: str, *, ended: bool = False, **changes: object) -
 def test_instances_are_listed_in_the_order_of_arrival() -> None:
     """A heartbeat does not change it."""
     known = state()
-    known.apply([instance("b"), instance("a")])
-    known.apply([instance("b", seen_at=5.0)])
+    known.apply(StoreChange(instances=(instance("b"), instance("a"))))
+    known.apply(StoreChange(instances=(instance("b", seen_at=5.0),)))
     assert ["b", "a"] == [each.report.instance_id for each in known.instances()]
 
 
 def test_instances_are_ordered_by_id() -> None:
     """They follow the cursor, whatever was added, removed or updated in between."""
     known = state()
-    known.apply([instance(name) for name in "dbac"])
-    known.apply([instance("b", seen_at=5.0)], removed=["c", "unknown"])
+    known.apply(StoreChange(instances=tuple(instance(name) for name in "dbac")))
+    known.apply(StoreChange(instances=(instance("b", seen_at=5.0),), removed=("c", "unknown")))
     pages = [known.instances_after(cursor) for cursor in (None, "a", "c", "d")]
     found = [[each.source.instance_id for each in one] for one in pages]
     assert [["a", "b", "d"], ["b", "d"], ["d"], []] == found
@@ -60,15 +60,15 @@ def test_the_ranks_of_a_replica_are_listed(replica: str, cursor: str | None, exp
     """Replicas with a similar name, and instances with other names, are excluded."""
     known = state()
     names = ["p", "p-", "p-2-main-a", "p-main-a", "p-main-b", "p-other-a", "p-speculative-a", "p2-main-a"]
-    known.apply([instance(name) for name in names])
+    known.apply(StoreChange(instances=tuple(instance(name) for name in names)))
     assert expected == [each.source.instance_id for each in known.instances_after(cursor, replica)]
 
 
 def test_forks_are_ordered_by_id() -> None:
     """Dropped ones are not listed."""
     known = state(max_finished_forks=1)
-    known.apply(forks=[fork("c"), fork("a", ended=True), fork("d"), fork("b", ended=True)])
-    known.apply(forks=[fork("c", seen_at=2.0)])
+    known.apply(StoreChange(forks=(fork("c"), fork("a", ended=True), fork("d"), fork("b", ended=True))))
+    known.apply(StoreChange(forks=(fork("c", seen_at=2.0),)))
     pages = [known.forks_after(cursor) for cursor in (None, "b", "d")]
     assert [["b", "c", "d"], ["c", "d"], []] == [[each.fork_id for each in one] for one in pages]
 
@@ -76,8 +76,8 @@ def test_forks_are_ordered_by_id() -> None:
 def test_overdue_instances_are_past_their_ttl() -> None:
     """The TTL of ten seconds counts from the last report."""
     known = state()
-    known.apply([instance("a", seen_at=0.0), instance("b", seen_at=1.0)])
-    known.apply([instance("a", seen_at=2.0)])
+    known.apply(StoreChange(instances=(instance("a", seen_at=0.0), instance("b", seen_at=1.0))))
+    known.apply(StoreChange(instances=(instance("a", seen_at=2.0),)))
     silent = [[each.report.instance_id for each in known.overdue_instances(now)] for now in (10.0, 11.0, 12.0)]
     assert [[], ["b"], ["b", "a"]] == silent
 
@@ -85,15 +85,15 @@ def test_overdue_instances_are_past_their_ttl() -> None:
 def test_overdue_forks_are_listed_oldest_first() -> None:
     """Finished forks are not listed."""
     known = state()
-    known.apply(forks=[fork("a", seen_at=1.0), fork("b", seen_at=2.0), fork("c", ended=True)])
+    known.apply(StoreChange(forks=(fork("a", seen_at=1.0), fork("b", seen_at=2.0), fork("c", ended=True))))
     assert [["a"], ["a", "b"]] == [[each.fork_id for each in known.overdue_forks(at)] for at in (1.0, 2.0)]
 
 
 def test_an_instance_that_changes_its_model_changes_its_group() -> None:
     """The old group is removed with its last member."""
     known = state()
-    known.apply([instance("a")])
-    known.apply([instance("a", model="other")])
+    known.apply(StoreChange(instances=(instance("a"),)))
+    known.apply(StoreChange(instances=(instance("a", model="other"),)))
     assert [OTHER] == [group.key for group in known.groups()]
     assert {} == known.group(GROUP).sources
 
@@ -101,7 +101,9 @@ def test_an_instance_that_changes_its_model_changes_its_group() -> None:
 def test_other_ranks_of_a_model_are_listed() -> None:
     """They are for the reason of a plan without routes."""
     known = state()
-    known.apply([instance("a"), instance("b", rank=Rank(tp=1, tp_size=2)), instance("c", model="other")])
+    known.apply(
+        StoreChange(instances=(instance("a"), instance("b", rank=Rank(tp=1, tp_size=2)), instance("c", model="other")))
+    )
     assert (Rank(tp=1, tp_size=2).key,) == known.other_ranks(GROUP)
 
 
@@ -110,7 +112,9 @@ def test_a_model_with_two_served_versions_is_reported() -> None:
     known = state()
 
     def put(name: str, version: str, **changes: object) -> None:
-        known.apply([replace(instance(name), report=seed_report(name, version=version, **changes))])
+        known.apply(
+            StoreChange(instances=(replace(instance(name), report=seed_report(name, version=version, **changes)),))
+        )
 
     put("a", "v1")
     put("b", "v2", state="loading", verified=())
@@ -125,10 +129,10 @@ def test_a_model_with_two_served_versions_is_reported() -> None:
 def test_readers_from_before_a_restart_count_until_they_replan() -> None:
     """A known fork counts by its plan."""
     known = state()
-    known.apply([instance("s", readers=("x", "y"))])
+    known.apply(StoreChange(instances=(instance("s", readers=("x", "y")),)))
     unplanned = set(known.group(GROUP).readers["s"])
-    known.apply([instance("of-x")], [reading("x", "t")])
-    known.apply([instance("s", readers=("x", "y"))])
+    known.apply(StoreChange(instances=(instance("of-x"),), forks=(reading("x", "t"),)))
+    known.apply(StoreChange(instances=(instance("s", readers=("x", "y")),)))
     assert {"x", "y"} == unplanned
     assert {"y"} == set(known.group(GROUP).readers["s"])
 
@@ -136,10 +140,10 @@ def test_readers_from_before_a_restart_count_until_they_replan() -> None:
 def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
     """It counts for each source of its newest plan only."""
     known = state()
-    known.apply([instance("s"), instance("t"), instance("of-x")], [reading("x", "s")])
-    known.apply(forks=[reading("x", "t")])
+    known.apply(StoreChange(instances=(instance("s"), instance("t"), instance("of-x")), forks=(reading("x", "s"),)))
+    known.apply(StoreChange(forks=(reading("x", "t"),)))
     during = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
-    known.apply(forks=[reading("x", "t", ended=True)])
+    known.apply(StoreChange(forks=(reading("x", "t", ended=True),)))
     after = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
     assert {"t": {"x"}} == during
     assert {} == after
@@ -148,9 +152,9 @@ def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
 def test_the_running_fork_of_an_instance_is_found() -> None:
     """It is found until it ends; a later one replaces it."""
     known = state()
-    known.apply(forks=[fork("a")])
+    known.apply(StoreChange(forks=(fork("a"),)))
     found = [known.live_fork_of("of-a")]
-    known.apply(forks=[fork("a", ended=True)])
+    known.apply(StoreChange(forks=(fork("a", ended=True),)))
     found.append(known.live_fork_of("of-a"))
     assert [fork("a"), None] == found
 
@@ -160,10 +164,10 @@ def test_progress_alone_moves_no_reader() -> None:
     known = state()
     notified: list[ForkRecord] = []
     stop = known.subscribe(notified.append)
-    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
-    known.apply(forks=[reading("x", "s", seen_at=3.0)])
+    known.apply(StoreChange(instances=(instance("s"), instance("of-x")), forks=(reading("x", "s"),)))
+    known.apply(StoreChange(forks=(reading("x", "s", seen_at=3.0),)))
     stop()
-    known.apply(forks=[reading("x", "s", seen_at=4.0)])
+    known.apply(StoreChange(forks=(reading("x", "s", seen_at=4.0),)))
     assert [0.0, 3.0] == [each.seen_at for each in notified]
     assert {"x": 1.0} == known.group(GROUP).readers["s"]
 
@@ -171,9 +175,9 @@ def test_progress_alone_moves_no_reader() -> None:
 def test_bytes_of_forks_are_summed_by_group() -> None:
     """They are added when a fork ends."""
     known = state()
-    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
+    known.apply(StoreChange(instances=(instance("s"), instance("of-x")), forks=(reading("x", "s"),)))
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
-    known.apply(forks=[replace(reading("x", "s"), finish=finish)])
+    known.apply(StoreChange(forks=(replace(reading("x", "s"), finish=finish),)))
     group = known.group(GROUP)
     assert 5 == group.history.forked_bytes
     assert 4 == group.history.storage_bytes
@@ -182,7 +186,7 @@ def test_bytes_of_forks_are_summed_by_group() -> None:
 def test_clearing_removes_everything() -> None:
     """The store's contents are loaded afterwards."""
     known = state()
-    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
+    known.apply(StoreChange(instances=(instance("s"), instance("of-x")), forks=(reading("x", "s"),)))
     known.clear()
     view = known.group(GROUP).view([demand(loading("t"))])
     assert [] == known.instances()
@@ -191,5 +195,5 @@ def test_clearing_removes_everything() -> None:
     assert {} == view.holders
     assert [] == list(known.instances_after(None))
     assert [] == list(known.forks_after(None))
-    known.apply([instance("s")])
+    known.apply(StoreChange(instances=(instance("s"),)))
     assert 1 == sum(each.seeds for each in known.group(GROUP).holders_of(LAYOUT).values())

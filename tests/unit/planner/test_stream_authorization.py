@@ -16,7 +16,7 @@ from planner.middleware import AuthMiddleware
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.feed import feed_router
 from rfork.settings import PlannerSettings
-from tests.unit.planner.builders import FakeTime, make_registry
+from tests.unit.planner.builders import FakeTime, make_service
 
 TOKENS = "reader read\noperator rule\n"
 STREAMS = ("/v1/events", "/ui/feed")
@@ -31,13 +31,13 @@ class GuardedStreams:
         self.time = FakeTime()
         self.tokens = path
         path.write_text(TOKENS)
-        registry = make_registry(self.time)
+        service = make_service(self.time)
         self.broadcaster, self.events = (
-            Broadcaster(registry, heartbeat_s=5, flush_interval_s=SOON_S),
-            EventBus(registry.state),
+            Broadcaster(service, heartbeat_s=5, flush_interval_s=SOON_S),
+            EventBus(service.state),
         )
         app = FastAPI()
-        app.include_router(events_router(registry, self.events, keep_alive_s=SOON_S))
+        app.include_router(events_router(service, self.events, keep_alive_s=SOON_S))
         app.include_router(feed_router(self.broadcaster, keep_alive_s=SOON_S))
         auth = Auth(PlannerSettings(tokens_file=path), self.time.clock.monotonic)
         self.app = AuthMiddleware(app, auth, None, lambda slug: None)

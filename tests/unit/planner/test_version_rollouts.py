@@ -11,12 +11,12 @@ from typing import Final
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.http_errors import ProblemError
-from planner.registry import Registry
+from planner.core.problems import ProblemError
+from planner.plan_service import PlanService
 from planner.store.memory import MemoryStore
 from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan, Rank
 from rfork.weights_version import is_unnamed, unnamed
-from tests.unit.planner.builders import CHUNKS, FakeTime, make_registry, report
+from tests.unit.planner.builders import CHUNKS, FakeTime, make_service, report
 
 STEPS: Final = 60
 HEARTBEAT_S: Final = 5.0
@@ -64,18 +64,18 @@ class RolloutSimulation:
     violations: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.planners: list[Registry] = []
+        self.planners: list[PlanService] = []
         self.restart_planners()
 
     def restart_planners(self) -> None:
         """Restart the planners: all records are lost until instances report again."""
         store = MemoryStore(self.time.clock, max_finished_forks=100)
         self.planners = [
-            make_registry(self.time, store, heartbeat_interval_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
+            make_service(self.time, store, heartbeat_interval_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
         ]
 
     @property
-    def planner(self) -> Registry:
+    def planner(self) -> PlanService:
         return self.random.choice(self.planners)
 
     async def step(self) -> None:
@@ -118,7 +118,7 @@ class RolloutSimulation:
             else set()
         )
         try:
-            plan = await self.planner.request_plan(request)
+            plan = await self.planner.plan(request)
         except ProblemError as error:
             if error.slug == "fork-ended":
                 return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from planner.http_errors import ProblemError
-from planner.store.records import InstanceRecord
-from planner.versions import ReplicaConflict, resolve
+from planner.core.problems import ProblemError
+from planner.core.records import InstanceRecord
+from planner.core.versions import ReplicaConflict, resolve
 from rfork.schema import ForkRequest, InstanceReport, Rank, ScaleUp, StorageCandidate
 from rfork.weights_version import of_update, of_weights, short, unnamed
-from tests.unit.planner.builders import WEIGHTS, FakeTime, fork_request, make_registry, report, seed_report
+from tests.unit.planner.builders import WEIGHTS, FakeTime, fork_request, make_service, report, seed_report
 
 PAIR = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
 SPECULATIVE = Rank(role="speculative")
@@ -140,56 +140,56 @@ def test_only_computed_versions_are_shortened(version: str | None, expected: str
 
 async def test_a_fork_reads_only_from_its_own_version(time: FakeTime) -> None:
     """The reason names the version, and the number of instances with others."""
-    registry = make_registry(time)
-    await registry.report(seed_report("old", version="v1"))
-    plan = await registry.request_plan(fork_request("t", version="v2"))
+    service = make_service(time)
+    await service.report(seed_report("old", version="v1"))
+    plan = await service.plan(fork_request("t", version="v2"))
     assert () == plan.routes
     assert "first of version v2 of model m; 1 instance serves v1" == plan.reason
 
 
 async def test_a_target_without_files_receives_its_version(time: FakeTime) -> None:
     """It is in the plan."""
-    registry = make_registry(time)
-    await registry.report(seed_report("old", version="v1"))
-    plan = await registry.request_plan(fork_request("t", version=None))
+    service = make_service(time)
+    await service.report(seed_report("old", version="v1"))
+    plan = await service.plan(fork_request("t", version=None))
     assert "v1" == plan.version
     assert ["old"] == [route.source_id for route in plan.routes]
 
 
 async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
     """Two targets with different files read their own."""
-    registry = make_registry(time)
+    service = make_service(time)
     storage = (StorageCandidate(kind="loader"),)
-    plans = [await registry.request_plan(fork_request(name, version=f"v-{name}", storage=storage)) for name in "ab"]
+    plans = [await service.plan(fork_request(name, version=f"v-{name}", storage=storage)) for name in "ab"]
     assert [1, 1] == [len(plan.storage) for plan in plans]
 
 
 async def test_a_target_that_adopts_a_version_reads_no_storage(time: FakeTime) -> None:
     """The version of its loader's weights is unknown."""
-    registry = make_registry(time)
-    await registry.report(seed_report("full", version="v1", max_readers=0))
-    plan = await registry.request_plan(fork_request("t", version=None, storage=(StorageCandidate(kind="loader"),)))
+    service = make_service(time)
+    await service.report(seed_report("full", version="v1", max_readers=0))
+    plan = await service.plan(fork_request("t", version=None, storage=(StorageCandidate(kind="loader"),)))
     assert "v1" == plan.version
     assert () == plan.storage
 
 
 async def test_a_target_whose_version_is_no_longer_served_reads_storage_under_another_name(time: FakeTime) -> None:
     """Its loader's weights are not of that version."""
-    registry = make_registry(time)
+    service = make_service(time)
     loader = (StorageCandidate(kind="loader"),)
-    plan = await registry.request_plan(fork_request("t", version="v1", any_version=True, replica="r", storage=loader))
+    plan = await service.plan(fork_request("t", version="v1", any_version=True, replica="r", storage=loader))
     assert unnamed("r") == plan.version
     assert 1 == len(plan.storage)
 
 
 async def test_an_in_place_update_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
     """Targets of the old version find no source any more."""
-    registry = make_registry(time)
-    await registry.report(seed_report("s", version="v1"))
-    await registry.report(seed_report("s", version="update:r:1", weights_id="2" * 32, generation=1))
+    service = make_service(time)
+    await service.report(seed_report("s", version="v1"))
+    await service.report(seed_report("s", version="update:r:1", weights_id="2" * 32, generation=1))
     old, new = (
-        await registry.request_plan(fork_request("t", version="v1")),
-        await registry.request_plan(fork_request("u", version="update:r:1")),
+        await service.plan(fork_request("t", version="v1")),
+        await service.plan(fork_request("u", version="update:r:1")),
     )
     assert () == old.routes
     assert ["s"] == [route.source_id for route in new.routes]
@@ -197,35 +197,35 @@ async def test_an_in_place_update_moves_a_seed_to_its_new_version(time: FakeTime
 
 async def test_a_fork_whose_version_changes_releases_its_slot(time: FakeTime) -> None:
     """It is planned only in the group of the new version."""
-    registry = make_registry(time)
-    await registry.report(seed_report("one", version="v1"))
-    await registry.request_plan(fork_request("t", version=None))
-    await registry.remove("one")
-    await registry.report(seed_report("two", version="v2"))
-    again = await registry.request_plan(fork_request("t", (0, 4), version="v1", any_version=True))
-    groups = {group.version: set(group.shares) for group in registry.state.groups()}
+    service = make_service(time)
+    await service.report(seed_report("one", version="v1"))
+    await service.plan(fork_request("t", version=None))
+    await service.remove("one")
+    await service.report(seed_report("two", version="v2"))
+    again = await service.plan(fork_request("t", (0, 4), version="v1", any_version=True))
+    groups = {group.version: set(group.shares) for group in service.state.groups()}
     assert "v2" == again.version
     assert {"v2": {"t"}} == groups
 
 
 async def test_a_conflict_within_a_replica_is_a_problem(time: FakeTime) -> None:
     """It names both versions."""
-    registry = make_registry(time)
-    await registry.request_plan(fork_request("t0", version="v1", rank=PAIR[0], replica="r"))
+    service = make_service(time)
+    await service.plan(fork_request("t0", version="v1", rank=PAIR[0], replica="r"))
     with pytest.raises(ProblemError) as caught:
-        await registry.request_plan(fork_request("t1", version="v2", rank=PAIR[1], replica="r"))
+        await service.plan(fork_request("t1", version="v2", rank=PAIR[1], replica="r"))
     assert "replica-version" == caught.value.slug
 
 
 async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: FakeTime) -> None:
     """Other ranks of their replica may have a version that the planner does not know yet."""
-    registry = make_registry(time, heartbeat_interval_s=5.0)
-    await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
-    early = await registry.request_plan(_rank(1, None))
-    await registry.report(report("t0", (0, 4), version="v1", any_version=True, rank=PAIR[0], replica="r"))
+    service = make_service(time, heartbeat_interval_s=5.0)
+    await service.report(seed_report("b", version="v2", rank=PAIR[1]))
+    early = await service.plan(_rank(1, None))
+    await service.report(report("t0", (0, 4), version="v1", any_version=True, rank=PAIR[0], replica="r"))
     time.now += 5.0
-    await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
-    late = await registry.request_plan(_rank(1, None))
+    await service.report(seed_report("b", version="v2", rank=PAIR[1]))
+    late = await service.plan(_rank(1, None))
     assert early.version is None
     assert early.retry_after_s is not None
     assert "v1" == late.version
@@ -238,14 +238,14 @@ def _rank(tp: int, version: str | None) -> ForkRequest:
 
 async def test_a_seed_without_a_version_is_named_after_its_bytes(time: FakeTime) -> None:
     """Two seeds with different bytes have different versions."""
-    registry = make_registry(time)
-    await registry.report(seed_report("s", version=None))
-    assert of_weights(WEIGHTS) == registry.instance("s").version
+    service = make_service(time)
+    await service.report(seed_report("s", version=None))
+    assert of_weights(WEIGHTS) == service.instance("s").version
 
 
 async def test_replicas_of_another_version_do_not_keep_a_last_seed(time: FakeTime) -> None:
     """Those expected replicas will not read from it."""
-    registry = make_registry(time)
-    await registry.report(seed_report("old", version="v1"))
-    await registry.scaleups.announce(ScaleUp(scaleup_id="up", model="m", version="v2", replicas=2))
-    assert (await registry.can_exit("old")).can_exit
+    service = make_service(time)
+    await service.report(seed_report("old", version="v1"))
+    await service.announce(ScaleUp(scaleup_id="up", model="m", version="v2", replicas=2))
+    assert (await service.can_exit("old")).can_exit

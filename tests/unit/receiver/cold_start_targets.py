@@ -35,7 +35,7 @@ X, Y = "c" * 32, "d" * 32
 
 def verified_by_source(target: Target) -> dict[str, int]:
     """Return the number of verified chunks by source."""
-    return {share.source_id: share.verified_chunks for share in target.transfer.shares}
+    return {share.source_id: share.verified_chunks for share in target.transfer.stats.shares}
 
 
 def planner_script(*responses: Plan | Callable[[], Plan]) -> Script:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from rfork.receiver import chunk_persister
+from rfork.receiver import spool
 from tests.unit.receiver.fleet import NEVER_S, Fleet, live_transfer_threads
 from tests.unit.receiver.sessions import Model
 
@@ -16,7 +16,7 @@ from tests.unit.receiver.sessions import Model
 @pytest.fixture(autouse=True)
 def _long_flush_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the flush timeout: the spool writer has a low priority, and the test machine may be busy."""
-    monkeypatch.setattr(chunk_persister, "FLUSH_TIMEOUT_S", NEVER_S)
+    monkeypatch.setattr(spool, "FLUSH_TIMEOUT_S", NEVER_S)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rfork.errors import StorageError
+from rfork.errors import RforkError, StorageError
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
@@ -18,14 +18,13 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.receiver.deadline import Deadline
-from rfork.receiver.report import TransferStats
-from rfork.receiver.runner import Observer, RunsLoader, ServingState, Transfer
-from rfork.receiver.sources import Emit, PeerSource, StorageSource
+from rfork.receiver.report import ForkTimer, TransferStats
+from rfork.receiver.runner import Observer, ServingState, Transfer
+from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
 from rfork.schema.types import StorageType
-from rfork.settings import InstanceSettings, StorageSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.settings import InstanceSettings
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name
 from rfork.storage.spool import Spool
 from rfork.testing.peers import InMemoryPeers
@@ -33,6 +32,8 @@ from rfork.testing.transport import FaultInjection, InMemoryNetwork, InMemoryTra
 from rfork.tracing import Tracer
 
 CHUNKS = 6
+ALL = (0, CHUNKS)
+IMAGE_BYTES = CHUNKS * MIB
 FORK_ID = "fork-1"
 SECRET = b"s" * 32
 NEVER_S = 60.0
@@ -98,11 +99,9 @@ class Fleet:
             source_image,
             InstanceIdentity("model", instance_id=name),
             settings(max_readers=max_readers),
-            [InMemoryTransport(self.network, faults)],
+            Connections([InMemoryTransport(self.network, faults)], serve_peer=self.peers.service, tracer=tracer),
             chunk_state=chunk_state,
             manifest=manifest or (source_image.manifest() if knows_manifest else None),
-            serve_peer=self.peers.service,
-            tracer=tracer,
         ).start()
         seed.set_lease_keys([derive_key(SECRET, name)])
         self._seeds.append(seed)
@@ -257,46 +256,22 @@ class RecordingServingState:
             self.storage_activity.append(read_at is not None)
 
 
-@dataclass
-class FleetSourceFactory:
-    """Opens the sources of a plan on the fleet's network; see `rfork.receiver.sources.SourceFactoryProtocol`."""
-
-    fleet: Fleet
-    image: Image
-    settings: InstanceSettings
-    deadline: Deadline
-    files: Mapping[str, ImageStorage]
-    excluded: list[str] = field(default_factory=list)
-
-    def exclude(self, name: str) -> None:
-        self.excluded.append(name)
-
-    def open_peer(self, route: Route, connection: int, emit: Emit) -> PeerSource:
-        transports = {"memory": InMemoryTransport(self.fleet.network)}
-        return PeerSource(
-            route,
-            self.image,
-            transports,
-            self.fleet.peers.dial,
-            self.settings,
-            connection,
-            emit,
-            self.deadline,
-        )
-
-    def open_storage(self, read: StorageAssignment, connection: int, emit: Emit) -> StorageSource:
-        return StorageSource(
-            read,
-            lambda read: self.files[storage_name(read.kind, read.uri)],
-            self.image,
-            connection,
-            emit,
-            StorageSettings(),
-        )
-
-
 def no_loader(read: StorageAssignment) -> Manifest:
     raise StorageError("no loader in this test")
+
+
+@dataclass
+class FleetStorage:
+    """Files and a loader of the target; see `rfork.receiver.sources.OwnStorage`."""
+
+    files: Mapping[str, ImageStorage]
+    run_loader: Callable[[StorageAssignment], Manifest]
+
+    def storage_for(self, read: StorageAssignment) -> ImageStorage:
+        return self.files[storage_name(read.kind, read.uri)]
+
+    def remove(self, name: str) -> None:
+        """Accept a failed storage; the script decides what is read next."""
 
 
 class Target:
@@ -313,7 +288,7 @@ class Target:
         chunk_state: ChunkState | None = None,
         serving_state: ServingState | None = None,
         files: Sequence[Files] = (),
-        run_loader: RunsLoader = no_loader,
+        run_loader: Callable[[StorageAssignment], Manifest] = no_loader,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -321,19 +296,16 @@ class Target:
         self.chunk_state = ChunkState(self.image.layout.chunks) if chunk_state is None else chunk_state
         self.serving_state = RecordingServingState(self.chunk_state)
         chosen = chosen or settings()
-        deadline = Deadline(time.monotonic() + deadline_s)
+        timer = ForkTimer(deadline_s)
+        transports = {"memory": InMemoryTransport(fleet.network)}
+        context = ForkContext("target", self.image, transports, fleet.peers.dial, chosen, timer)
         self.transfer = Transfer(
-            self.image,
+            SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader)),
             self.chunk_state,
-            chosen,
-            instance_id="target",
-            source_factory=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
-            replan=replan,
-            run_loader=run_loader,
-            serving_state=serving_state or self.serving_state,
-            deadline=deadline,
-            spool=spool,
-            observer=observer,
+            replan,
+            serving_state or self.serving_state,
+            spool,
+            observer,
         )
 
     def run(self) -> TransferStats:
@@ -349,3 +321,12 @@ def live_transfer_threads() -> list[str]:
     names = (thread.name for thread in threading.enumerate())
     prefixes = ("rfork-read", "rfork-source", "rfork-progress")
     return [name for name in names if name.startswith(prefixes)]
+
+
+def verified_by_source(target: Target) -> dict[str, int]:
+    """Return the number of verified chunks by source."""
+    return {share.source_id: share.verified_chunks for share in target.transfer.stats.shares}
+
+
+def raise_plan_error(error: RforkError) -> Plan:
+    raise error

@@ -100,9 +100,6 @@ class MachineHarness:
         chosen: InstanceSettings | None = None,
         *,
         deadline_s: float = 1e6,
-        verified: tuple[Range, ...] = (),
-        digests: Mapping[int, bytes] | None = None,
-        provisional_id: str | None = None,
         spool_records: Mapping[int, bytes] | None = None,
     ) -> None:
         self.machine = TransferMachine(
@@ -110,9 +107,6 @@ class MachineHarness:
             chosen or settings(),
             instance_id="target",
             deadline_at=BEGIN + deadline_s,
-            verified=verified,
-            digests=digests,
-            provisional_id=provisional_id,
             spool_records=spool_records,
         )
         self.now = BEGIN

@@ -10,8 +10,8 @@ from torch import nn
 from rfork.image.chunks import MIB
 from rfork.peer.server import ServePeer
 from rfork.receiver.fallback import Fallback
-from rfork.receiver.progress import OnProgress
-from rfork.receiver.session import ForkSession
+from rfork.receiver.planner_requests import OnProgress
+from rfork.receiver.session import ForkOptions, ForkSession, Network
 from rfork.schema import Plan
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity
@@ -61,15 +61,13 @@ def session(
         module,
         identity,
         chosen or settings(),
-        [InMemoryTransport(fleet.network)],
-        planner=planner.client() if planner is not None else None,
-        dial=fleet.peers.dial,
-        fallbacks=fallbacks,
-        on_progress=on_progress,
-        exclude=exclude,
-        serve_peer=serve_peer or fleet.peers.service,
-        tracer=tracer,
-        on_filled=on_filled,
+        Network(
+            planner.client() if planner is not None else None,
+            [InMemoryTransport(fleet.network)],
+            fleet.peers.dial,
+            serve_peer or fleet.peers.service,
+        ),
+        ForkOptions(fallbacks=fallbacks, exclude=exclude, on_progress=on_progress, on_filled=on_filled, tracer=tracer),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.receiver.chunk_persister import spool_name
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.report import ForkReport
+from rfork.receiver.spool import spool_name
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.storage.spool import Spool

@@ -1,16 +1,40 @@
-"""Selection of the next chunk and its source."""
+"""Selection of the next chunk and its source, and the number of concurrent reads from a source."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.image import ranges
-from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
+from rfork.testing.peers import InMemoryPeer
+from rfork.transport.base import Endpoint
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Fleet,
+    Target,
+    content_hash,
+    image,
+    plan,
+    route,
+)
+from tests.unit.receiver.spools import ALL
 
 COUNT = 6
+
+
+def partly_verified(count: int, *parts: ranges.Range) -> ChunkScheduler:
+    """Return a scheduler with these chunks verified."""
+    scheduler = ChunkScheduler(count)
+    for chunk in ranges.indices(parts):
+        scheduler.verified(ChunkRead("earlier", chunk))
+    return scheduler
 
 
 def build_scheduler(count: int = COUNT, **routes: tuple[int, int]) -> ChunkScheduler:
@@ -41,7 +65,7 @@ def test_a_new_scheduler_needs_a_plan() -> None:
 
 def test_verified_chunks_are_not_read() -> None:
     """A fork that resumes from a chunk state reads only the missing chunks."""
-    scheduler = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
+    scheduler = partly_verified(COUNT, (0, 2), (3, 6))
     scheduler.assign({"a": [(0, 6)]})
     scheduler.mark_available("a", [(0, 6)])
     assert (ChunkRead("a", 2), None) == (scheduler.next_read(), scheduler.next_read())
@@ -260,7 +284,7 @@ def test_offers_made_before_a_failure_are_void() -> None:
 
 def test_an_invalidated_chunk_needs_a_plan() -> None:
     """A verified chunk that turns out wrong has no source until the next plan."""
-    scheduler = ChunkScheduler(2, [(0, 2)])
+    scheduler = partly_verified(2, (0, 2))
     before = scheduler.unassigned, scheduler.complete
     scheduler.invalidate([1])
     assert ((False, True), (True, False)) == (before, (scheduler.unassigned, scheduler.complete))
@@ -268,7 +292,7 @@ def test_an_invalidated_chunk_needs_a_plan() -> None:
 
 def test_shares_list_unverified_chunks_by_source() -> None:
     """They include chunks in flight and chunks planned."""
-    scheduler = ChunkScheduler(5, [(0, 1)])
+    scheduler = partly_verified(5, (0, 1))
     scheduler.assign({"a": [(0, 3)], "b": [(3, 5)]})
     scheduler.mark_available("a", [(0, 3)])
     scheduler.next_read()
@@ -351,7 +375,193 @@ def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
 
 def test_the_verified_chunks() -> None:
     """They include those of the start, and no longer those that were invalidated."""
-    scheduler = ChunkScheduler(4, [(0, 2)])
+    scheduler = partly_verified(4, (0, 2))
     scheduler.verified(ChunkRead("a", 3))
     scheduler.invalidate([1])
     assert {0, 3} == scheduler.verified_chunks
+
+
+def scheduled(*reserved: int) -> ChunkScheduler:
+    """Return a scheduler in which one source serves every chunk except the reserved ones."""
+    scheduler = ChunkScheduler(CHUNKS)
+    scheduler.assign({"a": [ALL]})
+    scheduler.reserve("here", reserved)
+    scheduler.mark_available("a", [ALL])
+    return scheduler
+
+
+def test_a_plan_does_not_change_reservations() -> None:
+    """Reserved chunks are returned only by `next_reserved`, in order and once each."""
+    scheduler = scheduled(1, 4)
+    scheduler.assign({"b": [ALL]})
+    scheduler.mark_available("b", [ALL])
+    others = [scheduler.next_read() for _ in range(CHUNKS - 1)]
+    next_reads = [scheduler.next_reserved() for _ in range(3)]
+    assert [ChunkRead("here", 1), ChunkRead("here", 4), None] == next_reads
+    assert [0, 2, 3, 5, None] == [read.chunk if read else None for read in others]
+
+
+def test_chunks_in_flight_or_verified_cannot_be_reserved() -> None:
+    """Two readers never write to the same chunk."""
+    scheduler = scheduled()
+    first, second = scheduler.next_read(), scheduler.next_read()
+    assert first is not None
+    assert second is not None
+    scheduler.verified(first)
+    scheduler.reserve("here", [first.chunk, second.chunk])
+    assert scheduler.next_reserved() is None
+    assert not scheduler.unassigned
+
+
+@pytest.mark.parametrize("chunks", [None, [1]])
+def test_an_unreserved_chunk_needs_a_plan(chunks: list[int] | None) -> None:
+    """It is not read before that plan."""
+    scheduler = scheduled(1)
+    read = scheduler.next_reserved()
+    assert read is not None
+    scheduler.dropped(read)
+    scheduler.unreserve(chunks)
+    assert scheduler.unassigned
+    assert scheduler.next_reserved() is None
+    assert 0 == scheduler.in_flight
+    scheduler.assign({"a": [ALL]})
+    scheduler.mark_available("a", [ALL])
+    next_reads = [scheduler.next_read() for _ in range(CHUNKS)]
+    assert None not in next_reads
+
+
+def test_reserved_chunks_complete_an_image() -> None:
+    """They count like any other chunk, and never as rereads."""
+    scheduler = scheduled(*range(CHUNKS))
+    while (read := scheduler.next_reserved()) is not None:
+        scheduler.verified(read)
+    assert scheduler.complete
+    assert {} == scheduler.rereads
+
+
+Window = Callable[[str], int]
+
+
+def shared_scheduler(late: str | None = None) -> ChunkScheduler:
+    """Return a scheduler that assigns two of four chunks to each of two sources.
+
+    Only `a` offers its chunks, and it offers all four.
+    """
+    scheduler = ChunkScheduler(4)
+    scheduler.assign({"a": [(0, 2)], "b": [(2, 4)]})
+    scheduler.mark_available("a", [(0, 4)])
+    scheduler.late = frozenset() if late is None else frozenset({late})
+    return scheduler
+
+
+def test_chunks_of_a_late_source_are_read_from_an_idle_one() -> None:
+    """The idle source first serves its own chunks."""
+    scheduler = shared_scheduler(late="b")
+    assert [0, 1, 2, 3] == [read.chunk for read in (scheduler.next_read() for _ in range(4)) if read is not None]
+
+
+def test_a_source_that_is_not_late_keeps_its_chunks() -> None:
+    """A relay that has not received its chunks yet is waited for, as planned."""
+    scheduler = shared_scheduler()
+    assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == [scheduler.next_read() for _ in range(3)]
+
+
+def test_reads_from_a_source_stay_within_its_window() -> None:
+    """The window includes chunks that were assigned to another source."""
+    scheduler = shared_scheduler(late="b")
+    next_reads = [scheduler.next_read(lambda _: 2) for _ in range(3)]
+    assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == next_reads
+
+
+def test_a_late_source_does_not_serve_chunks_of_another_late_source() -> None:
+    """Neither has delivered a byte."""
+    scheduler = ChunkScheduler(2)
+    scheduler.assign({"a": [(0, 1)], "b": [(1, 2)]})
+    scheduler.mark_available("a", [(0, 2)])
+    scheduler.late = frozenset({"a", "b"})
+    assert [ChunkRead("a", 0), None] == [scheduler.next_read() for _ in range(2)]
+
+
+class SilentPeer(InMemoryPeer):
+    """A peer that never responds and whose connection can be closed."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._closed = threading.Event()
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        self._closed.wait(NEVER_S)
+        return super().open(layout_id, transports, deadline)
+
+    def close(self) -> None:
+        self._closed.set()
+        super().close()
+
+
+def test_chunks_of_a_silent_source_are_read_from_another(fleet: Fleet) -> None:
+    """The fork completes without any message from the silent source."""
+    source_image = image(1)
+    good, silent = fleet.source("good", source_image), fleet.source("silent", source_image)
+    dial = fleet.peers.dial
+    fleet.peers.dial = (  # type: ignore[method-assign]
+        lambda address, token: (
+            SilentPeer(fleet.peers, address, token) if address == silent.report().address else dial(address, token)
+        )
+    )
+    target = Target(fleet, lambda *_: plan(route(good, (0, 3)), route(silent, (3, CHUNKS))))
+    stats = target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert ["good"] == [share.source_id for share in stats.sources]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(25 * MIB, 1), (255 * MIB, 1), (300 * MIB, 2), (1200 * MIB, 4), (10_000 * MIB, 4)],
+)
+def test_faster_links_allow_more_concurrent_reads(rate: int, expected: int) -> None:
+    """One connection fills a link of one or two gigabits; the configured window is the maximum."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(rate, 1.0, 0)
+    assert expected == concurrency.window("http")
+
+
+def test_the_first_read_measures_the_rate() -> None:
+    """Before the first chunk has arrived the rate is unknown, so there is only one read."""
+    assert 1 == ReadConcurrency(4).window("http")
+
+
+def test_sources_on_this_host_use_the_full_window() -> None:
+    """They share no link, and concurrent copies use more memory bandwidth."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(100 * MIB, 1.0, 0)
+    assert 4 == concurrency.window("shared_memory")
+    assert 1 == concurrency.window("http")
+
+
+def test_concurrent_reads_share_the_rate() -> None:
+    """Four chunks of 100 MiB that arrive within the same second make 400 MiB per second."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(100 * MIB, 1.0, 3)
+    assert 2 == concurrency.window("http")
+
+
+def one_per_source(_source_id: str) -> int:
+    return 1
+
+
+def test_reads_of_one_source_stay_within_its_window() -> None:
+    """A second source is read from while the first is busy; the third read waits."""
+    scheduler = ChunkScheduler(4)
+    scheduler.assign({"a": ((0, 2),), "b": ((2, 4),)})
+    for name in "ab":
+        scheduler.mark_available(name, ((0, 4),))
+    first = scheduler.next_read(one_per_source)
+    assert ChunkRead("a", 0) == first
+    assert ChunkRead("b", 2) == scheduler.next_read(one_per_source)
+    assert scheduler.next_read(one_per_source) is None
+    assert first is not None
+    scheduler.verified(first)
+    assert ChunkRead("a", 1) == scheduler.next_read(one_per_source)

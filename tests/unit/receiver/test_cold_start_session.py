@@ -17,7 +17,7 @@ from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
 from rfork.peer.servicer import PeerBackend
 from rfork.receiver.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
-from rfork.receiver.plan_requester import LAYOUT_DIFF_TIMEOUT_S
+from rfork.receiver.planner_requests import LAYOUT_DIFF_TIMEOUT_S
 from rfork.receiver.report import ForkReport
 from rfork.schema import Plan
 from rfork.settings import InstanceSettings

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from rfork.errors import (
     UserError,
 )
 from rfork.image.capture import capture
+from rfork.receiver.clean_module import DerivedTensors
 from rfork.receiver.fallback import (
     ALTERNATIVES_HINT,
-    DerivedTensors,
     Fallback,
     checkpoint_fallback,
     engine_fallback,
+    load_into_clean_module,
     loader_fallback,
     run_fallbacks,
 )
@@ -73,6 +75,13 @@ def state(model: Model) -> tuple[list[float], list[float], list[float], list[int
     )
 
 
+def fall_back(
+    model: nn.Module, derived: DerivedTensors | None, fallbacks: Sequence[Fallback], reasons: Sequence[RforkError]
+) -> Fallback:
+    """Run fallbacks that fill this model in place."""
+    return run_fallbacks(fallbacks, partial(load_into_clean_module, model, derived), reasons)
+
+
 LOADED = ([1.0], [1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1, 2, 3])
 
 
@@ -81,7 +90,7 @@ def test_derived_tensors_are_restored() -> None:
     model = Model()
     derived = DerivedTensors(model, capture(model))
     garbage(model)
-    assert "loader" == run_fallbacks(model, derived, [loader_fallback(load_ones)], []).name
+    assert "loader" == fall_back(model, derived, [loader_fallback(load_ones)], []).name
     assert LOADED == state(model)
 
 
@@ -115,7 +124,7 @@ def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
     model = Model()
     derived = DerivedTensors(model, capture(model))
     garbage(model)
-    name = run_fallbacks(model, derived, [checkpoint_fallback(tmp_path)], []).name
+    name = fall_back(model, derived, [checkpoint_fallback(tmp_path)], []).name
     assert f"checkpoint {tmp_path}" == name
     assert LOADED == state(model)
 
@@ -126,7 +135,7 @@ def test_a_fallback_that_raises_is_followed_by_the_next(error: Exception) -> Non
     model = Model()
     derived = DerivedTensors(model, capture(model))
     fallbacks = [Fallback("first", broken(error)), Fallback("second", load_ones)]
-    assert "second" == run_fallbacks(model, derived, fallbacks, []).name
+    assert "second" == fall_back(model, derived, fallbacks, []).name
     assert LOADED == state(model)
 
 
@@ -144,21 +153,21 @@ def test_a_loader_that_leaves_a_parameter_unfilled_fails() -> None:
     """The model would otherwise keep bytes of the failed transfer."""
     model = Model()
     with pytest.raises(AllSourcesFailed, match=r"loader did not fill scale \(tensors not filled: 1\)"):
-        run_fallbacks(model, DerivedTensors(model, capture(model)), [loader_fallback(load_only("embed.weight"))], [])
+        fall_back(model, DerivedTensors(model, capture(model)), [loader_fallback(load_only("embed.weight"))], [])
 
 
 def test_a_tied_weight_is_filled_under_one_name() -> None:
     """The other name needs no separate write."""
     model = Model()
     fallbacks = [loader_fallback(load_only("head.weight", "scale"))]
-    assert "loader" == run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, []).name
+    assert "loader" == fall_back(model, DerivedTensors(model, capture(model)), fallbacks, []).name
 
 
 def test_excluded_tensors_need_not_be_filled() -> None:
     """The transfer cannot have written them."""
     model = Model()
     derived = DerivedTensors(model, capture(model, exclude=["scale"]))
-    run_fallbacks(model, derived, [loader_fallback(load_only("embed.weight"))], [])
+    fall_back(model, derived, [loader_fallback(load_only("embed.weight"))], [])
     assert [7.0, 7.0] == model.get_buffer("scale").tolist()
 
 
@@ -166,7 +175,7 @@ def test_an_incomplete_loader_is_followed_by_the_next_fallback() -> None:
     """A loader that leaves a tensor unfilled counts as failed."""
     model = Model()
     fallbacks = [loader_fallback(load_only("scale")), Fallback("second", load_ones)]
-    run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, [])
+    fall_back(model, DerivedTensors(model, capture(model)), fallbacks, [])
     assert LOADED == state(model)
 
 
@@ -176,7 +185,7 @@ def test_a_counter_missing_from_an_old_checkpoint_fails_the_fallback(tmp_path: P
     content = {name: torch.ones(2) for name in ("weight", "bias", "running_mean", "running_var")}
     save_file(content, tmp_path / "model.safetensors")
     with pytest.raises(AllSourcesFailed, match="did not fill num_batches_tracked"):
-        run_fallbacks(model, DerivedTensors(model, capture(model)), [checkpoint_fallback(tmp_path)], [])
+        fall_back(model, DerivedTensors(model, capture(model)), [checkpoint_fallback(tmp_path)], [])
 
 
 def test_a_buffer_that_overlaps_an_expanded_tensor_is_restored() -> None:
@@ -186,7 +195,7 @@ def test_a_buffer_that_overlaps_an_expanded_tensor_is_restored() -> None:
     model.register_buffer("table", memory[1:], persistent=False)
     derived = DerivedTensors(model, capture(model))
     garbage(model)
-    run_fallbacks(model, derived, [Fallback("loader", load_only("embed.weight", "scale"))], [])
+    fall_back(model, derived, [Fallback("loader", load_only("embed.weight", "scale"))], [])
     assert torch.arange(1.0, 8.0).tolist() == model.get_buffer("table").tolist()
 
 
@@ -197,7 +206,7 @@ def test_a_buffer_in_the_gaps_of_a_strided_parameter_is_restored() -> None:
     model.register_buffer("odd", memory[1::2], persistent=False)
     derived = DerivedTensors(model, capture(model))
     garbage(model)
-    run_fallbacks(model, derived, [Fallback("loader", load_ones)], [])
+    fall_back(model, derived, [Fallback("loader", load_ones)], [])
     assert [1.0, 3.0, 5.0, 7.0] == model.get_buffer("odd").tolist()
 
 
@@ -219,7 +228,7 @@ def test_the_final_error_contains_all_reasons(tmp_path: Path) -> None:
     fallbacks = [checkpoint_fallback(tmp_path), loader_fallback(broken(ZeroDivisionError("bug")))]
     before: list[RforkError] = [SourceUnavailable("the seed died")]
     with pytest.raises(AllSourcesFailed) as caught:
-        run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, before)
+        fall_back(model, DerivedTensors(model, capture(model)), fallbacks, before)
     assert ["SourceUnavailable", "CheckpointError", "UserError"] == [error.kind for error in caught.value.reasons]
     assert "user" == caught.value.fault
     assert "the seed died; CheckpointError: " in str(caught.value)
@@ -230,7 +239,7 @@ def test_a_fork_without_source_and_fallback_fails() -> None:
     """The error states that neither is configured."""
     model = Model()
     with pytest.raises(AllSourcesFailed, match="no source and no fallback is configured"):
-        run_fallbacks(model, DerivedTensors(model, capture(model)), [], [])
+        fall_back(model, DerivedTensors(model, capture(model)), [], [])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +250,7 @@ def test_the_final_hint_is_the_last_specific_one(hint: str, expected: str) -> No
     """A hint to start a seed does not help while the planner is unreachable."""
     reasons = [PlannerUnreachable("no response", hint=hint), SourceUnavailable("the source ended")]
     with pytest.raises(AllSourcesFailed) as caught:
-        run_fallbacks(Model(), None, [], reasons)
+        fall_back(Model(), None, [], reasons)
     assert expected == caught.value.hint
 
 
@@ -255,15 +264,15 @@ def test_an_interrupt_ends_the_fallbacks() -> None:
     model = Model()
     fallbacks = [loader_fallback(interrupted), Fallback("next", lambda module: tried.append("next"))]
     with pytest.raises(KeyboardInterrupt):
-        run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, [])
+        fall_back(model, DerivedTensors(model, capture(model)), fallbacks, [])
     assert [] == tried
 
 
 def test_an_engine_loader_does_not_fill_this_model() -> None:
     """The engine builds its own, so the content of this model stays unchanged."""
-    model, ran = Model(), []
+    ran: list[str] = []
     replacing_fallback = engine_fallback(Model, lambda: None)
-    found = run_fallbacks(model, None, [replacing_fallback], [], lambda each: ran.append(each.name))
+    found = run_fallbacks([replacing_fallback], lambda each: ran.append(each.name), [])
     assert replacing_fallback == found
     assert ["the engine's loader"] == ran
 

@@ -244,7 +244,7 @@ def test_a_partial_source_of_the_old_weights_is_not_used(fleet: Fleet) -> None:
     target.run()
     assert (content_hash(image(2)), {"seed"}, []) == (
         content_hash(target.image),
-        {share.source_id for share in target.transfer.shares},
+        {share.source_id for share in target.transfer.stats.shares},
         plan_factories,
     )
 

@@ -290,7 +290,7 @@ def test_a_transfer_reports_what_each_source_served() -> None:
     harness.offer("b", ALL)
     harness.read("a", 0)
     harness.read("b", *range(1, CHUNKS))
-    shares = harness.machine.shares
+    shares = harness.machine.stats.shares
     assert [("b", CHUNKS - 1), ("a", 1)] == [(share.source_id, share.verified_chunks) for share in shares]
     assert ["host-of-b", "host-of-a"] == [share.host for share in shares]
     assert {"shared_memory"} == {share.transport for share in shares}

@@ -95,7 +95,7 @@ def test_a_valid_spooled_chunk_is_served() -> None:
     harness.offer("a")
     assert [MarkVerified(0, RIGHT[0])] == harness.handle(SpoolChunkRead(0, RIGHT[0], 0.5))
     assert {RESUME_SOURCE_ID: MIB} == {share.source_id: share.verified_bytes for share in harness.machine.stats.sources}
-    assert () == harness.machine.shares
+    assert () == harness.machine.stats.shares
     assert 0 == harness.machine.bytes_read
     assert 0.5 == harness.machine.stats.resume_s
 

@@ -11,11 +11,12 @@ from torch import nn
 from rfork.errors import RforkError, SourceWeightsChanged, StorageError
 from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
-from rfork.receiver.chunk_persister import ChunkPersister
-from rfork.receiver.fallback import DerivedTensors, LoaderError, engine_fallback
-from rfork.receiver.module_replacement import ModuleReplacement
+from rfork.receiver.clean_module import DerivedTensors, TargetModule
+from rfork.receiver.fallback import FallbackRunner, LoaderError, engine_fallback
+from rfork.receiver.spool import ChunkPersister
 from rfork.settings import InstanceSettings
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
+from rfork.tracing import NOOP_TRACER
 from rfork.transport.http import HttpTransport
 
 
@@ -40,15 +41,18 @@ class ReplacementHarness:
             InstanceSettings(),
             InstanceIdentity("model"),
         )
-        self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], chunk_state=chunk_state).start()
+        self.seed = Seed(
+            self.image, identity, settings, Connections([HttpTransport(settings)]), chunk_state=chunk_state
+        ).start()
         derived = DerivedTensors(self.model, self.image)
         persister = ChunkPersister(None, identity, self.image, chunk_state)
-        self.replacement = ModuleReplacement(self.image, self.seed, persister, derived, (), lambda: None)
+        target = TargetModule(self.model, self.image, (), derived)
+        self.fallbacks = FallbackRunner(target, self.seed, persister, (), None, NOOP_TRACER)
 
     def load(self, build_replacement: Callable[[], nn.Module]) -> None:
         """Replace the model."""
         try:
-            self.replacement.load(engine_fallback(build_replacement, lambda: None))
+            self.fallbacks.load(engine_fallback(build_replacement, lambda: None))
         finally:
             self.seed.close()
 
@@ -75,8 +79,8 @@ def test_the_replacement_model_is_served() -> None:
     harness = ReplacementHarness()
     loaded = Model(2.0, harness.table)
     harness.load(lambda: loaded)
-    assert harness.replacement.replaced
-    assert harness.replacement.can_serve
+    assert harness.fallbacks.replaced
+    assert harness.fallbacks.serves_replacement
     assert capture(loaded).manifest().weights_id == (
         harness.seed.manifest.weights_id if harness.seed.manifest else None
     )
@@ -87,8 +91,8 @@ def test_a_replacement_with_another_layout_is_not_served_to_peers() -> None:
     """The engine uses its model, but no other instance can read it."""
     harness = ReplacementHarness()
     harness.load(lambda: Model(2.0, harness.table, size=9))
-    assert harness.replacement.replaced
-    assert not harness.replacement.can_serve
+    assert harness.fallbacks.replaced
+    assert not harness.fallbacks.serves_replacement
     assert harness.seed.manifest is None
 
 
@@ -104,4 +108,4 @@ def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> N
         harness.load(build_replacement)
     assert error == caught.value.error
     assert not isinstance(caught.value, RforkError)
-    assert not harness.replacement.replaced
+    assert not harness.fallbacks.replaced

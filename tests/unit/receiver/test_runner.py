@@ -1,21 +1,25 @@
-"""The threads of a transfer: its events can be replayed, and planning is concurrent with reads."""
+"""The threads of a transfer: replay of its events, planning concurrent with reads, progress of an opaque loader."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from rfork.errors import NoSource
 from rfork.image.chunks import MIB
+from rfork.receiver import runner
 from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import TransferMachine
+from rfork.receiver.runner import LoaderLiveness
 from rfork.schema import ChunkAssignment, Plan, SourceFault
 from rfork.settings import InstanceSettings
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fleet import (
+    ALL,
     CHUNKS,
     NEVER_S,
     Fleet,
@@ -26,7 +30,6 @@ from tests.unit.receiver.fleet import (
     route,
     settings,
 )
-from tests.unit.receiver.transfer_helpers import ALL
 
 
 class Recorder:
@@ -47,7 +50,7 @@ class Recorder:
 
     def run(self, target: Target) -> None:
         """Run the transfer."""
-        self._target, self._deadline_at = target, target.transfer._deadline.monotonic_time
+        self._target, self._deadline_at = target, target.transfer._timer.deadline
         target.run()
 
     def check_replay(self, chosen: InstanceSettings) -> None:
@@ -148,3 +151,46 @@ def test_a_source_is_closed_before_the_next_plan_is_requested(fleet: Fleet) -> N
     with pytest.raises(NoSource, match="no source left"):
         Target(fleet, replan).run()
     assert [(), ()] == readers
+
+
+def test_a_blocked_thread_is_inactive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last activity stays unchanged however often it is polled."""
+    monkeypatch.setattr(runner, "PROCESS_IO", tmp_path / "none")
+    monkeypatch.setattr(runner, "MIN_CPU_S", 0.1)  # starting to wait costs some CPU time too
+    created: list[LoaderLiveness] = []
+    ready, finished = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        created.append(LoaderLiveness())
+        ready.set()
+        finished.wait(NEVER_S)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ready.wait(NEVER_S)
+    is_active = [created[0].last_activity() for _ in range(3)]
+    finished.set()
+    thread.join()
+    assert 1 == len(set(is_active))
+
+
+def test_cpu_time_counts_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the CPU time of the observed thread counts."""
+    monkeypatch.setattr(runner, "PROCESS_IO", tmp_path / "none")
+    liveness = LoaderLiveness()
+    before = liveness.last_activity()
+    sum(range(2_000_000))
+    assert liveness.last_activity() > before
+
+
+@pytest.mark.parametrize(("count", "is_active"), [(runner.MIN_BYTES, True), (10, False)])
+def test_reads_count_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_active: bool) -> None:
+    """Reads of the process count even on other threads; a few bytes do not."""
+    io_file = tmp_path / "io"
+    io_file.write_text("rchar: 1000\nwchar: 5\nread_bytes: 0\n")
+    monkeypatch.setattr(runner, "PROCESS_IO", io_file)
+    monkeypatch.setattr(runner, "MIN_CPU_S", NEVER_S)
+    liveness = LoaderLiveness()
+    before = liveness.last_activity()
+    io_file.write_text(f"rchar: 1000\nwchar: 5\nread_bytes: {count}\n")
+    assert is_active == (liveness.last_activity() > before)

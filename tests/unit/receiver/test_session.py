@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -226,7 +227,7 @@ def test_the_planner_client_is_closed_with_the_seed(fleet: Fleet) -> None:
     seed = fleet.source("a", capture(Model(0.0)))
     client = scripted_planner(lambda: plan(route(seed, ALL))).client()
     forking = session(fleet, Model(1.0), None)
-    forking._planner = client
+    forking._network = replace(forking._network, planner=client)
     report = forking.run()
     assert report.seed is not None
     report.seed.close()

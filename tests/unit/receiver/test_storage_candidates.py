@@ -12,8 +12,8 @@ from torch import nn
 from rfork.errors import SettingsError
 from rfork.image.capture import capture
 from rfork.image.memory import Image
+from rfork.receiver.clean_module import DerivedTensors
 from rfork.receiver.fallback import (
-    DerivedTensors,
     Fallback,
     checkpoint_fallback,
     loader_fallback,

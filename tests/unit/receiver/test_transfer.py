@@ -7,24 +7,30 @@ from collections.abc import Callable
 
 import pytest
 
+from rfork.errors import DeadlineExceeded, NoSource, PlannerRejected, PlannerUnreachable, RforkError
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.schema import Plan
+from rfork.planner_client.lease import derive_key
+from rfork.schema import ChunkAssignment, Plan, SourceFault
 from rfork.source.seed import Seed
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fleet import (
+    ALL,
     CHUNKS,
+    IMAGE_BYTES,
     Fleet,
     Script,
     Target,
     content_hash,
     image,
     lease,
+    live_transfer_threads,
     plan,
+    raise_plan_error,
     route,
     settings,
+    verified_by_source,
 )
-from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, verified_by_source
 
 
 def test_one_source_serves_all_chunks(fleet: Fleet) -> None:
@@ -51,18 +57,6 @@ def test_three_sources_serve_concurrently(fleet: Fleet) -> None:
     target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert {"a": 1, "b": 2, "c": 3} == verified_by_source(target)
-
-
-def test_verified_chunks_are_not_read_again(fleet: Fleet) -> None:
-    """A transfer that starts with verified chunks reads only the rest."""
-    source_image = image(1)
-    seed = fleet.source("a", source_image)
-    started = image()
-    started.regions[0].copy_(source_image.regions[0])
-    chunk_state = ChunkState(started.layout.chunks, range(CHUNKS // 2))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=started, chunk_state=chunk_state)
-    stats = target.run()
-    assert (content_hash(source_image), IMAGE_BYTES // 2) == (content_hash(target.image), stats.bytes_read)
 
 
 def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
@@ -298,3 +292,221 @@ def test_a_source_that_cannot_be_opened_is_reported(
     target = Target(fleet, script)
     target.run()
     assert ([("a", "source", error)], {"b": CHUNKS}) == (script.faults, verified_by_source(target))
+
+
+def test_a_lease_rejected_three_times_excludes_the_source(fleet: Fleet) -> None:
+    """The target blames itself for two rejections.
+
+    After the third it requests another source, without blaming this one.
+    """
+    source_image = image(1)
+    a = fleet.source("a", source_image, FaultInjection(rejects_leases=True))
+    b = fleet.source("b", source_image)
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        reported.extend((fault.instance_id, fault.fault, fault.error) for fault in faults)
+        excluded = any(fault == "network" for _, fault, _ in reported)
+        return plan(route(b if excluded else a, ALL))
+
+    reported: list[tuple[str, str, str]] = []
+    target = Target(fleet, replan)
+    target.run()
+    assert {"b": CHUNKS} == verified_by_source(target)
+    assert [
+        ("a", "target", "LeaseRejected"),
+        ("a", "target", "LeaseRejected"),
+        ("a", "network", "LeaseRejected"),
+    ] == reported
+
+
+@pytest.mark.parametrize("lost", ["expired", "forged", "generation"])
+def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> None:
+    """A source that rejects the token is tried again with the token of the next plan."""
+    source_image = image(1)
+    seed = fleet.source("a", source_image)
+    good = route(seed, ALL)
+    tokens = {
+        "expired": lease(seed, ttl_s=-1).token,
+        "forged": "forged",
+        "generation": lease(seed, generation=3).token,
+    }
+    bad = good.model_copy(update={"lease": good.lease.model_copy(update={"token": tokens[lost]})})
+    script = Script([lambda: plan(bad), lambda: plan(good)])
+    target = Target(fleet, script)
+    target.run()
+    expected = ("source", "SourceWeightsChanged") if lost == "generation" else ("target", "LeaseRejected")
+    assert [("a", *expected)] == script.faults
+    assert content_hash(source_image) == content_hash(target.image)
+
+
+def test_renewed_leases_are_used_immediately(fleet: Fleet) -> None:
+    """A lease renewed mid-fork outlives the first one."""
+    source_image = image(1)
+    chunk_state = ChunkState(source_image.layout.chunks, [0])
+    relay = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
+    target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    rotated = threading.Event()
+
+    def rotate() -> None:
+        if not rotated.is_set():
+            rotated.set()
+            newest = lease(relay, secret=b"3" * 32)
+            relay.set_lease_keys([derive_key(b"3" * 32, "a")])
+            target.transfer.update_leases({"a": newest, "unknown": newest})
+            for index in range(1, CHUNKS):
+                chunk_state.mark_verified(index)
+
+    target.chunk_state.subscribe(rotate)
+    target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [] == target.reasons
+
+
+def test_reads_continue_while_the_planner_is_unreachable(fleet: Fleet) -> None:
+    """The fork continues with its sources and requests a plan for the rest later."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a, b = (fleet.source(name, source_image, manifest=manifest) for name in "ab")
+    script = Script(
+        [
+            lambda: plan(route(a, (0, 3))),
+            lambda: raise_plan_error(PlannerUnreachable("unreachable")),
+            lambda: raise_plan_error(PlannerRejected("confused", status=500, problem="internal")),
+            lambda: plan(route(b, (3, 6))),
+        ]
+    )
+    target = Target(fleet, script)
+    target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"a": 3, "b": 3} == verified_by_source(target)
+    assert [] == target.reasons
+
+
+def test_faults_are_reported_after_a_planner_outage(fleet: Fleet) -> None:
+    """A fault that could not be reported is sent with the next request."""
+    source_image = image(1)
+    a = fleet.source("a", source_image, FaultInjection(dies_after_bytes=MIB))
+    b = fleet.source("b", source_image)
+    script = Script(
+        [
+            lambda: plan(route(a, ALL)),
+            lambda: raise_plan_error(PlannerUnreachable("unreachable")),
+            lambda: plan(route(b, ALL)),
+        ]
+    )
+    Target(fleet, script).run()
+    assert [0, 1, 1] == [len(faults) for faults in script.faults_by_request]
+
+
+def test_request_replan_plans_the_rest_again(fleet: Fleet) -> None:
+    """Verified chunks are kept, and the source stays open."""
+    source_image = image(1)
+    chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
+
+    def complete_plan() -> Plan:
+        for index in range(CHUNKS):
+            chunk_state.mark_verified(index)
+        return plan(route(seed, ALL))
+
+    script = Script([lambda: plan(route(seed, ALL)), complete_plan])
+    target = Target(fleet, script)
+    target.chunk_state.subscribe(
+        lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
+    )
+    stats = target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert IMAGE_BYTES == stats.bytes_read
+    # The second plan itself may arrive after the last chunk.
+    assert 2 == len(script.faults_by_request)
+
+
+def test_the_old_plan_stays_valid_while_a_restarted_planner_knows_no_source(fleet: Fleet) -> None:
+    """The fork continues with its source until the seeds have registered again."""
+    source_image = image(1)
+    chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
+
+    def no_source_plan() -> Plan:
+        for index in range(CHUNKS):
+            chunk_state.mark_verified(index)
+        return plan(reason="no instance has model")
+
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL)), no_source_plan]))
+    target.chunk_state.subscribe(
+        lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
+    )
+    target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [] == target.reasons
+
+
+@pytest.mark.parametrize(
+    ("plan_factory", "error", "message"),
+    [
+        (lambda: plan(reason="no instance serves it"), NoSource, "no instance serves it"),
+        (lambda: plan(), NoSource, "knows no source"),
+        (lambda: raise_plan_error(NoSource("another layout")), NoSource, "another layout"),
+        (lambda: raise_plan_error(PlannerUnreachable("unreachable")), PlannerUnreachable, "unreachable"),
+        (lambda: raise_plan_error(PlannerRejected("no", status=401, problem="x")), PlannerRejected, "no"),
+    ],
+)
+def test_no_route_at_the_start_ends_the_transfer_immediately(
+    fleet: Fleet, plan_factory: Callable[[], Plan], error: type[RforkError], message: str
+) -> None:
+    """A retry would not help, so the fallback starts immediately."""
+    script = Script([plan_factory])
+    with pytest.raises(error, match=message):
+        Target(fleet, script).run()
+    assert 1 == len(script.faults_by_request)
+
+
+def test_a_reader_slot_that_becomes_free_is_used(fleet: Fleet) -> None:
+    """While all slots are in use, the fork requests a plan again after the delay set by the planner."""
+    seed = fleet.source("a", image(1))
+    script = Script([lambda: plan(retry_after_s=0.01), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ({"a": CHUNKS}, 2) == (verified_by_source(target), len(script.faults_by_request))
+
+
+def test_the_no_source_timeout_ends_the_transfer(fleet: Fleet) -> None:
+    """A fork without any route waits no longer."""
+    script = Script([lambda: plan(reason="all are busy", retry_after_s=0.01)])
+    with pytest.raises(NoSource, match="all are busy"):
+        Target(fleet, script, settings(no_source_timeout_s=0.05)).run()
+    assert len(script.faults_by_request) > 1
+
+
+def test_the_loss_of_the_last_source_ends_the_transfer(fleet: Fleet) -> None:
+    """When the only source dies and no other is known, the error contains the reason."""
+    seed = fleet.source("a", image(1), FaultInjection(dies_after_bytes=2 * MIB))
+    script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="no source left")])
+    target = Target(fleet, script)
+    with pytest.raises(NoSource, match="no source left"):
+        target.run()
+    assert (["SourceUnavailable"], 2) == (target.reasons, len(target.chunk_state))
+
+
+def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
+    """After the deadline no thread can write to the image."""
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=2 * MIB))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=0.5)
+    with pytest.raises(DeadlineExceeded, match="of 6 chunks"):
+        target.run()
+    assert [] == live_transfer_threads()
+    assert () == seed.report().readers
+
+
+def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
+    """An interrupt in the caller's thread leaves no thread running and releases the reader slot."""
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after_bytes=MIB))
+    script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
+    target = Target(fleet, script)
+    with pytest.raises(KeyboardInterrupt):
+        target.run()
+    assert ([], ()) == (live_transfer_threads(), seed.report().readers)
+
+
+def interrupt() -> Plan:
+    raise KeyboardInterrupt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rfork.errors import SourceWeightsChanged, StorageError
-from rfork.image import ranges
 from rfork.image.manifest import Manifest
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
 from rfork.receiver.events import (
@@ -32,14 +31,11 @@ class VerifierHarness:
 
     def __init__(self, *verified_chunks: int, provisional_id: str | None = None) -> None:
         self.actions: list[Action] = []
-        self.scheduler = ChunkScheduler(CHUNKS, ranges.from_indices(verified_chunks))
-        self.verifier = ChunkVerifier(
-            LAYOUT,
-            self.scheduler,
-            self.actions.append,
-            digests={chunk: RIGHT[chunk] for chunk in verified_chunks},
-            provisional_id=provisional_id,
-        )
+        self.scheduler = ChunkScheduler(CHUNKS)
+        self.verifier = ChunkVerifier(LAYOUT, self.scheduler, self.actions.append)
+        self.verifier.provisional_id = provisional_id
+        self.verify(*verified_chunks)
+        self.actions.clear()
 
     def verify(self, *chunks: int, from_local_files: bool = False) -> None:
         """Let these chunks be read and verified."""

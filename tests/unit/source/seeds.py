@@ -9,11 +9,10 @@ import torch
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 
@@ -33,10 +32,9 @@ def build_seed(
         seed_image,
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings(node_name="node", drain_timeout_s=0),
-        [InMemoryTransport(network or InMemoryNetwork())],
+        Connections([InMemoryTransport(network or InMemoryNetwork())], serve_peer=(peers or InMemoryPeers()).service),
         chunk_state=chunk_state,
         manifest=compute_manifest(seed_image) if chunk_state is None else None,
-        serve_peer=(peers or InMemoryPeers()).service,
     )
     seed.set_lease_keys([KEY])
     return seed

@@ -8,11 +8,10 @@ import torch
 
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 from rfork.transport.base import Transport
@@ -35,9 +34,8 @@ def build_seed(*transports: Transport, seed_image: Image | None = None) -> Seed:
         image,
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings(node_name="node", drain_timeout_s=0),
-        list(transports) or [InMemoryTransport(InMemoryNetwork())],
+        Connections(list(transports) or [InMemoryTransport(InMemoryNetwork())], serve_peer=InMemoryPeers().service),
         manifest=compute_manifest(image),
-        serve_peer=InMemoryPeers().service,
     )
     seed.set_lease_keys([KEY])
     return seed

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from rfork.errors import SourceBusy, SourceWeightsChanged
 from rfork.planner_client.lease import LeaseClaims, sign
-from rfork.source.channels import ChannelTable
+from rfork.source.channels import ChannelTable, ServingSpans
+from rfork.source.egress_limiter import EgressLimiter
+from rfork.tracing import NOOP_TRACER
 from rfork.transport.base import Endpoint, StatelessExporter
-from tests.unit.source.lease_tables import CheckedLeases
+from tests.unit.source.lease_tables import TimedLeases
 
 KEY = b"k" * 32
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
@@ -57,9 +60,19 @@ class ChannelHarness:
         self.now = 1000.0
         self.exporter = FakeExporter()
         self.swept = threading.Event()
-        self.leases = CheckedLeases(2, CLAIMS.layout_id, lambda: self.now)
+        self.leases = TimedLeases(2, CLAIMS.layout_id, lambda: self.now)
         self.leases.set_keys([KEY])
-        self.channels = ChannelTable(self.leases, {"fake": self.exporter}, self.swept.set)
+        self.channels = self.table(self.swept.set)
+
+    def table(self, on_expired: Callable[[], None]) -> ChannelTable:
+        return ChannelTable(
+            self.leases.leases,
+            threading.RLock(),
+            lambda: self.now,
+            {"fake": self.exporter},
+            ServingSpans(NOOP_TRACER, EgressLimiter(None), "seed-1"),
+            on_expired,
+        )
 
     def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
         self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0, None)
@@ -126,7 +139,7 @@ def test_sweeping_continues_after_a_callback_error() -> None:
         (second_call if first_call.is_set() else first_call).set()
         raise ValueError("a bug")
 
-    channels = ChannelTable(harness.leases, {"fake": harness.exporter}, on_expired)
+    channels = harness.table(on_expired)
     harness.channels = channels
     harness.open()
     channels.start()

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from rfork.net.token_bucket import SLICE_S
 from rfork.source.egress_limiter import MIN_GRANT, EgressLimiter
 from rfork.source.latency_controller import FIRST_RATE, LatencyController
-from rfork.transport.token_bucket import SLICE_S
 from tests.unit.fake_clock import FakeClock
 
 

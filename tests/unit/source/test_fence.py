@@ -14,9 +14,8 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
-from rfork.source import image_state
-from rfork.source.image_state import compute_manifest
+from rfork.image.memory import Image, compute_manifest
+from rfork.source import seed as seed_module
 from rfork.source.seed import Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryExporter
@@ -188,7 +187,7 @@ def test_digests_of_a_fenced_generation_are_not_published(monkeypatch: pytest.Mo
             seed.fence()
             return manifest
 
-        monkeypatch.setattr(image_state, "compute_manifest", digest_then_fence)
+        monkeypatch.setattr(seed_module, "compute_manifest", digest_then_fence)
         seed.publish()
         report = seed.report()
     assert "loading" == report.state

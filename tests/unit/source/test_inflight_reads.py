@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rfork.source import inflight_reads as inflight_reads_module
-from rfork.source.inflight_reads import InflightReads
+from rfork.source import channels
+from rfork.source.channels import InflightReads
 
 NEVER_S = 60.0
 
@@ -70,8 +70,8 @@ def test_a_read_that_continues_after_its_abort_is_waited_for(monkeypatch: pytest
     events: list[str] = []
     started, ended = threading.Event(), threading.Event()
     ending_log = EndingLog(ended, events)
-    monkeypatch.setattr(inflight_reads_module, "log", ending_log)
-    monkeypatch.setattr(inflight_reads_module, "WARN_S", 0.0)
+    monkeypatch.setattr(channels, "log", ending_log)
+    monkeypatch.setattr(channels, "WARN_S", 0.0)
     inflight = InflightReads()
 
     def read() -> None:

@@ -11,20 +11,18 @@ from collections.abc import Sequence
 import pytest
 
 from rfork.image.chunks import MIB
-from rfork.source.latency_baseline import (
-    MAX_GAIN,
-    MAX_RATIO,
-    MIN_GAIN,
-    MIN_STEPS,
-    RECENT_STEPS,
-    LatencyBaseline,
-)
 from rfork.source.latency_controller import (
     FIRST_PAUSE_S,
     FIRST_RATE,
     IDLE_S,
+    MAX_GAIN,
     MAX_RATE,
+    MAX_RATIO,
+    MIN_GAIN,
+    MIN_STEPS,
+    RECENT_STEPS,
     REST_SHARE,
+    LatencyBaseline,
     LatencyController,
 )
 from tests.unit.fake_clock import FakeClock

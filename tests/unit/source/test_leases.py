@@ -9,7 +9,7 @@ import pytest
 from rfork.errors import LeaseRejected, SourceBusy, SourceWeightsChanged
 from rfork.planner_client.lease import LeaseClaims, sign
 from rfork.source.served_image import MAX_CHANNELS_PER_FORK
-from tests.unit.source.lease_tables import CheckedLeases
+from tests.unit.source.lease_tables import TimedLeases
 
 KEYS = {name: name.encode() * 32 for name in "abc"}
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def build_verifier(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> CheckedLeases:
-    leases = CheckedLeases(max_readers, CLAIMS.layout_id, clock or Clock())
+def build_verifier(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> TimedLeases:
+    leases = TimedLeases(max_readers, CLAIMS.layout_id, clock or Clock())
     leases.set_keys([KEYS[key] for key in keys])
     return leases
 
@@ -85,7 +85,7 @@ def test_another_generation_is_fenced() -> None:
         leases.check(token(), 1, None)
 
 
-def accepted_keys(leases: CheckedLeases) -> str:
+def accepted_keys(leases: TimedLeases) -> str:
     """Return the keys whose tokens are accepted."""
     accepted = ""
     for key in KEYS:
@@ -133,7 +133,7 @@ def test_a_key_that_is_listed_again_is_accepted() -> None:
     assert "a" == accepted_keys(leases)
 
 
-def open_channel(leases: CheckedLeases, fork_id: str, expires_at: float = 1030.0) -> str:
+def open_channel(leases: TimedLeases, fork_id: str, expires_at: float = 1030.0) -> str:
     leases.check(token(fork_id, expires_at=expires_at), 0, None)
     return leases.open(fork_id)
 

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from rfork.source.egress_limiter import EgressLimiter
+from rfork.source.egress_limiter import INCREASE_INTERVAL_S, EgressLimiter, ReaderRateAdvisor
 from rfork.source.latency_controller import FIRST_RATE, LatencyController
-from rfork.source.rate_advisor import INCREASE_INTERVAL_S, ReaderRateAdvisor
 from tests.unit.fake_clock import FakeClock
 
 

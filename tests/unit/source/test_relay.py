@@ -12,9 +12,9 @@ from rfork.errors import LayoutMismatch, SourceBusy
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
+from rfork.image.memory import compute_manifest
 from rfork.peer.base import Progress
 from rfork.schema import StorageCandidate
-from rfork.source.image_state import compute_manifest
 from tests.unit.source.seeds import IMAGE, build_seed, token
 
 

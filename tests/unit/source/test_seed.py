@@ -9,15 +9,14 @@ import httpx
 import pytest
 
 from rfork.errors import LayoutMismatch, LeaseRejected, SourceBusy, SourceWeightsChanged, TransportUnavailable
-from rfork.image.memory import Image
+from rfork.image.memory import Image, compute_manifest
 from rfork.peer.server import PeerService
 from rfork.peer.servicer import PeerBackend
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.lease import derive_key
 from rfork.schema import InstanceAck, Rank
 from rfork.settings import InstanceSettings
-from rfork.source.image_state import compute_manifest
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryExporter, InMemoryNetwork, InMemoryTransport
 from rfork.transport.base import AccessGate
@@ -127,8 +126,7 @@ def test_a_failed_start_leaves_nothing_open() -> None:
         IMAGE,
         InstanceIdentity("model"),
         InstanceSettings(),
-        [InMemoryTransport(network)],
-        serve_peer=failing_peer_service,
+        Connections([InMemoryTransport(network)], serve_peer=failing_peer_service),
     )
     with pytest.raises(OSError, match="taken"):
         seed.start()
@@ -167,9 +165,8 @@ def seed_offering(*transports: InMemoryTransport) -> Seed:
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings(node_name="node", drain_timeout_s=0),
-        list(transports),
+        Connections(list(transports), serve_peer=InMemoryPeers().service),
         manifest=compute_manifest(IMAGE),
-        serve_peer=InMemoryPeers().service,
     )
 
 
@@ -201,10 +198,8 @@ def test_leases_expire_by_the_planners_clock() -> None:
         IMAGE,
         InstanceIdentity("model", instance_id=name),
         InstanceSettings(node_name="node"),
-        [InMemoryTransport(InMemoryNetwork())],
+        Connections([InMemoryTransport(InMemoryNetwork())], planner=planner, serve_peer=InMemoryPeers().service),
         manifest=compute_manifest(IMAGE),
-        planner=planner,
-        serve_peer=InMemoryPeers().service,
     )
     with seed:
         assert seed.wait_registered(60.0)

@@ -12,12 +12,12 @@ import torch
 
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
+from rfork.image.memory import compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
 from rfork.source import latency_controller
-from rfork.source.image_state import compute_manifest
 from rfork.source.latency_controller import FIRST_RATE, MIN_RATE
-from rfork.source.seed import InstanceIdentity, Seed
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 from rfork.transport.base import Transport
@@ -36,9 +36,11 @@ def seed_with_reader(
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings.model_validate({"node_name": "node", "drain_timeout_s": 0, **options}),
-        list(transports) or [InMemoryTransport(InMemoryNetwork(), one_sided=one_sided)],
+        Connections(
+            list(transports) or [InMemoryTransport(InMemoryNetwork(), one_sided=one_sided)],
+            serve_peer=InMemoryPeers().service,
+        ),
         manifest=compute_manifest(IMAGE),
-        serve_peer=InMemoryPeers().service,
     )
     seed.set_lease_keys([KEY])
     with seed:

@@ -15,9 +15,8 @@ from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
-from rfork.source import image_state
-from rfork.source.image_state import compute_manifest
+from rfork.image.memory import Image, compute_manifest
+from rfork.source import seed as seed_module
 from rfork.source.seed import Seed
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 from tests.unit.source.suspendable_seeds import (
@@ -150,7 +149,7 @@ def test_suspending_waits_for_a_running_digest(monkeypatch: pytest.MonkeyPatch) 
 
     with build_seed() as seed:
         seed.fence()
-        monkeypatch.setattr(image_state, "compute_manifest", slow_digest)
+        monkeypatch.setattr(seed_module, "compute_manifest", slow_digest)
         threads = [threading.Thread(target=seed.publish), threading.Thread(target=suspend)]
         threads[0].start()
         assert started.wait(60)
@@ -221,7 +220,7 @@ def test_a_suspended_image_rejects_reads(read: Callable[[Image], None]) -> None:
     """A caller that fetched the image too late receives an error instead of the bytes at address 0."""
     with build_seed() as seed:
         seed.suspend()
-        with pytest.raises(SourceWeightsChanged, match="the weights are suspended"):
+        with pytest.raises(SourceWeightsChanged, match="already released"):
             read(seed.image)
 
 
@@ -238,7 +237,7 @@ def test_resuming_succeeds_after_a_failed_digest(monkeypatch: pytest.MonkeyPatch
     image = image_with(1)
     with build_seed() as seed:
         seed.suspend()
-        monkeypatch.setattr(image_state, "compute_manifest", failing_digest)
+        monkeypatch.setattr(seed_module, "compute_manifest", failing_digest)
         with pytest.raises(EngineFailure):
             seed.resume(image)
         monkeypatch.undo()
@@ -266,7 +265,7 @@ def test_resuming_succeeds_after_a_fence_during_the_digest(monkeypatch: pytest.M
 
     with build_seed() as seed:
         seed.suspend()
-        monkeypatch.setattr(image_state, "compute_manifest", fence_then_digest)
+        monkeypatch.setattr(seed_module, "compute_manifest", fence_then_digest)
         seed.resume(image)
         state_after_fence = report_summary(seed)[0]
         monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 
 from rfork.errors import GpuDirectUnavailable, SourceBusy, SourceWeightsChanged, TransportUnavailable
 from rfork.image.memory import Image
-from rfork.source import access_control
+from rfork.source import seed as seed_module
 from rfork.source.exporters import ExporterSet
 from rfork.testing.transport import InMemoryExporter, InMemoryNetwork, InMemoryTransport
 from rfork.transport.base import AccessGate, Endpoint
@@ -165,7 +165,7 @@ class PreparingTransport(ConfigurableTransport):
 
 def test_a_preferred_transport_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport that is almost ready is used although another one is ready."""
-    monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(seed_module, "EXPORTER_READY_TIMEOUT_S", 60.0)
     network = InMemoryNetwork()
     preparing = PreparingTransport(network, "first")
     with build_seed(preparing, InMemoryTransport(network)) as seed:
@@ -180,7 +180,7 @@ def test_a_preferred_transport_is_awaited(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_wait_for_a_preferred_transport_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next transport is used; without another one the source is reported as busy."""
-    monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(seed_module, "EXPORTER_READY_TIMEOUT_S", 0.01)
     network = InMemoryNetwork()
     with build_seed(PreparingTransport(network, "first"), InMemoryTransport(network)) as seed:
         opened = open_channel(seed, 0, "first", "memory")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.storage.location import Location, redacted
+from rfork.net.request import redacted_url
+from rfork.storage.location import Location
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_no_error_shows_a_secret(text: str) -> None:
 )
 def test_uris_in_errors_have_no_query(text: str, expected: str) -> None:
     """The query is omitted, and everything but the scheme if there may be a password."""
-    assert expected == redacted(text)
+    assert expected == redacted_url(text)
 
 
 @pytest.mark.parametrize(

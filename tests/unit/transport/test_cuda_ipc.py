@@ -18,12 +18,11 @@ from rfork.errors import (
 )
 from rfork.image.memory import Segment
 from rfork.settings import InstanceSettings
-from rfork.transport.cuda_ipc import CudaIpcTransport, libcuda
-from rfork.transport.cuda_ipc.allocations import AllocationTable, allocations_of, host_ranges
-from rfork.transport.cuda_ipc.copy_plan import PlannedCopy, plan_copies
-from rfork.transport.cuda_ipc.diagnostics import explain_open_error
+from rfork.transport.cuda_ipc import CudaIpcTransport, driver
+from rfork.transport.cuda_ipc.allocations import AllocationTable, PlannedCopy, allocations_of, host_ranges, plan_copies
 from rfork.transport.cuda_ipc.driver import Allocation, DriverError, HandleType
-from rfork.transport.cuda_ipc.namespaces import namespaces
+from rfork.transport.cuda_ipc.protocol import namespaces
+from rfork.transport.cuda_ipc.source_memory import explain_open_error
 from rfork.transport.mooncake.read_plan import ContiguousPiece
 from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
 
@@ -116,14 +115,14 @@ def test_an_invalid_table_is_source_corrupt(table: list[tuple[int, int]]) -> Non
 
 SAME_NAMESPACE, OTHER_NAMESPACE = namespaces()["processes"], "pid:[1]"
 OPEN_ERRORS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
-    (libcuda.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
-    (libcuda.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
-    (libcuda.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
-    (libcuda.INVALID_CONTEXT, "legacy", "gpu-0", OTHER_NAMESPACE, NotSameHost),
-    (libcuda.INVALID_CONTEXT, "legacy", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
-    (libcuda.INVALID_VALUE, "descriptor", "gpu-0", OTHER_NAMESPACE, TransportUnavailable),
-    (libcuda.INVALID_DEVICE, "legacy", "another", SAME_NAMESPACE, TransportUnavailable),
-    (libcuda.NOT_PERMITTED, "fabric", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
+    (driver.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
+    (driver.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
+    (driver.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
+    (driver.INVALID_CONTEXT, "legacy", "gpu-0", OTHER_NAMESPACE, NotSameHost),
+    (driver.INVALID_CONTEXT, "legacy", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
+    (driver.INVALID_VALUE, "descriptor", "gpu-0", OTHER_NAMESPACE, TransportUnavailable),
+    (driver.INVALID_DEVICE, "legacy", "another", SAME_NAMESPACE, TransportUnavailable),
+    (driver.NOT_PERMITTED, "fabric", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
 ]
 
 
@@ -146,11 +145,11 @@ def test_structures_have_the_sizes_of_cuda_h() -> None:
     sizes = [
         ctypes.sizeof(structure)
         for structure in (
-            libcuda.IpcMemHandle,
-            libcuda.FabricHandle,
-            libcuda.Uuid,
-            libcuda.MemLocation,
-            libcuda.MemAccessDesc,
+            driver.IpcMemHandle,
+            driver.FabricHandle,
+            driver.Uuid,
+            driver.MemLocation,
+            driver.MemAccessDesc,
         )
     ]
     assert [64, 64, 16, 8, 12] == sizes
@@ -159,13 +158,13 @@ def test_structures_have_the_sizes_of_cuda_h() -> None:
 def test_without_a_driver_the_transport_is_unavailable() -> None:
     """A missing library raises TransportUnavailable."""
     with pytest.raises(TransportUnavailable, match="cannot load"):
-        libcuda.CudaDriverLibrary("libcuda-that-is-not-there.so.1")
+        driver.CudaDriverLibrary("libcuda-that-is-not-there.so.1")
 
 
 def test_a_driver_without_a_required_function_is_too_old() -> None:
     """A library without one of the functions raises VersionMismatch."""
     with pytest.raises(VersionMismatch, match="no cuInit"):
-        libcuda.CudaDriverLibrary("libc.so.6")
+        driver.CudaDriverLibrary("libc.so.6")
 
 
 def test_without_a_gpu_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

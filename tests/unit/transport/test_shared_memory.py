@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rfork.transport.shared_memory import file_layout, memory_maps
+from rfork.transport.shared_memory import file_layout, page_remapper
 from rfork.transport.shared_memory.file_layout import (
     MAX_PIECES,
     MIN_MAPPED_BYTES,
@@ -18,7 +18,7 @@ from rfork.transport.shared_memory.file_layout import (
     split_mappable,
 )
 from rfork.transport.shared_memory.memory_budget import RESERVE, MemoryBudget, fits_in_memory
-from rfork.transport.shared_memory.memory_maps import (
+from rfork.transport.shared_memory.page_remapper import (
     MappedArea,
     ProcessMaps,
     ReplaceableMemory,
@@ -145,8 +145,8 @@ def test_only_full_pages_of_64_kib_are_mapped(length: int, monkeypatch: pytest.M
 def test_cached_maps_limit_the_number_of_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads between two reads of the maps share the remaining mappings."""
     maps = ProcessMaps((MappedArea(0, 1 << 62),), 0, by_device=False)
-    monkeypatch.setattr(memory_maps, "_read_maps", lambda: (maps, 3))
-    monkeypatch.setattr(memory_maps, "CACHE_TTL_S", 1e9)
+    monkeypatch.setattr(page_remapper, "_read_maps", lambda: (maps, 3))
+    monkeypatch.setattr(page_remapper, "CACHE_TTL_S", 1e9)
     monkeypatch.setattr(ReplaceableMemory, "_is_replaceable", lambda self, run, maps: True)
     image = image_of((MIB, MIB, MIB, MIB))
     memory = ReplaceableMemory(image)

@@ -1,20 +1,41 @@
-"""Executes the controller's actions: concurrent calls that cannot block each other."""
+"""Executes the controller's actions: concurrent calls that cannot block each other; and its metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, NotFound, ResourceConflict
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
-from planner.integrations.kubernetes.controller.tracing import SPAN_NAMES, SpanAttributes
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict
+from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod
 from planner.integrations.planner_api import PlannerUnavailable
 from rfork.logs import logger
-from rfork.tracing import NOOP_TRACER, Span, Tracer
+from rfork.tracing import NOOP_TRACER, Span, Tracer, Value
 
+SPAN_NAMES: Final[Mapping[str, str]] = {
+    "announce": "announce scale-up",
+    "withdraw": "withdraw scale-up",
+    "remove": "remove instance",
+    "annotate": "annotate pod",
+    "condition": "set pod condition",
+    "event": "write event",
+}
+"""Span name of each action type."""
+RESOURCE_NAMES: Final[Mapping[str, str]] = {
+    "Deployment": "deployment",
+    "StatefulSet": "statefulset",
+    "Pod": "pod",
+}
+"""Kinds for which OpenTelemetry has name attributes."""
+
+SpanAttributes = Mapping[str, Value]
+"""Attributes of a span."""
+RECONCILE_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+ACTIONS: Final = ("announce", "withdraw", "remove", "annotate", "condition", "event")
 MAX_CONCURRENT: Final = 8
 CALL_TIMEOUT_S: Final = 5.0
 """Timeout of one call."""
@@ -29,6 +50,57 @@ MAX_LOGGED: Final = 20
 """Maximum number of reasons logged per action type until one action of the type succeeds. Most reasons
 contain the subject, and a missing permission fails for every Pod of a cluster.
 """
+
+
+def object_attributes(subject: ObjectRef) -> SpanAttributes:
+    """Attributes of any object."""
+    attributes = {"namespace": subject.namespace, "object": f"{subject.kind}/{subject.name}"}
+    if subject.kind in RESOURCE_NAMES:
+        attributes[RESOURCE_NAMES[subject.kind]] = subject.name
+    return attributes | ({"pod_uid": subject.uid} if subject.kind == "Pod" else {})
+
+
+def pod_attributes(pod: ObservedPod) -> SpanAttributes:
+    """Attributes of a Pod."""
+    return object_attributes(pod.ref)
+
+
+class ControllerMetrics:
+    """The controller's metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.leader = Gauge("rfork_controller_leader", "1 if this replica is the leader", registry=registry)
+        self.planner_down = Gauge(
+            "rfork_controller_planner_unavailable", "1 if the planner does not respond", registry=registry
+        )
+        self.pods = Gauge("rfork_controller_pods", "Watched Pods", registry=registry)
+        self.pending_replicas = Gauge(
+            "rfork_controller_pending_replicas", "Replicas that are expected to fork", registry=registry
+        )
+        self.mixed_versions = Gauge(
+            "rfork_controller_mixed_versions",
+            "Workloads whose Pods have had several versions of a model for more than an hour",
+            registry=registry,
+        )
+        self.actions = Counter(
+            "rfork_controller_actions", "Completed actions: scale-ups announced, Events written, …", ("action",),
+            registry=registry,
+        )  # fmt: skip
+        self.failures = Counter(
+            "rfork_controller_failed_actions", "Failed actions, which are retried", ("action",),
+            registry=registry,
+        )  # fmt: skip
+        self.decide_seconds = Histogram(
+            "rfork_controller_decide_seconds", "Time to decide the actions", buckets=RECONCILE_S,
+            registry=registry,
+        )  # fmt: skip
+        self.reconcile_seconds = Histogram(
+            "rfork_controller_reconcile_seconds", "Time to decide and run the actions", buckets=RECONCILE_S,
+            registry=registry,
+        )  # fmt: skip
+        for action in ACTIONS:
+            self.actions.labels(action)
+            self.failures.labels(action)
 
 
 @dataclass(frozen=True)

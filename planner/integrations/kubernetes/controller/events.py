@@ -1,6 +1,7 @@
-"""Kubernetes Events: results of forks, problems of the webhook, expected replicas.
+"""Kubernetes Events: results of forks, problems of the webhook, expected replicas, mixed versions.
 
-A Pod that loads from storage as the first of its version is normal: each rollout of new weights has one.
+A Pod that loads from storage as the first of its version is normal: each rollout of new weights has one. Several
+versions in one workload are normal during a rollout, and reported if that lasts.
 
 Each fact is reported once. A new leader reports only what happens after it took over. The previous leader
 reported what happened before; what happened without a leader is only in the planner's lists and log.
@@ -19,6 +20,7 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import EventType, ObjectRef, ObservedPod
 from planner.integrations.kubernetes.controller.observed_state import (
     ObservedState,
+    OwnerIndex,
     PlannerSnapshot,
     all_ranks,
     format_duration,
@@ -29,13 +31,11 @@ from planner.integrations.kubernetes.controller.observed_state import (
     is_terminated,
     pod_uid,
 )
-from planner.integrations.kubernetes.controller.owner_refs import OwnerIndex
-from planner.integrations.kubernetes.controller.pending_replicas import PendingScaleUp
 from planner.integrations.kubernetes.controller.readiness_gate import is_gate_closed, latest_forks
-from planner.integrations.kubernetes.controller.version_mix import VersionMix
+from planner.integrations.kubernetes.controller.scaleups import PendingScaleUp
 from planner.policy.reasons import served_versions_phrase
 from rfork.schema import ForkInfo, ForkResult, ScaleUpInfo, source_type
-from rfork.weights_version import is_first, is_unnamed, short
+from rfork.weights_version import is_comparable, is_first, is_unnamed, short
 
 MAX_POD_AGE_S: Final = 300.0
 """Maximum age at which a Pod is reported as missed by the webhook."""
@@ -46,6 +46,49 @@ MAX_MESSAGE_BYTES: Final = 1000
 PLANNER_DOWN: Final = "PlannerUnavailable"
 PLANNER_UP: Final = "PlannerRecovered"
 _ERROR: Final = re.compile(r"^[A-Z]\w*: ")
+
+
+@dataclass(frozen=True)
+class VersionMix:
+    """Versions of one model among the Pods of one workload."""
+
+    workload_ref: ObjectRef
+    model: str
+    pods: Mapping[str, int]
+    """Number of Pods by version; at least two versions."""
+
+
+def find_mixes(observed: ObservedState) -> dict[str, VersionMix]:
+    """Return the workloads whose Pods have several versions of a model, by UID; the first such model.
+
+    Versions that are unique to one replica, and so never equal to another's, do not count.
+    """
+    owners = OwnerIndex(observed.workloads.values())
+    refs: dict[str, ObjectRef] = {}
+    found: dict[str, dict[tuple[str, str], dict[str, set[str]]]] = {}
+    for uid, views in observed.instances.items():
+        pod = observed.pods.get(uid)
+        workload = owners.of(pod) if pod is not None and not (pod.deleting or is_terminated(pod)) else None
+        if workload is None:
+            continue
+        refs[workload.uid] = workload.ref
+        for view in views:
+            if view.version is not None and is_comparable(view.version):
+                models = found.setdefault(workload.uid, {})
+                versions = models.setdefault((view.report.model, view.report.rank.role), {})
+                versions.setdefault(view.version, set()).add(uid)
+    mixes: dict[str, VersionMix] = {}
+    for uid, models in found.items():
+        for (model, _), versions in sorted(models.items()):
+            if len(versions) > 1 and uid not in mixes:
+                counts = {version: len(pods) for version, pods in versions.items()}
+                mixes[uid] = VersionMix(refs[uid], model, counts)
+    return mixes
+
+
+def mix_start_times(mixes: AbstractSet[str], before: Mapping[str, float], now: float) -> dict[str, float]:
+    """Return since when each of these workloads has several versions. `before`: the previous result."""
+    return {uid: before.get(uid, now) for uid in mixes}
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,152 @@
-"""Input of one reconcile: the observed cluster joined with the planner's lists. Immutable."""
+"""Input of one reconcile: caches of the cluster's objects, joined with the planner's lists.
+
+Watches keep the caches up to date in every replica of the controller. `ObservedState` is immutable.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import ObservedPod, ObservedWorkload
+from planner.integrations.kubernetes.api_server import Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.cluster import WORKLOAD_PATHS, ObservedPod, ObservedWorkload, WorkloadKind
 from rfork.image.ranges import count
 from rfork.schema import ForkInfo, InstanceInfo, InstanceReport, Rank, ScaleUpInfo
 
+DELETED_TTL_S: Final = 900.0
+"""Time for which deleted objects are remembered: their instances are removed, and Events name them."""
+MAX_DELETED: Final = 10_000
+
+ObservedT = TypeVar("ObservedT", ObservedPod, ObservedWorkload)
+LWS_NAME: Final = "leaderworkerset.sigs.k8s.io/name"
+"""Label of a LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet that belongs to their
+leader.
+"""
+TEMPLATE_HASH: Final = "pod-template-hash"
+"""Label of a ReplicaSet's Pods. A Deployment's ReplicaSet is named after the Deployment, with this hash as
+suffix.
+"""
 UID_LENGTH: Final = 36
 """Length of nearly all UIDs; others are searched for."""
+
+
+class ResourceCache(Generic[ObservedT]):
+    """Objects of one kind by UID, in their last observed state."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, ObservedT] = {}
+        self.deleted: dict[str, tuple[ObservedT, float]] = {}
+        """Deleted objects and the time of their deletion, oldest first."""
+        self.listed = False
+        """True once all objects were listed. Before that, a missing object does not mean that it was deleted."""
+
+    def apply(self, event: WatchEvent[ObservedT], now: float) -> None:
+        """Update the cache from a watch event."""
+        if isinstance(event, Upserted):
+            self.items[event.item.uid] = event.item
+            self.deleted.pop(event.item.uid, None)  # it was not deleted: its label had been removed and is back
+            return
+        if isinstance(event, Synced):
+            there = {item.uid: item for item in event.items}
+            removed = [item for uid, item in self.items.items() if uid not in there]
+            self.items, self.listed = there, True
+            for uid in there.keys() & self.deleted.keys():
+                del self.deleted[uid]
+        else:
+            self.items.pop(event.item.uid, None)
+            removed = [event.item]
+        for item in removed:
+            self.deleted.pop(item.uid, None)
+            self.deleted[item.uid] = (item, now)
+        while self.deleted:  # sorted by time: all later ones are newer
+            uid, (_, since) = next(iter(self.deleted.items()))
+            if since >= now - DELETED_TTL_S and len(self.deleted) <= MAX_DELETED:
+                break
+            del self.deleted[uid]
+
+
+class PodCache(ResourceCache[ObservedPod]):
+    """Pods, and the time since when their containers are ready by this controller's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready: dict[str, float] = {}
+        """By UID: when the Pod was first observed ready, since it was last observed not ready."""
+        self._kubelet_ready_at: dict[str, float] = {}
+        """By UID: since when the Pod is ready by its node's clock. A changed value means that it was not
+        ready in between.
+        """
+
+    def apply(self, event: WatchEvent[ObservedPod], now: float) -> None:
+        """Update the cache from a watch event."""
+        super().apply(event, now)
+        for pod in event.items if isinstance(event, Synced) else (event.item,):
+            ready_at = pod.containers_ready_at
+            if ready_at is None or pod.uid not in self.items:
+                self._forget(pod.uid)
+            elif self._kubelet_ready_at.get(pod.uid) != ready_at:
+                self.ready[pod.uid], self._kubelet_ready_at[pod.uid] = now, ready_at
+        if isinstance(event, Synced):
+            for uid in self.ready.keys() - self.items.keys():
+                self._forget(uid)
+
+    def _forget(self, uid: str) -> None:
+        self.ready.pop(uid, None)
+        self._kubelet_ready_at.pop(uid, None)
+
+
+class ResourceCaches:
+    """Pods and workloads with the label `names.MODEL`."""
+
+    def __init__(self) -> None:
+        self.pods = PodCache()
+        self.workloads: Mapping[WorkloadKind, ResourceCache[ObservedWorkload]] = {
+            kind: ResourceCache() for kind in WORKLOAD_PATHS
+        }
+
+    @property
+    def listed(self) -> bool:
+        """True once all caches are complete."""
+        return self.pods.listed and all(cache.listed for cache in self.workloads.values())
+
+
+class OwnerIndex:
+    """Finds the workload of a Pod. ReplicaSets are not watched, because their names identify the Deployment."""
+
+    def __init__(self, workloads: Iterable[ObservedWorkload]) -> None:
+        self._by_uid = {workload.uid: workload for workload in workloads}
+        self._by_name: Mapping[tuple[WorkloadKind, str, str], ObservedWorkload] = {
+            (workload.kind, workload.namespace, workload.name): workload for workload in self._by_uid.values()
+        }
+
+    def of(self, pod: ObservedPod) -> ObservedWorkload | None:
+        """Return the workload of the Pod. None for Jobs, standalone ReplicaSets and bare Pods."""
+        group = pod.labels.get(LWS_NAME)
+        if group is not None:
+            found = self._by_name.get(("LeaderWorkerSet", pod.namespace, group))
+            if found is not None:
+                return found
+        owner = pod.owner
+        if owner is None:
+            return None
+        if owner.kind == "ReplicaSet":
+            suffix = f"-{pod.labels.get(TEMPLATE_HASH, '')}"
+            if len(suffix) > 1 and owner.name.endswith(suffix):
+                return self._by_name.get(("Deployment", pod.namespace, owner.name.removesuffix(suffix)))
+        return self._by_uid.get(owner.uid)
+
+
+def pods_of_replica(workload: ObservedWorkload) -> int:
+    """Return the number of Pods per replica of the model. Not meaningful for LeaderWorkerSets."""
+    pod_count_text = workload.template_annotations.get(names.REPLICA_PODS, "1")
+    return (
+        int(pod_count_text)
+        if pod_count_text.isascii() and pod_count_text.isdecimal() and 0 < int(pod_count_text) < 10_000
+        else 1
+    )
 
 
 @dataclass(frozen=True)

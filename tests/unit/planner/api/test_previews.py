@@ -15,7 +15,7 @@ from planner.http_errors import register_handlers
 from rfork.errors import PlannerRejected
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Preview, PreviewRequest, Rank
-from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_registry, seed_report
+from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_service, seed_report
 
 KEY = Rank().key
 RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
@@ -85,10 +85,10 @@ async def test_the_preview_queue_is_limited(monkeypatch: pytest.MonkeyPatch) -> 
         return preview(scenario)
 
     monkeypatch.setattr(previews, "preview", slow_preview)
-    registry = make_registry(FakeTime())
-    await registry.report(seed_report("s"))
+    service = make_service(FakeTime())
+    await service.report(seed_report("s"))
     app = FastAPI()
-    app.include_router(previews.previews_router(registry))
+    app.include_router(previews.previews_router(service))
     register_handlers(app, lambda: None)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://planner") as client:

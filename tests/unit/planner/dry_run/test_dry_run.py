@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.sim_runner import SimRun, SimScenario
+from benchmarks.simulate.runner import SimRun, SimScenario
 from planner.dry_run import build_scenario, preview, snapshot_group
 from planner.dry_run.flow_simulation import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
+from planner.plan_service import PlanService
 from planner.policy import group_plan
-from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, Source
-from planner.registry import Registry
+from planner.policy.types import ChunkShare, ForkDemand, GroupView, HostLocation, Source
 from rfork.schema import ForkResult, Preview, PreviewRequest
 from tests.unit.planner.builders import (
     CHECKPOINT,
@@ -22,7 +22,7 @@ from tests.unit.planner.builders import (
     FakeTime,
     fork_request,
     loading,
-    make_registry,
+    make_service,
     report,
     seed,
     seed_report,
@@ -38,16 +38,16 @@ CHUNK_S = 1 / CHUNKS
 
 
 @pytest.fixture
-def registry(time: FakeTime) -> Registry:
-    """An empty registry."""
-    return make_registry(time)
+def service(time: FakeTime) -> PlanService:
+    """An empty service."""
+    return make_service(time)
 
 
-def dry_run(registry: Registry, **options: object) -> Preview:
+def dry_run(service: PlanService, **options: object) -> Preview:
     """Return a preview of the only rank of model `m`, over links that move one image a second."""
     request = PreviewRequest.model_validate({"model": "m", "link_bytes_per_s": LINK} | options)
-    (group,) = registry.state.groups_of("m")
-    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    (group,) = service.state.groups_of("m")
+    snapshot = snapshot_group(service.state, group, request, service.now())
     assert snapshot is not None
     return preview(build_scenario(snapshot))
 
@@ -180,10 +180,10 @@ def test_large_images_are_simulated_in_blocks() -> None:
 # -- plans -------------------------------------------------------------------------------------------
 
 
-async def test_replicas_form_a_chain(registry: Registry) -> None:
+async def test_replicas_form_a_chain(service: PlanService) -> None:
     """Each is on its own host, and the planner's state does not change."""
-    await registry.report(seed_report("s"))
-    result = dry_run(registry, targets=3)
+    await service.report(seed_report("s"))
+    result = dry_run(service, targets=3)
     expected = {"preview-1": {"s": ALL}, "preview-2": {"preview-1": ALL}, "preview-3": {"preview-2": ALL}}
     assert expected == shares(result)
     assert [1.0, 1.083, 1.167] == seconds(result)
@@ -191,35 +191,35 @@ async def test_replicas_form_a_chain(registry: Registry) -> None:
     assert 1 == result.seeds
     assert 0 == result.storage_bytes
     assert [{"s": "http"}] == [result.targets[0].transports]
-    assert [] == registry.state.forks()
-    assert ["s"] == [each.report.instance_id for each in registry.state.instances()]
+    assert [] == service.state.forks()
+    assert ["s"] == [each.report.instance_id for each in service.state.instances()]
 
 
-async def test_replicas_share_hosts_as_requested(registry: Registry) -> None:
+async def test_replicas_share_hosts_as_requested(service: PlanService) -> None:
     """Two new hosts have two replicas each, in the requested rack."""
-    await registry.report(seed_report("s", max_readers=4, transports=("shared_memory", "http")))
-    result = dry_run(registry, targets=4, per_host=2, rack="r1")
+    await service.report(seed_report("s", max_readers=4, transports=("shared_memory", "http")))
+    result = dry_run(service, targets=4, per_host=2, rack="r1")
     assert ["preview-host-1", "preview-host-1", "preview-host-2", "preview-host-2"] == [
         target.host for target in result.targets
     ]
     assert {"preview-1": "shared_memory"} == result.targets[1].transports
 
 
-async def test_a_busy_seed_is_not_read_from(registry: Registry) -> None:
+async def test_a_busy_seed_is_not_read_from(service: PlanService) -> None:
     """The seed's only slot is taken: replicas read from the fork that has it."""
-    await registry.report(seed_report("s"))
-    await registry.request_plan(fork_request("a"))
-    result = dry_run(registry, targets=1)
+    await service.report(seed_report("s"))
+    await service.plan(fork_request("a"))
+    result = dry_run(service, targets=1)
     assert {"preview-1": {"a": ALL}} == shares(result)
     assert [1.083] == seconds(result)
 
 
-async def test_replicas_without_a_slot_start_later(registry: Registry) -> None:
+async def test_replicas_without_a_slot_start_later(service: PlanService) -> None:
     """If the seed accepts one reader and replicas accept none, each waits for the one before it."""
-    await registry.report(seed_report("s"))
-    (group,) = registry.state.groups_of("m")
+    await service.report(seed_report("s"))
+    (group,) = service.state.groups_of("m")
     request = PreviewRequest(model="m", targets=3, link_bytes_per_s=LINK)
-    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    snapshot = snapshot_group(service.state, group, request, service.now())
     assert snapshot is not None
     found = build_scenario(snapshot)
     alone = [replace(each, target=replace(each.target, max_readers=0)) for each in found.demands]
@@ -227,38 +227,38 @@ async def test_replicas_without_a_slot_start_later(registry: Registry) -> None:
     assert [1.0, 2.0, 3.0] == sorted(each or math.inf for each in seconds(result))
 
 
-async def test_a_cold_group_reads_the_storage_of_earlier_forks(registry: Registry) -> None:
+async def test_a_cold_group_reads_the_storage_of_earlier_forks(service: PlanService) -> None:
     """A finished fork read a checkpoint: one replica is predicted to read it for all."""
-    await registry.report(seed_report("s"))
-    result = dry_run(registry, targets=2, cold=True)
+    await service.report(seed_report("s"))
+    result = dry_run(service, targets=2, cold=True)
     assert [None, None] == seconds(result)
     assert 0 == result.seeds
     assert "no instance has version v1 of model m" == result.targets[0].reason
-    await registry.report(report("a", storage=storage_candidates(CHECKPOINT)))
-    result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=IMAGE / 2)
+    await service.report(report("a", storage=storage_candidates(CHECKPOINT)))
+    result = dry_run(service, targets=2, cold=True, storage_bytes_per_s=IMAGE / 2)
     assert {"preview-1": {"preview-1": ALL}, "preview-2": {"preview-1": ALL}} == shares(result)
     assert IMAGE == result.storage_bytes
     assert [2.0, 2.083] == seconds(result)
 
 
 @pytest.mark.parametrize(("storage_type", "second"), [("checkpoint", 2.083), ("loader", 3.0)])
-async def test_storage_is_inferred_from_finished_forks(registry: Registry, storage_type: str, second: float) -> None:
+async def test_storage_is_inferred_from_finished_forks(service: PlanService, storage_type: str, second: float) -> None:
     """Its type, URI and rate are taken from their reports."""
-    await registry.request_plan(
+    await service.plan(
         fork_request("a", storage=storage_candidates(CHECKPOINT if storage_type == "checkpoint" else LOADER))
     )
     finish = ForkResult(outcome="forked", seconds=2.0, bytes_read=IMAGE, sources={f"{storage_type}:x": IMAGE})
-    await registry.finish("fork-a", finish)
-    await registry.report(seed_report("a"))
-    result = dry_run(registry, targets=2, cold=True)
+    await service.finish("fork-a", finish)
+    await service.report(seed_report("a"))
+    result = dry_run(service, targets=2, cold=True)
     assert [2.0, second] == seconds(result)
     assert IMAGE / 2 == result.storage_bytes_per_s
 
 
-async def test_a_storage_rate_implies_a_snapshot(registry: Registry) -> None:
+async def test_a_storage_rate_implies_a_snapshot(service: PlanService) -> None:
     """A snapshot is assumed if no storage is known."""
-    await registry.report(seed_report("s", chunk_count=20, verified=((0, 20),), max_readers=4))
-    result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=LINK)
+    await service.report(seed_report("s", chunk_count=20, verified=((0, 20),), max_readers=4))
+    result = dry_run(service, targets=2, cold=True, storage_bytes_per_s=LINK)
     low, high = ((0, 10),), ((10, 20),)
     assert {
         "preview-1": {"preview-1": low, "preview-2": high},
@@ -266,23 +266,23 @@ async def test_a_storage_rate_implies_a_snapshot(registry: Registry) -> None:
     } == shares(result)
 
 
-async def test_the_link_rate_is_the_fastest_measured_one(registry: Registry) -> None:
+async def test_the_link_rate_is_the_fastest_measured_one(service: PlanService) -> None:
     """Reads within a host and reads from storage do not count."""
-    await registry.report(seed_report("s", max_readers=9))
-    guess = dry_run(registry, link_bytes_per_s=None)
+    await service.report(seed_report("s", max_readers=9))
+    guess = dry_run(service, link_bytes_per_s=None)
     for name, source, transport, rate in (
         ("a", "s", "http", 3e8),
         ("b", "s", "shared_memory", 9e9),
         ("c", "snapshot:file:///s", "http", 8e9),
     ):
-        await registry.request_plan(fork_request(name))
+        await service.plan(fork_request(name))
         finish = ForkResult(
             outcome="forked", seconds=1.0, bytes_read=IMAGE, sources={source: IMAGE},
             link_bytes_per_s=rate, transports={source: transport},
         )  # fmt: skip
-        await registry.finish(f"fork-{name}", finish)
-    measured = dry_run(registry, link_bytes_per_s=None)
-    configured = dry_run(registry, link_bytes_per_s=1e6)
+        await service.finish(f"fork-{name}", finish)
+    measured = dry_run(service, link_bytes_per_s=None)
+    configured = dry_run(service, link_bytes_per_s=1e6)
     assert 1.25e9 == guess.link_bytes_per_s
     assert not guess.measured
     assert 3e8 == measured.link_bytes_per_s
@@ -291,26 +291,26 @@ async def test_the_link_rate_is_the_fastest_measured_one(registry: Registry) -> 
     assert not configured.measured
 
 
-async def test_replicas_resemble_the_layout_with_the_most_seeds(registry: Registry) -> None:
+async def test_replicas_resemble_the_layout_with_the_most_seeds(service: PlanService) -> None:
     """Loading instances do not count."""
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     for name in "ab":
-        await registry.report(report(name, layout_id="b" * 32))
-    assert {"preview-1": {"s": ALL}} == shares(dry_run(registry))
+        await service.report(report(name, layout_id="b" * 32))
+    assert {"preview-1": {"s": ALL}} == shares(dry_run(service))
 
 
-async def test_a_snapshot_does_not_change(registry: Registry) -> None:
+async def test_a_snapshot_does_not_change(service: PlanService) -> None:
     """Later reports do not affect a preview that has started."""
     for name in ("s", "u"):
-        await registry.report(seed_report(name))
-    await registry.request_plan(fork_request("a"))
-    (group,) = registry.state.groups_of("m")
+        await service.report(seed_report(name))
+    await service.plan(fork_request("a"))
+    (group,) = service.state.groups_of("m")
     request = PreviewRequest(model="m", targets=2, link_bytes_per_s=LINK)
-    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    snapshot = snapshot_group(service.state, group, request, service.now())
     assert snapshot is not None
     before = preview(build_scenario(snapshot))
-    await registry.request_plan(fork_request("b"))
-    await registry.report(seed_report("v"))
+    await service.plan(fork_request("b"))
+    await service.report(seed_report("v"))
     for name in ("s", "u", "a"):
-        await registry.remove(name)
+        await service.remove(name)
     assert before == preview(build_scenario(snapshot))

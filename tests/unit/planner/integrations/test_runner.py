@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from pydantic import SecretStr
 
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
-from planner.integrations.in_process import InProcessRunner, create_in_process_runner
-from planner.integrations.runner import IntegrationMain, IntegrationRunner
+from planner.integrations.runner import InProcessRunner, IntegrationMain, IntegrationRunner, create_in_process_runner
 from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings
 

@@ -11,13 +11,14 @@ from prometheus_client import CollectorRegistry
 
 from planner.app import create_app
 from planner.integrations.kubernetes.controller import actions
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
-from planner.integrations.planner_client import PlannerRestClient
+from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster, uid
+from tests.unit.planner.threadsafe_asgi_transport import ThreadsafeAsgiTransport
 from tests.unit.tracing.span_recorder import SpanRecorder
 
 ANNOUNCED: Final = "POST /v1/scaleups"
@@ -31,18 +32,14 @@ async def test_an_announcement_is_one_trace_in_controller_and_planner(
     monkeypatch.setattr(actions, "TOTAL_TIMEOUT_S", math.inf)  # by the real clock, so that all due actions start
     recorder, clock = SpanRecorder(), FakeClock(1000.0)
     app = create_app(PlannerSettings(batch_window_s=0, scaleup_wait_s=0), FakeTime().clock, tracer=recorder.tracer)
-    planner_api = PlannerRestClient(InstanceSettings(planner="http://planner"), transport=httpx.ASGITransport(app=app))
+    planner_api = AsyncPlannerClient(InstanceSettings(planner="http://planner"), ThreadsafeAsgiTransport(app))
     cluster = FakeCluster(clock)
     settings, metrics = (
         KubernetesSettings(namespace="rfork", identity="one"),
         ControllerMetrics(CollectorRegistry()),
     )
     controller = Controller(settings, cluster, planner_api, metrics, clock, recorder.tracer)
-    caches = controller.caches
-    cluster.watch(
-        lambda update: caches.pods.apply(update, clock.now),
-        lambda update: caches.workloads.apply(update, clock.now),
-    )
+    cluster.watch(controller.caches)
     controller.begin()
     cluster.deploy(1, 3)
     await controller.refresh()

@@ -1,14 +1,14 @@
-"""A registry for each test."""
+"""A service for each test."""
 
 from __future__ import annotations
 
 import pytest
 
-from planner.registry import Registry
-from tests.unit.planner.builders import FakeTime, make_registry
+from planner.plan_service import PlanService
+from tests.unit.planner.builders import FakeTime, make_service
 
 
 @pytest.fixture
-def registry(time: FakeTime) -> Registry:
-    """A registry that plans each arrival immediately."""
-    return make_registry(time)
+def service(time: FakeTime) -> PlanService:
+    """A service that plans each arrival immediately."""
+    return make_service(time)

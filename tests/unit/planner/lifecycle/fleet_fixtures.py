@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from planner.registry import Registry
-from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.core.records import StoreChange
+from planner.plan_service import PlanService
+from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.memory import MemoryStore
 from rfork.schema import ForkProgress, ForkResult, Plan
 from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, seed_report
@@ -38,8 +39,8 @@ def routes_by_source(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
     return {route.source_id: route.chunks for route in plan.routes}
 
 
-async def start_chain(registry: Registry, names: str, *, max_readers: int = 4) -> None:
+async def start_chain(service: PlanService, names: str, *, max_readers: int = 4) -> None:
     """Start a seed and a chain of targets that read from it."""
-    await registry.report(seed_report("s", max_readers=max_readers))
+    await service.report(seed_report("s", max_readers=max_readers))
     for name in names:
-        await registry.request_plan(fork_request(name, max_readers=max_readers))
+        await service.plan(fork_request(name, max_readers=max_readers))

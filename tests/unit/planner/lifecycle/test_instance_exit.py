@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from planner.http_errors import ProblemError
-from planner.registry import Registry
+from planner.core.problems import ProblemError
+from planner.plan_service import PlanService
 from planner.store.base import CommitConflict
 from rfork.schema import ExitCheck
 from tests.unit.planner.builders import (
@@ -16,7 +16,7 @@ from tests.unit.planner.builders import (
     FakeTime,
     fault,
     fork_request,
-    make_registry,
+    make_service,
     report,
     seed_report,
 )
@@ -52,55 +52,53 @@ EXIT_CASES = [
 
 @pytest.mark.parametrize(("case", "seeds", "reader", "may", "readers", "reason"), EXIT_CASES)
 async def test_the_exit_check_depends_on_readers_and_other_seeds(
-    registry: Registry, case: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
+    service: PlanService, case: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
 ) -> None:
     """The exit check of `s` in various fleets."""
     for name in seeds:
-        await registry.report(seed_report(name))
+        await service.report(seed_report(name))
     if reader:
-        await registry.request_plan(fork_request("a"))
-    assert ExitCheck(can_exit=may, readers=readers, reason=reason) == await registry.can_exit("s")
+        await service.plan(fork_request("a"))
+    assert ExitCheck(can_exit=may, readers=readers, reason=reason) == await service.can_exit("s")
 
 
 async def test_an_unknown_instance_may_exit_after_the_first_heartbeat_interval(
-    registry: Registry, time: FakeTime
+    service: PlanService, time: FakeTime
 ) -> None:
     """The planner knows every instance one heartbeat after its start."""
-    before = await registry.can_exit("s")
+    before = await service.can_exit("s")
     time.now += 5
-    after = await registry.can_exit("s")
+    after = await service.can_exit("s")
     assert not before.can_exit
     assert after.can_exit
 
 
-async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Registry) -> None:
+async def test_a_drained_seed_may_exit_once_its_readers_are_done(service: PlanService) -> None:
     """It keeps its readers and gets no new ones."""
-    await registry.report(seed_report("t", max_readers=0))
-    await start_chain(registry, "a")
-    await registry.drain("s")
-    kept = await registry.request_plan(fork_request("a"))
-    refused = await registry.request_plan(
-        fork_request("b", placement={"host": "elsewhere"}, faults=(fault("a", "SourceBusy"),))
-    )
-    waits = (await registry.can_exit("s")).can_exit
-    await registry.finish("fork-a", FORKED)
+    await service.report(seed_report("t", max_readers=0))
+    await start_chain(service, "a")
+    await service.drain("s")
+    kept = await service.plan(fork_request("a"))
+    refused = await service.plan(fork_request("b", placement={"host": "elsewhere"}, faults=(fault("a", "SourceBusy"),)))
+    waits = (await service.can_exit("s")).can_exit
+    await service.finish("fork-a", FORKED)
     assert {"s": ALL} == routes_by_source(kept)
     assert {} == routes_by_source(refused)
     assert not waits
-    assert "it is drained and has no readers" == (await registry.can_exit("s")).reason
+    assert "it is drained and has no readers" == (await service.can_exit("s")).reason
 
 
-async def test_the_last_seed_is_not_drained_without_force(registry: Registry) -> None:
+async def test_the_last_seed_is_not_drained_without_force(service: PlanService) -> None:
     """It may not exit either while running forks may need it."""
-    await start_chain(registry, "ab")
+    await start_chain(service, "ab")
     with pytest.raises(ProblemError) as refused:
-        await registry.drain("s")
-    drained = await registry.drain("s", force=True)
-    await registry.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
+        await service.drain("s")
+    drained = await service.drain("s", force=True)
+    await service.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
     assert 409 == refused.value.status
     assert "last-seed" == refused.value.slug
     assert "draining" == drained.source.state
-    assert not (await registry.can_exit("s")).can_exit
+    assert not (await service.can_exit("s")).can_exit
 
 
 @pytest.mark.parametrize(
@@ -115,47 +113,47 @@ async def test_the_last_seed_is_not_drained_without_force(registry: Registry) ->
     ],
 )
 async def test_only_complete_seeds_of_the_same_weights_count_as_other_seeds(
-    registry: Registry, other: object, last: bool
+    service: PlanService, other: object, last: bool
 ) -> None:
     """Another seed counts if it is complete, not draining, and has the same weights and layout."""
-    await registry.report(seed_report("s"))
-    await registry.report(other)  # type: ignore[arg-type]
+    await service.report(seed_report("s"))
+    await service.report(other)  # type: ignore[arg-type]
     try:
-        await registry.drain("s")
+        await service.drain("s")
         refused = False
     except ProblemError:
         refused = True
     assert last == refused
 
 
-async def test_a_relay_is_never_the_last_seed(registry: Registry) -> None:
+async def test_a_relay_is_never_the_last_seed(service: PlanService) -> None:
     """A relay may be drained."""
-    await start_chain(registry, "a")
-    assert "draining" == (await registry.drain("a")).source.state
+    await start_chain(service, "a")
+    assert "draining" == (await service.drain("a")).source.state
 
 
-async def test_silent_instances_are_forgotten_with_their_forks(registry: Registry, time: FakeTime) -> None:
+async def test_silent_instances_are_forgotten_with_their_forks(service: PlanService, time: FakeTime) -> None:
     """The silent target's slot at the seed becomes free; others are unaffected."""
-    await start_chain(registry, "a", max_readers=1)
+    await start_chain(service, "a", max_readers=1)
     for _ in range(4):
         time.now += 6
-        await registry.report(seed_report("s", max_readers=1))
+        await service.report(seed_report("s", max_readers=1))
     with pytest.raises(ProblemError) as unknown:
-        registry.instance("a")
-    fork = registry.fork("fork-a")
+        service.instance("a")
+    fork = service.fork("fork-a")
     assert 404 == unknown.value.status
     assert "failed" == fork.state
-    assert {"s": ALL} == routes_by_source(await registry.request_plan(fork_request("b")))
+    assert {"s": ALL} == routes_by_source(await service.plan(fork_request("b")))
 
 
-async def test_progress_counts_as_a_heartbeat(registry: Registry, time: FakeTime) -> None:
+async def test_progress_counts_as_a_heartbeat(service: PlanService, time: FakeTime) -> None:
     """A target that reports progress is not forgotten."""
-    await start_chain(registry, "a")
+    await start_chain(service, "a")
     for count in range(1, 8):
         time.now += 10
-        await registry.report(seed_report("s"))
-        await registry.progress("fork-a", chunk_progress(count))
-    instance, fork = registry.instance("a").report, registry.fork("fork-a")
+        await service.report(seed_report("s"))
+        await service.progress("fork-a", chunk_progress(count))
+    instance, fork = service.instance("a").report, service.fork("fork-a")
     assert "loading" == instance.state
     assert "running" == fork.state
     assert ((0, 7),) == instance.verified
@@ -163,34 +161,34 @@ async def test_progress_counts_as_a_heartbeat(registry: Registry, time: FakeTime
 
 async def test_a_drain_during_a_batch_window_is_kept(time: FakeTime) -> None:
     """The later plan uses the drained record."""
-    registry = make_registry(time, batch_window_s=0.02)
-    await registry.report(report("a"))
-    plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
+    service = make_service(time, batch_window_s=0.02)
+    await service.report(report("a"))
+    plan_task = asyncio.create_task(service.plan(fork_request("a")))
     await asyncio.sleep(0)
-    await registry.drain("a")
+    await service.drain("a")
     await plan_task
-    assert registry.instance("a").drained
+    assert service.instance("a").drained
 
 
 async def test_a_removal_during_a_batch_window_is_kept(time: FakeTime) -> None:
     """The removed target gets an error, and its record does not return."""
-    registry = make_registry(time, batch_window_s=0.02)
-    await registry.report(report("a"))
-    plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
+    service = make_service(time, batch_window_s=0.02)
+    await service.report(report("a"))
+    plan_task = asyncio.create_task(service.plan(fork_request("a")))
     await asyncio.sleep(0)
-    await registry.remove("a")
+    await service.remove("a")
     with pytest.raises(ProblemError, match="was removed"):
         await plan_task
-    assert None is registry.state.instance("a")
+    assert None is service.state.instance("a")
 
 
 async def test_one_of_two_concurrent_drains_of_the_last_seeds_fails(time: FakeTime) -> None:
     """The store accepts the first; the second is checked again and fails."""
     store = FailingStore(time)
-    registry = make_registry(time, store)
+    service = make_service(time, store)
     for name in "st":
-        await registry.report(seed_report(name))
-    await registry.drain("t")
+        await service.report(seed_report(name))
+    await service.drain("t")
     store.failures, store.error = 1, CommitConflict()
     with pytest.raises(ProblemError, match="last seed of"):
-        await registry.drain("s")
+        await service.drain("s")

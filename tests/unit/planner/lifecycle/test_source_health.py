@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.registry import Registry
+from planner.plan_service import PlanService
 from rfork.schema import ForkResult, Placement
 from tests.unit.planner.builders import (
     OTHER_WEIGHTS,
@@ -20,100 +20,100 @@ from tests.unit.planner.lifecycle.fleet_fixtures import ALL, chunk_progress, rou
 
 @pytest.mark.parametrize(("staying", "learnt"), [(False, [3e9, 3e9]), (True, [None, None])])
 async def test_link_speed_ignores_same_host_reads(
-    registry: Registry, staying: bool, learnt: list[float | None]
+    service: PlanService, staying: bool, learnt: list[float | None]
 ) -> None:
     """The link speed is the fastest observed read over the network."""
     transports = ("shared_memory", "http") if staying else ("http",)
     here = Placement(host="host")
-    await registry.report(seed_report("s", transports=transports, placement=here))
-    await registry.request_plan(fork_request("a", transports=transports, placement=here))
+    await service.report(seed_report("s", transports=transports, placement=here))
+    await service.plan(fork_request("a", transports=transports, placement=here))
     seen: list[float | None] = []
     for rate in (3e9, 1e9):
-        await registry.progress("fork-a", chunk_progress(1, rate))
-        record = registry.state.instance("a")
+        await service.progress("fork-a", chunk_progress(1, rate))
+        record = service.state.instance("a")
         seen.append(record.ingress_rate if record is not None else None)
     assert learnt == seen
 
 
-async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry) -> None:
+async def test_new_weights_fence_the_readers_of_the_old_ones(service: PlanService) -> None:
     """Leases of the old generation are not renewed; a new plan may read the new one."""
-    await start_chain(registry, "a")
-    before = set((await registry.progress("fork-a", chunk_progress(3))).leases)
-    await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
-    after = set((await registry.progress("fork-a", chunk_progress(4))).leases)
-    again = await registry.request_plan(fork_request("a", faults=(fault("s", "SourceWeightsChanged"),)))
+    await start_chain(service, "a")
+    before = set((await service.progress("fork-a", chunk_progress(3))).leases)
+    await service.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
+    after = set((await service.progress("fork-a", chunk_progress(4))).leases)
+    again = await service.plan(fork_request("a", faults=(fault("s", "SourceWeightsChanged"),)))
     assert {"s"} == before
     assert set() == after
     assert {"s": ALL} == routes_by_source(again)
     assert OTHER_WEIGHTS == again.weights_id
 
 
-async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Registry) -> None:
+async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(service: PlanService) -> None:
     """A fork that has begun gets no source, with the reason."""
-    await start_chain(registry, "a")
-    await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
-    plan = await registry.request_plan(fork_request("a", (0, 4), faults=(fault("s", "SourceWeightsChanged"),)))
+    await start_chain(service, "a")
+    await service.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
+    plan = await service.plan(fork_request("a", (0, 4), faults=(fault("s", "SourceWeightsChanged"),)))
     assert {} == routes_by_source(plan)
     assert f"s has other weights ({OTHER_WEIGHTS})" in plan.reason
 
 
-async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Registry, time: FakeTime) -> None:
+async def test_quarantine_ends_and_its_reason_is_shown_until_then(service: PlanService, time: FakeTime) -> None:
     """A source that sent wrong bytes to two hosts gets no reader for a minute."""
-    await registry.report(seed_report("s", max_readers=2))
-    await accuse(registry, "s", by="xy")
-    quarantine_reasons = [registry.instance("s").view(time.now).quarantined]
+    await service.report(seed_report("s", max_readers=2))
+    await accuse(service, "s", by="xy")
+    quarantine_reasons = [service.instance("s").view(time.now).quarantined]
     for _ in range(6):
         time.now += 10
-        await registry.report(seed_report("s"))
-    quarantine_reasons.append(registry.instance("s").view(time.now).quarantined)
+        await service.report(seed_report("s"))
+    quarantine_reasons.append(service.instance("s").view(time.now).quarantined)
     assert ["SourceCorrupt", None] == quarantine_reasons
-    assert {"s": ALL} == routes_by_source(await registry.request_plan(fork_request("b")))
+    assert {"s": ALL} == routes_by_source(await service.plan(fork_request("b")))
 
 
-async def test_readers_of_a_slow_relay_are_advised_to_replan(registry: Registry, time: FakeTime) -> None:
+async def test_readers_of_a_slow_relay_are_advised_to_replan(service: PlanService, time: FakeTime) -> None:
     """They are advised once: the new plan is kept."""
-    await start_chain(registry, "abcdef")
+    await start_chain(service, "abcdef")
     for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
-        await registry.progress(f"fork-{name}", chunk_progress(count))
+        await service.progress(f"fork-{name}", chunk_progress(count))
     time.now += 2
     replan_reasons = {
-        name: (await registry.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bd"
+        name: (await service.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bd"
     }
-    await registry.request_plan(fork_request("d", (0, 1), max_readers=4))
-    after = (await registry.progress("fork-d", chunk_progress(1))).replan_suggested
+    await service.plan(fork_request("d", (0, 1), max_readers=4))
+    after = (await service.progress("fork-d", chunk_progress(1))).replan_suggested
     assert {"b": None, "d": "source c is falling behind"} == replan_reasons
     assert after is None
 
 
-async def test_a_slow_mark_ends_with_its_fork(registry: Registry, time: FakeTime) -> None:
+async def test_a_slow_mark_ends_with_its_fork(service: PlanService, time: FakeTime) -> None:
     """The instance's next fork starts without it."""
-    await start_chain(registry, "abcdef")
+    await start_chain(service, "abcdef")
     for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
-        await registry.progress(f"fork-{name}", chunk_progress(count))
+        await service.progress(f"fork-{name}", chunk_progress(count))
     time.now += 2
-    await registry.sweep()
-    slow = registry.instance("c").source.slow
-    await registry.request_plan(fork_request("c").model_copy(update={"fork_id": "again"}))
+    await service.sweep()
+    slow = service.instance("c").source.slow
+    await service.plan(fork_request("c").model_copy(update={"fork_id": "again"}))
     assert slow
-    assert not registry.instance("c").source.slow
+    assert not service.instance("c").source.slow
 
 
-async def test_one_target_with_bad_memory_quarantines_no_source(registry: Registry) -> None:
+async def test_one_target_with_bad_memory_quarantines_no_source(service: PlanService) -> None:
     """After it accuses a second source, none of its accusations has full credibility."""
     for name in "stu":
-        await registry.report(seed_report(name))
-    plan = await registry.request_plan(fork_request("a"))
+        await service.report(seed_report(name))
+    plan = await service.plan(fork_request("a"))
     lies = tuple(fault(route.source_id, "SourceCorrupt") for route in plan.routes)
-    await registry.request_plan(fork_request("a", faults=lies))
+    await service.plan(fork_request("a", faults=lies))
     assert 1 < len(lies)
-    assert [""] * 3 == [registry.instance(name).quarantine for name in "stu"]
+    assert [""] * 3 == [service.instance(name).quarantine for name in "stu"]
 
 
-async def test_a_fenced_source_is_not_used_again(registry: Registry) -> None:
+async def test_a_fenced_source_is_not_used_again(service: PlanService) -> None:
     """After its generation changed and its fork ended, its reader gets another source."""
-    await registry.report(seed_report("s"))
-    await start_chain(registry, "ab")
-    await registry.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
-    await registry.report(report("a", generation=1))
-    plan = await registry.request_plan(fork_request("b", faults=(fault("a", "SourceWeightsChanged"),)))
+    await service.report(seed_report("s"))
+    await start_chain(service, "ab")
+    await service.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
+    await service.report(report("a", generation=1))
+    plan = await service.plan(fork_request("b", faults=(fault("a", "SourceWeightsChanged"),)))
     assert {"s": ((0, 12),)} == routes_by_source(plan)

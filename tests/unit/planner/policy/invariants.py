@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from planner.policy_types import ForkDemand, GroupView, PlanDecision, Source
+from planner.policy.types import ForkDemand, GroupView, PlanDecision, Source
 from rfork.image.ranges import Range, count, indices, intersect, normalise, subtract
 from tests.unit.planner.builders import apply_decisions, common_transports
 

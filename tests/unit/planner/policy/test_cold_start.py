@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ChunkShare, ForkDemand, PlanDecision, Source, Storage
+from planner.policy.types import ChunkShare, ForkDemand, PlanDecision, Source, Storage
 from rfork.image.ranges import Range, count
 from tests.unit.planner.builders import (
     CHECKPOINT,

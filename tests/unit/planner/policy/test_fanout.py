@@ -8,7 +8,7 @@ from math import ceil, log2
 import pytest
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ForkDemand, GroupView, HostLocation, Source
+from planner.policy.types import ForkDemand, GroupView, HostLocation, Source
 from rfork.image.ranges import Range, count
 from tests.unit.planner.builders import NOW, group, loading, routes, seed, targets
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.policy_types import ChunkShare, GroupView, HostLocation, Source, distance
+from planner.policy.types import ChunkShare, GroupView, HostLocation, Source, distance
 from rfork.image.ranges import Range
 from rfork.weights_version import is_first
 from tests.unit.planner.builders import (

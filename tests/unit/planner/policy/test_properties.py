@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, Source, Storage
+from planner.policy.types import ChunkShare, ForkDemand, GroupView, HostLocation, Source, Storage
 from rfork.image.ranges import Range, from_indices
 from tests.unit.planner.builders import (
     CHECKPOINT,

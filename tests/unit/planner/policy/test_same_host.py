@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.policy.group_plan import plan
-from planner.policy_types import ForkDemand, GroupView, HostLocation, Source, Storage
+from planner.policy.types import ForkDemand, GroupView, HostLocation, Source, Storage
 from rfork.image.ranges import count
 from tests.unit.planner.builders import (
     CHECKPOINT,

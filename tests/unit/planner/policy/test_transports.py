@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.policy.transports import shared_transports
-from planner.policy_types import GroupView, HostLocation, PlanDecision, Source
+from planner.policy.types import GroupView, HostLocation, PlanDecision, Source
 from tests.unit.planner.builders import decide, group, loading, plan_together, routes, seed
 
 ALL = ((0, 12),)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from planner.store.base import StoreChange, StoreUnavailable
+from planner.core.records import StoreChange
+from planner.store.base import StoreUnavailable
 from planner.store.memory import MemoryStore
 from rfork.schema import ForkRequest, Plan, Rank, ScaleUp, SourceFault
 from tests.unit.planner.builders import FakeTime, fork_request

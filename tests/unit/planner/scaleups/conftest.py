@@ -1,21 +1,21 @@
-"""A registry that waits for announced replicas."""
+"""A service that waits for announced replicas."""
 
 from __future__ import annotations
 
 import pytest
 
-from planner.registry import Registry
-from tests.unit.planner.builders import FakeTime, make_registry
+from planner.plan_service import PlanService
+from tests.unit.planner.builders import FakeTime, make_service
 from tests.unit.planner.scaleups.arrivals import CountingStore
 
 
 @pytest.fixture
 def store(time: FakeTime) -> CountingStore:
-    """The store of `registry`."""
+    """The store of `service`."""
     return CountingStore(time)
 
 
 @pytest.fixture
-def registry(time: FakeTime, store: CountingStore) -> Registry:
-    """A registry with an unlimited scale-up wait that plans unannounced requests immediately."""
-    return make_registry(time, store, scaleup_wait_s=8)
+def service(time: FakeTime, store: CountingStore) -> PlanService:
+    """A service with an unlimited scale-up wait that plans unannounced requests immediately."""
+    return make_service(time, store, scaleup_wait_s=8)

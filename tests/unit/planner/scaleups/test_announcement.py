@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner import scaleups
-from planner.http_errors import ProblemError
-from planner.registry import Registry
+from planner import plan_service
+from planner.core.problems import ProblemError
+from planner.plan_service import PlanService
 from rfork.schema import ExitCheck, Rank, ScaleUpInfo
 from tests.unit.planner.builders import CHUNKS, FakeTime, accuse, report, seed_report
 from tests.unit.planner.scaleups.arrivals import RANKS, scaleup
@@ -16,16 +16,16 @@ from tests.unit.planner.scaleups.arrivals import RANKS, scaleup
 LAST_SEED_REASON = "it is the last seed of version v1 of these weights, and 3 replicas are expected"
 
 
-async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registry) -> None:
+async def test_the_last_seed_stays_while_replicas_are_expected(service: PlanService) -> None:
     """It cannot be drained without force, and may not exit; after draining it may."""
-    await registry.report(seed_report("s"))
-    before = await registry.can_exit("s")
-    await registry.scaleups.announce(scaleup(3))
+    await service.report(seed_report("s"))
+    before = await service.can_exit("s")
+    await service.announce(scaleup(3))
     with pytest.raises(ProblemError) as refused:
-        await registry.drain("s")
-    during = await registry.can_exit("s")
-    await registry.drain("s", force=True)
-    after = await registry.can_exit("s")
+        await service.drain("s")
+    during = await service.can_exit("s")
+    await service.drain("s", force=True)
+    after = await service.can_exit("s")
     assert before.can_exit
     assert ExitCheck(can_exit=False, readers=0, reason=LAST_SEED_REASON) == during
     assert after.can_exit
@@ -35,14 +35,14 @@ async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registr
     )
 
 
-async def test_a_seed_that_is_not_the_last_may_be_drained(registry: Registry) -> None:
+async def test_a_seed_that_is_not_the_last_may_be_drained(service: PlanService) -> None:
     """Only the remaining one is kept for the expected replicas."""
     for name in "st":
-        await registry.report(seed_report(name))
-    await registry.scaleups.announce(scaleup(1))
-    one_of_two = await registry.can_exit("s")
-    await registry.remove("s")
-    last = await registry.can_exit("t")
+        await service.report(seed_report(name))
+    await service.announce(scaleup(1))
+    one_of_two = await service.can_exit("s")
+    await service.remove("s")
+    last = await service.can_exit("t")
     assert one_of_two.can_exit
     assert not last.can_exit
     assert "it is the last seed of version v1 of these weights, and 1 replica is expected" == last.reason
@@ -94,11 +94,11 @@ VIEWS: list[tuple[list[Any], int, int, str]] = [
 
 @pytest.mark.parametrize(("reports", "seeds", "image", "reason"), VIEWS)
 async def test_the_forecast_counts_the_seeds_of_the_rarest_rank(
-    registry: Registry, reports: list[Any], seeds: int, image: int, reason: str
+    service: PlanService, reports: list[Any], seeds: int, image: int, reason: str
 ) -> None:
     """It has the seeds of the rarest rank, the bytes of all ranks of a replica, and a reason."""
     for each in reports:
-        await registry.report(each)
+        await service.report(each)
     expected = ScaleUpInfo(
         scaleup=scaleup(3),
         arrived_count=0,
@@ -107,35 +107,35 @@ async def test_the_forecast_counts_the_seeds_of_the_rarest_rank(
         image_bytes=image << 20,
         reason=reason,
     )
-    assert expected == await registry.scaleups.announce(scaleup(3))
+    assert expected == await service.announce(scaleup(3))
 
 
-async def test_a_quarantined_source_is_not_a_seed(registry: Registry) -> None:
+async def test_a_quarantined_source_is_not_a_seed(service: PlanService) -> None:
     """It gets no readers."""
-    await registry.report(seed_report("s", max_readers=2))
-    await accuse(registry, "s", by="tu")
-    assert 0 == (await registry.scaleups.announce(scaleup(1))).seeds
+    await service.report(seed_report("s", max_readers=2))
+    await accuse(service, "s", by="tu")
+    assert 0 == (await service.announce(scaleup(1))).seeds
 
 
-async def test_an_expired_scale_up_is_forgotten(registry: Registry, time: FakeTime) -> None:
+async def test_an_expired_scale_up_is_forgotten(service: PlanService, time: FakeTime) -> None:
     """It is not listed any more, the next sweep removes it, and its id can be reused."""
-    await registry.scaleups.announce(scaleup(3, expires_in_s=10))
+    await service.announce(scaleup(3, expires_in_s=10))
     time.now += 9
-    left = registry.scaleups.view("up").expires_in_s
+    left = service.scaleup("up").expires_in_s
     time.now += 1
-    listed, kept = registry.scaleups.views(), len(registry.state.scaleups())
+    listed, kept = service.scaleups(), len(service.state.scaleups.records())
     with pytest.raises(ProblemError, match="unknown scale-up up"):
-        registry.scaleups.view("up")
-    await registry.sweep()
+        service.scaleup("up")
+    await service.sweep()
     assert 1 == left
     assert [] == listed
     assert 1 == kept
-    assert 0 == len(registry.state.scaleups())
+    assert 0 == len(service.state.scaleups.records())
 
 
-async def test_the_number_of_scale_ups_is_limited(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_scale_ups_is_limited(service: PlanService, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that expires first is dropped; repeating an announcement adds none."""
-    monkeypatch.setattr(scaleups, "MAX_SCALEUPS", 2)
+    monkeypatch.setattr(plan_service, "MAX_SCALEUPS", 2)
     for name, seconds in (("a", 100), ("b", 50), ("a", 90), ("c", 10), ("d", 500)):
-        await registry.scaleups.announce(scaleup(1, name, expires_in_s=seconds))
-    assert ["a", "d"] == [view.scaleup.scaleup_id for view in registry.scaleups.views()]
+        await service.announce(scaleup(1, name, expires_in_s=seconds))
+    assert ["a", "d"] == [view.scaleup.scaleup_id for view in service.scaleups()]

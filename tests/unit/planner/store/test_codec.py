@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.accusations import Accusation, Witness
-from planner.store.base import StoreChange
+from planner.core.records import (
+    Accusation,
+    ForkRecord,
+    GroupKey,
+    InstanceRecord,
+    RouteRecord,
+    SourceFaultRecord,
+    StoreChange,
+    Witness,
+)
 from planner.store.codec import FORKS, INSTANCES
 from planner.store.messages import CHANGE_ADAPTER, ChangeMessage, body_of, group_from, group_text
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, RouteRecord, SourceFaultRecord
 from rfork.image.ranges import normalise
 from rfork.schema import ForkProgress, ForkResult, Rank, StorageAssignment, StorageCandidate
 from tests.unit.planner.builders import CHUNKS, report

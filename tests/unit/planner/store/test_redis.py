@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from planner.core.records import StoreChange
 from planner.store import redis
-from planner.store.base import StoreChange, StoreUnavailable
+from planner.store.base import StoreUnavailable
 from planner.store.messages import ChangeMessage, CommitResult, LogEntry, ReplicaOutdated, StoreSnapshot
 from planner.store.redis import RedisStore
 from tests.unit.planner.builders import FakeTime

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from planner.store.base import StoreChange
+from planner.core.records import ForkRecord, InstanceRecord, StoreChange
 from planner.store.codec import FORKS, INSTANCES
 from planner.store.messages import ChangeMessage, LogEntry, ReplicaOutdated, StoreSnapshot, body_of, group_text
-from planner.store.records import ForkRecord, InstanceRecord
 from planner.store.replica import Replica
 from rfork.schema import ForkResult
 from tests.unit.planner.builders import FakeTime
@@ -20,25 +18,6 @@ OTHER = GROUP._replace(rank_key="other")
 
 TIMEOUT_S = 3.0
 UNIX = 1_700_000_000.0
-
-
-class RecordingStateListener:
-    """Records the listener's calls."""
-
-    def __init__(self) -> None:
-        self.observed: list[str] = []
-
-    def on_instance(self, record: InstanceRecord) -> None:
-        """Record a new instance."""
-        self.observed.append(f"came {record.report.instance_id}")
-
-    def on_scaleups(self, models: Iterable[str]) -> None:
-        """Record changed scale-ups."""
-        self.observed.append(f"announced {' '.join(models)}")
-
-    def on_reload(self) -> None:
-        """Record a reload."""
-        self.observed.append("loaded")
 
 
 def contents(
@@ -212,11 +191,11 @@ def test_the_last_complete_scale_up_wins(replica: Replica) -> None:
     first, second = scaleup("a", 3), scaleup("a", 2)
     there = []
     replica.apply(LogEntry(1, body_of(StoreChange(scaleups=(first, scaleup("b", 1))), {}, {})))
-    there.append(replica.state.scaleups())
+    there.append(replica.state.scaleups.records())
     replica.apply(LogEntry(2, body_of(StoreChange(scaleups=(second,), withdrawn=("b", "c")), {}, {})))
-    there.append(replica.state.scaleups())
+    there.append(replica.state.scaleups.records())
     replica.fill(replace(contents(number=2), scaleups={"a": first}))
-    there.append(replica.state.scaleups())
+    there.append(replica.state.scaleups.records())
     assert [[first, scaleup("b", 1)], [second], [first]] == there
 
 
@@ -226,18 +205,19 @@ def test_an_invalid_scale_up_causes_a_reload(replica: Replica) -> None:
         replica.apply(LogEntry(1, ChangeMessage(scaleups=(("a", "{}"),))))
 
 
-def test_listeners_are_notified_after_a_load(replica: Replica) -> None:
-    """They receive arrivals, announcements and the reload."""
-    watcher = RecordingStateListener()
-    replica.state.add_state_listener(watcher)
+def test_listeners_are_notified_of_arrivals_announcements_and_loads(replica: Replica) -> None:
+    """New instances without a request, and heartbeats, change nothing for scale-ups."""
+    notified, reloads = list[str](), replica.state.reloads
+    step = "new instance"
+    replica.state.subscribe_scaleups(lambda: notified.append(step))
     replica.apply(LogEntry(1, new(instance("a"))))
-    with_request = replace(instance("a"), plan_requested=True)
+    step, with_request = "first request", replace(instance("a"), plan_requested=True)
     replica.apply(LogEntry(2, body_of(StoreChange(instances=(with_request,)), {"a": instance("a")}, {})))
-    replica.apply(
-        LogEntry(3, body_of(StoreChange(instances=(replace(with_request, seen_at=1.0),)), {"a": with_request}, {}))
-    )
+    step, heartbeat = "heartbeat", replace(with_request, seen_at=1.0)
+    replica.apply(LogEntry(3, body_of(StoreChange(instances=(heartbeat,)), {"a": with_request}, {})))
+    step = "announcement"
     replica.apply(LogEntry(4, body_of(StoreChange(scaleups=(scaleup("up", 3),)), {}, {})))
-    observed = list(watcher.observed)
+    step = "load"
     replica.fill(contents(number=4))
-    assert ["came a", "came a", "announced m"] == observed
-    assert "loaded" == watcher.observed[-1]
+    assert ["first request", "announcement", "load"] == notified
+    assert reloads + 1 == replica.state.reloads

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.state import PlannerState
-from planner.store.base import CommitConflict, StoreChange
+from planner.core.records import ForkRecord, StoreChange
+from planner.core.state import PlannerState
+from planner.store.base import CommitConflict
 from planner.store.memory import MemoryStore
-from planner.store.records import ForkRecord
 from planner.store.redis import RedisStore
 from rfork.errors import MissingExtra, SettingsError
 from rfork.schema import Rank
@@ -32,40 +32,40 @@ def state() -> PlannerState:
 
 def test_only_the_last_finished_forks_are_kept(state: PlannerState) -> None:
     """The oldest is dropped first; running forks are never dropped."""
-    state.apply(forks=[fork(name) for name in ("live", "a", "b", "c")])
-    state.apply(forks=[fork(name, ended=True) for name in ("a", "c", "b")])
+    state.apply(StoreChange(forks=tuple(fork(name) for name in ("live", "a", "b", "c"))))
+    state.apply(StoreChange(forks=tuple(fork(name, ended=True) for name in ("a", "c", "b"))))
     assert ["live", "b", "c"] == names(state.forks())
     assert ["live"] == names(state.live_forks())
 
 
 def test_a_resumed_fork_is_not_dropped(state: PlannerState) -> None:
     """It no longer counts as finished."""
-    state.apply(forks=[fork("a", ended=True), fork("a")])
-    state.apply(forks=[fork(name, ended=True) for name in ("b", "c", "d")])
+    state.apply(StoreChange(forks=(fork("a", ended=True), fork("a"))))
+    state.apply(StoreChange(forks=tuple(fork(name, ended=True) for name in ("b", "c", "d"))))
     assert ["a", "c", "d"] == names(state.forks())
     assert ["a"] == names(state.live_forks())
 
 
 def test_instances_expire_in_the_order_of_their_reports(state: PlannerState) -> None:
     """A new report moves an instance to the end; others are not inspected."""
-    state.apply([instance("a"), instance("b", seen_at=1), instance("c", seen_at=2)])
-    state.apply([instance("a", seen_at=3)])
+    state.apply(StoreChange(instances=(instance("a"), instance("b", seen_at=1), instance("c", seen_at=2))))
+    state.apply(StoreChange(instances=(instance("a", seen_at=3),)))
     silent = {now: [each.report.instance_id for each in state.overdue_instances(now)] for now in (10, 11, 12.5)}
     assert {10: [], 11: ["b"], 12.5: ["b", "c"]} == silent
 
 
 def test_only_running_forks_are_overdue(state: PlannerState) -> None:
     """Finished forks, and forks that have reported since, are not overdue."""
-    state.apply(forks=[fork("a"), fork("b", seen_at=1), fork("c")])
-    state.apply(forks=[fork("c", ended=True), fork("a", seen_at=2)])
+    state.apply(StoreChange(forks=(fork("a"), fork("b", seen_at=1), fork("c"))))
+    state.apply(StoreChange(forks=(fork("c", ended=True), fork("a", seen_at=2))))
     assert ["b"] == names(list(state.overdue_forks(since=1.5)))
 
 
 def test_an_instance_has_one_running_fork(state: PlannerState) -> None:
     """It is found by its target until it ends."""
-    state.apply(forks=[fork("a")])
+    state.apply(StoreChange(forks=(fork("a"),)))
     before = state.live_fork_of("of-a")
-    state.apply(forks=[fork("a", ended=True)])
+    state.apply(StoreChange(forks=(fork("a", ended=True),)))
     assert fork("a") == before
     assert state.live_fork_of("of-a") is None
     assert state.live_fork_of("unknown") is None
@@ -73,11 +73,11 @@ def test_an_instance_has_one_running_fork(state: PlannerState) -> None:
 
 def test_a_group_exists_while_it_has_members(state: PlannerState) -> None:
     """An instance that changes its rank leaves the old group; an empty group is removed."""
-    state.apply([instance("a"), instance("b")])
-    state.apply([instance("b", rank=Rank(tp=1, tp_size=2))])
+    state.apply(StoreChange(instances=(instance("a"), instance("b"))))
+    state.apply(StoreChange(instances=(instance("b", rank=Rank(tp=1, tp_size=2)),)))
     parted = {group.rank_key: sorted(group.sources) for group in state.groups()}
     others = state.other_ranks(GROUP)
-    state.apply(removed=["a", "b", "never-known"])
+    state.apply(StoreChange(removed=("a", "b", "never-known")))
     other = Rank(tp=1, tp_size=2).key
     assert {GROUP.rank_key: ["a"], other: ["b"]} == parted
     assert (other,) == others
@@ -89,10 +89,10 @@ def test_listeners_receive_each_fork_record_until_unsubscribed(state: PlannerSta
     """Each record arrives once, in order."""
     notified: list[ForkState] = []
     stop = state.subscribe(lambda record: notified.append(record.state))
-    state.apply(forks=[fork("a")])
-    state.apply(forks=[fork("a", ended=True)])
+    state.apply(StoreChange(forks=(fork("a"),)))
+    state.apply(StoreChange(forks=(fork("a", ended=True),)))
     stop()
-    state.apply(forks=[fork("b")])
+    state.apply(StoreChange(forks=(fork("b"),)))
     assert ["planning", "finished"] == notified
 
 
@@ -100,14 +100,14 @@ def test_clear_keeps_only_the_listeners(state: PlannerState) -> None:
     """Later records behave as in a new state."""
     notified: list[str] = []
     state.subscribe(lambda record: notified.append(record.fork_id))
-    state.apply([instance("a")], [fork("a"), fork("b", ended=True)])
+    state.apply(StoreChange(instances=(instance("a"),), forks=(fork("a"), fork("b", ended=True))))
     state.clear()
     assert [] == state.instances()
     assert [] == state.forks()
     assert [] == state.live_forks()
     assert [] == state.groups()
     assert state.live_fork_of("of-a") is None
-    state.apply([instance("c")], [fork("c")])
+    state.apply(StoreChange(instances=(instance("c"),), forks=(fork("c"),)))
     assert ["c"] == [each.report.instance_id for each in state.overdue_instances(10)]
     assert ["a", "b", "c"] == notified
 

@@ -9,15 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.http_errors import ProblemError
-from planner.registry import Registry
+from planner.core.problems import ProblemError
+from planner.core.records import StoreChange
+from planner.plan_service import PlanService
 from planner.ui import broadcaster as feeds
 from planner.ui import fleet_diff
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.rows import Row, row_diff
 from planner.ui.subscriber import MAX_QUEUED, Subscriber
 from rfork.schema import ForkProgress, ForkResult
-from tests.unit.planner.builders import FakeTime, accuse, fork_request, make_registry, seed_report
+from tests.unit.planner.builders import FakeTime, accuse, fork_request, make_service, seed_report
 
 Messages = list[tuple[str, dict[str, object]]]
 
@@ -29,15 +30,15 @@ def time() -> FakeTime:
 
 
 @pytest.fixture
-def registry(time: FakeTime) -> Registry:
-    """An empty registry."""
-    return make_registry(time, heartbeat_interval_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
+def service(time: FakeTime) -> PlanService:
+    """An empty service."""
+    return make_service(time, heartbeat_interval_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
 
 
 @pytest.fixture
-async def broadcaster(registry: Registry) -> AsyncIterator[Broadcaster]:
+async def broadcaster(service: PlanService) -> AsyncIterator[Broadcaster]:
     """A broadcaster that polls on every turn of the event loop."""
-    broadcaster = Broadcaster(registry, heartbeat_s=5, flush_interval_s=0)
+    broadcaster = Broadcaster(service, heartbeat_s=5, flush_interval_s=0)
     yield broadcaster
     broadcaster.close()
     for subscriber in list(broadcaster._subscribers):
@@ -64,10 +65,10 @@ def ids(messages: Messages, part: str) -> list[str]:
     return [row["id"] for row in rows]
 
 
-async def test_a_page_receives_the_full_state_and_then_changes(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_a_page_receives_the_full_state_and_then_changes(service: PlanService, broadcaster: Broadcaster) -> None:
     """It starts with `begin`, rows and `ready`; then come the changed fields with the row's id."""
-    await registry.report(seed_report("s"))
-    await registry.request_plan(fork_request("a"))
+    await service.report(seed_report("s"))
+    await service.plan(fork_request("a"))
     subscriber = await broadcaster.subscribe()
     beginning = await read_until(subscriber, "event: ready")
     assert "begin" == beginning[0][0]
@@ -78,7 +79,7 @@ async def test_a_page_receives_the_full_state_and_then_changes(registry: Registr
         verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20},
         source_bytes_per_s={"s": 9.6e5},
     )  # fmt: skip
-    await registry.progress("fork-a", progress)
+    await service.progress("fork-a", progress)
     [(_, change)] = await read_until(subscriber, "fork-a")
     expected = {
         "id": "fork-a", "verified": 6, "read": 6 << 20, "rate": 1_000_000, "sources": {"s": 6 << 20},
@@ -88,26 +89,26 @@ async def test_a_page_receives_the_full_state_and_then_changes(registry: Registr
     assert [{"id": "a", "verified": 6}] == change["instances"]
 
 
-async def test_removals_are_sent(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_removals_are_sent(service: PlanService, broadcaster: Broadcaster) -> None:
     """A removed instance is sent by id, a removed field as None, and a new row completely."""
-    await registry.report(seed_report("s"))
-    await registry.request_plan(fork_request("a"))
+    await service.report(seed_report("s"))
+    await service.plan(fork_request("a"))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
-    await registry.finish("fork-a", ForkResult(outcome="forked", seconds=2, bytes_read=12 << 20))
+    await service.finish("fork-a", ForkResult(outcome="forked", seconds=2, bytes_read=12 << 20))
     [(_, change)] = await read_until(subscriber, "outcome")
     assert {"outcome": "forked", "seconds": 2.0} == {
         name: value for name, value in change["forks"][0].items() if name in ("outcome", "seconds")  # type: ignore[index]
     }  # fmt: skip
-    await registry.remove("s")
+    await service.remove("s")
     [(_, change)] = await read_until(subscriber, '"removed"')
     assert ["s"] == change["removed"]
 
 
-async def test_time_alone_changes_rows(registry: Registry, broadcaster: Broadcaster, time: FakeTime) -> None:
+async def test_time_alone_changes_rows(service: PlanService, broadcaster: Broadcaster, time: FakeTime) -> None:
     """An expired quarantine and missing heartbeats are sent without any report."""
-    await registry.report(seed_report("s", max_readers=2))
-    await accuse(registry, "s", by="ab")
+    await service.report(seed_report("s", max_readers=2))
+    await accuse(service, "s", by="ab")
     subscriber = await broadcaster.subscribe()
     [row] = [
         row
@@ -123,10 +124,10 @@ async def test_time_alone_changes_rows(registry: Registry, broadcaster: Broadcas
     ]  # fmt: skip
 
 
-async def test_without_pages_nothing_runs(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_without_pages_nothing_runs(service: PlanService, broadcaster: Broadcaster) -> None:
     """Before the first page and after the last one there is no task, no listener and no row."""
-    await registry.report(seed_report("s"))
-    listeners = registry.state._listeners
+    await service.report(seed_report("s"))
+    listeners = service.state._listeners
     initial_task = broadcaster._task
     assert initial_task is None
     assert [] == listeners
@@ -139,7 +140,7 @@ async def test_without_pages_nothing_runs(registry: Registry, broadcaster: Broad
     assert task is not None
     await asyncio.gather(task, return_exceptions=True)
     assert broadcaster._task is None
-    assert [] == registry.state._listeners
+    assert [] == service.state._listeners
     assert {} == broadcaster._fleet_diff._instances
     assert {} == broadcaster._fleet_diff._forks
 
@@ -154,44 +155,44 @@ async def test_the_number_of_pages_is_limited(broadcaster: Broadcaster) -> None:
     assert "too-many-streams" == refused.value.slug
 
 
-async def test_a_slow_page_restarts_from_the_full_state(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_a_slow_page_restarts_from_the_full_state(service: PlanService, broadcaster: Broadcaster) -> None:
     """Its queue is bounded; on overflow it receives the full state."""
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
     for _ in range(MAX_QUEUED + 1):
         subscriber.put(b"event: change\ndata: {}\n\n")
     assert subscriber.needs_restart
-    await registry.report(seed_report("t"))
+    await service.report(seed_report("t"))
     resent = await read_until(subscriber, "event: ready")
     assert "begin" == resent[0][0]
     assert ["s", "t"] == ids(resent, "instances")
 
 
 async def test_the_number_of_rows_per_turn_is_limited(
-    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+    service: PlanService, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further changes are sent in later turns, and none is lost."""
     monkeypatch.setattr(fleet_diff, "MAX_ROWS", 3)
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
     for index in range(10):
-        await registry.report(seed_report(f"s{index}"))
+        await service.report(seed_report(f"s{index}"))
     messages = await read_until(subscriber, '"id":"s9"')
     assert 4 == len([data for _, data in messages if "instances" in data])
     assert [f"s{index}" for index in range(10)] == ids(messages, "instances")
 
 
-async def test_a_store_reload_restarts_every_page(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_a_store_reload_restarts_every_page(service: PlanService, broadcaster: Broadcaster) -> None:
     """The reload may have removed what was sent."""
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
-    state = registry.state
+    state = service.state
     record = state.instance("s")
     assert record is not None
     state.clear()
-    state.apply(instances=[replace(record, report=seed_report("t"))])
+    state.apply(StoreChange(instances=(replace(record, report=seed_report("t")),)))
     state.notify_reloaded()
     resent = await read_until(subscriber, "event: ready")
     assert "begin" == resent[0][0]
@@ -199,15 +200,15 @@ async def test_a_store_reload_restarts_every_page(registry: Registry, broadcaste
 
 
 async def test_the_oldest_finished_forks_are_dropped(
-    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+    service: PlanService, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page keeps the last finished forks, and receives the ids to drop."""
     monkeypatch.setattr(fleet_diff, "MAX_ENDED", 2)
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
     for name in "abc":
-        await registry.request_plan(fork_request(name))
-        await registry.finish(f"fork-{name}", ForkResult(outcome="failed", seconds=1, bytes_read=0))
+        await service.plan(fork_request(name))
+        await service.finish(f"fork-{name}", ForkResult(outcome="failed", seconds=1, bytes_read=0))
     messages = await read_until(subscriber, "dropped")
     assert ["fork-a"] == messages[-1][1]["dropped"]
 
@@ -233,11 +234,11 @@ def test_a_row_is_sent_as_its_changes() -> None:
 
 async def test_a_finished_and_forgotten_fork_is_dropped() -> None:
     """If this happens between two polls, it must not stay on the page."""
-    small = make_registry(FakeTime(), heartbeat_interval_s=5, max_finished_forks=1)
+    small = make_service(FakeTime(), heartbeat_interval_s=5, max_finished_forks=1)
     broadcaster = Broadcaster(small, heartbeat_s=5, flush_interval_s=0)
     await small.report(seed_report("s", max_readers=4))
     for name in "ab":
-        await small.request_plan(fork_request(name))
+        await small.plan(fork_request(name))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
     for name in "ab":
@@ -251,14 +252,14 @@ async def test_a_finished_and_forgotten_fork_is_dropped() -> None:
 
 
 async def test_a_failed_feed_rejects_pages(
-    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+    service: PlanService, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting pages are rejected too, and their slots are released."""
 
     def broken(*_: object) -> Row:
         raise ValueError("a row that cannot be built")
 
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     with monkeypatch.context() as patch:
         patch.setattr(fleet_diff, "instance_row", broken)
         async with asyncio.timeout(10):
@@ -268,17 +269,17 @@ async def test_a_failed_feed_rejects_pages(
     assert ["s"] == ids(await read_until(await broadcaster.subscribe(), "event: ready"), "instances")
 
 
-async def test_time_saved_includes_removed_models(registry: Registry, broadcaster: Broadcaster) -> None:
+async def test_time_saved_includes_removed_models(service: PlanService, broadcaster: Broadcaster) -> None:
     """It is sent with the first totals, or omitted while unknown."""
     size = seed_report("s").image_bytes
-    await registry.report(seed_report("s"))
+    await service.report(seed_report("s"))
     before = await read_until(await broadcaster.subscribe(), "event: ready")
     for name, source, seconds in (("a", "snapshot:file:///x", 9.0), ("b", "s", 2.0)):
-        await registry.request_plan(fork_request(name))
+        await service.plan(fork_request(name))
         end = ForkResult(outcome="forked", seconds=seconds, bytes_read=size, sources={source: size})
-        await registry.finish(f"fork-{name}", end)
+        await service.finish(f"fork-{name}", end)
     for name in ("s", "a", "b"):
-        await registry.remove(name)
+        await service.remove(name)
     for subscriber in list(broadcaster._subscribers):
         broadcaster.unsubscribe(subscriber)
     after = await read_until(await broadcaster.subscribe(), "event: ready")

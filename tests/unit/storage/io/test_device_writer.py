@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rfork.errors import StorageError
+from rfork.image.staging import BufferPool, PendingCopy
 from rfork.settings import StorageSettings
 from rfork.storage.io import reader as reading
-from rfork.storage.io.device_writer import CopyHandle
 from rfork.storage.io.extents import ReadBlock
+from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.reader import Extent, fill
-from rfork.storage.io.staging import BufferPool
 from tests.unit.storage.io.test_reader import PatternBlob
 
 KIB = 1 << 10
@@ -48,7 +48,7 @@ class FakeDevice:
             self.put(into, bytes(data))
         return True
 
-    def copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> CopyHandle:
+    def host_to_device(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> PendingCopy:
         self.fail("copy")
         with self._lock:
             self.in_flight += 1
@@ -69,12 +69,15 @@ class FakeDevice:
         assert into.numel() == len(data)
         self.memory[begin : begin + into.numel()] = data
 
+    def synchronize(self) -> None:
+        return
+
     def close(self) -> None:
         self.closed = True
 
 
 class FakeCopy:
-    """Copy to the device; see `CopyHandle`."""
+    """Copy to the device; see `PendingCopy`."""
 
     def __init__(self, device: FakeDevice, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
         self._device, self._into, self._source = device, into, source
@@ -101,11 +104,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Replace CUDA with a device that has memory for twenty blocks."""
     device = FakeDevice(20 * BLOCK)
 
-    def copier(devices: Iterable[torch.device], _: StorageSettings) -> FakeDevice:
+    def copier(devices: Iterable[torch.device]) -> FakeDevice:
         assert [torch.device("meta")] == list(devices)
         return device
 
-    monkeypatch.setattr(reading, "CudaBlockCopier", copier)
+    monkeypatch.setattr(reading, "CudaCopier", copier)
+    monkeypatch.setattr(DirectStorage, "find", lambda _: device)
     monkeypatch.setattr(reading, "block_bytes", lambda *_: BLOCK)
     return device
 
@@ -115,7 +119,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Return a pool with that many buffers; a test must have released all of them at its end."""
     count: int = request.param
     pool = CountedBufferPool(count)
-    monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
+    monkeypatch.setattr(reading, "pinned_buffers", lambda *_: pool.staging)
     yield pool
     assert len(pool.made) <= count
     assert sorted(map(id, pool.made)) == sorted(map(id, pool.freed))
@@ -146,7 +150,7 @@ def test_every_byte_is_written(device: FakeDevice, pool: CountedBufferPool, stre
 def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread with two buffers reads a block while the previous one is copied."""
     pool, in_flight = CountedBufferPool(2), list[int]()
-    monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
+    monkeypatch.setattr(reading, "pinned_buffers", lambda *_: pool.staging)
     blob = PatternBlob(4 * BLOCK, before=lambda _: in_flight.append(device.in_flight))
     fill(extents_of(device, blob, [4 * BLOCK]), StorageSettings(concurrency=1))
     assert [0, 1, 1, 1] == in_flight

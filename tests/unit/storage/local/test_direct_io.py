@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rfork.image.host_memory import copy_block, host_view
-from rfork.storage.io.staging import BufferPool, allocate_host
+from rfork.image.staging import BufferPool, allocate_host
 from rfork.storage.local import direct_io, linux
 from rfork.storage.local.direct_io import (
     FIRST_SAMPLE_BYTES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rfork import grpc_credentials as credentials
-from rfork.grpc_credentials import Files
+from rfork.net import grpc_credentials as credentials
+from rfork.net.grpc_credentials import Files
 from rfork.settings import TlsSettings
 
 

@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import (
+from planner.integrations.kubernetes.api_server import (
     ClusterUnavailable,
     Deleted,
-    EventType,
     NotFound,
+    ResourceConflict,
+    Synced,
+    Upserted,
+    WatchEvent,
+)
+from planner.integrations.kubernetes.cluster import (
+    Cluster,
+    EventType,
     ObjectRef,
     ObservedLease,
     ObservedNode,
     ObservedPod,
     ObservedWorkload,
-    ResourceConflict,
-    Synced,
-    Upserted,
-    WatchEvent,
     WorkloadKind,
 )
+from planner.integrations.kubernetes.controller.observed_state import ResourceCaches
 from tests.unit.fake_clock import FakeClock
 
 MODEL: Final = "llama"
@@ -102,8 +106,13 @@ class Write:
     value: str
 
 
-class FakeCluster:
-    """Implements `Cluster`. Changes of Pods in `refused` are rejected; while `unavailable`, all calls fail."""
+def _kind_of(event: WatchEvent[ObservedWorkload]) -> WorkloadKind:
+    assert not isinstance(event, Synced)
+    return event.item.kind
+
+
+class FakeCluster(Cluster):
+    """A cluster in memory. Changes of Pods in `refused` are rejected; while `unavailable`, all calls fail."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -115,7 +124,7 @@ class FakeCluster:
         self.writes: list[Write] = []
         self.pod_objects: dict[str, ObservedPod] = {}
         self.workload_objects: dict[str, ObservedWorkload] = {}
-        self._leases: dict[str, ObservedLease] = {}
+        self._lease_states: dict[str, ObservedLease] = {}
         self._pod_watches: list[Callable[[WatchEvent[ObservedPod]], None]] = []
         self._workload_watches: list[Callable[[WatchEvent[ObservedWorkload]], None]] = []
         self._numbers = iter(range(1000, 1_000_000))
@@ -185,16 +194,16 @@ class FakeCluster:
         for watch in self._workload_watches:
             watch(Deleted(removed))
 
-    def watch(
-        self,
-        pods: Callable[[WatchEvent[ObservedPod]], None],
-        workloads: Callable[[WatchEvent[ObservedWorkload]], None],
-    ) -> None:
-        """Call these with the current objects, and then with each change."""
-        self._pod_watches.append(pods)
-        self._workload_watches.append(workloads)
-        pods(Synced(tuple(self.pod_objects.values())))
-        workloads(Synced(tuple(self.workload_objects.values())))
+    def watch(self, caches: ResourceCaches) -> None:
+        """Keep the caches up to date."""
+        self._pod_watches.append(lambda event: caches.pods.apply(event, self.clock.now))
+        self._workload_watches.append(lambda event: caches.workloads[_kind_of(event)].apply(event, self.clock.now))
+        caches.pods.apply(Synced(tuple(self.pod_objects.values())), self.clock.now)
+        for kind, cache in caches.workloads.items():
+            cache.apply(Synced(self._workloads_of(kind)), self.clock.now)
+
+    def _workloads_of(self, kind: WorkloadKind) -> tuple[ObservedWorkload, ...]:
+        return tuple(each for each in self.workload_objects.values() if each.kind == kind)
 
     def current_pod(self, pod: ObservedPod) -> ObservedPod:
         """Return the current Pod."""
@@ -214,12 +223,14 @@ class FakeCluster:
         while True:
             yield await queue.get()
 
-    async def workloads(self) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
+    async def workloads(self, kind: WorkloadKind) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
         queue: asyncio.Queue[WatchEvent[ObservedWorkload]] = asyncio.Queue()
         self._workload_watches.append(queue.put_nowait)
-        yield Synced(tuple(self.workload_objects.values()))
+        yield Synced(self._workloads_of(kind))
         while True:
-            yield await queue.get()
+            event = await queue.get()
+            if _kind_of(event) == kind:
+                yield event
 
     async def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
         yield Synced(())
@@ -246,18 +257,18 @@ class FakeCluster:
 
     async def read_lease(self, name: str, namespace: str) -> ObservedLease:
         self._check_available()
-        return self._leases.get(name, ObservedLease(None, "", 0.0, ""))
+        return self._lease_states.get(name, ObservedLease(None, "", 0.0, ""))
 
     async def write_lease(
         self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
     ) -> ObservedLease:
         self._check_available()
-        before = self._leases.get(name)
+        before = self._lease_states.get(name)
         if (before.version if before else "") != version:
             raise ResourceConflict(name)
         number = int(version or 0) + 1
-        self._leases[name] = ObservedLease(holder, str(number), duration_s, str(number))
-        return self._leases[name]
+        self._lease_states[name] = ObservedLease(holder, str(number), duration_s, str(number))
+        return self._lease_states[name]
 
     async def close(self) -> None:
         pass

@@ -6,8 +6,17 @@ from typing import Any
 
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
+from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.pod_documents import PLANNER, Document, webhook_settings
+
+
+def request_of(document: Document) -> InjectionRequest | None:
+    """Return the Pod's request, or None if there is none that can be fulfilled."""
+    try:
+        return parse_request(document)
+    except SettingsError:
+        return None
 
 
 def injected_pod(document: Document, **options: object) -> Document:

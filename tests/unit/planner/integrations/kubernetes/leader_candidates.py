@@ -7,7 +7,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease, ResourceConflict
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, ResourceConflict
+from planner.integrations.kubernetes.cluster import Cluster, ObservedLease
 from planner.integrations.kubernetes.leader_election import LeaderElection
 
 LEASE_S = 15.0
@@ -53,7 +54,7 @@ class LeaseServer:
 
 
 @dataclass
-class LeaseServerView:
+class LeaseServerView(Cluster):
     """The API server as seen by one candidate."""
 
     lease_server: LeaseServer

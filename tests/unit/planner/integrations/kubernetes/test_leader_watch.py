@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease
-from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.api_server import ClusterUnavailable
+from planner.integrations.kubernetes.cluster import Cluster, ObservedLease
+from planner.integrations.kubernetes.leader_election import LeaderWatch
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
 
@@ -57,7 +58,7 @@ def test_a_leader_renewed_the_lease_recently(
     assert expected == leader_watch()
 
 
-class ScriptedLeaseReader:
+class ScriptedLeaseReader(Cluster):
     """Returns scripted responses, one per poll, then ends. Each poll takes a second."""
 
     def __init__(self, clock: FakeClock, leader_watch: LeaderWatch, replies: list[ObservedLease | str]) -> None:

@@ -8,11 +8,12 @@ from pydantic import TypeAdapter
 
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.pod_request import (
-    InjectionRejected,
     InjectionRequest,
     is_enabled,
     parse_request,
+    rejection_reason,
 )
+from rfork.errors import SettingsError
 from rfork.schema.types import SanitizedText
 from tests.unit.planner.integrations.kubernetes.pod_documents import (
     ANY_JSON,
@@ -253,10 +254,11 @@ REFUSALS = [
 @pytest.mark.parametrize(("document", "reason"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
 def test_a_rejection_has_a_reason_and_a_remedy(document: Document, reason: str) -> None:
     """In one line."""
-    found = parse_request(document)
-    assert isinstance(found, InjectionRejected), found
-    assert reason == found.reason[: len(reason)]
-    assert 1 == len(found.reason.splitlines())
+    with pytest.raises(SettingsError) as caught:
+        parse_request(document)
+    found = rejection_reason(caught.value)
+    assert reason == found[: len(reason)]
+    assert 1 == len(found.splitlines())
 
 
 def test_annotations_are_parsed() -> None:
@@ -321,8 +323,10 @@ def test_pods_without_a_request_are_ignored(document: object) -> None:
 
 
 @given(damaged_pods() | labelled_pods() | ANY_JSON)
-def test_no_pod_raises_an_error(document: object) -> None:
-    """The result is valid, and a reason is one printable line."""
-    found = parse_request(document)
-    if isinstance(found, InjectionRejected):
-        assert TypeAdapter(SanitizedText).validate_python(found.reason) == found.reason != ""
+def test_no_pod_raises_an_unexpected_error(document: object) -> None:
+    """A rejection is one printable line."""
+    try:
+        parse_request(document)
+    except SettingsError as error:
+        reason = rejection_reason(error)
+        assert TypeAdapter(SanitizedText).validate_python(reason) == reason != ""

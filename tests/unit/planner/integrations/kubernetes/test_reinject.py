@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import rfork
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.inject import inject
-from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
 from rfork.settings import KubernetesSettings
-from tests.unit.planner.integrations.kubernetes.injected_pods import inject_pod, injected_pod
+from tests.unit.planner.integrations.kubernetes.injected_pods import inject_pod, injected_pod, request_of
 from tests.unit.planner.integrations.kubernetes.pod_documents import (
     PLANNER,
     SETTINGS,
@@ -81,13 +80,13 @@ def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
 def test_injection_is_idempotent(document: Document, settings: KubernetesSettings, led: bool, led_later: bool) -> None:
     """For any Pod that can be injected, with or without a leader; the input is not modified."""
     document = json.loads(json.dumps(document))  # without shared lists
-    found = parse_request(document)
-    assume(isinstance(found, InjectionRequest))
-    assert isinstance(found, InjectionRequest)
+    found = request_of(document)
+    assume(found is not None)
+    assert found is not None
     kept = copy.deepcopy(document)
     once, _ = inject(document, found, settings, PLANNER, has_leader=led)
-    again = parse_request(once)
-    assert isinstance(again, InjectionRequest), again
+    again = request_of(once)
+    assert again is not None
     twice, notes = inject(once, again, settings, PLANNER, has_leader=led_later)
     assert kept == document
     assert once == twice

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import Deleted, ObservedNode, Synced, Upserted, WatchEvent
-from planner.integrations.kubernetes.topology import NodeTopology
+from planner.integrations.kubernetes.api_server import Deleted, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.cluster import Cluster, ObservedNode
+from planner.integrations.kubernetes.webhook import NodeTopology
 from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
 
 A = ObservedNode(
@@ -55,7 +56,10 @@ def test_labels_are_configurable() -> None:
 async def test_it_follows_the_cluster() -> None:
     """All events of the watch are applied."""
 
-    class FakeNodes:
+    class FakeNodes(Cluster):
+        def __init__(self) -> None:
+            pass
+
         async def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
             yield Synced((A,))
             yield Upserted(B)

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from planner.integrations.kubernetes import webhook
-from planner.integrations.kubernetes.cluster import ObservedLease, ObservedNode, Synced, WatchEvent
-from planner.integrations.kubernetes.leader_watch import LeaderWatch
-from planner.integrations.kubernetes.topology import NodeTopology
+from planner.integrations.kubernetes.api_server import Synced, WatchEvent
+from planner.integrations.kubernetes.cluster import ObservedLease, ObservedNode
+from planner.integrations.kubernetes.leader_election import LeaderWatch
+from planner.integrations.kubernetes.webhook import NodeTopology
 from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings

@@ -8,15 +8,15 @@ import httpx
 import pytest
 
 from planner.app import create_app
+from planner.core.records import StoreChange
 from planner.integrations.vllm_ascend.headers import AscendSeed
 from planner.integrations.vllm_ascend.service import AscendLeaseService
-from planner.store.base import StoreChange
 from rfork.errors import PlannerRejected
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkRequest
 from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
-from tests.unit.planner.builders import FakeTime, fork_request, make_registry, report, seed_report
+from tests.unit.planner.builders import FakeTime, fork_request, make_service, report, seed_report
 from tests.unit.planner.integrations.vllm_ascend.seed_client import (
     ADD,
     KEY,
@@ -288,7 +288,7 @@ def test_names_of_this_protocol_are_rejected_elsewhere(
 
 async def test_a_seed_with_another_name_format_is_not_leased(time: FakeTime) -> None:
     """Whatever the store contains: 404, and the new lease has ended."""
-    registry = make_registry(time)
+    registry = make_service(time)
     service = AscendLeaseService(registry)
     await service.add(KEY, AscendSeed("10.0.0.7", 4000, 1), 0)
     known = registry.state.instances()[0]

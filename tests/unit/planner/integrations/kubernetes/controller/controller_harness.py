@@ -6,8 +6,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
 from rfork.settings import KubernetesSettings
 from rfork.tracing import NOOP_TRACER
 from tests.unit.fake_clock import FakeClock
@@ -41,11 +41,7 @@ class ControllerHarness:
             self.clock,
             self.tracer,
         )
-        pods, workloads = controller.caches.pods, controller.caches.workloads
-        self.cluster.watch(
-            lambda update: pods.apply(update, self.clock.now),
-            lambda update: workloads.apply(update, self.clock.now),
-        )
+        self.cluster.watch(controller.caches)
         controller.begin()
         return controller
 

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, NotFound, ResourceConflict
-from planner.integrations.kubernetes.controller.actions import MAX_CONCURRENT, Action, ActionExecutor
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict
+from planner.integrations.kubernetes.controller.actions import MAX_CONCURRENT, Action, ActionExecutor, ControllerMetrics
 from planner.integrations.planner_api import PlannerUnavailable
 from tests.unit.fake_clock import FakeClock
 

@@ -16,7 +16,7 @@ from planner.integrations.kubernetes.controller.events import (
     scaleup_event,
 )
 from planner.integrations.kubernetes.controller.observed_state import ObservedState, PlannerSnapshot, observe
-from planner.integrations.kubernetes.controller.pending_replicas import PendingScaleUp
+from planner.integrations.kubernetes.controller.scaleups import PendingScaleUp
 from rfork.schema import ForkInfo, Placement, Rank, ScaleUp
 from tests.unit.planner.integrations.kubernetes.fake_cluster import MODEL, pod, uid, workload
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import (

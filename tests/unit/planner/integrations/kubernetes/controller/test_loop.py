@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedPod, WatchEvent
-from planner.integrations.kubernetes.controller.loop import run
+from planner.integrations.kubernetes.api_server import ClusterUnavailable, WatchEvent
+from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.controller import run
 from planner.integrations.planner_api import PlannerUnavailable
 from rfork.settings import KubernetesSettings
 from tests.unit.fake_clock import FakeClock

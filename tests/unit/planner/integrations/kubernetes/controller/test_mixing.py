@@ -9,8 +9,8 @@ import pytest
 
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.events import find_mixes, mix_start_times
 from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
-from planner.integrations.kubernetes.controller.version_mix import find_mixes, mix_start_times
 from rfork.schema import InstanceInfo, Rank
 from tests.unit.planner.integrations.kubernetes.controller.controller_harness import ControllerHarness
 from tests.unit.planner.integrations.kubernetes.controller.serving_workload import WORKLOAD_UID, deploy_seeds

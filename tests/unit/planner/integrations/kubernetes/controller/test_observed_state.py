@@ -7,24 +7,21 @@ from dataclasses import replace
 import pytest
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.cluster import (
-    Deleted,
-    ObjectRef,
-    ObservedPod,
-    Synced,
-    Upserted,
-    WatchEvent,
-)
-from planner.integrations.kubernetes.controller import caches
-from planner.integrations.kubernetes.controller.caches import DELETED_TTL_S, PodCache, ResourceCache
+from planner.integrations.kubernetes.api_server import Deleted, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod
+from planner.integrations.kubernetes.controller import observed_state
 from planner.integrations.kubernetes.controller.observed_state import (
+    DELETED_TTL_S,
+    OwnerIndex,
     PlannerSnapshot,
+    PodCache,
+    ResourceCache,
     all_ranks,
     format_size,
     observe,
     pod_uid,
+    pods_of_replica,
 )
-from planner.integrations.kubernetes.controller.owner_refs import OwnerIndex, pods_of_replica
 from rfork.schema import Rank
 from tests.unit.planner.integrations.kubernetes.fake_cluster import pod, uid, workload
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import fork, instance
@@ -184,7 +181,7 @@ def test_a_pod_whose_label_came_back_is_not_deleted() -> None:
 
 def test_only_a_limited_number_of_deleted_pods_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are dropped first."""
-    monkeypatch.setattr(caches, "MAX_DELETED", 2)
+    monkeypatch.setattr(observed_state, "MAX_DELETED", 2)
     cache: ResourceCache[ObservedPod] = ResourceCache()
     cache.apply(Synced(tuple(map(pod, (5, 6, 7, 8)))), 0.0)
     cache.apply(Deleted(pod(8)), 1.0)

@@ -153,7 +153,7 @@ async def test_a_failing_step_does_not_stop_the_others(
     await harness.step()
     harness.calls()
     monkeypatch.setattr(
-        "planner.integrations.kubernetes.controller.pending_replicas.pending_replicas",
+        "planner.integrations.kubernetes.controller.scaleups.pending_replicas",
         lambda *_: (1 // 0, {}),
     )
     (pod,) = harness.cluster.create(deployment, gates=(names.WEIGHTS_READY,))

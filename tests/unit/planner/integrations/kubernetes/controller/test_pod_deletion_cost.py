@@ -11,12 +11,12 @@ import pytest
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
 from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
-from planner.integrations.kubernetes.controller.pod_deletion_cost import (
+from planner.integrations.kubernetes.controller.scale_down import (
     BEING_READ_COST,
     IDLE_COST,
     LAST_SEED_COST,
     UPDATE_INTERVAL_S,
-    decide,
+    deletion_costs,
 )
 from rfork.schema import ForkInfo, InstanceInfo, Rank
 from tests.unit.planner.integrations.kubernetes.fake_cluster import pod, uid, workload
@@ -44,7 +44,7 @@ def costs(
         {WORKLOAD.uid: WORKLOAD},
         PlannerSnapshot(NOW, tuple(instances), tuple(forks)),
     )
-    return {cost.pod.name: cost.value for cost in decide(seen, {})}
+    return {cost.pod.name: cost.value for cost in deletion_costs(seen, {})}
 
 
 SEEDS = [instance(uid(number)) for number in (5, 6)]
@@ -139,10 +139,10 @@ def test_costs_are_ordered() -> None:
 def test_costs_change_at_most_every_ten_seconds(changed: float, expected: int) -> None:
     """Writes to one Pod are rate-limited."""
     seen = observe(NOW, {uid(5): workload_pod(5)}, {}, PlannerSnapshot(NOW, tuple(SEEDS)))
-    assert expected == len(decide(seen, {uid(5): changed}))
+    assert expected == len(deletion_costs(seen, {uid(5): changed}))
 
 
 def test_costs_do_not_change_while_the_planner_is_down() -> None:
     """Its last lists may be outdated."""
     seen = observe(NOW, {uid(5): workload_pod(5)}, {}, PlannerSnapshot(NOW, tuple(SEEDS)), planner_down_since=NOW)
-    assert () == decide(seen, {})
+    assert () == deletion_costs(seen, {})

@@ -11,17 +11,18 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from planner.app import create_app
+from planner.clock import Clock as PlannerClock
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.actions import ControllerMetrics
 from planner.integrations.kubernetes.controller.controller import Controller
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
-from planner.integrations.planner_client import PlannerRestClient
-from planner.leases import Clock as PlannerClock
+from planner.integrations.planner_api import AsyncPlannerClient
 from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster, uid
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import IMAGE_BYTES, instance, instance_id
+from tests.unit.planner.threadsafe_asgi_transport import ThreadsafeAsgiTransport
 
 WORKLOAD_UID = uid(1)
 
@@ -32,7 +33,7 @@ class RealPlannerHarness:
 
     clock: FakeClock
     cluster: FakeCluster
-    planner_api: PlannerRestClient
+    planner_api: AsyncPlannerClient
     web: httpx.AsyncClient
     controller: Controller
 
@@ -76,12 +77,11 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     planner_clock = PlannerClock(monotonic=clock, unix=clock)
     app = create_app(PlannerSettings(lease_keys="s" * 32, batch_window_s=0, scaleup_wait_s=0), planner_clock)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app=app)
-    planner_api = PlannerRestClient(InstanceSettings(planner="http://planner"), transport=transport)
+    planner_api = AsyncPlannerClient(InstanceSettings(planner="http://planner"), ThreadsafeAsgiTransport(app))
     cluster = FakeCluster(clock)
     settings = KubernetesSettings(namespace="rfork", identity="one")
     controller = Controller(settings, cluster, planner_api, ControllerMetrics(CollectorRegistry()), clock)
-    pods, workloads = controller.caches.pods, controller.caches.workloads
-    cluster.watch(lambda update: pods.apply(update, clock.now), lambda update: workloads.apply(update, clock.now))
+    cluster.watch(controller.caches)
     controller.begin()
     async with httpx.AsyncClient(transport=transport, base_url="http://planner") as web:
         yield RealPlannerHarness(clock, cluster, planner_api, web, controller)

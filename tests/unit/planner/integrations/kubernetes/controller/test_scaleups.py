@@ -11,22 +11,20 @@ import pytest
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod, ObservedWorkload
 from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
-from planner.integrations.kubernetes.controller.pending_replicas import (
+from planner.integrations.kubernetes.controller.scaleups import (
+    REANNOUNCE_INTERVAL_S,
     MissingReplicas,
     PendingScaleUp,
     PendingState,
-    pending_replicas,
-    scaleup_id,
-    workload_uid,
-)
-from planner.integrations.kubernetes.controller.scaleup_sync import (
-    REANNOUNCE_INTERVAL_S,
     ScaleUpMismatch,
     announced_sizes,
     find_mismatches,
     known_ids,
+    pending_replicas,
+    scaleup_id,
     to_announce,
     to_withdraw,
+    workload_uid,
 )
 from rfork.schema import ScaleUp, ScaleUpInfo
 from tests.unit.planner.integrations.kubernetes.fake_cluster import MODEL, pod, uid, workload

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from planner.integrations.kubernetes.controller.actions import MAX_LOGGED, Action, ActionExecutor
-from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
+from planner.integrations.kubernetes.controller.actions import MAX_LOGGED, Action, ActionExecutor, ControllerMetrics
 from planner.integrations.planner_api import PlannerUnavailable
 from rfork.schema import ScaleUp, ScaleUpInfo
 from rfork.tracing import TraceContext, current_context

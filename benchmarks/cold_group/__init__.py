@@ -1,0 +1,1 @@
+"""The benchmark `python -m benchmarks.cold_group`."""

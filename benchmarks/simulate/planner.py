@@ -1,0 +1,207 @@
+"""Planner in the simulation: the real policy, over the index that the planner keeps of a group.
+
+The registry's handling of reports, progress and faults is simplified here: no leases, tokens or logs.
+`planner.policy.group_plan` alone decides which target reads what from which source. Sets of chunks are passed
+as bits; times are in S/B and are passed to the policy in seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planner.core.group_index import GroupIndex
+from planner.core.records import ForkRecord, GroupKey
+from planner.core.records import RouteRecord as PlannedRead
+from planner.policy import group_plan
+from planner.policy.transports import is_same_host_route
+from planner.policy.types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
+from rfork.image.ranges import Range
+from rfork.schema import Rank
+
+LAYOUT, WEIGHTS, VERSION, RANK = "layout", "weights", "v1", Rank()
+LINK_BYTES_PER_S: Final = 10e9
+IMAGE_SECONDS: Final = 10.0
+"""S/B in seconds, for the policy, whose constants are in seconds."""
+MAX_READERS: Final = 4
+NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class SimPlanRequest:
+    """A target that needs a plan."""
+
+    name: str
+    chunks: int
+    excluded: frozenset[str]
+    current: Mapping[str, int]
+    """Chunks that it still has to read by its current plan, by source."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimPlanResponse:
+    """Chunks for a target, by source; `replan_suggested`: whether to request a plan again soon."""
+
+    shares: Mapping[str, int]
+    replan_suggested: bool
+    reason: str
+
+
+class SimPlanner:
+    """Plans for one group; counts the wall time of planning and of straggler detection."""
+
+    def __init__(self, chunk_count: int, *, heartbeat: float) -> None:
+        self.plan_seconds = 0.0
+        self.watch_seconds = 0.0
+        self._chunk_count = chunk_count
+        self._heartbeat_s = heartbeat * IMAGE_SECONDS
+        self._group = GroupIndex(GroupKey("model", VERSION, RANK.key))
+        self._sources: dict[str, Source] = {}
+        self._forks: dict[str, ForkRecord] = {}
+
+    def join(self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None) -> None:
+        """Register an instance, on a separate host unless one is named.
+
+        `measured` is its known read rate, as a part of B.
+        """
+        source = Source(
+            instance_id=name,
+            address=name,
+            layout_id=LAYOUT,
+            weights_id=WEIGHTS if complete else None,
+            generation=0,
+            chunk_count=self._chunk_count,
+            state="serving" if complete else "loading",
+            verified=((0, self._chunk_count),) if complete else (),
+            transports=("shared_memory", "http"),
+            location=HostLocation(host=host or name),
+            max_readers=MAX_READERS,
+            expires_at=NEVER,
+            ingress_rate=None if measured is None else measured * LINK_BYTES_PER_S,
+        )
+        if complete:
+            self._put(source)
+        else:
+            self._sources[name] = source  # joins the group once it has a plan
+
+    def progress(self, name: str, chunks: int) -> None:
+        """Report the chunks that a target has verified; its read rate since the last report is derived from
+        them.
+        """
+        source = self._sources[name]
+        new_chunks = chunks.bit_count() - source.watermark
+        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
+        fork = self._forks.get(name)
+        if fork is not None and any(is_same_host_route(read.transports) for read in fork.reads):
+            rate = 0.0  # shows nothing about its link
+        self._put(
+            replace(
+                source,
+                weights_id=WEIGHTS if chunks else source.weights_id,
+                verified=ranges_of(chunks),
+                ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
+            )
+        )
+
+    def finished(self, name: str) -> None:
+        """Record that a target has everything: its fork ends, and it serves."""
+        self._group.end_fork(self._forks.pop(name))
+        all_chunks = ((0, self._chunk_count),)
+        self._put(replace(self._sources[name], weights_id=WEIGHTS, verified=all_chunks, state="serving"))
+
+    def remove(self, name: str) -> None:
+        """Remove a dead instance and its fork."""
+        fork = self._forks.pop(name, None)
+        if fork is not None:
+            self._group.end_fork(fork)
+        if self._sources.pop(name, None) is not None:
+            self._group.remove(name)
+
+    def stragglers(self, now: float) -> list[str]:
+        """Mark the relays that fall behind their sources; returns the newly marked ones."""
+        begin = time.perf_counter()
+        slow = [
+            name
+            for name in group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS)
+            if not self._sources[name].slow
+        ]
+        for name in slow:
+            self._put(replace(self._sources[name], slow=True))
+        self.watch_seconds += time.perf_counter() - begin
+        return slow
+
+    def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
+        """Make one plan for all requests; returns the responses by name."""
+        begin = time.perf_counter()
+        demands = [self._demand(request) for request in requests]
+        decisions = group_plan.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
+        for demand in demands:
+            self._put(demand.target)
+            self._apply_decision(demand.fork_id, decisions[demand.fork_id], now)
+        self.plan_seconds += time.perf_counter() - begin
+        return {
+            name: SimPlanResponse(
+                {each.source_id: bits_of(each.chunks) for each in decision.assignments},
+                replan_suggested=decision.no_free_slot,
+                reason=decision.reason,
+            )
+            for name, decision in decisions.items()
+        }
+
+    def _demand(self, request: SimPlanRequest) -> ForkDemand:
+        target = replace(
+            self._sources[request.name],
+            verified=ranges_of(request.chunks),
+            weights_id=WEIGHTS if request.chunks else None,
+        )
+        return ForkDemand(
+            fork_id=request.name,
+            target=target,
+            excluded=dict.fromkeys(request.excluded, "gone"),
+            current_shares=tuple(ChunkShare(source, ranges_of(chunks)) for source, chunks in request.current.items()),
+        )
+
+    def _apply_decision(self, name: str, decision: PlanDecision, now: float) -> None:
+        fork = ForkRecord(
+            fork_id=name,
+            instance_id=name,
+            model=self._group.model,
+            rank=RANK,
+            version=VERSION,
+            chunk_count=self._chunk_count,
+            image_bytes=int(LINK_BYTES_PER_S * IMAGE_SECONDS),
+            requested_at=now * IMAGE_SECONDS,
+            seen_at=now * IMAGE_SECONDS,
+            planned_at=now * IMAGE_SECONDS,
+            reads=tuple(
+                PlannedRead(each.source_id, each.chunks, each.transports, generation=0) for each in decision.assignments
+            ),
+            weights_id=decision.weights_id,
+        )
+        self._forks[name] = fork
+        self._group.apply_plan(fork)
+
+    def _put(self, source: Source) -> None:
+        self._sources[source.instance_id] = source
+        self._group.put(source)
+
+
+def ranges_of(chunks: int) -> tuple[Range, ...]:
+    """Return the ranges of a set of chunks."""
+    found: list[Range] = []
+    begin = 0
+    while chunks:
+        gap = (chunks & -chunks).bit_length() - 1
+        chunks >>= gap
+        run = (~chunks & (chunks + 1)).bit_length() - 1
+        chunks >>= run
+        found.append((begin + gap, begin + gap + run))
+        begin += gap + run
+    return tuple(found)
+
+
+def bits_of(ranges: Sequence[Range]) -> int:
+    """Return the set of the chunks in these ranges."""
+    return sum((1 << end) - (1 << begin) for begin, end in ranges)

@@ -1,0 +1,257 @@
+"""Runs one simulation: arrivals, deaths and heartbeats between the fleet and the planner.
+
+Times are in S/B. Progress costs nothing and reaches the planner with every heartbeat; only the readers of a
+dead node notice its death, after `detect`, and report it to the planner when they request a new plan.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
+from benchmarks.simulate.fleet import SimFleet, SimHost, SimNode
+from benchmarks.simulate.planner import IMAGE_SECONDS, SimPlanner, SimPlanRequest
+from planner.core.batch_queue import window_s
+from rfork.errors import RforkError, SettingsError
+
+MAX_TIME: Final = 100.0
+"""A longer run (at the slowest link's rate) is stuck: some target has no path to its chunks."""
+
+
+DefaultT = TypeVar("DefaultT")
+
+
+def _option(default: DefaultT, meaning: str) -> DefaultT:
+    """Return a field that is also a command-line option."""
+    option: DefaultT = field(default=default, metadata={"help": meaning})
+    return option
+
+
+@dataclass(frozen=True)
+class SimScenario:
+    """Parameters of a simulation; shares are parts of the targets, rates parts of B, times in S/B."""
+
+    targets: int = _option(7, "N")
+    seeds: int = _option(1, "M")
+    chunks: int = _option(64, "k")
+    hosts: int = _option(0, "number of hosts that the targets share, each with one link; 0: one host per target")
+    local_rate: float = _option(8.0, "rate between two targets on one host, as a part of B")
+    window: int = _option(1, "chunks that a target reads from one source at a time")
+    latency: float = _option(0.0, "latency of each chunk before its first byte (S/B)")
+    heartbeat: float = _option(0.1, "interval between a target's progress reports (S/B)")
+    detect: float = _option(0.01, "time until the readers of a dead node notice (S/B)")
+    batch: float = _option(
+        0.0,
+        "time that the first request waits for others (S/B); 0: one plan per instant",
+    )
+    retry: float = _option(0.05, "time until a target requests a plan again for chunks without a source (S/B)")
+    deaths: float = _option(0.0, "share of targets that die, each at a random time of its first S/B")
+    stragglers: float = _option(0.0, "share of targets on slow links")
+    straggler_rate: float = _option(0.25, "rate of those links, as a part of B")
+    measured: bool = _option(False, "the planner knows every target's rate in advance")
+    late: float = _option(0.0, "share of targets that arrive late")
+    late_at: float = _option(0.25, "time of their arrival (S/B)")
+    spread: float = _option(0.0, "the others arrive at random times within this period (S/B)")
+    draw: int = _option(0, "random seed")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "targets",
+            "seeds",
+            "chunks",
+            "window",
+            "heartbeat",
+            "retry",
+            "straggler_rate",
+            "local_rate",
+        ):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"--{name.replace('_', '-')} must be greater than 0")
+        if self.hosts < 0 or (self.hosts and self.stragglers):
+            raise SettingsError("--hosts must be at least 0, and cannot be combined with --stragglers")
+        for name in ("deaths", "stragglers", "late"):
+            if not 0 <= getattr(self, name) < 1:
+                raise SettingsError(f"--{name} is a share of the targets: it must be at least 0 and less than 1")
+
+
+@dataclass(frozen=True)
+class SimOutcome:
+    """Outcome of a run; times in S/B, sizes in S."""
+
+    total: float
+    """From the first arrival until the last surviving target is complete."""
+    healthy: float
+    """The same without stragglers."""
+    late: float | None
+    """Maximum time of a late joiner from its own arrival."""
+    max_egress: float
+    """Maximum that any host sent over the network."""
+    max_ingress: float
+    """Maximum that any host read over the network: 1.0 if each byte came once."""
+    plans: int
+    """Number of plans in the planner's responses."""
+    plan_seconds: float
+    """Wall time of planning: the policy and its index."""
+    watch_seconds: float
+    """Wall time of straggler detection, once per heartbeat."""
+
+
+class SimulationStuck(RforkError):
+    """A simulated target never received all of its chunks."""
+
+
+class SimRun:
+    """A fleet and a planner, connected for one scenario."""
+
+    def __init__(self, scenario: SimScenario) -> None:
+        self.scenario = scenario
+        self.fleet = SimFleet(
+            scenario.chunks,
+            self._finished,
+            window=scenario.window,
+            latency=scenario.latency,
+            local_rate=scenario.local_rate,
+        )
+        self._hosts = [SimHost(1.0) for _ in range(scenario.hosts)]
+        self._planner = SimPlanner(scenario.chunks, heartbeat=scenario.heartbeat)
+        self._network = self.fleet.network
+        self._pending_requests: dict[SimNode, set[str]] = {}
+        self._reading: dict[SimNode, None] = {}
+        self._waiting = scenario.targets
+        self._plans = 0
+        self._slow: set[SimNode] = set()
+        self._late: set[SimNode] = set()
+        self._create_nodes()
+
+    def run(self) -> SimOutcome:
+        """Run the scenario; raises SimulationStuck if some target would never be complete."""
+        limit = MAX_TIME / min(1.0, self.scenario.straggler_rate)
+        self._network.run(lambda: not self._waiting or self._network.now > limit)
+        if self._waiting:
+            lost = [node.name for node in self._reading if node.alive][:5]
+            raise SimulationStuck(f"{self._waiting} targets are not complete after {self._network.now:.3g} S/B: {lost}")
+        all_nodes = list(self.fleet.nodes.values())
+        targets = [node for node in all_nodes[self.scenario.seeds :] if node.done_at is not None]
+        done = {node: node.done_at for node in targets if node.done_at is not None}
+        begin = min(node.arrived_at for node in targets)
+        return SimOutcome(
+            total=max(done.values()) - begin,
+            healthy=max(time for node, time in done.items() if node not in self._slow) - begin,
+            late=max((done[node] - node.arrived_at for node in targets if node in self._late), default=None),
+            max_egress=max(node.egress.carried for node in all_nodes),
+            max_ingress=max(node.ingress.carried for node in all_nodes),
+            plans=self._plans,
+            plan_seconds=self._planner.plan_seconds,
+            watch_seconds=self._planner.watch_seconds,
+        )
+
+    # -- nodes --------------------------------------------------------------------------------------
+
+    def _create_nodes(self) -> None:
+        scenario = self.scenario
+        rng = random.Random(scenario.draw)
+        for number in range(scenario.seeds):
+            self._planner.join(self.fleet.seed(f"seed-{number}").name, complete=True)
+        numbers = range(scenario.targets)
+        slow = set(rng.sample(numbers, round(scenario.stragglers * scenario.targets)))
+        failing = rng.sample(numbers, round(scenario.deaths * scenario.targets))
+        late = set(rng.sample(numbers, round(scenario.late * scenario.targets)))
+        targets = []
+        for number in numbers:
+            rate = scenario.straggler_rate if number in slow else 1.0
+            host = self._hosts[number % scenario.hosts] if scenario.hosts else None
+            target = self.fleet.target(f"target-{number:05}", rate, host)
+            targets.append(target)
+            if number in slow:
+                self._slow.add(target)
+            if number in late:
+                self._late.add(target)
+            target.arrived_at = scenario.late_at if number in late else scenario.spread * rng.random()
+            self._network.call(target.arrived_at, partial(self._arrive, target))
+        for number in failing:
+            moment = targets[number].arrived_at + rng.random()
+            self._network.call(moment, partial(self._die, targets[number]))
+        self._network.call(scenario.heartbeat, self._heartbeat)
+
+    def _arrive(self, target: SimNode) -> None:
+        scenario = self.scenario
+        measured = target.ingress.rate if scenario.measured else None
+        host = f"host-{self._hosts.index(target.host)}" if self._hosts else None
+        self._planner.join(target.name, complete=False, host=host, measured=measured)
+        self._reading[target] = None
+        self._request_plan(target)
+
+    def _finished(self, target: SimNode) -> None:
+        self._waiting -= 1
+        del self._reading[target]
+        self._planner.finished(target.name)
+
+    # -- plan requests ------------------------------------------------------------------------------
+
+    def _request_plan(self, target: SimNode, blamed: str | None = None) -> None:
+        if not target.alive or target.done_at is not None:
+            return
+        if not self._pending_requests:
+            self._network.call(self._network.now + self._window(), self._plan)
+        faults = self._pending_requests.setdefault(target, set())
+        if blamed is not None:
+            faults.add(blamed)
+
+    def _window(self) -> float:
+        """Return how long the planner waits for others; targets arrive within one rush."""
+        if not self.scenario.batch:
+            return 0.0
+        return window_s(self._network.now * IMAGE_SECONDS, self.scenario.batch * IMAGE_SECONDS) / IMAGE_SECONDS
+
+    def _plan(self) -> None:
+        requests = {
+            target.name: SimPlanRequest(target.name, target.chunks, frozenset(blamed), self.fleet.shares(target))
+            for target, blamed in self._pending_requests.items()
+            if target.alive and target.done_at is None
+        }
+        self._pending_requests.clear()
+        if not requests:
+            return
+        self._plans += len(requests)
+        for name, response in self._planner.plan(list(requests.values()), self._network.now).items():
+            target = self.fleet.nodes[name]
+            self.fleet.apply_shares(target, response.shares)
+            for source in response.shares:
+                if not self.fleet.nodes[source].alive:
+                    self._on_death_detected(self.fleet.nodes[source], [target])
+            reading = self.fleet.shares(target).values()
+            if response.replan_suggested or target.chunks | sum(reading) != self.fleet.every_chunk:
+                self._network.call(self._network.now + self.scenario.retry, partial(self._request_plan, target))
+
+    # -- faults and reports -------------------------------------------------------------------------
+
+    def _die(self, target: SimNode) -> None:
+        if target.done_at is None:
+            self._waiting -= 1
+        readers = self.fleet.kill(target)
+        self._reading.pop(target, None)
+        self._on_death_detected(target, readers)
+
+    def _on_death_detected(self, dead: SimNode, readers: list[SimNode]) -> None:
+        def noticed() -> None:
+            self._planner.remove(dead.name)
+            for reader in readers:
+                self._request_plan(reader, dead.name)
+
+        if readers:
+            self._network.call(self._network.now + self.scenario.detect, noticed)
+
+    def _heartbeat(self) -> None:
+        then = self._network.now + self.scenario.heartbeat
+        for target in self._reading:
+            self._planner.progress(target.name, target.chunks)
+        for name in self._planner.stragglers(self._network.now):
+            self._network.call(then, partial(self._on_stragglers, self.fleet.nodes[name]))
+        self._network.call(then, self._heartbeat)
+
+    def _on_stragglers(self, slow: SimNode) -> None:
+        """Suggest a new plan to its readers with the response to their next reports."""
+        for route in slow.readers:
+            self._request_plan(route.target)

@@ -1,0 +1,168 @@
+"""Batches fork requests that arrive within a short window, so that they share one plan. A state machine.
+
+Batches of a group are chained: each reads from the ones before it, so a burst of arrivals must not become
+many batches. While several requests keep arriving, the window grows with the time since the first. A single
+fork should not wait: if there was no recent request and no other arrives after a moment, it is planned
+immediately.
+
+The requests of an announced scale-up (`planner.core.scaleups`) are known in advance: the first waits until
+all have arrived, and then none waits any longer. Requests that arrive at two planner replicas are planned in
+two batches, the later on top of the earlier.
+
+`now` is the time on this process's monotonic clock; `store_now`, on which scale-ups expire, on the clock of
+the records.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from planner.core.records import GroupKey
+from planner.core.requests import PlanContext
+from planner.core.state import PlannerState
+
+MAX_BATCH: Final = 2048
+"""Maximum requests per batch, so that one call of the policy does not delay other work for long."""
+MAX_WINDOW_S: Final = 1.0
+"""Maximum window: a fork lasts seconds, and a waiting one makes no progress."""
+WINDOW_GROWTH: Final = 0.5
+"""Length of the next window, as a fraction of the time since the burst began."""
+SOLO_WINDOW_S: Final = 0.002
+"""Requests that were sent together all arrive within this time of the first."""
+
+
+def window_s(age_s: float, min_wait_s: float) -> float:
+    """Return how long a batch waits for more requests, in a burst of age `age_s`."""
+    return max(min_wait_s, min(WINDOW_GROWTH * age_s, MAX_WINDOW_S))
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests of one group that are planned together."""
+
+    group: GroupKey
+    opened_at: float
+    due_at: float
+    """When it is planned at the latest."""
+    solo_due_at: float
+    """When it is planned if it has only one request by then."""
+    is_scaleup: bool = False
+    requests: dict[str, PlanContext] = field(default_factory=dict)
+    """By instance_id: if an instance sends requests under two ids, the later one counts."""
+
+
+@dataclass
+class _Burst:
+    """Arrivals that follow one another closely.
+
+    `single_since`: when the last batch was closed, if it had one request. Arrivals are then sequential, and
+    none should wait long for others.
+    """
+
+    began_at: float
+    expires_at: float
+    single_since: float | None = None
+
+
+class BatchQueue:
+    """Requests that wait for others of their group. Replans, which have lost a source, must not wait."""
+
+    def __init__(self, state: PlannerState, min_wait_s: float, scaleup_wait_s: float) -> None:
+        """`min_wait_s`: window of the first batch of a burst; 0: only announced scale-ups wait.
+        `scaleup_wait_s`: maximum wait for announced replicas; 0: their requests are planned like any others.
+        """
+        self._state = state
+        self._min_wait_s = min_wait_s
+        self._scaleup_wait_s = scaleup_wait_s
+        self._open: dict[tuple[GroupKey, bool], Batch] = {}
+        """By group and whether they wait for a scale-up."""
+        self._full: list[Batch] = []
+        self._bursts: dict[GroupKey, _Burst] = {}
+
+    def add(self, request: PlanContext, now: float, store_now: float) -> Batch | None:
+        """Add a request to its batch, which may be new. None if it is to be planned alone, immediately."""
+        if request.is_replan:
+            return None
+        is_scaleup = self._scaleup_wait_s > 0 and self._is_expected(request, store_now)
+        if not is_scaleup and self._min_wait_s <= 0:
+            return None
+        key = request.group, is_scaleup
+        batch = self._open.get(key)
+        if batch is None or len(batch.requests) >= MAX_BATCH:
+            if batch is not None:
+                self._full.append(batch)
+            batch = self._open[key] = self._new_batch(request, is_scaleup, now)
+        batch.requests[request.instance_id] = request
+        return batch
+
+    def remove(self, fork_id: str) -> None:
+        """Remove a fork that ended while it waited, so that no other fork is chained to it."""
+        for batch in (*self._full, *self._open.values()):
+            for instance_id, request in batch.requests.items():
+                if request.fork_id == fork_id:
+                    del batch.requests[instance_id]
+                    return
+
+    def pop_due(self, now: float, store_now: float) -> list[Batch]:
+        """Remove and return the batches that are to be planned now."""
+        due = [batch for batch in (*self._full, *self._open.values()) if self._is_due(batch, now, store_now)]
+        for batch in due:
+            if batch in self._full:
+                self._full.remove(batch)
+            else:
+                del self._open[batch.group, batch.is_scaleup]
+            burst = self._bursts.get(batch.group)
+            if burst is not None and len(batch.requests) == 1 and not batch.is_scaleup:
+                burst.single_since = now
+        return due
+
+    def wake_at(self, now: float, store_now: float) -> float:
+        """Return the next time at which a batch may be due without another event; infinite if none waits."""
+        return min(
+            (self._wake_at(batch, now, store_now) for batch in (*self._full, *self._open.values())), default=math.inf
+        )
+
+    @property
+    def awaits_scaleup(self) -> bool:
+        """True if a batch waits for announced replicas."""
+        return any(is_scaleup for _, is_scaleup in self._open)
+
+    def _is_expected(self, request: PlanContext, store_now: float) -> bool:
+        """Return True if the request is expected by a scale-up, or repeats one that is waiting."""
+        waiting = self._open.get((request.group, True))
+        if waiting is not None and request.instance_id in waiting.requests:
+            return True
+        return request.is_scaleup_arrival and self._state.scaleups.is_expected(request.target, store_now)
+
+    def _new_batch(self, request: PlanContext, is_scaleup: bool, now: float) -> Batch:
+        group = request.group
+        if is_scaleup:
+            due_at = now + self._scaleup_wait_s
+            return Batch(group, now, due_at, due_at, is_scaleup=True)
+        burst = self._bursts.get(group)
+        first = burst is None or now > burst.expires_at
+        if burst is None or first:
+            self._bursts = {name: each for name, each in self._bursts.items() if now <= each.expires_at}
+            burst = self._bursts[group] = _Burst(now, now)
+        elif burst.single_since is not None:
+            first = now - burst.single_since > self._min_wait_s
+            burst.began_at, burst.single_since = now, None
+        wait_s = window_s(now - burst.began_at, self._min_wait_s)
+        burst.expires_at = now + wait_s + MAX_WINDOW_S
+        # Requests that would read storage together gain more by sharing the read than they lose by waiting.
+        solo_window_s = min(SOLO_WINDOW_S, wait_s) if first and not request.target.report.storage else wait_s
+        return Batch(group, now, now + wait_s, now + solo_window_s)
+
+    def _is_due(self, batch: Batch, now: float, store_now: float) -> bool:
+        if now >= (batch.due_at if len(batch.requests) > 1 else batch.solo_due_at):
+            return True
+        if not batch.is_scaleup:
+            return False
+        return batch in self._full or not self._state.scaleups.expected(batch.group, store_now)
+
+    def _wake_at(self, batch: Batch, now: float, store_now: float) -> float:
+        if batch.is_scaleup:  # the expiry of a scale-up causes no event
+            return min(batch.due_at, now + self._state.scaleups.ttl_seconds(batch.group.model, store_now))
+        return batch.due_at if len(batch.requests) > 1 else batch.solo_due_at

@@ -1,1 +1,0 @@
-"""`rfork demo` and its model."""

@@ -7,11 +7,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
-# Packages whose coverage is enforced, and the minimum in percent.
-COVERAGE := --cov=rfork.image --cov=rfork.receiver --cov=planner.policy --cov-fail-under=90
 PYTEST := $(BIN)/python -m pytest
-# Tests mostly wait for processes. A file's tests run on one worker, since they share fixtures.
-WORKERS ?= 2
+# On two cores a third worker runs while others wait for processes. A file's tests run on one worker, since they share
+# fixtures.
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist loadfile
 
 .PHONY: help
@@ -24,7 +23,7 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 
 .PHONY: test
 test: lint programs ## lint, types, and all tests but the slow ones and those that need hardware or engines
-	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(PARALLEL) $(COVERAGE) $(TESTS)
+	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(PARALLEL) $(TESTS)
 
 WORLDS ?= 2000
 SEED ?= 1
@@ -34,7 +33,16 @@ simulation: venv ## simulate WORLDS=2000 fleets with faults, from SEED=1
 
 .PHONY: test-all
 test-all: lint programs ## every test that this machine supports; property tests with new examples
-	$(PYTEST) --hypothesis-profile explore $(PARALLEL) $(COVERAGE) $(TESTS)
+	$(PYTEST) --hypothesis-profile explore $(PARALLEL) $(TESTS)
+
+.PHONY: coverage
+coverage: venv ## unit tests and simulation, with the coverage that the core packages need
+	$(PYTEST) -m "not slow" $(PARALLEL) --cov=rfork.image --cov=rfork.receiver --cov=planner.policy --cov-fail-under=90 \
+	    tests/unit tests/simulation
+
+.PHONY: chaos
+chaos: programs ## short rounds of real forks between network namespaces, with faults; skipped where there are none
+	$(PYTEST) -m chaos tests/chaos
 
 .PHONY: test-engines
 test-engines: venv ## forks between real vLLM and SGLang servers on the CPU (first run: 7 GB, some minutes)

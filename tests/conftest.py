@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -15,7 +16,6 @@ import pytest
 from hypothesis.internal.conjecture import providers
 
 from rfork import logs
-from tests.models import make_tiny_llama
 from tests.ports import free_port
 from tests.processes import START_S, RforkProcess
 
@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--hypothesis-profile") != "explore":
         providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection: tests that collect garbage would traverse it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 StartRfork = Callable[..., RforkProcess]
@@ -98,6 +104,8 @@ def _seeds_closed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face folder of a tiny random Llama: config, tokenizer, shards. Do not write into it."""
+    from tests.models import make_tiny_llama  # imports torch, for which the process that distributes tests has no use
+
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_tiny_llama(folder)
     return folder

@@ -180,27 +180,29 @@ def test_a_cache_travels_and_is_used(
     pull = rfork_process("cache", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)})
     assert 0 == pull.wait()
     report = json.loads(pull.wait_for(r'^.*"reason".*$').group())
-    assert (None, len(read_tree(cache)), read_tree(cache)) == (
-        report["reason"],
-        report["files"],
-        read_tree(target),
-    )
+    assert report["reason"] is None
+    assert len(read_tree(cache)) == report["files"]
+    assert read_tree(cache) == read_tree(target)
     # Nothing may be found through the paths that the first process recorded.
     shutil.rmtree(cache)
     after = compiled(target)
     print(f"torch.compile: {before['seconds']} s, with the cache that travelled {after['seconds']} s")
-    assert (FROM_CACHE, before["sum"]) == (cache_usage(after), after["sum"])
+    assert FROM_CACHE == cache_usage(after)
+    assert before["sum"] == after["sum"]
 
 
 def test_storage_round_trip(cache: Path, tmp_path: Path) -> None:
     """A cache saved to a folder under its key and loaded into another cache has the same files."""
     written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=artifact_settings(cache))
     report = artifacts.load((tmp_path / "s").as_uri(), artifacts=artifact_settings(tmp_path / "b"))
-    assert (packed.files, written.uri, None) == (report.files, report.source, report.reason)
+    assert packed.files == report.files
+    assert written.uri == report.source
+    assert report.reason is None
     assert read_tree(cache) == read_tree(tmp_path / "b")
 
 
 @pytest.mark.parametrize("moves", [0, 3])
+@pytest.mark.slow  # logic: tests/unit/artifacts/test_unpack.py
 def test_a_process_killed_while_unpacking_leaves_complete_entries(cache: Path, moves: int, tmp_path: Path) -> None:
     """Entries in the cache are complete; the next process loads the missing ones and removes the staging
     folder.
@@ -211,7 +213,8 @@ def test_a_process_killed_while_unpacking_leaves_complete_entries(cache: Path, m
     left = {name: content for name, content in read_tree(target).items() if not name.startswith(".rfork-")}
     assert left.items() <= read_tree(cache).items()
     report = artifacts.load(written.uri, artifacts=artifact_settings(target))
-    assert (len(read_tree(cache)) - len(left), len(left)) == (report.files, report.already_present)
+    assert len(read_tree(cache)) - len(left) == report.files
+    assert len(left) == report.already_present
     assert read_tree(cache) == read_tree(target)
 
 
@@ -223,6 +226,7 @@ def test_an_incomplete_cache_still_compiles(first: tuple[Path, dict[str, float]]
     assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
 
 
+@pytest.mark.slow  # logic: tests/unit/artifacts/test_unpack.py
 def test_two_instances_unpack_concurrently(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have staged all files before either moves them: each file is moved once, and is complete."""
     written, packed = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))
@@ -259,9 +263,12 @@ def test_the_image_with_more_files_is_fetched(instance: InstanceSettings, tmp_pa
         artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "few")) as one,
         artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "many")) as other,
     ):
-        assert (True, True) == (one.wait_registered(10), other.wait_registered(10))
+        assert one.wait_registered(10)
+        assert other.wait_registered(10)
         report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
-    assert (3, None, read_tree(tmp_path / "many")) == (report.files, report.reason, read_tree(tmp_path / "b"))
+    assert 3 == report.files
+    assert report.reason is None
+    assert read_tree(tmp_path / "many") == read_tree(tmp_path / "b")
 
 
 def test_another_key_is_no_error_and_is_named(
@@ -319,7 +326,8 @@ def test_new_files_are_served_by_a_new_seed(
         assert artifact_server.seed is not None
         assert artifact_server.seed.wait_registered(10)
         report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
-    assert ([False, True, False, True, False], 2) == (steps, report.files)
+    assert [False, True, False, True, False] == steps
+    assert 2 == report.files
     assert 3 == len(reads)  # of the empty folder, and of each new file
 
 
@@ -357,6 +365,9 @@ def test_a_full_disk_ends_the_fetch(
         artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "one")) as one,
         artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "two")) as two,
     ):
-        assert (True, True) == (one.wait_registered(10), two.wait_registered(10))
+        assert one.wait_registered(10)
+        assert two.wait_registered(10)
         report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
-    assert (["once"], None, "StorageFull: no space") == (fetched, report.source, report.reason)
+    assert ["once"] == fetched
+    assert report.source is None
+    assert "StorageFull: no space" == report.reason

@@ -130,11 +130,9 @@ def test_a_cold_group_reads_its_checkpoint_once(group: ColdGroup, tiny_model: Pa
     group.open_gate()
     reports = results([leader, *followers])
     size = cast(int, reports[0]["image_bytes"])
-    assert ([expected_sha256] * 3, ["forked"] * 3, size) == (
-        [report["sha256"] for report in reports],
-        [report["outcome"] for report in reports],
-        storage_bytes(reports),
-    )
+    assert [expected_sha256] * 3 == [report["sha256"] for report in reports]
+    assert ["forked"] * 3 == [report["outcome"] for report in reports]
+    assert size == storage_bytes(reports)
     reason_counts = Counter[str]()
     for view in group.client.forks(model="tiny"):
         for name, count in (view.finish.sources if view.finish is not None else {}).items():
@@ -163,11 +161,9 @@ def test_a_lost_leader_is_replaced_without_a_restart(
     leader.signal(number)
     reports = results(followers)
     size = cast(int, reports[0]["image_bytes"])
-    assert ([expected_sha256] * 2, ["forked"] * 2, size - CHUNKS_BEFORE_GATE * MIB) == (
-        [report["sha256"] for report in reports],
-        [report["outcome"] for report in reports],
-        storage_bytes(reports),
-    )
+    assert [expected_sha256] * 2 == [report["sha256"] for report in reports]
+    assert ["forked"] * 2 == [report["outcome"] for report in reports]
+    assert size - CHUNKS_BEFORE_GATE * MIB == storage_bytes(reports)
 
 
 def test_a_checkpoint_that_must_be_converted(
@@ -177,11 +173,9 @@ def test_a_checkpoint_that_must_be_converted(
     loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
     reports = results([group.pull(checkpoint=tmp_path / "float32") for _ in range(2)])
     names = {share["source_id"] for report in reports for share in cast(list[dict[str, str]], report["sources"])}
-    assert ([expected_sha256] * 2, reports[0]["image_bytes"], 1) == (
-        [report["sha256"] for report in reports],
-        storage_bytes(reports),
-        len([name for name in names if re.match("loader:file://.*/float32$", name)]),
-    )
+    assert [expected_sha256] * 2 == [report["sha256"] for report in reports]
+    assert reports[0]["image_bytes"] == storage_bytes(reports)
+    assert 1 == len([name for name in names if re.match("loader:file://.*/float32$", name)])
 
 
 def test_a_loader_that_dies_is_replaced(
@@ -196,11 +190,9 @@ def test_a_loader_that_dies_is_replaced(
         follower.wait_for('"event": "plan received"')
     leader.signal(signal.SIGKILL)
     reports = results(followers)
-    assert ([expected_sha256] * 2, ["forked"] * 2, reports[0]["image_bytes"]) == (
-        [report["sha256"] for report in reports],
-        [report["outcome"] for report in reports],
-        storage_bytes(reports),
-    )
+    assert [expected_sha256] * 2 == [report["sha256"] for report in reports]
+    assert ["forked"] * 2 == [report["outcome"] for report in reports]
+    assert reports[0]["image_bytes"] == storage_bytes(reports)
 
 
 def test_a_group_shares_a_snapshot(group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
@@ -210,7 +202,5 @@ def test_a_group_shares_a_snapshot(group: ColdGroup, tiny_model: Path, tmp_path:
     write_snapshot(image, image.manifest(), path)
     snapshot = {"RFORK_SNAPSHOT": path.as_uri()}
     reports = results([group.pull(environment=snapshot) for _ in range(3)])
-    assert ([expected_sha256] * 3, reports[0]["image_bytes"]) == (
-        [report["sha256"] for report in reports],
-        storage_bytes(reports),
-    )
+    assert [expected_sha256] * 3 == [report["sha256"] for report in reports]
+    assert reports[0]["image_bytes"] == storage_bytes(reports)

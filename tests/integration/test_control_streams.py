@@ -258,6 +258,7 @@ def test_a_fence_ends_streams(grpc_pair: SeedAndReader) -> None:
     assert grpc_pair.exporter.stopped.acquire(timeout=SOON_S)
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_leases.py
 def test_an_expired_lease_ends_its_stream(grpc_pair: SeedAndReader) -> None:
     """A silent reader occupies a thread of the seed no longer than its lease lasts."""
     peer = grpc_pair.dial(grpc_pair.token("fork-2", lifetime_s=4.0))

@@ -15,10 +15,15 @@ from tests.docs.pages import blocks, page_name, pages, required_servers
 from tests.docs.terminals import Terminals
 
 ROOT = Path(__file__).parents[2]
-SLOW = {"docs/formats.md", "docs/pytorch.md", "docs/snapshots.md", "docs/terminal.md"}
-"""Pages left to `make test-all`: each starts ten processes that import torch sequentially, half a minute on
-two idle cores. The quickstart takes as long, but runs in each build nevertheless.
-"""
+SLOW = {
+    "deploy/examples/README.md",
+    "docs/formats.md",
+    "docs/pytorch.md",
+    "docs/quickstart.md",
+    "docs/snapshots.md",
+    "docs/terminal.md",
+}
+"""Pages left to `make test-all`: each starts ten processes one after the other."""
 RUN = [
     pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] if page_name(page) in SLOW else [])
     for page in pages()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import httpx
+import pytest
 
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import PreviewPage, ScaleUp
@@ -18,6 +19,7 @@ READY = r'"event": ?"ready"'
 TIMEOUT_S = 60.0
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/dry_run/test_dry_run.py
 def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """Two forks arrive together: each reads half from the seed and half from the other, since the chunks are
     few.
@@ -30,7 +32,8 @@ def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tm
     rfork_process("seed", *common, until=READY, environment=own | {"RFORK_REPLICA": "seed"})
     command = ("plan", "--targets", "2", "--planner", url)
     text_process, json_process = rfork_process(*command), rfork_process(*command, "--json")
-    assert (0, 0) == (text_process.wait(), json_process.wait())
+    assert 0 == text_process.wait()
+    assert 0 == json_process.wait()
     (preview,) = PreviewPage.model_validate_json(json_process.stdout).items
     scaleup = ScaleUp(scaleup_id="up", model="tiny", replicas=2)
     httpx.post(
@@ -55,8 +58,6 @@ def test_forks_read_as_predicted(rfork_process: StartRfork, tiny_model: Path, tm
     # By type: an existing seed, or another fork.
     predicted = Counter(share.source_id[:4] == "seed" for each in preview.targets for share in each.shares)
     read = Counter(share.source_id[:4] == "seed" for shares in plans for share in shares)
-    assert ({True: 2, False: 2}, predicted, True) == (
-        predicted,
-        read,
-        "(running)" in text_process.stdout,
-    )
+    assert {True: 2, False: 2} == predicted
+    assert predicted == read
+    assert "(running)" in text_process.stdout

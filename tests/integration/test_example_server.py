@@ -91,7 +91,7 @@ def read_tokens(connection: http.client.HTTPConnection) -> list[int]:
     """Return the requested tokens."""
     response = connection.getresponse()
     text = response.read().decode()
-    assert (200, text) == (response.status, text)
+    assert 200 == response.status, text
     return cast(list[int], json.loads(text)["tokens"])
 
 
@@ -217,6 +217,7 @@ def test_sigterm_shuts_down_cleanly(
         assert [] == client.instances(model="tiny")
 
 
+@pytest.mark.slow  # logic: tests/unit/test_shutdown.py
 def test_a_signal_delivered_to_another_thread_ends_the_server(
     server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_signal_delivered_to_another_thread_ends_the_server(
     assert "ended" == only.event("ended")["event"]
 
 
+@pytest.mark.slow  # logic: tests/unit/test_shutdown.py
 def test_a_signal_with_a_dropped_exception_ends_the_server(
     server: StartServer, tiny_model: Path, weightless: Path, tmp_path: Path
 ) -> None:

@@ -119,12 +119,10 @@ def test_a_fork_between_processes(fleet: ForkFleet, expected_sha256: str) -> Non
     """The target has the seed's tensors, every chunk is verified, and the planner knows that it finished."""
     fleet.seed()
     report = result(fleet.pull())
-    assert ("forked", expected_sha256, [], report["chunks"]) == (
-        report["outcome"],
-        report["sha256"],
-        report["reasons"],
-        report["chunks_verified"],
-    )
+    assert "forked" == report["outcome"]
+    assert expected_sha256 == report["sha256"]
+    assert [] == report["reasons"]
+    assert report["chunks"] == report["chunks_verified"]
     assert [(report["fork_id"], "finished")] == [
         (view.fork_id, view.state) for view in fleet.client.forks(model="tiny")
     ]
@@ -161,7 +159,8 @@ def test_a_fork_in_python(fleet: ForkFleet) -> None:
         report = rfork.fork(target, model="net", settings=chosen)
     assert report.seed is not None
     report.seed.close()
-    assert ("forked", True) == (report.outcome, equal(source, target))
+    assert "forked" == report.outcome
+    assert equal(source, target)
     assert target.one.weight is target.two.weight
 
 
@@ -188,28 +187,26 @@ def test_a_corrupted_source(fleet: ForkFleet) -> None:
     report.seed.close()
     # Elected, or as a fallback, depending on whether the valid chunk arrived first.
     verified_bytes = {share.source_id: share.verified_bytes for share in report.sources}
-    assert (report.image_bytes, "SourceCorrupt") == (
-        verified_bytes["loader:"],
-        report.reasons[0].partition(":")[0],
-    )
+    assert report.image_bytes == verified_bytes["loader:"]
+    assert "SourceCorrupt" == report.reasons[0].partition(":")[0]
     assert "SourceCorrupt" in str(accused)
     right.get_buffer("table").copy_(TiedWeightsModel(2).get_buffer("table"))
     assert equal(right, target)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_fallback.py
 def test_without_a_planner_the_checkpoint_loads(fleet: ForkFleet, expected_sha256: str, free_port: int) -> None:
     """If the planner is unreachable, the checkpoint loads, and the report states why."""
     planner = f"http://127.0.0.1:{free_port}"
     report = result(fleet.pull("--checkpoint", str(fleet.model), planner=planner))
     reasons = cast(list[str], report["reasons"])
-    assert ("fallback", f"checkpoint {fleet.model}", expected_sha256, "PlannerUnreachable") == (
-        report["outcome"],
-        report["fallback"],
-        report["sha256"],
-        reasons[-1].partition(":")[0],
-    )
+    assert "fallback" == report["outcome"]
+    assert f"checkpoint {fleet.model}" == report["fallback"]
+    assert expected_sha256 == report["sha256"]
+    assert "PlannerUnreachable" == reasons[-1].partition(":")[0]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_plan_requester.py
 def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected_sha256: str) -> None:
     """One missing response does not end the fork: the next one plans it under its id."""
     fleet.seed()
@@ -219,22 +216,23 @@ def test_a_planner_that_is_silent_at_first_is_retried(fleet: ForkFleet, expected
         report = result(fleet.pull("--checkpoint", str(fleet.model), planner=proxy.url, environment=environment))
         fork_requests = [line for line in proxy.requests_matching("POST /v1/forks") if line == "POST /v1/forks"]
     (fork,) = fleet.client.forks()
-    assert ("forked", None, expected_sha256, fork.fork_id, 2) == (
-        report["outcome"], report["fallback"], report["sha256"], report["fork_id"], len(fork_requests),
-    )  # fmt: skip
+    assert "forked" == report["outcome"]
+    assert report["fallback"] is None
+    assert expected_sha256 == report["sha256"]
+    assert fork.fork_id == report["fork_id"]
+    assert 2 == len(fork_requests)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_independent_cold_start_makes_no_target_wait(fleet: ForkFleet, expected_sha256: str) -> None:
     """With `cold_start` independent, a model without a source is loaded from the checkpoint as a fallback."""
     own = {"RFORK_COLD_START": "independent"}
     report = result(fleet.pull("--version", "v1", environment=own))
     reasons = cast(list[str], report["reasons"])
-    assert ("fallback", expected_sha256, "NoSource", report["image_bytes"]) == (
-        report["outcome"],
-        report["sha256"],
-        reasons[-1].partition(":")[0],
-        report["storage_bytes"],
-    )
+    assert "fallback" == report["outcome"]
+    assert expected_sha256 == report["sha256"]
+    assert "NoSource" == reasons[-1].partition(":")[0]
+    assert report["image_bytes"] == report["storage_bytes"]
 
 
 def test_no_source_left_is_exit_code_7(fleet: ForkFleet, tmp_path: Path) -> None:
@@ -271,7 +269,9 @@ def test_a_source_lost_during_a_fork(
     verified = sum(share["verified_chunks"] for share in sources)
     assert expected_sha256 == report["sha256"]
     if seeds == 2:
-        assert ("forked", 2, report["chunks"]) == (report["outcome"], len(sources), verified)
+        assert "forked" == report["outcome"]
+        assert 2 == len(sources)
+        assert report["chunks"] == verified
         assert cast(int, report["bytes_repeated"]) <= 1 << 20
     else:
         assert "fallback" == report["outcome"]
@@ -295,16 +295,15 @@ def test_a_planner_lost_during_a_fork(
         rfork_process("planner", "--port", fleet.url.rpartition(":")[2], "--json", until=READY)
         seed.signal(signal.SIGCONT)
     report = result(process)
-    assert ("forked", expected_sha256, 0) == (
-        report["outcome"],
-        report["sha256"],
-        report["bytes_repeated"],
-    )
+    assert "forked" == report["outcome"]
+    assert expected_sha256 == report["sha256"]
+    assert 0 == report["bytes_repeated"]
     if back:
         assert ["finished"] == [view.state for view in fleet.client.forks(model="tiny")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow  # logic: tests/unit/receiver/test_transfer_termination.py
 def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM is exit code 130; the planner has the lease back and has removed the instance."""
     fleet.seed(rate=SLOW)
@@ -317,6 +316,7 @@ def test_an_interrupt_during_a_fork(fleet: ForkFleet, number: signal.Signals) ->
     assert 1 == len(fleet.client.instances(model="tiny"))
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_layout_names_the_tensor(fleet: ForkFleet, tmp_path: Path) -> None:
     """For a seed of the same version with other shapes, the reason names the first tensor that differs."""
     from transformers import AutoConfig, AutoModelForCausalLM

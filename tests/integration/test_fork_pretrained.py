@@ -121,12 +121,11 @@ def test_the_first_loads_and_the_second_forks(
     seed = report(first).seed
     assert seed is not None
     assert [seed.identity.instance_id] == [share.source_id for share in report(second).sources]
-    assert (model_checksum(expected), model_checksum(expected)) == (
-        model_checksum(first),
-        model_checksum(second),
-    )
+    assert model_checksum(expected) == model_checksum(first)
+    assert model_checksum(expected) == model_checksum(second)
     assert torch.equal(logits(expected), logits(second))
-    assert (False, which) == (second.training, report(second).model)
+    assert not second.training
+    assert which == report(second).model
 
 
 def test_the_loader_of_the_first(settings: InstanceSettings, llama: Path, mixtral: Path) -> None:
@@ -142,13 +141,12 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
     """The weights are loaded, and the report states why."""
     folder: Path = request.getfixturevalue(which)
     model = rfork.fork_pretrained(folder)
-    assert ("fallback", True) == (
-        report(model).outcome,
-        report(model).reasons[0].startswith("NoSource: no planner is set"),
-    )
+    assert "fallback" == report(model).outcome
+    assert report(model).reasons[0].startswith("NoSource: no planner is set")
     assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_dtype_is_another_layout(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Models of different dtypes do not fork from each other, and those of one dtype do."""
     first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)
@@ -157,10 +155,8 @@ def test_another_dtype_is_another_layout(settings: InstanceSettings, llama: Path
         rfork.fork_pretrained(bare, settings=settings)
     second = rfork.fork_pretrained(bare, dtype=torch.bfloat16, settings=settings)
     expected = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
-    assert (model_checksum(expected), model_checksum(expected)) == (
-        model_checksum(first),
-        model_checksum(second),
-    )
+    assert model_checksum(expected) == model_checksum(first)
+    assert model_checksum(expected) == model_checksum(second)
 
 
 def test_nothing_to_load_from(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
@@ -205,10 +201,13 @@ def test_a_copy_is_no_fork(settings: InstanceSettings, llama: Path, tmp_path: Pa
     other = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
     read = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert (model_checksum(model), model_checksum(model)) == (model_checksum(other), model_checksum(read))
-    assert (None, None) == (rfork.fork_report(other), rfork.fork_report(read))
+    assert model_checksum(model) == model_checksum(other)
+    assert model_checksum(model) == model_checksum(read)
+    assert rfork.fork_report(other) is None
+    assert rfork.fork_report(read) is None
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_pull_leaves_merged_weights_to_transformers(
     rfork_process: StartRfork, planner: str, mixtral: Path, tmp_path: Path
 ) -> None:
@@ -218,12 +217,11 @@ def test_pull_leaves_merged_weights_to_transformers(
     common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
     environment = {"RFORK_TRANSPORTS": "http", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_DRAIN_TIMEOUT_S": "0"}
     fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=environment)
-    assert (7, True) == (fails.wait(), "while reading: pass a local folder" in fails.stdout)
+    assert 7 == fails.wait()
+    assert "while reading: pass a local folder" in fails.stdout
     works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=environment)
     assert 0 == works.wait()
     found = json.loads(works.stdout)
-    assert (expected, "fallback", "the engine's loader") == (
-        found["sha256"],
-        found["outcome"],
-        found["fallback"],
-    )
+    assert expected == found["sha256"]
+    assert "fallback" == found["outcome"]
+    assert "the engine's loader" == found["fallback"]

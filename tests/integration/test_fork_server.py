@@ -45,8 +45,17 @@ def is_forked(environment: dict[str, str]) -> bool:
     return run_python(["-c", code], env={**os.environ, **environment}).stdout == "True\n"
 
 
-@pytest.mark.parametrize("program", ["-c", "-m", "file"])
-@pytest.mark.parametrize("session", [True, False], ids=["own session", "session of the tests"])
+@pytest.mark.parametrize(
+    ("program", "session"),
+    [
+        ("-m", True),
+        ("-c", False),
+        pytest.param("-m", False, marks=pytest.mark.slow),
+        pytest.param("-c", True, marks=pytest.mark.slow),
+        pytest.param("file", True, marks=pytest.mark.slow),
+        pytest.param("file", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_sees_what_it_sees_after_a_real_start(program: str, session: bool, tmp_path: Path) -> None:
     """Arguments, module path, folder, environment, parent, session, signal handler and descriptors are equal."""
     (tmp_path / "described.py").write_text(PROGRAM)
@@ -71,13 +80,13 @@ def test_a_program_sees_what_it_sees_after_a_real_start(program: str, session: b
 @pytest.mark.parametrize(
     "code",
     [
-        "pass",
         "raise SystemExit(3)",
-        "raise SystemExit('a message')",
         "1 / 0",
-        "raise KeyboardInterrupt",
-        "import os; os.abort()",
-        "import os; os.kill(os.getpid(), 9)",
+        pytest.param("pass", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit('a message')", marks=pytest.mark.slow),
+        pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param("import os; os.abort()", marks=pytest.mark.slow),
+        pytest.param("import os; os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
     ],
 )
 def test_exit_codes_are_those_of_a_real_process(code: str) -> None:

@@ -148,7 +148,8 @@ def test_readers_of_one_host_share_a_broadcast(pair: GlooPair, monkeypatch: pyte
     raised = read_at_once(readers, pair.source.layout.image_bytes)
     pair.close()
     exporter, expected_bytes = exporter_of(pair), content(pair.source)
-    assert ([], [True, True]) == (raised, [content(image) == expected_bytes for image in images])
+    assert [] == raised
+    assert [True, True] == [content(image) == expected_bytes for image in images]
     assert exporter.broadcasts > 0
     assert exporter.broadcasts + exporter.sends < 2 * 5  # of five blocks, twice
 
@@ -191,6 +192,7 @@ def test_an_image_on_a_gpu_is_not_for_gloo(pair: GlooPair, monkeypatch: pytest.M
         pair.transport.export(pair.source, FakeGate())
 
 
+@pytest.mark.slow  # also: test_a_reader_that_leaves_delays_no_other
 def test_nothing_is_left_after_twenty_readers(pair: GlooPair) -> None:
     """No thread and no descriptor of either side: both are in this process."""
 

@@ -100,7 +100,10 @@ def test_closing_a_client_ends_a_call_in_progress() -> None:
     assert 1 == len(raised)
 
 
-@pytest.mark.parametrize("write_response", HOSTILE)
+@pytest.mark.parametrize(
+    "write_response",
+    [*HOSTILE[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in HOSTILE[2:])],
+)
 def test_a_fork_ends_by_its_deadline(write_response: ResponseWriter) -> None:
     """Whatever the planner sends, the fork ends, and the seed that it is meanwhile is closed too."""
     with hostile_server(write_response) as url:

@@ -61,10 +61,8 @@ def test_another_token_is_denied(authenticated_server: StorageServer, settings: 
         open_blob(Location.parse(authenticated_server.url(NAME)), settings),
     ):
         pass
-    assert (1, False) == (
-        len(authenticated_server.requests_matching()),
-        "wrong" in str(raised.value) + repr(raised.value),
-    )
+    assert 1 == len(authenticated_server.requests_matching())
+    assert "wrong" not in str(raised.value) + repr(raised.value)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -74,13 +72,12 @@ def test_a_redirect_to_another_server_is_followed_without_the_token(
     """The other server gets requests for the same bytes without the token; later reads go to it directly."""
     authenticated_server.script.always(redirect_to(f"{server.url(NAME)}?signature=secret", status))
     with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
-        assert (DATA, DATA[7:9]) == (read_range(blob, 0, blob.size), read_range(blob, 7, 2))
+        assert DATA == read_range(blob, 0, blob.size)
+        assert DATA[7:9] == read_range(blob, 7, 2)
         assert authenticated_server.url(NAME) == blob.uri
-    assert (1, 3, {None}) == (
-        len(authenticated_server.requests_matching()),
-        len(server.requests_matching()),
-        authorization_headers(server),
-    )
+    assert 1 == len(authenticated_server.requests_matching())
+    assert 3 == len(server.requests_matching())
+    assert {None} == authorization_headers(server)
 
 
 def test_a_redirect_on_the_same_server_keeps_the_token(authenticated_server: StorageServer) -> None:
@@ -88,10 +85,8 @@ def test_a_redirect_on_the_same_server_keeps_the_token(authenticated_server: Sto
     authenticated_server.script.then(redirect_to(f"/{NAME}"))
     with open_blob(Location.parse(authenticated_server.url("latest")), SETTINGS) as blob:
         assert DATA == read_range(blob, 0, blob.size)
-    assert ({f"Bearer {TOKEN}"}, 1) == (
-        authorization_headers(authenticated_server),
-        authenticated_server.connections,
-    )
+    assert {f"Bearer {TOKEN}"} == authorization_headers(authenticated_server)
+    assert 1 == authenticated_server.connections
 
 
 @pytest.mark.parametrize(("status", "text"), [(403, b"Request has expired"), (400, b"ExpiredToken")])
@@ -103,10 +98,8 @@ def test_an_expired_redirect_is_renewed(
     with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
         server.script.then(ErrorStatus(status, text=text))
         assert DATA == read_range(blob, 0, blob.size)
-    assert (2, [206, status, 206]) == (
-        len(authenticated_server.requests_matching()),
-        [seen.status for seen in server.requests_matching()],
-    )
+    assert 2 == len(authenticated_server.requests_matching())
+    assert [206, status, 206] == [seen.status for seen in server.requests_matching()]
 
 
 def test_redirect_loops_end(authenticated_server: StorageServer) -> None:
@@ -132,4 +125,5 @@ def test_a_redirect_from_https_to_http_is_refused(server: StorageServer, tmp_pat
         with pytest.raises(StorageError) as raised, open_blob(Location.parse(secure.url(NAME)), settings):
             pass
         expected = f"{secure.url(NAME)} redirects from https to http, which is not allowed"
-        assert (expected, []) == (str(raised.value), server.requests_matching())
+        assert expected == str(raised.value)
+        assert [] == server.requests_matching()

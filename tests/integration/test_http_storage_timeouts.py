@@ -132,7 +132,8 @@ def test_dropped_connections_cost_one_timeout() -> None:
             server.script.then(StallFault(after=None))
             assert DATA == read_range(blob, 0, len(DATA))
         session.pool.unregister()
-        assert (4, 3) == (server.connections, len(server.requests_matching()))
+        assert 4 == server.connections
+        assert 3 == len(server.requests_matching())
 
 
 def test_a_server_that_restarts_is_awaited() -> None:
@@ -162,7 +163,8 @@ def test_a_forked_process_opens_new_connections() -> None:
                 status = os.waitpid(child, 0)[1]
             if (status, received) != (0, DATA[at + 1 : at + 190_001]):
                 wrong.append(at)
-        assert ([], 21) == (wrong, server.connections)
+        assert [] == wrong
+        assert 21 == server.connections
 
 
 def test_closing_in_a_child_process_does_not_affect_the_parent() -> None:
@@ -181,4 +183,5 @@ def test_closing_in_a_child_process_does_not_affect_the_parent() -> None:
                     os._exit(2)
             assert 0 == os.waitpid(child, 0)[1]
             server.script.release()
-            assert (DATA, 2) == (reading.result(GUARD_S), len(server.requests_matching()))
+            assert DATA == reading.result(GUARD_S)
+            assert 2 == len(server.requests_matching())

@@ -119,7 +119,8 @@ class EngineImage:
     def run_lines(self, code: str, **variables: str) -> list[str]:
         """Return the lines that a program prints; the program must succeed."""
         done = self.run("-c", code, **variables)
-        assert (0, "") == (done.returncode, done.stderr)
+        assert "" == done.stderr
+        assert 0 == done.returncode
         return done.stdout.splitlines()
 
     def rfork(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -219,11 +220,9 @@ def test_an_image_with_outdated_packages_disables_rfork(image: EngineImage, engi
     """The engine uses its own loader, and one line names the package: no traceback, no unknown load format."""
     image.add({**engine, **OLD_PROTOBUF})
     done = image.run(image.packages / "serve.py")
-    assert (0, loads, f"{DISABLED_MESSAGE}{OUTDATED_PROTOBUF_MESSAGE}\n") == (
-        done.returncode,
-        done.stdout,
-        done.stderr,
-    )
+    assert 0 == done.returncode
+    assert loads == done.stdout
+    assert f"{DISABLED_MESSAGE}{OUTDATED_PROTOBUF_MESSAGE}\n" == done.stderr
 
 
 def test_launch_in_an_image_with_outdated_packages_disables_rfork(
@@ -236,7 +235,8 @@ def test_launch_in_an_image_with_outdated_packages_disables_rfork(
     monkeypatch.setattr("rfork.__file__", str(image.files / "path" / "rfork" / "__init__.py"))
     with with_plugin_path({"PYTHONPATH": str(image.files / "path")}) as environment:
         done = image.run(image.packages / "serve.py", **environment)
-    assert (0, f"{DISABLED_MESSAGE}{OUTDATED_PROTOBUF_MESSAGE}\n") == (done.returncode, done.stderr)
+    assert 0 == done.returncode
+    assert f"{DISABLED_MESSAGE}{OUTDATED_PROTOBUF_MESSAGE}\n" == done.stderr
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -255,7 +255,8 @@ def test_a_server_that_must_fork_does_not_start(image: EngineImage, engine: dict
     expected = (
         f"RuntimeError: this server cannot be forked: {OUTDATED_PROTOBUF_MESSAGE} (unset RFORK_FAIL_IF_NOT_FORKED)"
     )
-    assert (1, expected) == (done.returncode, done.stderr.splitlines()[-1])
+    assert 1 == done.returncode
+    assert expected == done.stderr.splitlines()[-1]
 
 
 def test_an_unsupported_python_is_named(image: EngineImage, tmp_path: Path) -> None:
@@ -269,7 +270,8 @@ def test_an_unsupported_python_is_named(image: EngineImage, tmp_path: Path) -> N
     assert [reason] == moved.run_lines("import rfork._files as files; print(files.unusable_reason())")
     done = moved.rfork("drain", "--help")
     expected = f"rfork: its files in {tmp_path} are for cp399, and this Python is {this}\n"
-    assert (1, expected) == (done.returncode, done.stderr)
+    assert 1 == done.returncode
+    assert expected == done.stderr
 
 
 def test_an_unmet_requirement_that_works_is_ignored(image: EngineImage) -> None:
@@ -296,7 +298,8 @@ def test_the_command_runs_with_any_packages(image: EngineImage) -> None:
     """`rfork drain` runs in its own process, where rfork's dependencies come first."""
     image.add({**OLD_PROTOBUF, "httpx/__init__.py": "raise ImportError", "rich/__init__.py": "raise ImportError"})
     help_result = image.rfork("drain", "--help")
-    assert (0, "Usage: rfork drain [OPTIONS] [INSTANCE]") == (help_result.returncode, help_result.stdout.split("\n")[0])
+    assert 0 == help_result.returncode
+    assert "Usage: rfork drain [OPTIONS] [INSTANCE]" == help_result.stdout.split("\n")[0]
     done = image.rfork("drain", "--replica", "server-1", "--planner", "http://127.0.0.1:9", "--wait", "0")
     assert "error: planner http://127.0.0.1:9 is unreachable" in done.stderr
     assert "Traceback" not in done.stderr
@@ -308,7 +311,8 @@ def test_an_image_without_python_is_reported(layer: Path, tmp_path: Path) -> Non
     done = subprocess.run(
         ["/bin/sh", layer / "bin" / "rfork"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert (127, "rfork: this image has no python3 on its PATH\n") == (done.returncode, done.stderr)
+    assert 127 == done.returncode
+    assert "rfork: this image has no python3 on its PATH\n" == done.stderr
 
 
 def test_an_invalid_python_version_fails_the_build() -> None:

@@ -131,7 +131,10 @@ async def test_a_certificate_changes_while_connections_are_open() -> None:
         for host in HOSTS:  # by name (SNI), and by address (without)
             async with httpx.AsyncClient(verify=trusted_context(second)) as new:
                 seen.append((await new.get(f"https://{host}:{port}/")).text)
-    assert (("hello", "hello"), True, ["hello", "hello"]) == ((before.text, after.text), same, seen)
+    assert "hello" == before.text
+    assert "hello" == after.text
+    assert same
+    assert ["hello", "hello"] == seen
 
 
 async def test_without_a_certificate_no_handshake_succeeds() -> None:
@@ -181,12 +184,11 @@ def test_the_webhook_serves_without_a_cluster(
     ready = httpx.get(f"{probes}/readyz")
     metrics = httpx.get(f"{probes}/metrics").text
     process.signal(signal.SIGTERM)
-    assert (["http://planner:8700"], (200, "webhook: ready\n"), True, 0) == (
-        planner_urls,
-        (ready.status_code, ready.text),
-        'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0' in metrics,
-        process.wait(),
-    )
+    assert ["http://planner:8700"] == planner_urls
+    assert 200 == ready.status_code
+    assert "webhook: ready\n" == ready.text
+    assert 'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0' in metrics
+    assert 0 == process.wait()
 
 
 def test_the_webhook_reloads_a_renewed_certificate(
@@ -248,11 +250,9 @@ def test_an_invalid_configuration_is_one_line(
     if not changed.get("RFORK_K8S_POD_PLANNER_URL", "set"):
         process_environment["RFORK_PLANNER"] = ""
     process = rfork_process("k8s", *arguments, environment=process_environment)
-    assert (2, True, False) == (
-        process.wait(),
-        error in process.stderr,
-        "Traceback" in process.stderr,
-    ), process.transcript()
+    assert 2 == process.wait(), process.transcript()
+    assert error in process.stderr, process.transcript()
+    assert "Traceback" not in process.stderr, process.transcript()
 
 
 def test_a_failing_integration_ends_the_others(
@@ -279,18 +279,16 @@ def test_the_planner_runs_the_webhook(
     models = httpx.get(f"{planner}/v1/models").status_code
     metrics = httpx.get(f"{planner}/metrics").text
     process.signal(signal.SIGTERM)
-    assert (["http://planner:8700"], 200, [True, True], 0) == (
-        injected_planner_urls(changed),
-        models,
-        [
-            line in metrics
-            for line in (
-                'rfork_integration_ready{integration="webhook"} 1.0',
-                'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0',
-            )
-        ],
-        process.wait(),
-    )
+    assert ["http://planner:8700"] == injected_planner_urls(changed)
+    assert 200 == models
+    assert [True, True] == [
+        line in metrics
+        for line in (
+            'rfork_integration_ready{integration="webhook"} 1.0',
+            'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0',
+        )
+    ]
+    assert 0 == process.wait()
 
 
 def test_a_failing_integration_does_not_affect_the_planner(
@@ -314,7 +312,8 @@ def test_a_failing_integration_does_not_affect_the_planner(
         status_code = httpx.get(f"http://127.0.0.1:{free_port}/v1/models").status_code
     process.wait_for("webhook ready")
     process.signal(signal.SIGTERM)
-    assert (200, 0) == (status_code, process.wait())
+    assert 200 == status_code
+    assert 0 == process.wait()
 
 
 def test_a_planner_with_misconfigured_integrations_does_not_start(
@@ -327,7 +326,5 @@ def test_a_planner_with_misconfigured_integrations_does_not_start(
         "RFORK_K8S_POD_PLANNER_URL": "",
     }
     process = rfork_process("planner", environment=environment | process_environment)
-    assert (2, True) == (
-        process.wait(),
-        "the webhook does not know the URL at which Pods reach the planner" in process.stderr,
-    ), process.transcript()
+    assert 2 == process.wait(), process.transcript()
+    assert "the webhook does not know the URL at which Pods reach the planner" in process.stderr, process.transcript()

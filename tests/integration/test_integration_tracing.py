@@ -67,12 +67,14 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
         (announced,) = collector.spans_named("announce scale-up")
         (scaleup_span,) = collector.spans_named("POST /v1/scaleups")
         (begun,) = collector.spans_named("reconcile")
-    assert (begun.trace_id, "", begun.span_id, announced.span_id, begun.trace_id) == (
-        announced.trace_id, begun.parent, announced.parent, scaleup_span.parent, scaleup_span.trace_id,
-    )  # fmt: skip
-    assert ("rfork-controller", "rfork-planner", deployment.name) == (
-        announced.service, scaleup_span.service, announced.attributes["k8s.deployment.name"],
-    )  # fmt: skip
+    assert begun.trace_id == announced.trace_id
+    assert "" == begun.parent
+    assert begun.span_id == announced.parent
+    assert announced.span_id == scaleup_span.parent
+    assert begun.trace_id == scaleup_span.trace_id
+    assert "rfork-controller" == announced.service
+    assert "rfork-planner" == scaleup_span.service
+    assert deployment.name == announced.attributes["k8s.deployment.name"]
 
 
 @pytest.fixture
@@ -100,7 +102,8 @@ def test_a_webhook_responds_with_any_collector(
         url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
         caller = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
         first = httpx.post(f"{url}/mutate", json=review(POD), verify=trusted_context(folder.own), headers=caller)
-        assert (200, True) == (first.status_code, collector.request_received.wait(30))
+        assert 200 == first.status_code
+        assert collector.request_received.wait(30)
         assert ["http://planner:8700"] == injected_planner_urls(mutate(url, folder.own))
         process.signal(signal.SIGTERM)
         assert 0 == process.wait()

@@ -101,7 +101,8 @@ def test_the_engine_gets_its_configuration(launch: Launch) -> None:
     process = launch("--once")
     arguments = ["serve", "model", "--once", "--load-format", "rfork"]
     message = f"engine has {arguments} http://127.0.0.1:9 {REPLICA} 0 {{'rfork'}}"
-    assert (3, message) == (process.wait(), process.wait_for("engine has .*").group())
+    assert 3 == process.wait()
+    assert message == process.wait_for("engine has .*").group()
 
 
 def test_a_signal_that_kills_the_engine_is_the_exit_code(launch: Launch) -> None:
@@ -114,7 +115,8 @@ def test_other_signals_are_forwarded(launch: Launch, number: signal.Signals) -> 
     """Once, and without a drain."""
     process = launch()
     process.signal(number)
-    assert (7, [f"engine got {number.name}"]) == (process.wait(), lines(process))
+    assert 7 == process.wait()
+    assert [f"engine got {number.name}"] == lines(process)
 
 
 def test_a_signal_received_on_another_thread_is_forwarded(launch: Launch, tmp_path: Path) -> None:
@@ -122,38 +124,45 @@ def test_a_signal_received_on_another_thread_is_forwarded(launch: Launch, tmp_pa
     thread = SignalThread(tmp_path / "patch")
     process = launch(environment=thread.environment)
     thread.deliver(signal.SIGINT)
-    assert (7, ["engine got SIGINT"]) == (process.wait(), lines(process))
+    assert 7 == process.wait()
+    assert ["engine got SIGINT"] == lines(process)
 
 
 def test_an_unreachable_planner_does_not_block_the_exit(launch: Launch) -> None:
     """SIGTERM reaches the engine within the drain timeout, even though no planner responds."""
     process = launch(drain_timeout_s="0.5")
     process.signal(signal.SIGTERM)
-    assert (7, ["engine got SIGTERM"]) == (process.wait(), lines(process))
+    assert 7 == process.wait()
+    assert ["engine got SIGTERM"] == lines(process)
 
 
 def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
     """The server's instance drains although it is the last; an instance with a similar name does not."""
     with seed_of(planner, REPLICA) as seed, seed_of(planner, f"{REPLICA}-b") as other:
-        assert (True, True) == (seed.wait_registered(10), other.wait_registered(10))
+        assert seed.wait_registered(10)
+        assert other.wait_registered(10)
         process = launch(planner=planner.url)
         process.signal(signal.SIGTERM)
         code = process.wait()
         states = {view.report.instance_id: view.report.state for view in planner.instances()}
         expected = {seed.identity.instance_id: "draining", other.identity.instance_id: "serving"}
-        assert (7, ["engine got SIGTERM"], expected) == (code, lines(process), states)
+        assert 7 == code
+        assert ["engine got SIGTERM"] == lines(process)
+        assert expected == states
 
 
 def test_a_second_sigterm_is_forwarded_immediately(launch: Launch, planner: PlannerClient) -> None:
     """Even though the drain would continue: a reader stays for longer than the test waits."""
     with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", has_weights=False) as reader:
-        assert (True, True) == (seed.wait_registered(10), reader.wait_registered(10))
+        assert seed.wait_registered(10)
+        assert reader.wait_registered(10)
         planner.request_plan(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current_assignments=()))
         process = launch(planner=planner.url, drain_timeout_s="1000")
         process.signal(signal.SIGTERM)
         process.wait_for("draining")
         process.signal(signal.SIGTERM)
-        assert (7, "engine got SIGTERM") == (process.wait(), lines(process)[0])
+        assert 7 == process.wait()
+        assert "engine got SIGTERM" == lines(process)[0]
 
 
 @pytest.mark.parametrize(
@@ -167,4 +176,6 @@ def test_a_second_sigterm_is_forwarded_immediately(launch: Launch, planner: Plan
 def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], message: str) -> None:
     """Exit code 2, and the problem."""
     process = rfork_process("launch", "--", *command)
-    assert (2, True, False) == (process.wait(), message in process.stderr, "Traceback" in process.stderr)
+    assert 2 == process.wait()
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr

@@ -79,18 +79,23 @@ def fleet(rfork_process: StartRfork, tmp_path: Path) -> Iterator[ToyEngineFleet]
     made.client.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
     """The first instance uses the engine's loader; the next one forks everything, including hidden tensors,
     and reads no file.
     """
     first = fleet.node().request("up")
     second = fleet.node("--config-only").request("up")
-    assert ("fallback", 1, "forked", 0, expected_proof(1, SIZE), first["proof"], first["weights_id"]) == (
-        first["outcome"], first["loads"], second["outcome"], second["loads"],
-        first["proof"], second["proof"], second["weights_id"],
-    )  # fmt: skip
+    assert "fallback" == first["outcome"]
+    assert 1 == first["loads"]
+    assert "forked" == second["outcome"]
+    assert 0 == second["loads"]
+    assert expected_proof(1, SIZE) == first["proof"]
+    assert first["proof"] == second["proof"]
+    assert first["weights_id"] == second["weights_id"]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
     """Of several that start together one is elected; the others wait for it and fork from it."""
     # Starting processes may be silent this long on a busy machine.
@@ -105,11 +110,9 @@ def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
     assert [False] * 3 == [node.has_response(within_s=5) for node in nodes]
     fleet.open_gate()
     responses = [node.next_response() for node in nodes]
-    assert ([str(loader.pid)], [expected_proof(1, SIZE)] * 3, ["fallback", "forked", "forked"]) == (
-        fleet.loads,
-        [response["proof"] for response in responses],
-        sorted(cast(str, response["outcome"]) for response in responses),
-    )
+    assert [str(loader.pid)] == fleet.loads
+    assert [expected_proof(1, SIZE)] * 3 == [response["proof"] for response in responses]
+    assert ["fallback", "forked", "forked"] == sorted(cast(str, response["outcome"]) for response in responses)
 
 
 @pytest.mark.parametrize("failure", ["--fail-load", pytest.param("--fail-load-as-rfork", marks=pytest.mark.slow)])
@@ -124,11 +127,13 @@ def test_another_is_elected_after_a_loader_fails(fleet: ToyEngineFleet, failure:
     fleet.open_gate()
     failed, loaded = failing.next_response(), other.next_response()
     expected = "OSError" if failure == "--fail-load" else "CheckpointError"
-    assert (expected, 1, expected_proof(1, SIZE), 1) == (
-        failed["error"], failed["loads"], loaded["proof"], loaded["loads"]
-    )  # fmt: skip
+    assert expected == failed["error"]
+    assert 1 == failed["loads"]
+    assert expected_proof(1, SIZE) == loaded["proof"]
+    assert 1 == loaded["loads"]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     """An instance with only a configuration waits for one with the weights, and forks from it."""
     complete, config_only = fleet.node("--gate"), fleet.node("--config-only")
@@ -138,25 +143,25 @@ def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
     config_only.wait_for("plan received")
     fleet.open_gate()
     loaded, forked = complete.next_response(), config_only.next_response()
-    assert ([str(complete.pid)], 0, expected_proof(1, SIZE), loaded["proof"]) == (
-        fleet.loads,
-        forked["loads"],
-        forked["proof"],
-        forked["proof"],
-    )
+    assert [str(complete.pid)] == fleet.loads
+    assert 0 == forked["loads"]
+    assert expected_proof(1, SIZE) == forked["proof"]
+    assert loaded["proof"] == forked["proof"]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_cold_start_session.py
 def test_the_report_has_the_reason_of_the_election(fleet: ToyEngineFleet) -> None:
     """A cold start's reason is in the report, in its summary line, and at the planner."""
     response = fleet.node().request("up")
     expected = "no instance has model toy: elected to read 7 of 7 chunks from loader, for all waiting instances"
-    assert ([f"NoSource: {expected}"], True, [f"NoSource: {expected}"]) == (
-        response["reasons"],
-        cast(str, response["line"]).endswith(f"reason: NoSource: {expected}"),
-        [reason for fork in fleet.client.forks() if fork.finish for reason in fork.finish.reasons],
-    )
+    assert [f"NoSource: {expected}"] == response["reasons"]
+    assert cast(str, response["line"]).endswith(f"reason: NoSource: {expected}")
+    assert [f"NoSource: {expected}"] == [
+        reason for fork in fleet.client.forks() if fork.finish for reason in fork.finish.reasons
+    ]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_layout_diff.py
 def test_another_engines_layout_is_refused_with_a_reason(fleet: ToyEngineFleet) -> None:
     """It uses its own loader, and reports the difference locally and to the planner."""
     fleet.node().request("up")
@@ -165,12 +170,10 @@ def test_another_engines_layout_is_refused_with_a_reason(fleet: ToyEngineFleet) 
     differences = [
         fork.finish.reasons[-1] for fork in fleet.client.forks() if fork.finish and fork.instance_id == other["id"]
     ]
-    assert (True, 1, True, [reason]) == (
-        reason.endswith("first difference: engine: here toy 2.0; there toy 1.0"),
-        other["loads"],
-        cast(str, other["line"]).endswith(reason),
-        differences,
-    )
+    assert reason.endswith("first difference: engine: here toy 2.0; there toy 1.0")
+    assert 1 == other["loads"]
+    assert cast(str, other["line"]).endswith(reason)
+    assert [reason] == differences
 
 
 @pytest.mark.slow
@@ -185,11 +188,9 @@ def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, tr
     fleet.wait_for_chunks(2)
     seed.kill()
     response = target.next_response()
-    assert ("fallback", 1, expected_proof(1, LARGE)) == (
-        response["outcome"],
-        response["loads"],
-        response["proof"],
-    )
+    assert "fallback" == response["outcome"]
+    assert 1 == response["loads"]
+    assert expected_proof(1, LARGE) == response["proof"]
     assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
 
 
@@ -201,45 +202,48 @@ def test_a_cold_load_costs_no_second_model(fleet: ToyEngineFleet) -> None:
     assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
     """An unreachable planner, or none, does not stop an engine from serving."""
     down = fleet.node(planner="http://127.0.0.1:9", no_source_timeout_s="1").request("up")
     none = fleet.node(planner="").request("up")
-    assert ([expected_proof(1, SIZE)] * 2, [True, False]) == (
-        [down["proof"], none["proof"]],
-        [down["instance"], none["instance"]],
-    )
+    assert [expected_proof(1, SIZE)] * 2 == [down["proof"], none["proof"]]
+    assert down["instance"]
+    assert not none["instance"]
 
 
+@pytest.mark.slow  # logic: tests/unit/receiver/test_fallback.py
 def test_fail_if_not_forked_never_loads(fleet: ToyEngineFleet) -> None:
     """With the setting, an unreachable source, a missing planner and a bug each raise rfork's errors."""
     no_source = fleet.node(fail_if_not_forked="1", no_source_timeout_s="1").request("up")
     no_planner = fleet.node(fail_if_not_forked="1", planner="").request("up")
     bug = fleet.node("--fail-empty", fail_if_not_forked="1").request("up")
-    assert (["AllSourcesFailed", "SettingsError", "TargetError"], [0, 0, 0]) == (
-        [response["error"] for response in (no_source, no_planner, bug)],
-        [response["loads"] for response in (no_source, no_planner, bug)],
-    )
+    assert ["AllSourcesFailed", "SettingsError", "TargetError"] == [
+        response["error"] for response in (no_source, no_planner, bug)
+    ]
+    assert [0, 0, 0] == [response["loads"] for response in (no_source, no_planner, bug)]
 
 
 def test_a_bug_in_the_plugin_does_not_stop_the_engine(fleet: ToyEngineFleet) -> None:
     """If the empty model cannot be built, the engine loads as without rfork."""
     response = fleet.node("--fail-empty").request("up")
-    assert (expected_proof(1, SIZE), 1, False) == (response["proof"], response["loads"], response["instance"])
+    assert expected_proof(1, SIZE) == response["proof"]
+    assert 1 == response["loads"]
+    assert not response["instance"]
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_load_or_fork.py
 def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None:
     """The speculative model has its own image: each role forks from its own seed."""
     seed, target = fleet.node(replica="one"), fleet.node("--config-only", replica="two")
     loaded = [seed.request("up", role) for role in ("main", "speculative")]
     forked = [target.request("up", role) for role in ("main", "speculative")]
-    assert (["forked"] * 2, [each["proof"] for each in loaded], 4) == (
-        [each["outcome"] for each in forked],
-        [each["proof"] for each in forked],
-        len({each["id"] for each in (*loaded, *forked)}),
-    )
+    assert ["forked"] * 2 == [each["outcome"] for each in forked]
+    assert [each["proof"] for each in loaded] == [each["proof"] for each in forked]
+    assert 4 == len({each["id"] for each in (*loaded, *forked)})
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_fence.py
 def test_later_forks_get_an_updated_seeds_weights(fleet: ToyEngineFleet) -> None:
     """Weights and scalars that change on the seed reach later forks, also after memory has moved."""
     seed = fleet.node()

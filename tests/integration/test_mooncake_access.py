@@ -196,13 +196,15 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.slow  # logic: tests/unit/transport/test_bpf_filter.py
 def test_an_unauthenticated_client_reaches_no_port_of_the_engine(mooncake_lab: MooncakeLab) -> None:
     """While a reader reads, another host can connect to neither port, and the reader's host to both."""
     mooncake_lab.open()
     reachable_ports = mooncake_lab.reachable_ports("intruder"), mooncake_lab.reachable_ports("reader")
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
-    assert (([], mooncake_lab.engine_ports), {"right": 1}) == (reachable_ports, right)
+    assert ([], mooncake_lab.engine_ports) == reachable_ports
+    assert {"right": 1} == right
 
 
 def test_the_targets_engine_is_unreachable(mooncake_lab: MooncakeLab) -> None:
@@ -214,7 +216,8 @@ def test_the_targets_engine_is_unreachable(mooncake_lab: MooncakeLab) -> None:
         for host in ("seed", "intruder", "reader")
     }
     mooncake_lab.reader.request("close")
-    assert (2, {"seed": [], "intruder": [], "reader": []}) == (len(ports), reachable_ports)
+    assert 2 == len(ports)
+    assert {"seed": [], "intruder": [], "reader": []} == reachable_ports
 
 
 def test_malformed_handshakes_of_unauthenticated_clients_are_harmless(mooncake_lab: MooncakeLab) -> None:
@@ -224,7 +227,9 @@ def test_malformed_handshakes_of_unauthenticated_clients_are_harmless(mooncake_l
         mooncake_lab.send("intruder", struct.pack("<Q", len(body)) + body, 1)
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
-    assert ({"right": 1}, None, FORKED) == (right, mooncake_lab.seed.process.poll(), mooncake_lab.fork())
+    assert {"right": 1} == right
+    assert mooncake_lab.seed.process.poll() is None
+    assert FORKED == mooncake_lab.fork()
 
 
 def test_idle_connections_of_unauthenticated_clients_delay_no_reader(mooncake_lab: MooncakeLab) -> None:
@@ -251,7 +256,8 @@ def test_an_unauthenticated_client_cannot_read_or_write(mooncake_lab: MooncakeLa
     mooncake_lab.send("intruder", request(WRITE, mooncake_lab.memory, 64) + b"\xff" * 64)
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
-    assert (b"", {"right": 1}) == (got, right)
+    assert b"" == got
+    assert {"right": 1} == right
 
 
 def test_an_admitted_host_can_read_and_write(mooncake_lab: MooncakeLab) -> None:
@@ -265,7 +271,9 @@ def test_an_admitted_host_can_read_and_write(mooncake_lab: MooncakeLab) -> None:
     mooncake_lab.read(before)
     right = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
-    assert (weights_bytes, b"evil", {"right": 1}) == (before, changed, right)
+    assert weights_bytes == before
+    assert b"evil" == changed
+    assert {"right": 1} == right
 
 
 def test_a_reader_is_locked_out_after_its_channel_closes(mooncake_lab: MooncakeLab) -> None:
@@ -275,9 +283,12 @@ def test_a_reader_is_locked_out_after_its_channel_closes(mooncake_lab: MooncakeL
     connections = mooncake_lab.open_connections("reader")
     mooncake_lab.reader.request("close")
     cut = [is_closed_by_peer(connection) for connection in connections]
-    assert ([], [True, True], []) == (before, cut, mooncake_lab.reachable_ports("reader"))
+    assert [] == before
+    assert [True, True] == cut
+    assert [] == mooncake_lab.reachable_ports("reader")
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_channels.py
 def test_a_reader_is_locked_out_after_its_lease_expires(mooncake_lab: MooncakeLab) -> None:
     """Automatically: the channel ends with the lease, and access ends with the channel."""
     mooncake_lab.open("fork-2", lifetime_s=8.0)
@@ -286,7 +297,9 @@ def test_a_reader_is_locked_out_after_its_lease_expires(mooncake_lab: MooncakeLa
     cut = [is_closed_by_peer(connection) for connection in connections]
     read = mooncake_lab.reader.request("read")
     mooncake_lab.reader.request("close")
-    assert ({"ended": 1}, [True, True], []) == (ended, cut, mooncake_lab.reachable_ports("reader"))
+    assert {"ended": 1} == ended
+    assert [True, True] == cut
+    assert [] == mooncake_lab.reachable_ports("reader")
     assert "error" in read
 
 

@@ -16,6 +16,8 @@ import pytest
 from deploy.docker.requirements import PLANNER_EXTRAS, requirements
 from tests.packages import bare_python, build_wheel, copy_packages
 
+pytestmark = pytest.mark.slow  # also: tests/integration/test_imports.py and tests/unit/deploy/test_dockerfiles.py
+
 COMMANDS = ("planner", "k8s", "drain", "status", "launch", "doctor")
 """The commands that the image runs."""
 
@@ -42,7 +44,8 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_each_command_runs(python: Path, command: str) -> None:
     """Without torch, and without a writable home directory."""
     done = run(python, "-m", "rfork", command, "--help")
-    assert (0, "") == (done.returncode, done.stderr)
+    assert "" == done.stderr
+    assert 0 == done.returncode
 
 
 def test_every_planner_module_imports(python: Path) -> None:
@@ -55,7 +58,9 @@ def test_every_planner_module_imports(python: Path) -> None:
         "    importlib.import_module(each.name)\n"
         "print(importlib.util.find_spec('torch'))",
     )
-    assert (0, "None\n", "") == (done.returncode, done.stdout, done.stderr)
+    assert 0 == done.returncode
+    assert "None\n" == done.stdout
+    assert "" == done.stderr
 
 
 def test_the_planner_serves_and_exits(python: Path) -> None:

@@ -30,9 +30,9 @@ def test_a_request_that_failed_is_found_by_its_id(
     planner.wait_for("request-7.1")
     lines = [json.loads(line) for line in planner.stderr.splitlines()]
     found = [line for line in lines if line.get("request_id") == "request-7.1"]
-    assert (404, "application/problem+json", "request-7.1") == (
-        response.status_code, response.headers["content-type"], response.headers["x-request-id"],
-    )  # fmt: skip
+    assert 404 == response.status_code
+    assert "application/problem+json" == response.headers["content-type"]
+    assert "request-7.1" == response.headers["x-request-id"]
     assert [("request", "info", "GET", "/v1/forks/none", 404)] == [
         (line["event"], line["level"], line["method"], line["path"], line["status"]) for line in found
     ]
@@ -68,4 +68,5 @@ def test_two_requests_without_an_id_get_different_ones(rfork_process: StartRfork
     request_ids = [httpx.get(f"{url}/nowhere/{number}", trust_env=False).headers["x-request-id"] for number in (1, 2)]
     planner.wait_for("nowhere/2")
     logged = [json.loads(line) for line in planner.stderr.splitlines() if "nowhere" in line]
-    assert (request_ids, 2) == ([line["request_id"] for line in logged], len(set(request_ids)))
+    assert request_ids == [line["request_id"] for line in logged]
+    assert 2 == len(set(request_ids))

@@ -81,6 +81,7 @@ def readers(planner: PlannerClient) -> Counter[str]:
     )
 
 
+@pytest.mark.slow  # logic: tests/simulation and tests/unit/planner/store/test_redis.py
 def test_no_slot_is_assigned_twice(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Rounds of concurrent requests to both replicas, with forks ending in between: no source exceeds its
     capacity.
@@ -96,12 +97,11 @@ def test_no_slot_is_assigned_twice(replicas: tuple[PlannerReplica, PlannerReplic
         max_readers |= readers(replicas[0].planner)
         for index, plan in enumerate(plans[:6]):
             replicas[(index + 1) % 2].planner.finish(plan.fork_id, FORKED)
-    assert ([], True) == (
-        [name for name, count in max_readers.items() if count > 2],
-        set(seeds) <= set(max_readers),
-    )
+    assert [] == [name for name, count in max_readers.items() if count > 2]
+    assert set(seeds) <= set(max_readers)
 
 
+@pytest.mark.slow  # logic: tests/simulation
 def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Sixteen instances without a source send requests to both replicas: one loads from storage, the others
     wait for it.
@@ -123,15 +123,14 @@ def test_the_other_replica_continues_after_one_is_killed(replicas: tuple[Planner
     after = second.planner.request_plan(fork_request("t"))
     renewed = second.planner.progress("fork-t", PROGRESS)
     follower = second.planner.request_plan(fork_request("u"))
-    assert ("s", "s", {"s"}, "t") == (
-        before.routes[0].source_id,
-        after.routes[0].source_id,
-        set(renewed.leases),
-        follower.routes[0].source_id,
-    )
+    assert "s" == before.routes[0].source_id
+    assert "s" == after.routes[0].source_id
+    assert {"s"} == set(renewed.leases)
+    assert "t" == follower.routes[0].source_id
     assert first_keys == second.planner.report(seed_report("s", readers=("fork-t",))).lease_keys
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_planners_recover_from_a_redis_restart(
     replicas: tuple[PlannerReplica, PlannerReplica], redis_server: RedisServer
 ) -> None:
@@ -144,12 +143,10 @@ def test_planners_recover_from_a_redis_restart(
     body = fork_request("u").model_dump(mode="json")
     response = httpx.post(f"{first.url}/v1/forks", json=body, trust_env=False, timeout=20)
     problem = response.json()
-    assert (503, "store-unavailable", True, 1) == (
-        response.status_code,
-        problem["type"].rpartition("/")[2],
-        int(response.headers["retry-after"]) > 0,
-        len(problem["detail"].splitlines()),
-    )
+    assert 503 == response.status_code
+    assert "store-unavailable" == problem["type"].rpartition("/")[2]
+    assert int(response.headers["retry-after"]) > 0
+    assert 1 == len(problem["detail"].splitlines())
     assert problem["detail"].startswith(f"the store at 127.0.0.1:{redis_server.port} is unavailable: ")
     leases = set(first.planner.progress("fork-t", PROGRESS).leases)  # running forks continue
     redis_server.start()
@@ -160,9 +157,9 @@ def test_planners_recover_from_a_redis_restart(
     second.planner.report(report("t", (0, 6)))
     until(lambda: len(first.planner.instances()) == 2)
     again = first.planner.request_plan(fork_request("t", (0, 6)))
-    assert ({"s"}, "unknown-fork", [("s", ((6, CHUNKS),))]) == (
-        leases, refused.value.problem, [(route.source_id, route.chunks) for route in again.routes],
-    )  # fmt: skip
+    assert {"s"} == leases
+    assert "unknown-fork" == refused.value.problem
+    assert [("s", ((6, CHUNKS),))] == [(route.source_id, route.chunks) for route in again.routes]
 
 
 def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process: StartRfork) -> None:
@@ -179,8 +176,6 @@ def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process:
         planner.report(seed_report("s"))
         routes = planner.request_plan(fork_request("t")).routes
     log_text = replica.process.stdout + replica.process.stderr
-    assert (False, ["s"], []) == (
-        refused,
-        [route.source_id for route in routes],
-        [word for word in ("hush", "Traceback") if word in log_text],
-    )
+    assert not refused
+    assert ["s"] == [route.source_id for route in routes]
+    assert [] == [word for word in ("hush", "Traceback") if word in log_text]

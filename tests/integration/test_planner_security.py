@@ -105,7 +105,8 @@ def test_https_authenticates_the_planner(start: StartPlanner, files: Files) -> N
     """Clients that trust its authority are served; others, and clients without TLS, are not."""
     _, url = start(**server_tls(files))
     with PlannerClient(url, tls=TlsSettings(ca=files["ca"])) as planner:
-        assert ("https", []) == (url.partition(":")[0], planner.models())
+        assert "https" == url.partition(":")[0]
+        assert [] == planner.models()
     for wrong, tls in ((url, TlsSettings()), (url.replace("https", "http"), None)):
         with PlannerClient(wrong, tls=tls) as planner, pytest.raises(PlannerUnreachable):
             planner.models()
@@ -117,7 +118,8 @@ def test_mutual_tls_requires_a_client_certificate(start: StartPlanner, files: Fi
     ours = TlsSettings(ca=files["ca"], certificate=files["client"], key=files["client-key"])
     untrusted_tls = TlsSettings(ca=files["ca"], certificate=files["untrusted"], key=files["untrusted-key"])
     with PlannerClient(url, tls=ours) as planner:
-        assert (True, []) == (planner.ready(), planner.models())
+        assert planner.ready()
+        assert [] == planner.models()
     for tls in (TlsSettings(ca=files["ca"]), untrusted_tls):
         with PlannerClient(url, tls=tls) as planner, pytest.raises(PlannerUnreachable):
             planner.ready()
@@ -140,7 +142,8 @@ def test_each_role_has_its_permissions(start: StartPlanner, tokens: Path) -> Non
     """From the tokens file, in addition to the settings' token, which grants everything."""
     _, url = start(PLANNER_TOKENS_FILE=tokens, PLANNER_TOKEN="all")
     with PlannerClient(url) as unauthenticated_client:
-        assert (True, "unauthorized") == (unauthenticated_client.ready(), heartbeat_result(url, None))
+        assert unauthenticated_client.ready()
+        assert "unauthorized" == heartbeat_result(url, None)
     assert ["unauthorized", "forbidden", "ok", "ok", "ok"] == [
         heartbeat_result(url, token) for token in ("wrong", "read-1", "work-1", "rule", "all")
     ]
@@ -158,6 +161,7 @@ def test_each_role_has_its_permissions(start: StartPlanner, tokens: Path) -> Non
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")])
+@pytest.mark.slow  # logic: tests/unit/planner/test_ownership.py
 def test_only_a_servers_own_processes_drain_it(
     start: StartPlanner,
     tokens: Path,
@@ -180,6 +184,7 @@ def test_only_a_servers_own_processes_drain_it(
         assert expected == planner.instance("pod-x-main-0").report.state
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_auth.py
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
     """A new token is accepted, a removed one is not; an invalid file changes nothing and is logged."""
     process, url = start(PLANNER_TOKENS_FILE=tokens)
@@ -190,10 +195,14 @@ def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path)
     replace(tokens, "instance\n")
     retry_until(lambda: heartbeat_result(url, "work-2") != "ok" or f"{tokens}:1" in process.stderr)
     broken = [heartbeat_result(url, token) for token in ("work-1", "work-2")]
-    assert (["ok", "unauthorized"], ["unauthorized", "ok"], ["unauthorized", "ok"]) == (before, after, broken)
-    assert (True, False) == (f"{tokens}:1" in process.stderr, "work-2" in process.stderr + process.stdout)
+    assert ["ok", "unauthorized"] == before
+    assert ["unauthorized", "ok"] == after
+    assert ["unauthorized", "ok"] == broken
+    assert f"{tokens}:1" in process.stderr
+    assert "work-2" not in process.stderr + process.stdout
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_stream_authorization.py
 def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None:
     """The page's stream and an event reader end within seconds; neither can reconnect."""
     _, url = start(PLANNER_TOKENS_FILE=tokens)
@@ -205,7 +214,9 @@ def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None
             replace(tokens, ROLES.replace("read-1", "read-2"))
             ended = [list(each)[-1:] != [] for each in lines]
         again = [web.get(path).status_code for path in ("/ui/feed", "/v1/events")]
-    assert (["event: begin", "retry: 2000"], [True, True], [401, 401]) == (first, ended, again)
+    assert ["event: begin", "retry: 2000"] == first
+    assert [True, True] == ended
+    assert [401, 401] == again
 
 
 def test_a_malformed_tokens_file_fails_the_start(rfork_process: StartRfork, tokens: Path) -> None:
@@ -214,9 +225,12 @@ def test_a_malformed_tokens_file_fails_the_start(rfork_process: StartRfork, toke
     process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS_FILE": str(tokens)})
     code = process.wait()
     log_text = " ".join(process.stderr.split())
-    assert (2, True, False) == (code, f"{tokens}:2" in log_text.replace(" ", ""), "hidden" in log_text)
+    assert 2 == code
+    assert f"{tokens}:2" in log_text.replace(" ", "")
+    assert "hidden" not in log_text
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_leases.py
 def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: int) -> None:
     """A lease signed with the old key stays valid at a source while the restarted planner has both keys, and
     not later.
@@ -252,10 +266,8 @@ def test_body_and_request_limits_are_enforced(monkeypatch: pytest.MonkeyPatch) -
             web.get("/v1/models"),
             web.get("/healthz"),
         ]
-    assert ([413, 429, 200], True) == (
-        [each.status_code for each in responses],
-        90 < int(responses[1].headers["retry-after"]) <= 100,
-    )
+    assert [413, 429, 200] == [each.status_code for each in responses]
+    assert 90 < int(responses[1].headers["retry-after"]) <= 100
 
 
 def test_a_tokens_file_protects_the_planner(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +276,8 @@ def test_a_tokens_file_protects_the_planner(tokens: Path, caplog: pytest.LogCapt
     """
     with run_in_thread(PlannerSettings(port=0, bind="0.0.0.0", tokens_file=tokens)) as url:
         status = httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/models", trust_env=False).status_code
-    assert (401, []) == (status, [each for each in caplog.records if each.levelname == "WARNING"])
+    assert 401 == status
+    assert [] == [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
@@ -279,7 +292,8 @@ def test_a_refused_body_ends_its_connection(encoding: str, monkeypatch: pytest.M
                 f"PUT /v1/instances/s HTTP/1.1\r\nHost: localhost\r\n{encoding}\r\n\r\n".encode() + piece
             )
             response = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert (b"HTTP/1.1 413", True) == (response[:12], b"body-too-large" in response)
+    assert b"HTTP/1.1 413" == response[:12]
+    assert b"body-too-large" in response
 
 
 def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
@@ -319,6 +333,7 @@ def test_a_request_with_an_endless_head_is_closed(monkeypatch: pytest.MonkeyPatc
             assert b"" == connection.recv(1)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_connections.py
 def test_the_planner_logs_missing_descriptors_once(start: StartPlanner) -> None:
     """It continues to serve: idle connections are closed."""
     process, url = start()

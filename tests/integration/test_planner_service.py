@@ -59,7 +59,8 @@ def test_a_chain_of_three_from_registration_to_finish() -> None:
         renewed = planner.progress("fork-b", PROGRESS).leases
         for name in "abc":
             planner.finish(f"fork-{name}", ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20))
-        assert (["s", "a", "b"], {"a"}) == (chain, set(renewed))
+        assert ["s", "a", "b"] == chain
+        assert {"a"} == set(renewed)
         assert ["finished"] * 3 == [fork.state for fork in planner.forks()]
         assert planner.ready()
 
@@ -77,10 +78,8 @@ def test_a_restarted_planner_recovers_with_one_heartbeat(free_port: int) -> None
             planner.progress("fork-a", PROGRESS)
         planner.report(seed_report("s", readers=("fork-a",)))
         again = planner.request_plan(fork_request("a", (0, 6)))
-        assert ("unknown-fork", [("s", ((6, 12),))]) == (
-            refused.value.problem,
-            [(route.source_id, route.chunks) for route in again.routes],
-        )
+        assert "unknown-fork" == refused.value.problem
+        assert [("s", ((6, 12),))] == [(route.source_id, route.chunks) for route in again.routes]
     planner.close()
 
 
@@ -89,9 +88,9 @@ def test_a_token_is_required() -> None:
     with run_in_thread(settings(token="secret")) as url:
         response = httpx.get(f"{url}/v1/models", trust_env=False)
         with PlannerClient(url, token="secret") as planner:
-            assert (401, "application/problem+json", []) == (
-                response.status_code, response.headers["content-type"], planner.models(),
-            )  # fmt: skip
+            assert 401 == response.status_code
+            assert "application/problem+json" == response.headers["content-type"]
+            assert [] == planner.models()
         with PlannerClient(url, token="wrong") as planner, pytest.raises(PlannerRejected) as refused:
             planner.models()
         assert "unauthorized" == refused.value.problem
@@ -119,7 +118,8 @@ def test_an_open_planner_logs_a_warning(caplog: pytest.LogCaptureFixture) -> Non
         with run_in_thread(settings(**options)):
             pass
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (1, True) == (len(warnings), "planner is open" in warnings[0])
+    assert 1 == len(warnings)
+    assert "planner is open" in warnings[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -132,7 +132,8 @@ def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
             with PlannerClient(url) as planner:
                 assert planner.ready()
                 process.send_signal(number)
-                assert ("exited cleanly\n", 0) == (process.stdout.read(), process.wait(30))
+                assert "exited cleanly\n" == process.stdout.read()
+                assert 0 == process.wait(30)
         finally:
             process.kill()
 
@@ -166,7 +167,8 @@ def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RFORK_TLS_KEY", str(key))
     with run_in_thread(settings()) as url:
         with PlannerClient(url, tls=TlsSettings()) as planner:
-            assert ("https", []) == (url.partition(":")[0], planner.models())
+            assert "https" == url.partition(":")[0]
+            assert [] == planner.models()
         without_certificate = ssl.create_default_context(cafile=ca)
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{url}/healthz", verify=without_certificate, trust_env=False)
@@ -212,7 +214,9 @@ def test_a_signal_ends_a_planner_with_open_streams() -> None:
         try:
             with PlannerClient(url) as planner, planner.events() as events:
                 process.send_signal(signal.SIGTERM)
-                assert ([], "exited cleanly\n", 0) == (list(events), process.stdout.read(), process.wait(30))
+                assert [] == list(events)
+                assert "exited cleanly\n" == process.stdout.read()
+                assert 0 == process.wait(30)
         finally:
             process.kill()
 
@@ -235,9 +239,11 @@ def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
         assert began.wait(30)
         (planner if all_of_it else events).close()
         reader.join(30)
-        assert (False, ["planned"]) == (reader.is_alive(), seen)
+        assert not reader.is_alive()
+        assert ["planned"] == seen
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_drain_waits_for_an_instances_readers(rfork_process: StartRfork) -> None:
     """`rfork drain` ends after the last reader: exit code 0, and the response as JSON."""
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
@@ -249,13 +255,14 @@ def test_drain_waits_for_an_instances_readers(rfork_process: StartRfork) -> None
         )
         planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20))
         code = draining.wait()
-        assert (0, (source, True, 0), "draining") == (
-            code,
-            tuple(json.loads(draining.stdout)[name] for name in ("instance_id", "can_exit", "readers")),
-            planner.instance(source).report.state,
+        assert 0 == code
+        assert (source, True, 0) == tuple(
+            json.loads(draining.stdout)[name] for name in ("instance_id", "can_exit", "readers")
         )
+        assert "draining" == planner.instance(source).report.state
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_drain_reports_why_it_failed(rfork_process: StartRfork) -> None:
     """The last seed: exit code 5 unless forced; remaining readers: exit code 4; an unknown instance: can
     exit.
@@ -273,6 +280,7 @@ def test_drain_reports_why_it_failed(rfork_process: StartRfork) -> None:
         assert "instance s is drained and cannot exit after 0 s" in runs[1].stderr
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
     """`rfork drain --own`: all instances of RFORK_REPLICA, even the last, and no other; without a name: exit
     code 2.
@@ -289,6 +297,7 @@ def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
         assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_heartbeat.py
 def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, free_port: int) -> None:
     """It needs the planner to list its ranks, and waits for it no longer than for readers."""
     command = ("drain", "--own", "--planner", f"http://127.0.0.1:{free_port}", "--wait")
@@ -296,12 +305,11 @@ def test_a_server_waits_for_its_planner_to_restart(rfork_process: StartRfork, fr
     assert 0 != rfork_process(*command, "0", environment=environment).wait()
     waiting = rfork_process(*command, "60", environment=environment, until=r"waiting: planner \S+ is\s+unreachable")
     with run_in_thread(settings(port=free_port)):
-        assert (0, "replica pod can exit: the planner knows no instance of it") == (
-            waiting.wait(),
-            waiting.stdout.strip(),
-        )
+        assert 0 == waiting.wait()
+        assert "replica pod can exit: the planner knows no instance of it" == waiting.stdout.strip()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner_client/test_drain.py
 def test_a_server_waits_for_readers_that_it_cannot_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
     """With an instance's token the last seed is not drained, but waits until it has no readers."""
     (tmp_path / "tokens").write_text("instance instance\n")
@@ -320,7 +328,10 @@ def test_a_server_waits_for_readers_that_it_cannot_refuse(rfork_process: StartRf
         planner.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
         seen = (waited.wait(), planner.instance("pod-main-tp0").report.state)
         (ended,) = json.loads(waited.stdout)["instances"]
-    assert (4, False, (0, "serving"), True) == (code, left["can_exit"], seen, ended["can_exit"])
+    assert 4 == code
+    assert not left["can_exit"]
+    assert (0, "serving") == seen
+    assert ended["can_exit"]
     assert ["this token may not drain it"] * 2 == [
         "this token may not drain it" for each in (left, ended) if "this token may not drain it" in each["reason"]
     ]

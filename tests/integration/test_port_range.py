@@ -48,10 +48,10 @@ def test_each_rank_uses_the_first_free_port(first: int) -> None:
         seeds = [running.enter_context(seed_of(settings)) for _ in range(RANKS)]
         peers = [seed.report().address for seed in seeds]
         urls = [seed._exports["http"].endpoint().parameters["url"] for seed in seeds]
-    assert (
-        [f"127.0.0.1:{first + rank}" for rank in range(RANKS)],
-        [f":{first + RANKS + rank}/" for rank in range(RANKS)],
-    ) == (peers, [url[len("http://127.0.0.1") :][: len(f":{first}/")] for url in urls])
+    assert [f"127.0.0.1:{first + rank}" for rank in range(RANKS)] == peers
+    assert [f":{first + RANKS + rank}/" for rank in range(RANKS)] == [
+        url[len("http://127.0.0.1") :][: len(f":{first}/")] for url in urls
+    ]
 
 
 @pytest.mark.parametrize("setting", ["peer_port", "http_port"])
@@ -81,4 +81,5 @@ def test_a_single_port_is_named(first: int) -> None:
 def test_port_zero_uses_any_port() -> None:
     """Port 0 has no range, and no range exceeds the last port."""
     settings = InstanceSettings(port_range_size=RANKS)
-    assert ([0], [65534, 65535]) == ([*settings.ports_from(0)], [*settings.ports_from(65534)])
+    assert [0] == [*settings.ports_from(0)]
+    assert [65534, 65535] == [*settings.ports_from(65534)]

@@ -19,6 +19,8 @@ from rfork import __version__
 from tests.docs.pages import PageBlock
 from tests.docs.run_by import blocks_run_by
 
+pytestmark = pytest.mark.slow  # also: `make release-check`
+
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://host.example/people/rfork"
 
@@ -39,7 +41,8 @@ def wheel(source: Path) -> Path:
     done = subprocess.run(
         [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True, check=False
     )
-    assert (0, "") == (done.returncode, done.stderr)
+    assert "" == done.stderr
+    assert 0 == done.returncode
     return check.find_files(folder, "*.whl")
 
 
@@ -126,7 +129,8 @@ def test_the_installation_commands_of_the_pages_work(
         text=True,
         check=False,
     )
-    assert (0, "") == (done.returncode, done.stderr), done.stdout
+    assert 0 == done.returncode, done.stdout
+    assert "" == done.stderr, done.stdout
     assert f"Would install rfork-{__version__}" in done.stdout or (tmp_path / "lib/rfork/py.typed").is_file()
 
 

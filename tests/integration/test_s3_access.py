@@ -34,12 +34,14 @@ from tests.s3_stores import (
 from tests.seaweed import UseIdentity
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/s3/test_errors.py
 def test_a_reader_cannot_write(s3: SeaweedServer, s3_store: OpenStore, use_identity: UseIdentity) -> None:
     """A reader's credentials open and list, but neither write nor remove."""
     put(s3_store(), "blob", b"abc")
     use_identity(seaweed.READER)
     store = s3_store()
-    assert (b"abc", ["blob"]) == (get(store, "blob"), [entry.name for entry in store.list()])
+    assert b"abc" == get(store, "blob")
+    assert ["blob"] == [entry.name for entry in store.list()]
     for use in (put_blob, upload_blob, remove_blob):
         assert StorageAccessDenied is storage_error_of(lambda use=use: use(store))[0]  # type: ignore[misc]
     assert b"abc" == get(store, "blob")
@@ -63,7 +65,8 @@ def test_virtual_addressing(s3: SeaweedServer, s3_store: OpenStore, names_below_
     endpoint = f"http://{seaweed.DOMAIN}:{s3.port}"
     store = s3_store("s3://models/virtual/", s3_endpoint=endpoint, s3_addressing="virtual")
     put(store, "other", bytes(SEVERAL_PARTS))
-    assert (b"abc", ["blob", "other"]) == (get(store, "blob"), [entry.name for entry in store.list()])
+    assert b"abc" == get(store, "blob")
+    assert ["blob", "other"] == [entry.name for entry in store.list()]
 
 
 def test_credentials_of_a_profile_are_used(
@@ -92,7 +95,9 @@ def test_a_wrong_secret_is_one_line(s3_store: OpenStore, monkeypatch: pytest.Mon
     """Every operation fails with one line about the wrong signature, without the secret."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     error, line = storage_error_of(lambda: use(s3_store()))
-    assert (StorageAccessDenied, True, False) == (error, "SignatureDoesNotMatch" in line, "\n" in line)
+    assert StorageAccessDenied == error
+    assert "SignatureDoesNotMatch" in line
+    assert "\n" not in line
     assert "wrong" not in line
 
 
@@ -100,7 +105,8 @@ def test_a_wrong_secret_is_one_line(s3_store: OpenStore, monkeypatch: pytest.Mon
 def test_a_private_bucket_rejects_anonymous_access(s3_store: OpenStore, use: StoreOperation) -> None:
     """Without credentials a private bucket rejects reads, writes and listings."""
     error, line = storage_error_of(lambda: use(s3_store(s3_anonymous=True)))
-    assert (StorageAccessDenied, "access denied: Access Denied (AccessDenied)") == (error, line)
+    assert StorageAccessDenied == error
+    assert "access denied: Access Denied (AccessDenied)" == line
 
 
 class _Service(ThreadingHTTPServer):
@@ -193,7 +199,8 @@ def test_a_bucket_in_another_region_is_found(
     with closing(S3Store(Location.parse("s3://models/"), settings)) as store:
         for _ in range(2):
             with closing(store.open("blob")) as blob:
-                assert (3, '"1"') == (blob.size, blob.version)
+                assert 3 == blob.size
+                assert '"1"' == blob.version
     key = seaweed.WRITER.access_key
     home = f"GET eu-central-1 {key} none"
     assert [

@@ -30,7 +30,7 @@ from tests.storage_faults import ErrorStatus, Fault, ResetFault, StallFault, Tru
         [TruncateFault(after=100_000), TruncateFault(after=0)],
         [ErrorStatus(503, text=b"<Error><Code>SlowDown</Code></Error>"), ErrorStatus(500)],
         [StallFault(after=5000)],
-        [StallFault(after=None)],
+        pytest.param([StallFault(after=None)], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -68,6 +68,7 @@ def test_writes_are_retried(s3: SeaweedServer, s3_store: OpenStore, faults: list
     assert data == get(s3_store(), "blob")
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
 def test_a_stalled_write_is_retried(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A blob that the service received but did not acknowledge is sent again."""
     with FaultProxy(s3.port) as proxy:
@@ -77,6 +78,7 @@ def test_a_stalled_write_is_retried(s3: SeaweedServer, s3_store: OpenStore) -> N
     assert b"abc" == get(s3_store(), "blob")
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/http/test_retries_and_timeouts.py
 def test_a_lost_response_is_tolerated(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A completed upload counts as complete, even though its responses never arrived."""
     data = random_bytes(SEVERAL_PARTS)
@@ -84,7 +86,8 @@ def test_a_lost_response_is_tolerated(s3: SeaweedServer, s3_store: OpenStore) ->
         # The first POST starts the upload.
         proxy.script.then(None, TruncateFault(after=0), TruncateFault(after=0), TruncateFault(after=0), path="POST ")
         put(s3_store(s3_endpoint=proxy.url), "blob", data)
-    assert (data, []) == (get(s3_store(), "blob"), pending_uploads(s3))
+    assert data == get(s3_store(), "blob")
+    assert [] == pending_uploads(s3)
 
 
 def test_a_service_that_rejects_every_part(s3: SeaweedServer, s3_store: OpenStore) -> None:
@@ -96,4 +99,5 @@ def test_a_service_that_rejects_every_part(s3: SeaweedServer, s3_store: OpenStor
         assert (StorageError, "the service refused the request: InternalError") == storage_error_of(
             lambda: put(store, "blob", bytes(20 * MIB))
         )
-    assert ([], []) == (list(s3_store().list()), pending_uploads(s3))
+    assert [] == list(s3_store().list())
+    assert [] == pending_uploads(s3)

@@ -74,6 +74,7 @@ def plan_counts(url: str) -> dict[float, int]:
 
 
 @pytest.mark.parametrize(("announced", "expected"), [(True, {4.0: 1}), (False, {})])
+@pytest.mark.slow  # logic: tests/unit/planner/scaleups/test_batching.py
 def test_announced_forks_share_one_plan(
     rfork_process: StartRfork, tiny_model: Path, tmp_path: Path, announced: bool, expected: dict[float, int]
 ) -> None:
@@ -86,7 +87,8 @@ def test_announced_forks_share_one_plan(
     rfork_process("seed", *common, until=READY, environment=own)
     if announced:
         view = announce(url, 3)
-        assert (1, "they fork from 1 seed") == (view.seeds, view.reason)
+        assert 1 == view.seeds
+        assert "they fork from 1 seed" == view.reason
     gates = [PlanGate(tmp_path / f"t{number}") for number in range(3)]
     pulls = [rfork_process("pull", *common, "--sha256", environment=own | gate.environment) for gate in gates]
     for gate, pull in zip(gates, pulls, strict=True):
@@ -98,7 +100,9 @@ def test_announced_forks_share_one_plan(
     digests = {json.loads(pull.stdout.splitlines()[-1])["sha256"] for pull in pulls}
     # A fork that lost a finished relay is planned again individually.
     together = {bound: count for bound, count in plan_counts(url).items() if bound > 1}
-    assert ([0] * 3, 1, expected) == (codes, len(digests), together)
+    assert [0] * 3 == codes
+    assert 1 == len(digests)
+    assert expected == together
     if announced:
         assert 3 == get_scaleup(url).arrived_count
 
@@ -119,6 +123,7 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str,
     return first, second
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> None:
     """A scale-up announced to one is known to both: forks wait at both, and are planned when the last one
     arrives at either.
@@ -136,13 +141,14 @@ def test_planner_replicas_count_arrivals_together(replicas: tuple[str, str]) -> 
         waiting = [plan.done() for plan in plans]
         plans.append(threads.submit(second.request_plan, fork_request("t3", model="tiny")))
         sources = [route.source_id for plan in plans for route in plan.result(TIMEOUT_S).routes]
-    assert ([False] * 3, [{2.0: 1}, {2.0: 1}], 4) == (
-        waiting, [plan_counts(url) for url in replicas], len(set(sources)),
-    )  # fmt: skip
+    assert [False] * 3 == waiting
+    assert [{2.0: 1}, {2.0: 1}] == [plan_counts(url) for url in replicas]
+    assert 4 == len(set(sources))
     for planner in (first, second):
         planner.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, str]) -> None:
     """A fork that waits at the other replica gets its plan."""
     with PlannerClient(replicas[1], timeout_s=TIMEOUT_S) as second, ThreadPoolExecutor(1) as threads:
@@ -152,13 +158,12 @@ def test_a_scale_up_withdrawn_at_one_replica_ends_at_both(replicas: tuple[str, s
         until(lambda: get_scaleup(replicas[0]).arrived_count == 1)
         waiting = plan.done()
         httpx.delete(f"{replicas[0]}/v1/scaleups/up", trust_env=False, timeout=TIMEOUT_S).raise_for_status()
-        assert (False, "fork-a", []) == (
-            waiting,
-            plan.result(TIMEOUT_S).fork_id,
-            httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json(),
-        )
+        assert not waiting
+        assert "fork-a" == plan.result(TIMEOUT_S).fork_id
+        assert [] == httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/store/test_replica.py
 def test_a_planner_that_joins_later_knows_announced_scale_ups(
     redis_server: RedisServer, rfork_process: StartRfork
 ) -> None:
@@ -176,7 +181,8 @@ def test_a_planner_that_joins_later_knows_announced_scale_ups(
         planner.request_plan(fork_request("a", model="tiny"))
     second = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
     views = [get_scaleup(url).model_copy(update={"expires_in_s": 0.0}) for url in (first, second)]
-    assert (1, views[0]) == (views[0].arrived_count, views[1])
+    assert 1 == views[0].arrived_count
+    assert views[0] == views[1]
 
 
 # -- the integrations' client -------------------------------------------------------------------------
@@ -205,6 +211,7 @@ async def test_integrations_reach_a_planner_with_tls(tmp_path: Path, monkeypatch
     assert 2 == view.scaleup.replicas
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_client.py
 async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> None:
     """The dead pooled connection causes no error; while nothing listens, requests fail."""
     settings = PlannerSettings.model_validate({"port": free_port})
@@ -214,7 +221,8 @@ async def test_integrations_reconnect_to_a_restarted_planner(free_port: int) -> 
     with pytest.raises(PlannerUnavailable, match="Connection refused"):
         await fleet.instances()
     with run_in_thread(settings):
-        assert ((), ()) == (before, await fleet.instances())
+        assert () == before
+        assert () == await fleet.instances()
     await fleet.close()
 
 

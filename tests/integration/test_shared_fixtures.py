@@ -27,11 +27,9 @@ def test_tiny_model_is_a_checkpoint_of_several_shards(tiny_model: Path) -> None:
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             names.extend(file.keys())
-    assert (True, True, True) == (
-        (tiny_model / "config.json").is_file(),
-        (tiny_model / "tokenizer.json").is_file(),
-        len(shards) > 1,
-    )
+    assert (tiny_model / "config.json").is_file()
+    assert (tiny_model / "tokenizer.json").is_file()
+    assert len(shards) > 1
     # The embedding, the last norm, and nine tensors in each of four layers; the head shares the embedding.
     assert 2 + 4 * 9 == len(names) == len(set(names))
 
@@ -53,7 +51,8 @@ def test_no_other_test_process_gets_the_same_port(free_port: int) -> None:
 def test_process_is_waited_for_by_its_lines(rfork_process: StartRfork) -> None:
     """A matching line is found on either stream, and the exit code is the command's."""
     process = rfork_process("--version", until=rf"^{re.escape(rfork.__version__)}$")
-    assert (0, f"{rfork.__version__}\n") == (process.wait(), process.stdout)
+    assert 0 == process.wait()
+    assert f"{rfork.__version__}\n" == process.stdout
 
 
 def test_process_that_ends_early_is_not_waited_for(rfork_process: StartRfork) -> None:

@@ -132,7 +132,8 @@ def test_a_stock_client_gets_the_published_seed(planner: str, path: str) -> None
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
         response = request_weight_info(sidecar, path=path)
-        assert (200, info_of(engine)) == (response.status_code, response.json())
+        assert 200 == response.status_code
+        assert info_of(engine) == response.json()
 
 
 def test_each_rank_gets_its_own_info(planner: str) -> None:
@@ -149,6 +150,7 @@ def test_each_rank_gets_its_own_info(planner: str) -> None:
         )
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None:
     """The fork runs while the client loads, is renewed past its lifetime, and finishes as unverified."""
     with (
@@ -164,7 +166,9 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         until(lambda: forks(planner)[0].state == "finished", "the lease released")
         finish = forks(planner)[0].finish
         assert finish is not None
-        assert ("forked", 2080, {}) == (finish.outcome, finish.bytes_read, finish.sources)
+        assert "forked" == finish.outcome
+        assert 2080 == finish.bytes_read
+        assert {} == finish.sources
         assert "not verified" in finish.reasons[0]
         with PlannerClient(planner) as client:
             until(lambda: len(client.instances()) == 1, "the client's instance removed")
@@ -172,6 +176,7 @@ def test_a_lease_lasts_until_the_clients_engine_is_healthy(planner: str) -> None
         assert seed.ranks[0][0] == left.removeprefix(STOCK_PREFIX).rsplit(":", 2)[0]
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_slots_are_bounded_and_a_client_waits_for_one(planner: str) -> None:
     """Two seeds with one slot each: two clients get one each; the third is refused, or waits if configured."""
     with contextlib.ExitStack() as stack:
@@ -231,6 +236,7 @@ def test_memory_of_a_restarted_engine_is_not_served(planner: str) -> None:
             assert before[0].instance_id != published(planner, 1)[0].instance_id
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
     """The generation and the weights change, and the client's sidecar reports that its weights may be torn."""
     with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
@@ -240,12 +246,13 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
         why = ("the seed left or changed its weights while they may have been read",)
         until(lambda: [fork.finish.reasons for fork in forks(planner) if fork.finish] == [why], str(why))
         after = published(planner, 1)[0]
-        assert (before.instance_id, 1, True, "failed") == (
-            after.instance_id, after.generation, before.weights_id != after.weights_id,
-            forks(planner)[0].state,
-        )  # fmt: skip
+        assert before.instance_id == after.instance_id
+        assert 1 == after.generation
+        assert before.weights_id != after.weights_id
+        assert "failed" == forks(planner)[0].state
 
 
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge_leases.py
 def test_a_restarted_planner_relearns_leases(free_port: int) -> None:
     """The seed's heartbeat and the client's renewal restore both: the one slot stays occupied."""
     settings = PlannerSettings(port=free_port, heartbeat_interval_s=0.2, lease_ttl_s=TTL_S)
@@ -270,7 +277,8 @@ def test_rfork_forks_and_stock_forks_are_separate(planner: str) -> None:
         with_stock_layout = client.request_plan(
             fork_request("native-target-2", model=stock.model, layout_id=stock.layout_id)
         )
-        assert ((), ()) == (native.routes, with_stock_layout.routes)
+        assert () == native.routes
+        assert () == with_stock_layout.routes
     with client_of(planner) as sidecar, PlannerClient(planner) as client:
         client.report(seed_report("native-seed", model=MODEL))
         client.report(seed_report("native-seed-2", model=STOCK_PREFIX + MODEL))
@@ -293,7 +301,8 @@ def test_two_layouts_of_one_name_are_refused(planner: str) -> None:
         client = stack.enter_context(client_of(planner))
         published(planner, 2)
         response = request_weight_info(client)
-        assert (503, True) == (response.status_code, "in 2 layouts" in response.json()["error"]["message"])
+        assert 503 == response.status_code
+        assert "in 2 layouts" in response.json()["error"]["message"]
 
 
 def test_memory_addresses_require_a_lease(planner: str) -> None:
@@ -315,6 +324,7 @@ def test_memory_addresses_require_a_lease(planner: str) -> None:
     ("field", "value", "reason"),
     [("pp_size", 2, "2 pipeline stages"), ("speculative_algorithm", "EAGLE", "a draft model (EAGLE)")],
 )
+@pytest.mark.slow  # logic: tests/unit/engines/test_sglang_bridge.py
 def test_an_engine_with_conflicting_ranks_is_not_published(
     planner: str, rfork_process: StartRfork, field: str, value: str | int, reason: str
 ) -> None:
@@ -324,7 +334,8 @@ def test_an_engine_with_conflicting_ranks_is_not_published(
         command = ("sidecar", "--engine", engine.url, "--planner", planner)
         process = rfork_process(*command, until="sidecar ready")
         line = process.wait_for("engine not published").string
-        assert (True, []) == (reason in line, published(planner, 0))
+        assert reason in line
+        assert [] == published(planner, 0)
 
 
 def test_plain_tcp_must_be_enabled(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +379,8 @@ def test_the_command_publishes_serves_and_deregisters(planner: str, rfork_proces
         loading.healthy = True
         client.wait_for("lease released")
         seed.signal(signal.SIGTERM)
-        assert (0, []) == (seed.wait(), published(planner, 0))
+        assert 0 == seed.wait()
+        assert [] == published(planner, 0)
         refused = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert 404 == refused.status_code
         client.wait_for("SGLang client refused")

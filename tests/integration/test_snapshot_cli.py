@@ -93,6 +93,7 @@ def expected_sha256(tiny_model: Path) -> str:
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/snapshots/test_commands.py
 def test_a_snapshot_of_a_seed_is_written_and_restored(
     rfork_process: StartRfork,
     planner: str,
@@ -111,11 +112,9 @@ def test_a_snapshot_of_a_seed_is_written_and_restored(
     assert 0 == writer.wait()
     (written,) = cast(JsonDocument, json.loads(writer.stdout))["snapshots"]
     path = tmp_path / "rev-1" / NAME
-    assert (path.as_uri(), "tiny", path.stat().st_size) == (
-        written["uri"],
-        written["model"],
-        written["bytes_written"],
-    )
+    assert path.as_uri() == written["uri"]
+    assert "tiny" == written["model"]
+    assert path.stat().st_size == written["bytes_written"]
     read, state = load_file(path), loaded_model(tiny_model).state_dict()
     kept = {name: tensor for name, tensor in state.items() if name in read}
     assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
@@ -123,7 +122,8 @@ def test_a_snapshot_of_a_seed_is_written_and_restored(
     assert expected_sha256 == restored_sha256(tiny_model, folder)
     # The writer is no instance any more, and has no running fork.
     with PlannerClient(planner) as client:
-        assert ([1], []) == ([model.seeds for model in client.models()], client.forks(state="running"))
+        assert [1] == [model.seeds for model in client.models()]
+        assert [] == client.forks(state="running")
     assert str(written["weights_id"]) in rfork("verify", folder)
     data = bytearray(path.read_bytes())
     data[len(data) - 2 * MIB] ^= 1
@@ -188,22 +188,22 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     writer.signal(signal.SIGKILL)
     assert -signal.SIGKILL == writer.wait()
     listed = rfork.json("ls", str(tmp_path / "out"))
-    assert ([], True) == (listed["snapshots"], len(listed["leftovers"]) > 0)
+    assert [] == listed["snapshots"]
+    assert len(listed["leftovers"]) > 0
     assert "no snapshot found below" in rfork("verify", str(tmp_path / "out"), code=6)
     rfork("rm", str(tmp_path / "out"), "--leftovers")
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
 
+@pytest.mark.slow  # logic: tests/unit/storage/object_store/test_store.py
 def test_snapshots_in_s3(s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str) -> None:
     """Both formats in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"
     rfork("write", f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
     rfork("write", f"{root}/rev-2/", "--from", str(tiny_model), "--name", "tiny", environment=environment)
     listed = rfork.json("ls", root, environment=environment)
-    assert ([("shared", None), ("file", None)], []) == (
-        [(each["form"], each["problem"]) for each in listed["snapshots"]],
-        listed["leftovers"],
-    )
+    assert [("shared", None), ("file", None)] == [(each["form"], each["problem"]) for each in listed["snapshots"]]
+    assert [] == listed["leftovers"]
     assert [expected_sha256] * 2 == [
         restored_sha256(tiny_model, f"{root}/{revision}/", s3.settings()) for revision in ("rev-1", "rev-2")
     ]
@@ -256,9 +256,7 @@ def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expect
 
         with pytest.raises(SourceWeightsChanged, match="what was read is discarded"):
             snapshot_seed(seed, str(tmp_path / "rev-2"), progress=update)
-        assert ([NAME, f"{NAME}.manifest.json"], 1) == (
-            sorted(path.name for path in tmp_path.rglob("*") if path.is_file()),
-            seed.generation,
-        )
+        assert [NAME, f"{NAME}.manifest.json"] == sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+        assert 1 == seed.generation
         snapshot_seed(seed, str(tmp_path / "rev-2"), shared=True)
         assert image_sha256(capture(module)) == restored_sha256(tiny_model, str(tmp_path / "rev-2"))

@@ -73,14 +73,13 @@ def test_reported_rates_match_each_source(planner: str) -> None:
         served_bytes = {name: seed.served_bytes for name, seed in seeds.items()}
     assert report.seed is not None
     report.seed.close()
-    assert (True, report.image_bytes) == (
-        all(torch.equal(each, torch.ones_like(each)) for each in target.parameters()),
-        sum(served_bytes.values()),
-    )
+    assert all(torch.equal(each, torch.ones_like(each)) for each in target.parameters())
+    assert report.image_bytes == sum(served_bytes.values())
     progress_reports = [event.fork.progress for event in events if event.kind == "progress"]
     finish = events[-1].fork.finish
     assert finish is not None
-    assert (served_bytes, set(served_bytes)) == (finish.sources, set(finish.source_bytes_per_s))
+    assert served_bytes == finish.sources
+    assert set(served_bytes) == set(finish.source_bytes_per_s)
     assert set(served_bytes) == {
         name for each in progress_reports if each is not None for name in each.source_bytes_per_s
     }

@@ -116,7 +116,8 @@ def test_chunks_of_an_image(stored_checkpoint: StoredCheckpoint, expected: dict[
     checkpoint = Checkpoint.open(uri, settings)
     chunks = CheckpointChunks.open(checkpoint, module, image, [])
     with closing(CheckpointChunks.open(checkpoint, module, image, [])) as other:
-        assert (chunks.origin, chunks.uri) == (other.origin, other.uri)
+        assert chunks.origin == other.origin
+        assert chunks.uri == other.uri
     with closing(chunks):
         for begin, end in image.layout.chunks:
             with image.writable(begin, end) as views:
@@ -163,4 +164,5 @@ def test_only_requested_tensors_are_transferred(files: dict[str, bytes], expecte
             ranges = [seen.range.removeprefix("bytes=").split("-") for seen in server.requests_matching()[before:]]
         requested_bytes = sum(int(last) - int(first) + 1 for first, last in ranges)
         prefetched_bytes = expected[name].nbytes - requested_bytes
-        assert (1, True) == (len(ranges), 0 <= prefetched_bytes < HEAD_BYTES)
+        assert 1 == len(ranges)
+        assert 0 <= prefetched_bytes < HEAD_BYTES

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from tests.conftest import StartRfork
 from tests.otlp_collector import LONG_FLUSH_PATCH, CollectedSpan, running_collector
 from tests.processes import RforkProcess, startup_patch
@@ -58,16 +60,15 @@ def test_one_trace_across_three_processes(rfork_process: StartRfork, tiny_model:
         f"{coordinator}POST /v1/forks/{{fork_id}}/finish": f"{instance}fork",
     } == {name: parent for name, parent in parents_of(spans).items() if "progress" not in name}
     (fork,), (serve_span,) = collector.spans_named("fork"), collector.spans_named("serve")
-    assert (report["fork_id"], report["image_bytes"], "forked", False) == (
-        serve_span.attributes["rfork.fork"],
-        serve_span.attributes["rfork.bytes"],
-        fork.attributes["rfork.outcome"],
-        fork.failed,
-    )
+    assert report["fork_id"] == serve_span.attributes["rfork.fork"]
+    assert report["image_bytes"] == serve_span.attributes["rfork.bytes"]
+    assert "forked" == fork.attributes["rfork.outcome"]
+    assert not fork.failed
     assert {"fleet"} == {headers["x-tenant"] for headers in collector.headers}
     assert report["trace_id"] in planner.stderr
 
 
+@pytest.mark.slow  # logic: tests/unit/tracing/test_span_processor.py
 def test_a_hanging_collector_costs_only_spans(rfork_process: StartRfork, tiny_model: Path) -> None:
     """The fork and its process end, and the number of dropped spans is logged."""
     with running_collector(hangs=True) as collector:
@@ -78,11 +79,9 @@ def test_a_hanging_collector_costs_only_spans(rfork_process: StartRfork, tiny_mo
         assert 0 == pull.wait()
         request_received = collector.request_received.wait(60)
     dropped = json.loads(pull.wait_for(r"^.*spans dropped in total.*$").group())
-    assert (True, "forked", True) == (
-        request_received,
-        json.loads(pull.stdout)["outcome"],
-        dropped["spans"] > 0,
-    )
+    assert request_received
+    assert "forked" == json.loads(pull.stdout)["outcome"]
+    assert dropped["spans"] > 0
 
 
 def test_an_invalid_tracing_endpoint_fails_the_start(rfork_process: StartRfork) -> None:

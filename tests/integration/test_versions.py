@@ -125,6 +125,7 @@ def test_new_weights_are_loaded_and_not_forked_from_old_ones(fleet: VersionedFle
     assert any("first of version files:" in reason for reason in cast(list[str], report["reasons"]))
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_the_same_files_under_two_paths_are_forked(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -132,7 +133,8 @@ def test_the_same_files_under_two_paths_are_forked(
     fleet.seed(folders[0])
     copy = Path(shutil.copytree(folders[0], tmp_path / "elsewhere" / MODEL))
     report = result(fleet.pull(copy))
-    assert ("forked", ["peer"]) == (report["outcome"], _error_kinds(report))
+    assert "forked" == report["outcome"]
+    assert ["peer"] == _error_kinds(report)
 
 
 def _error_kinds(report: Report) -> list[str]:
@@ -140,6 +142,7 @@ def _error_kinds(report: Report) -> list[str]:
     return ["peer" if ":" not in source["source_id"] else "storage" for source in sources]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_a_stated_version_is_forked_without_files(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -148,9 +151,11 @@ def test_a_stated_version_is_forked_without_files(
         fleet.seed(folder, "--version", version)
     target = copy_without_weights(folders[0], tmp_path / MODEL)
     report = result(fleet.pull(target, "--version", "v2"))
-    assert ("v2", sha256_of(folders[1])) == (report["version"], report["sha256"])
+    assert "v2" == report["version"]
+    assert sha256_of(folders[1]) == report["sha256"]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_target_without_files_and_version_is_refused_where_two_versions_are_served(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -159,9 +164,11 @@ def test_a_target_without_files_and_version_is_refused_where_two_versions_are_se
         fleet.seed(folder, "--version", version)
     pull = fleet.pull(copy_without_weights(folders[0], tmp_path / MODEL))
     code = pull.wait()
-    assert (True, True) == (code != 0, "2 versions of llama are served (v1, v2)" in pull.transcript())
+    assert code != 0
+    assert "2 versions of llama are served (v1, v2)" in pull.transcript()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_two_cold_targets_with_different_files_load_separately(
     fleet: VersionedFleet, folders: tuple[Path, Path]
 ) -> None:
@@ -170,6 +177,7 @@ def test_two_cold_targets_with_different_files_load_separately(
     assert [sha256_of(folder) for folder in folders] == [result(pull)["sha256"] for pull in pulls]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_a_checkpoint_that_is_replaced_while_its_seed_runs_is_another_version(
     fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -197,6 +205,7 @@ def settings(fleet: VersionedFleet) -> InstanceSettings:
     return InstanceSettings(planner=fleet.url, transports=("http",), deadline_s=60)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettings) -> None:
     """A target without a stated version gets the loader's weights."""
 
@@ -216,6 +225,7 @@ def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettin
     assert "2 versions of net are served" in " ".join(report.reasons)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_choices.py
 def test_a_target_without_a_version_adopts_the_only_one_served(settings: InstanceSettings) -> None:
     """Its report names the version."""
     with serving(OneWeightModel(1), settings, "2026-11"):
@@ -223,9 +233,11 @@ def test_a_target_without_a_version_adopts_the_only_one_served(settings: Instanc
         report = rfork.fork(target, model="net", settings=settings)
         if report.seed is not None:
             report.seed.close()
-    assert ("2026-11", 1) == (report.version, target.weight[0].item())
+    assert "2026-11" == report.version
+    assert 1 == target.weight[0].item()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_versions.py
 def test_an_updated_seed_has_another_version(settings: InstanceSettings) -> None:
     """Targets of the old version do not get the new weights, and targets of the new one do."""
     module, stale, fresh = OneWeightModel(1), OneWeightModel(0), OneWeightModel(0)
@@ -238,7 +250,9 @@ def test_an_updated_seed_has_another_version(settings: InstanceSettings) -> None
         for report in (old, new):
             if report.seed is not None:
                 report.seed.close()
-    assert ("v2", 1, 2) == (seed.version, stale.weight[0].item(), fresh.weight[0].item())
+    assert "v2" == seed.version
+    assert 1 == stale.weight[0].item()
+    assert 2 == fresh.weight[0].item()
 
 
 def _fill(module: nn.Module, value: float) -> None:
@@ -288,6 +302,7 @@ def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_bet
     assert [10, 11] == [rank.weight[0].item() for rank in ranks]
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_rollouts.py
 def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: InstanceSettings, replicas: None) -> None:
     """One server never mixes two versions, whatever its nodes have on disk."""
     target = of_replica(settings, "target")
@@ -305,6 +320,7 @@ def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: Insta
         report.seed.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_version_rollouts.py
 def test_replicas_that_start_during_a_rolling_update_are_of_one_version_each(
     settings: InstanceSettings, replicas: None
 ) -> None:

@@ -74,13 +74,17 @@ def test_one_seed_from_first_heartbeat_to_removal() -> None:
             post_lease(url, "/put_seed", lease_headers),
         ]
         removed = send_request(url, "POST", "/remove_seed", {"SEED_KEY": KEY, **seed(7)})
-        assert (404, b"", 200, 200, b"", [200, 200, 404], 200, b"") == (
-            empty_response[0], empty_response[2], added, status, body, after, removed[0], removed[2],
-        )  # fmt: skip
-        assert (seed(7), 30.0, "0") == (
-            {name: lease_headers[name] for name in LEASE[:3]}, float(lease_headers["LEASE_TTL_SEC"]),
-            lease_headers["CONTENT-LENGTH"],
-        )  # fmt: skip
+        assert 404 == empty_response[0]
+        assert b"" == empty_response[2]
+        assert 200 == added
+        assert 200 == status
+        assert b"" == body
+        assert [200, 200, 404] == after
+        assert 200 == removed[0]
+        assert b"" == removed[2]
+        assert seed(7) == {name: lease_headers[name] for name in LEASE[:3]}
+        assert 30.0 == float(lease_headers["LEASE_TTL_SEC"])
+        assert "0" == lease_headers["CONTENT-LENGTH"]
 
 
 def test_concurrent_clients_share_no_seed() -> None:
@@ -90,9 +94,8 @@ def test_concurrent_clients_share_no_seed() -> None:
             register_seed(url, number)
         responses = list(clients.map(lambda _: request_lease(url), range(12)))
         leased = [lease_headers["SEED_IP"] for status, lease_headers, _ in responses if status == 200]
-        assert ({200: 3, 404: 9}, ["10.0.0.1", "10.0.0.2", "10.0.0.3"]) == (
-            Counter(status for status, _, _ in responses), sorted(leased),
-        )  # fmt: skip
+        assert {200: 3, 404: 9} == Counter(status for status, _, _ in responses)
+        assert ["10.0.0.1", "10.0.0.2", "10.0.0.3"] == sorted(leased)
 
 
 def test_a_restarted_planner_continues_after_the_next_heartbeat(free_port: int) -> None:
@@ -107,7 +110,8 @@ def test_a_restarted_planner_continues_after_the_next_heartbeat(free_port: int) 
             request_lease(url)[0],
         ]
         register_seed(url, 7)
-        assert ([404, 404, 404], 200) == (before, request_lease(url)[0])
+        assert [404, 404, 404] == before
+        assert 200 == request_lease(url)[0]
 
 
 def test_both_types_of_clients_share_a_planner() -> None:
@@ -118,10 +122,9 @@ def test_both_types_of_clients_share_a_planner() -> None:
         routes = planner.request_plan(fork_request("target", model=KEY)).routes
         _, lease_headers, _ = request_lease(url)
         listed = {view.report.instance_id for view in planner.instances()}
-        assert (["native"], "10.0.0.7", True) == (
-            [route.source_id for route in routes], lease_headers["SEED_IP"],
-            {"ascend:10.0.0.7:40123:1", "native"} <= listed,
-        )  # fmt: skip
+        assert ["native"] == [route.source_id for route in routes]
+        assert "10.0.0.7" == lease_headers["SEED_IP"]
+        assert {"ascend:10.0.0.7:40123:1", "native"} <= listed
 
 
 def test_a_malformed_request_is_refused() -> None:
@@ -129,11 +132,9 @@ def test_a_malformed_request_is_refused() -> None:
     with run_in_thread(settings()) as url:
         headers = {"SEED_KEY": KEY, **seed(7), "SEED_PORT": "4o123", "SEED_REFCNT": "0"}
         status, response_headers, body = send_request(url, "POST", "/add_seed", headers)
-        assert (400, "SEED_PORT is not a number from 1 to 65535", b"") == (
-            status,
-            response_headers["RFORK_REASON"],
-            body,
-        )
+        assert 400 == status
+        assert "SEED_PORT is not a number from 1 to 65535" == response_headers["RFORK_REASON"]
+        assert b"" == body
 
 
 def wait_until_known(url: str, *, forks: int, ended: int) -> None:
@@ -158,10 +159,8 @@ def test_two_planners_on_one_redis_assign_no_seed_twice(redis_server: RedisServe
         wait_until_known(right, forks=12, ended=9)
         returned = [post_lease(right, "/put_seed", each) for each in leased_headers]
         wait_until_known(left, forks=12, ended=12)
-        assert (["10.0.0.1", "10.0.0.2", "10.0.0.3"], 9, [200, 200, 200], 404, 200) == (
-            sorted(each["SEED_IP"] for each in leased_headers),
-            [status for status, _, _ in responses].count(404),
-            returned,
-            post_lease(left, "/put_seed", leased_headers[0]),
-            request_lease(left)[0],
-        )
+        assert ["10.0.0.1", "10.0.0.2", "10.0.0.3"] == sorted(each["SEED_IP"] for each in leased_headers)
+        assert 9 == [status for status, _, _ in responses].count(404)
+        assert [200, 200, 200] == returned
+        assert 404 == post_lease(left, "/put_seed", leased_headers[0])
+        assert 200 == request_lease(left)[0]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -94,17 +95,21 @@ ENVIRONMENT_WRITERS = {
 """Modules outside `rfork.settings` that access the environment, with the reason: none of them is configured by it."""
 
 
-def modules_of(package: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the dotted name and syntax tree of every module under a package that is not generated."""
+@cache
+def modules_of(package: str) -> list[tuple[str, list[ast.AST]]]:
+    """Return the dotted name and syntax nodes of every module under a package that is not generated."""
+    found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if str(path.parent.relative_to(ROOT)) not in GENERATED:
             parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text())
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            found.append((".".join(parts).removesuffix(".__init__"), nodes))
+    return found
 
 
-def imports_of(tree: ast.Module) -> Iterator[str]:
-    """Yield each module that a tree imports, at its top or inside functions; ``from a import b`` yields ``a.b``."""
-    for node in ast.walk(tree):
+def imports_of(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield each module that is imported, at the top or inside functions; ``from a import b`` yields ``a.b``."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -127,9 +132,9 @@ def test_imports_point_one_way(package: str) -> None:
     """A package imports only from the layers below it; only the command line imports the planner."""
     wrong = [
         f"{module} imports {imported}"
-        for module, tree in modules_of("rfork")
+        for module, nodes in modules_of("rfork")
         if module.startswith(f"rfork.{package}.") or module == f"rfork.{package}"
-        for imported in imports_of(tree)
+        for imported in imports_of(nodes)
         if (
             imported.startswith("rfork.")
             and package_of(imported) not in ALLOWED_IMPORTS[package] | {package, "__version__"}
@@ -143,8 +148,8 @@ def test_the_planner_imports_only_shared_modules() -> None:
     """The planner imports schemas and other shared modules from rfork, and never torch."""
     wrong = [
         f"{module} imports {imported}"
-        for module, tree in modules_of("planner")
-        for imported in imports_of(tree)
+        for module, nodes in modules_of("planner")
+        for imported in imports_of(nodes)
         if imported.split(".")[0] == "torch"
         or (
             imported.startswith("rfork.")
@@ -172,18 +177,18 @@ def test_the_core_of_the_planner_is_pure() -> None:
 
 def cycle_among(packages: tuple[str, ...]) -> list[str]:
     """Return modules that import one another in a cycle, including imports in functions and for type checkers."""
-    trees = {name: tree for package in packages for name, tree in modules_of(package)}
+    modules = {name: nodes for package in packages for name, nodes in modules_of(package)}
 
     def imported_by(name: str) -> Iterator[str]:
-        for imported in imports_of(trees[name]):
-            while imported and imported not in trees:
+        for imported in imports_of(modules[name]):
+            while imported and imported not in modules:
                 imported = imported.rpartition(".")[0]
             # `rfork` itself is imported for its version; it loads its public names lazily.
             if imported not in {"", "rfork", name}:
                 yield imported
 
     try:
-        TopologicalSorter({name: set(imported_by(name)) for name in trees}).prepare()
+        TopologicalSorter({name: set(imported_by(name)) for name in modules}).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -199,9 +204,9 @@ def test_only_settings_read_the_environment() -> None:
     accessing = {
         f"{module.replace('.', '/')}.py"
         for package in ("rfork", "planner")
-        for module, tree in modules_of(package)
+        for module, nodes in modules_of(package)
         if not module.startswith("rfork.settings.")
-        and any(isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"} for node in ast.walk(tree))
+        and any(isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"} for node in nodes)
     }
     assert set(ENVIRONMENT_WRITERS) == accessing
 
@@ -243,6 +248,19 @@ def test_every_test_has_a_docstring() -> None:
         if node.name.startswith("test_") and not ast.get_docstring(node)
     ]
     assert [] == undocumented
+
+
+def test_tests_that_prove_a_promise_exist() -> None:
+    """The table of promises and the comments at slow tests name existing tests."""
+    table = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("|")]
+    comments = [
+        line
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"mark\.slow,?  # ", line)
+    ]
+    named = {name for line in (*table, *comments) for name in re.findall(r"tests/[\w/]+(?:\.py)?", line)}
+    assert set() == {name for name in named if not (ROOT / name).exists()}
 
 
 def test_the_structure_page_lists_every_package() -> None:

@@ -59,7 +59,8 @@ def test_workflows_match_their_schema() -> None:
     """Workflows are valid according to GitHub's published schema."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     done = subprocess.run([*command, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
-    assert (0, "") == (done.returncode, done.stderr), done.stdout
+    assert 0 == done.returncode, done.stdout
+    assert "" == done.stderr, done.stdout
 
 
 def test_actions_are_pinned() -> None:
@@ -96,6 +97,14 @@ def test_publishing_waits_for_the_checks() -> None:
     # Published metadata needs the repository's URL, otherwise README's links are broken on the index.
     assert 'make release-check REPOSITORY="$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"' in ran["build"]
     assert {"id-token": "write"} == jobs["pypi"]["permissions"]
+
+
+def test_the_nightly_jobs_run_every_test() -> None:
+    """Each folder of tests has a job, except that of tests that need a GPU."""
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    named = re.findall(r"TESTS=tests/(\w+)", nightly) + re.findall(r"arguments: test-(\w+)$", nightly, re.MULTILINE)
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders - {"gpu"} == set(named)
 
 
 def test_ci_runs_existing_targets() -> None:

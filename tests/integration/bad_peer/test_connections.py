@@ -33,6 +33,7 @@ def test_silent_connections(attacked_seed: AttackedSeed, begun: str) -> None:
         assert FORKED == attacked_seed.fork()
 
 
+@pytest.mark.slow  # also: tests/integration/http_transport/test_bad_clients.py
 def test_slow_readers_are_cut(attacked_seed: AttackedSeed) -> None:
     """A fork that reads less than a kilobyte a second loses its connections; meanwhile others can read."""
     token = attacked_seed.lease.token

@@ -34,9 +34,12 @@ def test_an_unreachable_planner(rfork: Rfork, free_port: int, command: tuple[str
     """One line and a hint, as text and as JSON; exit code 5."""
     url = f"http://127.0.0.1:{free_port}"
     done = rfork(*command, "--planner", url)
-    assert (5, True) == (done.code, done.err.startswith(f"error: planner {url} is unreachable: "))
+    assert 5 == done.code
+    assert done.err.startswith(f"error: planner {url} is unreachable: ")
     result = rfork(*command, "--planner", url, "--json")
-    assert (5, "PlannerUnreachable", True) == (result.code, result.json["error"], bool(result.json["hint"]))
+    assert 5 == result.code
+    assert "PlannerUnreachable" == result.json["error"]
+    assert result.json["hint"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -44,14 +47,16 @@ def test_a_wrong_token(rfork: Rfork, command: tuple[str, ...]) -> None:
     """The hint names the variable to set."""
     with run_in_thread(PlannerSettings(port=0, token=SecretStr("right"))) as url:
         done = rfork(*command, "--planner", url, RFORK_TOKEN="wrong")
-    assert (5, True) == (done.code, "set RFORK_TOKEN" in done.err)
+    assert 5 == done.code
+    assert "set RFORK_TOKEN" in done.err
 
 
 @pytest.mark.parametrize(("url", "code"), [("127.0.0.1:8700", 2), ("", 2), ("http://no.such.host.invalid", 5)])
 def test_an_invalid_url(rfork: Rfork, url: str, code: int) -> None:
     """An invalid planner URL is reported as such, with an example."""
     done = rfork("status", "--planner", url)
-    assert (code, 2) == (done.code, len(done.err.splitlines()))
+    assert code == done.code
+    assert 2 == len(done.err.splitlines())
 
 
 @pytest.mark.parametrize("words", [("status", "--forks"), ("--version",)], ids=" ".join)
@@ -63,7 +68,8 @@ def test_a_closed_stdout_pipe_is_no_failure(fleet: str, words: tuple[str, ...]) 
     environment = {**os.environ, "RFORK_PLANNER": fleet}
     done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
-    assert (0, "") == (done.returncode, done.stderr)
+    assert "" == done.stderr
+    assert 0 == done.returncode
 
 
 def test_a_closed_stderr_pipe_keeps_the_exit_code() -> None:
@@ -85,10 +91,8 @@ def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet:
     monkeypatch.setattr(PlannerClient, "models", broken)
     assert "Traceback" in CliRunner().invoke(app, ["status", "--planner", fleet], env=DEBUG).stderr
     done = rfork("status", "--planner", fleet)
-    assert (1, "error: unexpected error: KeyError: 'what'") == (
-        done.code,
-        done.err.splitlines()[0],
-    )
+    assert 1 == done.code
+    assert "error: unexpected error: KeyError: 'what'" == done.err.splitlines()[0]
 
 
 INTERRUPTED_IN_TORCH = """
@@ -120,4 +124,6 @@ app.main()
 def test_an_interrupted_command_exits_with_its_code() -> None:
     """This also holds while threads are inside torch; exit handlers run."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED_IN_TORCH], capture_output=True, text=True, check=False)
-    assert (130, "unflushed, at exit", "") == (done.returncode, done.stdout, done.stderr)
+    assert 130 == done.returncode
+    assert "unflushed, at exit" == done.stdout
+    assert "" == done.stderr

@@ -42,7 +42,8 @@ def test_a_signal_right_after_ready_ends_the_command(
     monkeypatch.setattr(console, "print_json", end)
     words = [word.format(model=tiny_model) for word in command]
     done = rfork(*words, "--planner", fleet, "--json", RFORK_DRAIN_TIMEOUT_S="0", RFORK_TRANSPORTS="http")
-    assert (0, 1) == (done.code, len(outcomes))
+    assert 0 == done.code
+    assert 1 == len(outcomes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -74,7 +75,8 @@ def test_a_wait_that_fails_when_interrupted(
 
     monkeypatch.setattr(PlannerClient, "forks", wait)
     done = rfork("status", "--forks", "--planner", fleet)
-    assert (130, "interrupted\n") == (done.code, done.err)
+    assert 130 == done.code
+    assert "interrupted\n" == done.err
 
 
 INTERRUPTED_SCRIPT = """
@@ -103,4 +105,6 @@ app.main()
 def test_an_interruption_closes_open_resources() -> None:
     """They are closed before the process exits: otherwise a half-written file would remain."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED_SCRIPT], capture_output=True, text=True, check=False)
-    assert (130, "closed\n", "") == (done.returncode, done.stdout, done.stderr)
+    assert 130 == done.returncode
+    assert "closed\n" == done.stdout
+    assert "" == done.stderr

@@ -19,13 +19,12 @@ from tests.unit.planner.builders import seed_report
 def test_top_without_a_terminal_prints_once(rfork: Rfork, fleet: str) -> None:
     """Into a pipe it prints one view and exits; with --json and --once one line."""
     output = rfork("top", "--planner", fleet).out
-    assert ("running forks (1)" in output, "fallback reasons" in output, "\x1b" in output) == (
-        True,
-        True,
-        False,
-    )
+    assert "running forks (1)" in output
+    assert "fallback reasons" in output
+    assert "\x1b" not in output
     line = rfork("top", "--planner", fleet, "--json", "--once").json
-    assert (4, {"NoSource": 1}) == (line["instances"], line["fallbacks"])
+    assert 4 == line["instances"]
+    assert {"NoSource": 1} == line["fallbacks"]
 
 
 def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
@@ -39,7 +38,8 @@ def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
         terminal.wait_for("sources (1)")
         terminal.type("q")
         assert 0 == terminal.end()
-    assert (terminal.before, True) == (terminal.modes(), terminal.text.rstrip().endswith("\x1b[?1049l"))
+    assert terminal.before == terminal.modes()
+    assert terminal.text.rstrip().endswith("\x1b[?1049l")
 
 
 def test_top_is_interrupted(terminal: PseudoTerminal, fleet: str) -> None:
@@ -47,14 +47,16 @@ def test_top_is_interrupted(terminal: PseudoTerminal, fleet: str) -> None:
     terminal.start("top", "--planner", fleet)
     terminal.wait_for("running forks")
     terminal.type("\x03")
-    assert (0, terminal.before) == (terminal.end(), terminal.modes())
+    assert 0 == terminal.end()
+    assert terminal.before == terminal.modes()
 
 
 def test_top_is_interrupted_while_drawing_the_first_view(terminal: PseudoTerminal, fleet: str, tmp_path: Path) -> None:
     """It leaves the alternate screen then too."""
     first = "import rich.live\ndef refresh(self): raise KeyboardInterrupt\nrich.live.Live.refresh = refresh\n"
     terminal.start("top", "--planner", fleet, **startup_patch(tmp_path / "patch", first))
-    assert (0, terminal.before) == (terminal.end(), terminal.modes())
+    assert 0 == terminal.end()
+    assert terminal.before == terminal.modes()
     assert terminal.text.count("\x1b[?1049h") == terminal.text.count("\x1b[?1049l") == 1
 
 
@@ -69,7 +71,9 @@ def test_top_is_suspended(terminal: PseudoTerminal, fleet: str) -> None:
     terminal.wait_for("\x1b[?1049l")
     terminal.wait_for("running forks")
     terminal.type("q")
-    assert (0, terminal.before, 2) == (terminal.end(), terminal.modes(), terminal.text.count("\x1b[?1049h"))
+    assert 0 == terminal.end()
+    assert terminal.before == terminal.modes()
+    assert 2 == terminal.text.count("\x1b[?1049h")
 
 
 def test_ascii_only_output(fleet: str) -> None:
@@ -77,4 +81,6 @@ def test_ascii_only_output(fleet: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "rfork", "top", "--planner", fleet]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (0, "", True) == (done.returncode, done.stderr, "??????" in done.stdout)
+    assert "" == done.stderr
+    assert 0 == done.returncode
+    assert "??????" in done.stdout

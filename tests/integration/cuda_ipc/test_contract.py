@@ -36,7 +36,8 @@ def test_contract(check: ContractCheck, handle_type: HandleType) -> None:
         check(pair)
     finally:
         pair.close()
-    assert ([], []) == (driver.violations, driver.opened)
+    assert [] == driver.violations
+    assert [] == driver.opened
 
 
 @pytest.mark.parametrize("handle_type", ["legacy", "descriptor"])
@@ -48,7 +49,8 @@ def test_every_byte_arrives(remote_source: MakeRemoteSource, handle_type: str, o
     reader.read(0, side.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(side.image)
-    assert ([], []) == (side.driver.violations, side.driver.opened)
+    assert [] == side.driver.violations
+    assert [] == side.driver.opened
 
 
 def test_adjacent_small_tensors_are_copied_together(remote_source: MakeRemoteSource) -> None:
@@ -126,4 +128,5 @@ def test_lent_host_memory_is_reclaimed() -> None:
     os.close(file)
     connections.close()
     exported.close()
-    assert (3997, 0) == (lent, left)
+    assert 3997 == lent
+    assert 0 == left

@@ -27,7 +27,8 @@ def test_no_handle_without_a_lease(seed: tuple[FencedGate, Endpoint, FakeDriver]
     with pytest.raises(LeaseRejected):
         reader.read(0, side.image_bytes, soon())
     reader.close()
-    assert ([], bytes(side.image_bytes)) == (driver.exports, content(side.image))
+    assert [] == driver.exports
+    assert bytes(side.image_bytes) == content(side.image)
 
 
 def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
@@ -38,7 +39,8 @@ def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) ->
     reader = side.connect(endpoint)
     reader.read(0, side.image_bytes, soon())
     reader.close()
-    assert (expected(SIZES), side.image_bytes) == (content(side.image), gate.granted)
+    assert expected(SIZES) == content(side.image)
+    assert side.image_bytes == gate.granted
 
 
 def test_handles_are_created_once(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:

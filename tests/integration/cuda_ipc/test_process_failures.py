@@ -158,7 +158,8 @@ def test_a_stopped_reader_blocks_no_one_else(start: StartNode, monkeypatch: pyte
         target.send_line(json.dumps(endpoint_to_json(sources[-1].endpoint())))
         assert {"reading": 1} == target.read_message()
     send(target.process, signal.SIGSTOP)
-    assert (1, 0) == (gates[0].fence(0.05), gates[1].inflight_reads.drain(30))
+    assert 1 == gates[0].fence(0.05)
+    assert 0 == gates[1].inflight_reads.drain(30)
     for source in sources:
         source.close()
 
@@ -213,9 +214,11 @@ def test_closing_a_reader_during_a_copy(remote_source: MakeRemoteSource) -> None
     closing.start()
     assert reader._broken.wait(30)  # type: ignore[attr-defined]
     closing.join(0.1)
-    assert (True, 1) == (closing.is_alive(), len(side.driver.opened))
+    assert closing.is_alive()
+    assert 1 == len(side.driver.opened)
     side.driver.running.set()
     reading.join()
     closing.join()
     assert [SourceUnavailable] == [type(error) for error in raised]
-    assert ([], []) == (side.driver.violations, side.driver.opened)
+    assert [] == side.driver.violations
+    assert [] == side.driver.opened

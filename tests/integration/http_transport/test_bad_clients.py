@@ -91,6 +91,7 @@ def test_a_client_that_does_not_read_is_cut() -> None:
         assert len(received_from(connection)) < sum(LARGE)
 
 
+@pytest.mark.slow  # also: the test above
 def test_a_stalled_reader_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """An admitted reader that stalls is logged; an unauthenticated client is not."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.server")

@@ -106,7 +106,8 @@ def test_httpx_reads_ranges(range_header: str, begin: int, end: int | None) -> N
     with pair() as made, httpx.Client(headers=AUTHORIZATION) as client:
         file_bytes = header(made.source.layout) + content(made.source)
         response = client.get(url_of(made.exporter.endpoint()), headers={"Range": range_header})
-        assert (206, file_bytes[begin:end]) == (response.status_code, response.content)
+        assert 206 == response.status_code
+        assert file_bytes[begin:end] == response.content
 
 
 def test_urllib_reads_the_complete_file() -> None:
@@ -179,7 +180,8 @@ def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
             response.read()
         made.exporter.close()
         expected = 2 * SLICE_BYTES - len(header(made.source.layout))
-        assert (expected, []) == (copies.started_bytes, copies.pending)
+        assert expected == copies.started_bytes
+        assert [] == copies.pending
 
 
 def test_closing_cuts_readers_and_leaves_no_thread() -> None:

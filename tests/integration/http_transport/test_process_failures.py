@@ -56,6 +56,7 @@ def test_another_process_sends_the_right_bytes(seed: tuple[subprocess.Popen[str]
     assert content(image_of((40 << 20, 1000), seed=1)) == content(target)
 
 
+@pytest.mark.slow  # logic: tests/integration/http_transport/test_bad_servers.py
 def test_a_stopped_process_is_stalled(seed: tuple[subprocess.Popen[str], Endpoint]) -> None:
     """SIGSTOP raises SourceTimeout after `source_idle_timeout_s`, well before the deadline; reads work after
     SIGCONT.

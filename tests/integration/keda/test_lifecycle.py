@@ -31,6 +31,7 @@ from tests.processes import RforkProcess
 from tests.unit.planner.integrations.keda.fakes import MODEL, engine, instance
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/integrations/test_planner_client.py
 async def test_a_planner_that_dies_is_unavailable_until_it_returns(
     rfork_process: StartRfork, free_port: int, engines: EngineServers, scaler_port: int
 ) -> None:

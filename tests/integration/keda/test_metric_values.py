@@ -55,6 +55,7 @@ async def test_engines_that_do_not_respond_are_left_out(
     assert f"waiting of org/llama is unknown: {HOSTS[0]} returned HTTP 302 at {url}" in str(unknown.value.details())
 
 
+@pytest.mark.slow  # also: the next tests
 async def test_endless_responses_delay_no_one_else(
     planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:

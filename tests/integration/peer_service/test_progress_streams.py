@@ -94,7 +94,8 @@ def test_draining_is_reported(start_seed: StartSeed) -> None:
     updates = peer.watch(request_channel(seed, peer), SOON_S)
     before = next(updates).draining
     seed.drain(0.0)
-    assert (False, True) == (before, next(updates).draining)
+    assert not before
+    assert next(updates).draining
     with pytest.raises(SourceBusy):
         request_channel(seed, peer)
     peer.close()
@@ -155,6 +156,7 @@ def test_a_seed_that_closes_ends_its_streams(start_seed: StartSeed) -> None:
     peer.close()
 
 
+@pytest.mark.slow  # logic: tests/unit/source/test_seed.py
 def test_a_seed_that_closes_ends_its_calls(start_seed: StartSeed, caplog: pytest.LogCaptureFixture) -> None:
     """However many readers it cuts, none of their calls leaves an object that warns when it is collected."""
     gc.collect()  # warnings of other tests' objects do not count

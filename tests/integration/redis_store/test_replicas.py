@@ -59,7 +59,8 @@ async def test_a_commit_is_visible_immediately(make: MakeStore) -> None:
     await plan(store, "a")
     seen = forks_of(store)
     await plan(store, "b")
-    assert (["a"], ["a", "b"]) == (seen, notifications)
+    assert ["a"] == seen
+    assert ["a", "b"] == notifications
 
 
 async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
@@ -72,10 +73,8 @@ async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
     outcomes = await asyncio.gather(one.commit(first), other.commit(second), return_exceptions=True)
     refused = [type(outcome) for outcome in outcomes if outcome is not None]
     loser, expected = (other, ([], ["first"], 1)) if outcomes[0] is None else (one, (["late"], ["second"], 1))
-    assert ([CommitConflict], expected) == (
-        refused,
-        (instances_of(loser), forks_of(loser), loser.version(GROUP)),
-    )
+    assert [CommitConflict] == refused
+    assert expected == (instances_of(loser), forks_of(loser), loser.version(GROUP))
 
 
 async def test_no_version_is_used_twice(make: MakeStore) -> None:
@@ -86,9 +85,8 @@ async def test_no_version_is_used_twice(make: MakeStore) -> None:
     used = await asyncio.gather(*(plan(stores[index % 2], f"f{index}") for index in range(200)))
     await until(lambda: all(store.version(GROUP) == 200 for store in stores))
     expected = sorted(f"f{index}" for index in range(200))
-    assert (list(range(200)), [expected] * 2) == (
-        sorted(used), [forks_of(store) for store in stores],
-    )  # fmt: skip
+    assert list(range(200)) == sorted(used)
+    assert [expected] * 2 == [forks_of(store) for store in stores]
 
 
 async def test_concurrent_changes_of_one_record_are_both_kept(make: MakeStore) -> None:
@@ -141,9 +139,9 @@ async def test_a_replica_that_starts_later_loads_everything(make: MakeStore) -> 
     # Each poll of Redis returns the time of the most advanced replica.
     await until(lambda: abs(one.now() - later.now()) < 2)
     record = later.state.instance("a")
-    assert (["live", "planned", "y", "z"], one.version(GROUP), seen_at) == (
-        forks_of(later), later.version(GROUP), record.seen_at if record else None,
-    )  # fmt: skip
+    assert ["live", "planned", "y", "z"] == forks_of(later)
+    assert one.version(GROUP) == later.version(GROUP)
+    assert seen_at == (record.seen_at if record else None)
 
 
 async def test_fork_reports_outlive_their_instances(make: MakeStore) -> None:

@@ -74,7 +74,8 @@ def test_a_socket_file_is_private_to_its_user(tmp_path: Path) -> None:
     echo = EchoServer(tmp_path)
     modes = [stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()]
     echo.server.close()
-    assert ([0o600], []) == (modes, list(tmp_path.iterdir()))
+    assert [0o600] == modes
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_a_long_directory_name_works(tmp_path: Path) -> None:

@@ -87,4 +87,5 @@ def test_a_reader_waiting_for_a_chunk_in_progress_is_kept_alive() -> None:
             assert ({"wait": 0}, []) == connection.receive(soon())
         message, descriptors = receive_reply(connection)
         close_all(descriptors)
-    assert ([0, 0], 1) == (message["sealed"], len(descriptors))
+    assert [0, 0] == message["sealed"]
+    assert 1 == len(descriptors)

@@ -66,6 +66,7 @@ def repeating_progress(fleet: FleetPlayer) -> Iterator[None]:
     future.result()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_an_empty_fleet_shows_how_to_start(page: Page, planner: str) -> None:
     """Without instances the page shows the commands to start some, with this planner's URL."""
     open_page(page, planner)
@@ -88,7 +89,8 @@ def test_a_busy_fleet(page: Page, fleet: FleetPlayer, planner: str) -> None:
         expect(page.locator("#scaleup-list")).to_contain_text("10 replicas of")
         first = drawn_rows(page).first
         expect(first).to_contain_text("llama-7c9f-0")
-        assert ("1", "true") == (first.get_attribute("aria-level"), first.get_attribute("aria-expanded"))
+        assert "1" == first.get_attribute("aria-level")
+        assert "true" == first.get_attribute("aria-expanded")
         assert {"seed", "relay", "target"} <= set(page.locator("#legend").inner_text().split())
         expect(page.locator("#source-rows")).to_contain_text("1.60 GB/s")
         fleet.end(llama(11), fleet.request_fork(llama(11), "x"), 9.5)
@@ -101,6 +103,7 @@ def test_a_busy_fleet(page: Page, fleet: FleetPlayer, planner: str) -> None:
     expect(page.locator("#source-rows")).to_contain_text("1.40 GB/s")
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """Both versions are counted, each has its own row and its own fork tree, and no problem is listed."""
     open_page(page, planner)
@@ -122,6 +125,7 @@ def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) 
     assert [] == accessibility_violations(page)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_the_first_instance_of_a_version_is_no_problem(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """It has no source and loads from storage while others serve the previous version: the start of a
     rollout.
@@ -137,14 +141,12 @@ def test_the_first_instance_of_a_version_is_no_problem(page: Page, fleet: FleetP
     expect(page.locator("#headline")).to_have_text("No problems")
 
 
-@pytest.mark.parametrize(
-    "version", ["2026-11-23", f"files:{'a' * 32}", f"commit:{'b' * 40}", "update:llama-7c9f:12", "files:", ""]
-)
-def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str, version: str) -> None:
+def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str) -> None:
     """A version reads the same on the page and in a terminal."""
+    versions = ["2026-11-23", f"files:{'a' * 32}", f"commit:{'b' * 40}", "update:llama-7c9f:12", "files:", ""]
     open_page(page, planner)
-    shortened = page.evaluate("(v) => import('./page/format.js').then((format) => format.shortVersion(v))", version)
-    assert (short(version) if version else "") == shortened
+    script = "(versions) => import('./page/format.js').then((format) => versions.map(format.shortVersion))"
+    assert [short(version) if version else "" for version in versions] == page.evaluate(script, versions)
 
 
 def test_problems_come_first(page: Page, fleet: FleetPlayer, planner: str) -> None:
@@ -184,6 +186,7 @@ def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner
     expect(details).to_be_hidden()
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_edge_width_shows_the_reported_rate(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """Each of two sources shows the rate that its reader reported, and no rate if the reader reported none."""
     for name, max_rate in (("fast", 3 * GB), ("slow", GB)):
@@ -207,6 +210,7 @@ def test_edge_width_shows_the_reported_rate(page: Page, fleet: FleetPlayer, plan
         assert [1, wide] == edges(page)
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_only_visible_rows_of_a_thousand_instances_are_rendered(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """The table renders only visible rows, shows the total count, and scrolls to its end with the End key."""
     plans = play_large_fleet(fleet)

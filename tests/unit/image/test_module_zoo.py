@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fork_server import run_python
 from tests.unit.image.module_zoo import MODULE_CASES
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Verdicts of all cases: one process captures them, and another is filled."""
     file = tmp_path_factory.mktemp("zoo") / "seed"
-    command = [sys.executable, "-m", "tests.unit.image.module_zoo"]
-    subprocess.run([*command, "seed", file], cwd=ROOT, check=True)
-    target = subprocess.run([*command, "target", file], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    found: dict[str, str] = json.loads(target.stdout)
+    for role in ("seed", "target"):
+        ran = run_python(["-m", "tests.unit.image.module_zoo", role, str(file)])
+        assert 0 == ran.returncode, ran.stderr
+    found: dict[str, str] = json.loads(ran.stdout)
     return found
 
 

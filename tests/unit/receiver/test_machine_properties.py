@@ -307,7 +307,7 @@ HISTORIES = st.lists(st.tuples(st.sampled_from(STEPS), st.tuples(NUMBER, NUMBER)
 History = list[tuple[Callable[[Executor, Numbers], None], Numbers]]
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 @given(st.booleans(), HISTORIES)
 def test_promises_hold_in_any_order_of_events(spooled: bool, history: History) -> None:
     """Every chunk that is served has the bytes of the manifest, a chunk has at most one reader, nothing is read

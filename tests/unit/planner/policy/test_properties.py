@@ -139,7 +139,7 @@ def random_demand(rng: Random, fleet: GroupView, name: str) -> ForkDemand:
 
 
 @given(rngs, st.integers(0, 10), st.integers(1, 40))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_every_decision_satisfies_the_invariants(rng: Random, members: int, number: int) -> None:
     """`violations` finds nothing in any fleet, for any demands."""
     fleet = random_fleet(rng, MEMBERS[:members])
@@ -150,7 +150,7 @@ def test_every_decision_satisfies_the_invariants(rng: Random, members: int, numb
 
 
 @given(rngs, st.integers(0, 10))
-@settings(max_examples=600)
+@settings(max_examples=100)
 def test_a_single_decision_satisfies_the_invariants(rng: Random, members: int) -> None:
     """Most requests are single demands."""
     fleet = random_fleet(rng, MEMBERS[:members])
@@ -172,7 +172,7 @@ def empty_target(rng: Random, name: str) -> Source:
 
 
 @given(rngs, st.integers(1, 5), st.integers(1, 40))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_every_target_gets_a_source_while_slots_are_free(rng: Random, seed_count: int, number: int) -> None:
     """If each target accepts at least two readers, all are connected to the seeds."""
     members = [
@@ -193,7 +193,7 @@ def test_every_target_gets_a_source_while_slots_are_free(rng: Random, seed_count
 
 
 @given(rngs, st.integers(2, 40))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_cold_group_reads_storage_once(rng: Random, number: int) -> None:
     """Without holders, each byte is read from storage once, and every target receives everything."""
     demands = [ForkDemand(f"fork-t{index:02}", empty_target(rng, f"t{index:02}")) for index in range(number)]
@@ -206,7 +206,7 @@ def test_a_cold_group_reads_storage_once(rng: Random, number: int) -> None:
 
 
 @given(rngs, st.integers(0, 10), st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_order_of_the_demands_does_not_matter(rng: Random, members: int, number: int) -> None:
     """The same demands in another order, or repeated, yield the same decisions."""
     fleet = random_fleet(rng, MEMBERS[:members])
@@ -217,7 +217,7 @@ def test_the_order_of_the_demands_does_not_matter(rng: Random, members: int, num
 
 
 @given(rngs, st.integers(0, 10), st.integers(1, 10))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_unassigned_chunks_cause_a_retry_or_a_reason(rng: SeededRandom, members: int, number: int) -> None:
     """A decision that omits chunks suggests a retry, or explains why no source serves them."""
     fleet = random_fleet(rng, MEMBERS[:members])

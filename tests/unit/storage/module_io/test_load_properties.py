@@ -223,7 +223,7 @@ def loaded(description: Any, path: Path) -> dict[str, list[Any]] | None:
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(shapes, changes, st.integers(0, 9))
 def test_load_equals_strict_loading(
     tmp_path_factory: pytest.TempPathFactory, description: Any, chosen: dict[int, str], unexpected: int

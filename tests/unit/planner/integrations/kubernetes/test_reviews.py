@@ -304,7 +304,7 @@ async def test_a_binding_gets_the_topology_of_its_node(subject: Document, expect
         assert subject["target"] == after["target"]
 
 
-@trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@trying(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(labelled_pods(), SETTINGS)
 async def test_patches_are_correct(subject: Document, settings: KubernetesSettings) -> None:
     """By another implementation of RFC 6902."""

@@ -44,8 +44,8 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_each_command_runs(python: Path, command: str) -> None:
     """Without torch, and without a writable home directory."""
     done = run(python, "-m", "rfork", command, "--help")
-    assert 0 == done.returncode
     assert "" == done.stderr
+    assert 0 == done.returncode
 
 
 def test_every_planner_module_imports(python: Path) -> None:

@@ -30,7 +30,7 @@ def test_completion_is_installed(shell: str, words: str, tmp_path: Path) -> None
     )
     written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert 0 == done.returncode, done.stdout + done.stderr
-    assert words in written
+    assert words in written, done.stdout + done.stderr
 
 
 def test_commands_and_options_are_completed() -> None:

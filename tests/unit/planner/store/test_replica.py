@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from planner.core.records import ForkRecord, InstanceRecord, StoreChange
-from planner.store.codec import FORKS, INSTANCES
-from planner.store.messages import ChangeMessage, LogEntry, ReplicaOutdated, StoreSnapshot, body_of, group_text
+from planner.store.messages import (
+    FORKS,
+    INSTANCES,
+    ChangeMessage,
+    LogEntry,
+    ReplicaOutdated,
+    StoreSnapshot,
+    body_of,
+    group_text,
+)
 from planner.store.replica import Replica
 from rfork.schema import ForkResult
 from tests.unit.planner.builders import FakeTime

@@ -59,7 +59,7 @@ def test_bytes_of_finished_forks_are_counted_once_after_each_load() -> None:
     group = replica.state.group(GROUP)
     assert 9 == group.history.forked_bytes
     assert 0 == group.history.storage_bytes
-    assert 3.0 == group.history.durations.fork_s
+    assert 3.0 == group.history.fork_s
 
 
 def new(*records: InstanceRecord) -> ChangeMessage:

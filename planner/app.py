@@ -25,13 +25,11 @@ from planner.core.state import MAX_FINISHED_FORKS
 from planner.event_bus import EventBus
 from planner.integrations.vllm_ascend.router import ascend_router
 from planner.metrics import Metrics
-from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RequestLog
+from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RateLimit, RequestLog, TracingMiddleware
 from planner.origins import KnownHosts, OriginGuard
 from planner.plan_service import SWEEP_INTERVAL_S, PlanService
-from planner.request_rate_limit import RateLimit
 from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
-from planner.tracing import TracingMiddleware
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.feed import feed_router
 from planner.ui.files import page_routes

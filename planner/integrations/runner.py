@@ -11,9 +11,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from planner.http_server import address_of, listen, run_server
 from planner.integrations.cancellation import raise_if_cancelled
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
-from planner.sockets import address_of, listen, run_server
 from rfork.errors import MissingExtra, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings

@@ -19,10 +19,10 @@ import jsonpatch
 import pytest
 import trustme
 
+from planner.http_server import listen, run_server
 from planner.integrations.kubernetes import certs
 from planner.integrations.kubernetes.certs import CertBundle
 from planner.integrations.kubernetes.reloading_tls import ReloadingContext
-from planner.sockets import listen, run_server
 from tests.conftest import StartRfork
 
 DAYS = 30.0

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 
 from planner.clock import Clock
+from planner.http_server import address_of, listen, run_server
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes.cert_source import (
     CertSource,
@@ -21,7 +22,6 @@ from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, Re
 from planner.integrations.kubernetes.secrets import connect_secrets
 from planner.integrations.kubernetes.topology import NodeTopology
 from planner.integrations.kubernetes.webhook_app import admission_app
-from planner.sockets import address_of, listen, run_server
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings, KubernetesSettings

@@ -25,16 +25,15 @@ from planner.core.state import MAX_FINISHED_FORKS
 from planner.event_bus import EventBus
 from planner.integrations.vllm_ascend.router import ascend_router
 from planner.metrics import Metrics
-from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RequestLog
+from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RateLimit, RequestLog, TracingMiddleware
 from planner.origins import KnownHosts, OriginGuard
 from planner.plan_service import SWEEP_INTERVAL_S, PlanService
-from planner.request_rate_limit import RateLimit
 from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
-from planner.tracing import TracingMiddleware
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.feed import feed_router
 from planner.ui.files import page_routes
+from rfork.errors import MissingExtra
 from rfork.logs import logger
 from rfork.schema import Problem
 from rfork.settings import PlannerSettings
@@ -93,11 +92,15 @@ class PlannerApp(FastAPI):
 
 
 def make_store(settings: PlannerSettings, clock: Clock) -> PlannerStore:
-    """Return the store that the settings name, not started."""
+    """Return the store that the settings name, not started. Raises MissingExtra without the `redis` package."""
     if settings.store == "memory":
         return MemoryStore(clock, max_finished_forks=MAX_FINISHED_FORKS)
-    from planner.store.redis import RedisStore
-
+    try:
+        from planner.store.redis import RedisStore
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "redis":
+            raise
+        raise MissingExtra("the redis package", extra="redis") from None
     return RedisStore(settings.store, clock, max_finished_forks=MAX_FINISHED_FORKS, timeout_s=settings.store_timeout_s)
 
 

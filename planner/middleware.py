@@ -1,4 +1,4 @@
-"""ASGI middleware in front of the routes: request id and log, authorization, body limit.
+"""ASGI middleware in front of the routes: request id and log, traces, authorization, rate and body limits.
 
 Plain ASGI that reads raw headers: a fleet's heartbeats pass through thousands of times a second.
 """
@@ -12,7 +12,9 @@ import math
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
@@ -22,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from planner.auth import AUTHORIZATION_CHECK, CALLER, Auth, is_open
 from planner.core.problems import ProblemError
 from planner.http_errors import problem_response
-from planner.request_rate_limit import RateLimit
 from rfork.logs import logger
+from rfork.tracing import TRACEPARENT, TraceContext, Tracer
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Maximum size of a request body."""
@@ -32,7 +34,16 @@ BODY_S: Final = 10.0
 CLIENT_DISCONNECTED: Final = 499
 """Status logged for a request whose client disconnected before the response, as in nginx."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+FORKS_PATH: Final = "/v1/forks"
+SCALEUPS_PATH: Final = "/v1/scaleups"
+TRACEPARENT_HEADER: Final = TRACEPARENT.encode()
+BURST_S: Final = 2.0
+"""An idle caller may send at once as many requests as its rate allows in this many seconds."""
+CALLER_CACHE_SIZE: Final = 32_768
+"""About 250 bytes each. The least recently active caller is dropped first, and restarts with a full bucket."""
 
+CallerKey = tuple[bytes, str]
+"""Digest of the token (empty without a valid one) and network address."""
 
 RefusalListener = Callable[[str], None]
 """Called with the slug of each problem that ends a request before its route."""
@@ -87,6 +98,65 @@ class RequestLog:
             structlog.contextvars.reset_contextvars(**bound)
 
 
+class TracingMiddleware:
+    """ASGI middleware that adds a span for each fork and scale-up request to the caller's trace.
+
+    Heartbeats and queries have no spans: they would outnumber all others.
+    """
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        route = _route_of(scope) if scope["type"] == "http" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        with self._tracer.span(
+            f"{scope['method']} {route.route}",
+            kind="server",
+            parent=TraceContext.parse(header(scope, TRACEPARENT_HEADER)),
+            method=scope["method"],
+            route=route.route,
+            fork=route.fork_id or None,
+            scaleup=route.scaleup_id or None,
+        ) as span:
+
+            async def send_seen(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set(status=message["status"])
+                    if message["status"] >= 500:
+                        span.fail(f"status {message['status']}")
+                await send(message)
+
+            await self._app(scope, receive, send_seen)
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedRoute:
+    """A traced request: its route, and the ids in its path."""
+
+    route: str
+    fork_id: str = ""
+    scaleup_id: str = ""
+
+
+def _route_of(scope: Scope) -> _TracedRoute | None:
+    """Return the traced route, or None if the request is not traced."""
+    method, path = scope["method"], scope["path"]
+    if method == "POST" and path.startswith(FORKS_PATH):
+        fork_id, _, resource = path.removeprefix(FORKS_PATH).strip("/").partition("/")
+        route = f"{FORKS_PATH}/{{fork_id}}/{resource}" if resource in ("progress", "finish") else FORKS_PATH
+        return _TracedRoute(route, fork_id=fork_id)
+    if method == "POST" and path == SCALEUPS_PATH:
+        return _TracedRoute(SCALEUPS_PATH)
+    if method == "DELETE" and path.startswith(f"{SCALEUPS_PATH}/"):
+        return _TracedRoute(f"{SCALEUPS_PATH}/{{scaleup_id}}", scaleup_id=path.removeprefix(f"{SCALEUPS_PATH}/"))
+    return None
+
+
 class AuthMiddleware:
     """Authenticates, rate-limits and authorizes each request; health checks and pages are exempt."""
 
@@ -122,6 +192,41 @@ class AuthMiddleware:
                 detail = f"too many requests from this caller: retry in {wait_s:.1f} s"
                 return ProblemError(429, "too-many-requests", detail, headers=headers)
         return self._auth.denial_problem(scope["method"], scope["path"], authorization, caller)
+
+
+class RateLimit:
+    """Generic cell rate algorithm (ITU-T I.371): a token bucket without a refill timer.
+
+    A bucket that fills at `rate` requests per second is represented by the time at which it will be full.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        monotonic: Callable[[], float] = time.monotonic,
+        *,
+        max_callers: int = CALLER_CACHE_SIZE,
+    ) -> None:
+        """`rate`: requests per second, above 0; at most `max_callers` callers are tracked."""
+        self._interval_s = 1 / rate
+        # With less than one request per burst, single requests must still pass.
+        self._burst_s = max(BURST_S, self._interval_s)
+        self._monotonic = monotonic
+        self._max_callers = max_callers
+        self._full_at: OrderedDict[CallerKey, float] = OrderedDict()
+
+    def wait_s(self, caller: CallerKey) -> float:
+        """Return 0 and consume a token if the request may pass; else the seconds until it may."""
+        now = self._monotonic()
+        full_at = max(now, self._full_at.get(caller, now))
+        wait_s = full_at + self._interval_s - now - self._burst_s
+        # Difference of two floats: tolerate a thousandth of an interval.
+        allowed_at = wait_s <= self._interval_s / 1000
+        self._full_at[caller] = full_at + self._interval_s if allowed_at else full_at
+        self._full_at.move_to_end(caller)
+        if len(self._full_at) > self._max_callers:
+            self._full_at.popitem(last=False)
+        return 0.0 if allowed_at else wait_s
 
 
 class BodyLimit:

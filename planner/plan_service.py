@@ -619,7 +619,7 @@ class PlanService:
         if fork.abandoned:
             self._metrics.fork_abandoned()
         else:
-            self._metrics.ended(finish, self.state.group(fork.group).history.durations.seconds_saved(fork, finish))
+            self._metrics.ended(finish, self.state.group(fork.group).history.seconds_saved_by(fork, finish))
         self._log.info(
             "fork ended", fork_id=fork.fork_id, instance_id=fork.instance_id, outcome=finish.outcome,
             seconds=finish.seconds, bytes_read=finish.bytes_read, sources=finish.sources,

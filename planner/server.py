@@ -14,10 +14,9 @@ from typing import Final
 import uvicorn
 
 from planner.app import create_app
-from planner.connection_acceptor import BoundedServer
+from planner.http_server import BoundedServer, address_of, listen, uvicorn_config
 from planner.integrations.runner import InProcessRunner, create_in_process_runner
 from planner.origins import KnownHosts
-from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork import __version__
 from rfork.errors import SettingsError
 from rfork.logs import logger
@@ -120,27 +119,14 @@ def _server(
     app = create_app(settings, hosts=KnownHosts.of(settings))
     if integrations is not None:
         app.metrics.registry.register(integrations.metrics)
-    config = uvicorn.Config(
-        app,
-        workers=1,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        # Otherwise a caller on this host could claim any address as its own.
-        proxy_headers=False,
-        headers=[(VERSION_HEADER, __version__)],
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    config.load()
     try:
-        config.ssl = server_context(tls)
+        context = server_context(tls)
     except SettingsError as error:
         raise SettingsError(
             f"invalid TLS files of the planner: {error}",
             hint="check RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each must be a PEM file",
         ) from error
+    config = uvicorn_config(app, context, headers=[(VERSION_HEADER, __version__)])
     if tls.certificate is not None:
         app.metrics.follow_certificate(tls.certificate)
     if settings.bind not in LOOPBACK and settings.token is None and settings.tokens_file is None:

@@ -16,8 +16,8 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
+from planner.http_server import SHUTDOWN_S
 from planner.server import bind, url_of
-from planner.sockets import SHUTDOWN_S
 from rfork.schema import ForkRequest, Lease, Placement, Plan, Route
 from rfork.settings import PlannerSettings, load
 

@@ -73,7 +73,7 @@ def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
             forks_running=forks[image],
             storage_bytes=group.history.storage_bytes,
             forked_bytes=group.history.forked_bytes,
-            storage_s=group.history.durations.storage_s,
-            fork_s=group.history.durations.fork_s,
-            seconds_saved=group.history.durations.total_seconds_saved,
+            storage_s=group.history.storage_s,
+            fork_s=group.history.fork_s,
+            seconds_saved=group.history.total_seconds_saved,
         )

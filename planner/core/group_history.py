@@ -16,21 +16,28 @@ from rfork.schema import ForkResult, source_type
 
 RECENT: Final = 32
 """Number of recent forks of each origin used for the median."""
+MAX_RETAINED: Final = 256
+"""Maximum number of groups without instances whose history is kept, most recent first: 1 kB each."""
 
 Origin = Literal["peers", "storage", "both", "nothing"]
 """Origin of the bytes that a fork read."""
 
 
-class ForkDurationStats:
-    """Statistics of finished forks. Durations are in seconds as measured by the target, waits included.
+class GroupHistory:
+    """Statistics of the finished forks of one group.
 
-    Only forks that read their complete image from one origin count: not those that kept chunks of a process
-    that died, and not those that read from both storage and peers.
+    Durations are in seconds as measured by the target, waits included. Only forks that read their complete
+    image from one origin count for them: not those that kept chunks of a process that died, and not those that
+    read from both storage and peers.
     """
 
     def __init__(self) -> None:
         self.total_seconds_saved = 0.0
         """Total time saved by forking from peers instead of storage; negative if slower."""
+        self.storage_bytes = 0
+        """Bytes read from storage."""
+        self.forked_bytes = 0
+        """Bytes read from peers."""
         self._from_peers: deque[float] = deque(maxlen=RECENT)
         self._from_storage: deque[float] = deque(maxlen=RECENT)
 
@@ -44,7 +51,17 @@ class ForkDurationStats:
         """Median of the recent forks that read everything from peers."""
         return median(self._from_peers) if self._from_peers else None
 
-    def seconds_saved(self, fork: ForkRecord, finish: ForkResult) -> float | None:
+    @property
+    def seconds_saved(self) -> float | None:
+        """Seconds saved by forking from peers, or None until both durations are known."""
+        return self.total_seconds_saved if self._from_storage and self._from_peers else None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no fork has been recorded."""
+        return not (self._from_storage or self._from_peers or self.storage_bytes or self.forked_bytes)
+
+    def seconds_saved_by(self, fork: ForkRecord, finish: ForkResult) -> float | None:
         """Return the seconds that this fork saved compared with storage, or None if unknown."""
         storage_s = self.storage_s
         if storage_s is None or _origin_of_complete_fork(fork, finish) != "peers":
@@ -52,67 +69,18 @@ class ForkDurationStats:
         return storage_s - finish.seconds
 
     def record(self, fork: ForkRecord, finish: ForkResult) -> None:
-        """Add a finished fork."""
+        """Add the bytes and the duration of a fork that its target finished."""
         origin = _origin_of_complete_fork(fork, finish)
         if origin == "storage":
             self._from_storage.append(finish.seconds)
         elif origin == "peers":
-            self.total_seconds_saved += self.seconds_saved(fork, finish) or 0.0
+            self.total_seconds_saved += self.seconds_saved_by(fork, finish) or 0.0
             self._from_peers.append(finish.seconds)
-
-
-def origin_of(finish: ForkResult) -> Origin:
-    """Return the origin of the bytes that were read."""
-    is_peer = {source_type(name) == "peer" for name, nbytes in finish.sources.items() if nbytes}
-    if len(is_peer) == 2:
-        return "both"
-    if not is_peer:
-        return "nothing"
-    return "peers" if is_peer.pop() else "storage"
-
-
-def _origin_of_complete_fork(fork: ForkRecord, finish: ForkResult) -> Origin | None:
-    """Return the origin of the complete image, or None if the fork did not read all of it."""
-    complete = finish.outcome == "forked" or (finish.outcome == "fallback" and origin_of(finish) == "storage")
-    if not complete or not fork.image_bytes or sum(finish.sources.values()) < fork.image_bytes:
-        return None
-    return origin_of(finish)
-
-
-MAX_RETAINED: Final = 256
-"""Maximum number of groups without instances whose history is kept, most recent first: 1 kB each."""
-
-
-class GroupHistory:
-    """Statistics of the finished forks of one group."""
-
-    def __init__(self) -> None:
-        self.durations = ForkDurationStats()
-        self.storage_bytes = 0
-        """Bytes read from storage."""
-        self.forked_bytes = 0
-        """Bytes read from peers."""
-
-    def record(self, fork: ForkRecord, finish: ForkResult) -> None:
-        """Add the bytes and the duration of a fork that its target finished."""
-        self.durations.record(fork, finish)
         for name, nbytes in finish.sources.items():
             if source_type(name) == "peer":
                 self.forked_bytes += nbytes
             else:
                 self.storage_bytes += nbytes
-
-    @property
-    def seconds_saved(self) -> float | None:
-        """Seconds saved by forking from peers, or None until both durations are known."""
-        durations = self.durations
-        return None if durations.storage_s is None or durations.fork_s is None else durations.total_seconds_saved
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no fork has been recorded."""
-        has_durations = self.durations.storage_s is not None or self.durations.fork_s is not None
-        return not (has_durations or self.storage_bytes or self.forked_bytes)
 
 
 class GroupHistoryCache:
@@ -153,3 +121,21 @@ class GroupHistoryCache:
     def clear(self) -> None:
         """Forget everything."""
         self._histories.clear()
+
+
+def origin_of(finish: ForkResult) -> Origin:
+    """Return the origin of the bytes that were read."""
+    is_peer = {source_type(name) == "peer" for name, nbytes in finish.sources.items() if nbytes}
+    if len(is_peer) == 2:
+        return "both"
+    if not is_peer:
+        return "nothing"
+    return "peers" if is_peer.pop() else "storage"
+
+
+def _origin_of_complete_fork(fork: ForkRecord, finish: ForkResult) -> Origin | None:
+    """Return the origin of the complete image, or None if the fork did not read all of it."""
+    complete = finish.outcome == "forked" or (finish.outcome == "fallback" and origin_of(finish) == "storage")
+    if not complete or not fork.image_bytes or sum(finish.sources.values()) < fork.image_bytes:
+        return None
+    return origin_of(finish)

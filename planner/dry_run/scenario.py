@@ -84,7 +84,7 @@ def snapshot_group(state: PlannerState, index: GroupIndex, request: PreviewReque
         forks=state.forks(),
         template=template,
         image_bytes=record.report.image_bytes,
-        storage_s=index.history.durations.storage_s,
+        storage_s=index.history.storage_s,
     )
 
 

@@ -13,8 +13,8 @@ from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from planner.http_server import address_of, listen, run_server
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app, raise_if_cancelled
-from planner.sockets import address_of, listen, run_server
 from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings, load

@@ -8,8 +8,18 @@ from typing import Final
 from planner.clock import Clock
 from planner.core.records import GroupKey, StoreChange
 from planner.core.state import PlannerState
-from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
-from planner.store.messages import SCALEUP_ADAPTER, LogEntry, ReplicaOutdated, StoreSnapshot, group_from
+from planner.store.messages import (
+    FORKS,
+    INSTANCES,
+    SCALEUP_ADAPTER,
+    Codec,
+    LogEntry,
+    Patch,
+    Record,
+    ReplicaOutdated,
+    StoreSnapshot,
+    group_from,
+)
 
 MAX_EMPTIED: Final = 256
 """Maximum number of groups removed per change; the next change that removes an instance removes more."""

@@ -9,7 +9,7 @@ import sys
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 # These need their extra, or gRPC.
-NEED_EXTRAS = ("planner.store.redis_client", "planner.integrations.kubernetes.", "planner.integrations.keda.")
+NEED_EXTRAS = ("planner.store.redis", "planner.integrations.kubernetes.", "planner.integrations.keda.")
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):

@@ -20,10 +20,10 @@ import pytest
 import trustme
 
 from planner.clock import Clock
+from planner.http_server import listen, run_server
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import certificates
 from planner.integrations.kubernetes.certificates import CertBundle, ServingCertificate
-from planner.sockets import listen, run_server
 from tests.conftest import StartRfork
 
 DAYS = 30.0

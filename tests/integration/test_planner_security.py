@@ -16,8 +16,8 @@ import httpx
 import pytest
 import trustme
 
-from planner import connection_acceptor, connections
-from planner.connections import ConnectionLimits
+from planner import http_server
+from planner.http_server import ConnectionLimits
 from planner.server import run_in_thread
 from rfork.errors import LeaseRejected, PlannerRejected, PlannerUnreachable
 from rfork.planner_client.client import PlannerClient
@@ -320,8 +320,8 @@ def test_half_open_requests_block_no_other_client(monkeypatch: pytest.MonkeyPatc
 
 def test_a_request_with_an_endless_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a connection that was used before."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
-    monkeypatch.setattr(connection_acceptor, "CHECK_S", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "CHECK_S", 0.05)
     with run_in_thread(PlannerSettings(port=0)) as url, ExitStack() as stack:
         (connection,) = half_open(url, 1, stack)
         connection.sendall(b"Host: localhost\r\n\r\n")

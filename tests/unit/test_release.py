@@ -15,7 +15,7 @@ import yaml
 
 import rfork
 from deploy.release import notes
-from planner.store.redis_client import FORMAT
+from planner.store.redis import FORMAT
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

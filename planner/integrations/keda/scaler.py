@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Gauge
 
+from planner.http_server import listen
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.keda.engine_metrics import ENGINE_TIMEOUT_S, EngineMetricsClient
 from planner.integrations.keda.metric_source import MetricSource
@@ -25,7 +26,6 @@ from planner.integrations.keda.v1.externalscaler_pb2_grpc import (
     add_ExternalScalerServicer_to_server,
 )
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
-from planner.sockets import listen
 from rfork.errors import PortInUse
 from rfork.logs import logger
 from rfork.net.grpc_credentials import server_credentials

@@ -31,6 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from planner.clock import Clock
+from planner.http_server import address_of, listen, run_server
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import Deleted, Document, Synced, Upserted, WatchEvent, open_server
@@ -47,7 +48,6 @@ from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.leader_election import LeaderWatch
 from planner.integrations.kubernetes.pod_request import is_enabled, parse_request, rejection_reason
 from planner.middleware import BodyLimit
-from planner.sockets import address_of, listen, run_server
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.schema.types import sanitize_text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 
 from planner.core.records import StoreChange
-from planner.store import redis_client
+from planner.store import redis
 from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.processes import RedisServer
@@ -22,7 +22,7 @@ MakeStore = Callable[..., RedisStore]
 
 def key(name: str) -> str:
     """Return the store's name for one of its keys, which depends on the record format."""
-    return f"{{rfork}}:{redis_client.FORMAT}:{name}"
+    return f"{{rfork}}:{redis.FORMAT}:{name}"
 
 
 async def until(predicate: Callable[[], bool]) -> None:

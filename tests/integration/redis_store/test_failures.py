@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from planner.clock import Clock
 from planner.core.records import StoreChange
-from planner.store import redis_client
+from planner.store import redis
 from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.integration.redis_store.stores import (
@@ -126,7 +126,7 @@ async def test_the_stream_is_bounded_in_bytes(
     make: MakeStore, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound holds for reports of any size; a replica that lags further than the stream loads everything."""
-    monkeypatch.setattr(redis_client, "KEEP_BYTES", 20_000)
+    monkeypatch.setattr(redis, "KEEP_BYTES", 20_000)
     one, other = make(), make()
     await one.start()
     await other.start()

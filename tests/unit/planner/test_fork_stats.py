@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.group_history import RECENT, ForkDurationStats, origin_of
+from planner.core.group_history import RECENT, GroupHistory, origin_of
 from planner.core.records import ForkRecord, RouteRecord, StoreChange
 from planner.core.state import PlannerState
 from rfork.schema import ForkResult
@@ -25,10 +25,10 @@ def finish(seconds: float, outcome: Outcome = "forked", /, **sources: int) -> Fo
 
 def stats_after(*finishes: ForkResult) -> tuple[float | None, float | None, float]:
     """Return the statistics after these results, and the time saved."""
-    stats = ForkDurationStats()
+    history = GroupHistory()
     for each in finishes:
-        stats.record(FORK, each)
-    return stats.storage_s, stats.fork_s, stats.total_seconds_saved
+        history.record(FORK, each)
+    return history.storage_s, history.fork_s, history.total_seconds_saved
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_only_recent_forks_count() -> None:
 
 def test_an_image_of_unknown_size_is_not_counted() -> None:
     """Clients of other protocols do not report its size."""
-    stats = ForkDurationStats()
-    stats.record(replace(FORK, image_bytes=0), finish(1.0, s=12))
-    assert stats.fork_s is None
+    history = GroupHistory()
+    history.record(replace(FORK, image_bytes=0), finish(1.0, s=12))
+    assert history.fork_s is None
 
 
 @pytest.mark.parametrize(

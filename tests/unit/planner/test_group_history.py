@@ -30,11 +30,10 @@ def ended(name: str, seconds: float, source: str) -> ForkRecord:
 
 def summary(history: GroupHistory) -> tuple[float | None, float | None, float, int, int]:
     """Return all statistics of a group."""
-    durations = history.durations
     return (
-        durations.storage_s,
-        durations.fork_s,
-        durations.total_seconds_saved,
+        history.storage_s,
+        history.fork_s,
+        history.total_seconds_saved,
         history.storage_bytes,
         history.forked_bytes,
     )

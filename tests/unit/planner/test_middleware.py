@@ -1,4 +1,4 @@
-"""Limits of requests: rate per caller, size and duration of the body, request ids."""
+"""Middleware: request ids and log, roles, rate per caller, size and duration of the body."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.auth import Auth
-from planner.middleware import AuthMiddleware, BodyLimit, RequestLog
-from planner.request_rate_limit import CallerKey, RateLimit
+from planner.middleware import AuthMiddleware, BodyLimit, CallerKey, RateLimit, RequestLog
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime

@@ -154,13 +154,13 @@ async def test_an_abandoned_fork_that_succeeds_is_counted_once(time: FakeTime) -
     (group,) = service.state.groups_of("m")
     assert service.fork("fork-a").abandoned
     assert 0 == group.history.forked_bytes
-    duration_before = group.history.durations.fork_s
+    duration_before = group.history.fork_s
     await service.finish(
         "fork-a", ForkResult(outcome="forked", seconds=11, bytes_read=12 << 20, sources={"s": 12 << 20})
     )
     text = service._metrics.exposition((), ()).decode()
     counted = re.findall(r'^rfork_planner_forks_total\{outcome="(\w+)"\} 1.0$', text, re.MULTILINE)
     assert duration_before is None
-    assert 11.0 == group.history.durations.fork_s
+    assert 11.0 == group.history.fork_s
     assert 12 << 20 == group.history.forked_bytes
     assert {"abandoned", "forked"} == set(counted)

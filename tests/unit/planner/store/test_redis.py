@@ -54,7 +54,7 @@ class ScriptedRedis:
 
 async def outcome_of(scripted_redis: ScriptedRedis, time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the outcome of one commit, once the store has reloaded."""
-    monkeypatch.setattr(redis, "_create_client", lambda *_, **__: scripted_redis)
+    monkeypatch.setattr(redis, "RedisClient", lambda *_, **__: scripted_redis)
     store = RedisStore("redis://nowhere", time.clock, max_finished_forks=1, timeout_s=5.0)
     await store.start()
     try:

@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from planner.core.records import ForkRecord, InstanceRecord, StoreChange
-from planner.store.codec import FORKS, INSTANCES
-from planner.store.messages import ChangeMessage, LogEntry, ReplicaOutdated, StoreSnapshot, body_of, group_text
+from planner.store.messages import (
+    FORKS,
+    INSTANCES,
+    ChangeMessage,
+    LogEntry,
+    ReplicaOutdated,
+    StoreSnapshot,
+    body_of,
+    group_text,
+)
 from planner.store.replica import Replica
 from rfork.schema import ForkResult
 from tests.unit.planner.builders import FakeTime
@@ -51,7 +59,7 @@ def test_bytes_of_finished_forks_are_counted_once_after_each_load() -> None:
     group = replica.state.group(GROUP)
     assert 9 == group.history.forked_bytes
     assert 0 == group.history.storage_bytes
-    assert 3.0 == group.history.durations.fork_s
+    assert 3.0 == group.history.fork_s
 
 
 def new(*records: InstanceRecord) -> ChangeMessage:

@@ -6,7 +6,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from pydantic import SecretStr
 
+from planner.app import make_store
 from planner.core.records import ForkRecord, StoreChange
 from planner.core.state import PlannerState
 from planner.store.base import CommitConflict
@@ -15,6 +17,7 @@ from planner.store.redis import RedisStore
 from rfork.errors import MissingExtra, SettingsError
 from rfork.schema import Rank
 from rfork.schema.types import ForkState
+from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import GROUP, fork, instance
 
@@ -155,9 +158,9 @@ def test_without_the_redis_package_the_error_names_the_extra(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in [name for name in sys.modules if name.startswith("redis.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "planner.store.redis_client", raising=False)
+    monkeypatch.delitem(sys.modules, "planner.store.redis", raising=False)
     with pytest.raises(MissingExtra, match="the redis package is not available") as error:
-        RedisStore("redis://h", FakeTime().clock, max_finished_forks=1, timeout_s=1)
+        make_store(PlannerSettings(store="redis://h", lease_keys=(SecretStr("s" * 32),)), FakeTime().clock)
     assert "pip install 'rfork[redis]'" == error.value.hint
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.connections import (
+from planner.http_server import (
     HEAD_S,
     MAX_CONNECTIONS,
     MAX_WAITING,

@@ -1,4 +1,4 @@
-"""Records as patches of JSON parts."""
+"""Records as patches of JSON parts, and changes as messages of patches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from planner.core.records import (
     StoreChange,
     Witness,
 )
-from planner.store.codec import FORKS, INSTANCES
-from planner.store.messages import CHANGE_ADAPTER, ChangeMessage, body_of, group_from, group_text
+from planner.store.messages import CHANGE_ADAPTER, FORKS, INSTANCES, ChangeMessage, body_of, group_from, group_text
 from rfork.image.ranges import normalise
 from rfork.schema import ForkProgress, ForkResult, Rank, StorageAssignment, StorageCandidate
 from tests.unit.planner.builders import CHUNKS, report

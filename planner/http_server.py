@@ -1,30 +1,131 @@
-"""Accepts the connections of a uvicorn server within the limits of `planner.connections`.
+"""HTTP servers of the planner's processes: uvicorn on sockets that are already bound, with limits on connections.
 
 uvicorn and asyncio limit neither the number of connections nor the time for a request head, and asyncio logs
 a traceback for every backlog entry when file descriptors run out.
+
+A connection is *busy* while a request is being answered, *waiting* until its next request head is complete
+(also before the first byte, and during the TLS handshake), and otherwise *idle*: kept alive for the next
+request. Busy connections are kept. If there are too many, the oldest waiting connection is closed first, then
+the oldest idle one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from planner.connections import HEAD_S, ConnectionLimits, ConnectionState, overdue, surplus
+from rfork.errors import PortInUse, SettingsError, reason_of
 from rfork.logs import logger
+from rfork.settings import host_port
 
+HEAD_S: Final = 10.0
+"""Seconds for a TLS handshake, and for a request head."""
+RESERVED: Final = 64
+"""File descriptors reserved for everything except connections."""
+MIN_CONNECTIONS: Final = 16
+MAX_CONNECTIONS: Final = 65_536
+MAX_WAITING: Final = 256
 CHECK_S: Final = 1.0
 RETRY_S: Final = 0.1
 LOG_S: Final = 60.0
 """Seconds between two log lines about connections that cannot be accepted."""
+BACKLOG: Final = 2048
+SHUTDOWN_S: Final = 3
+KEEP_ALIVE_S: Final = 120
+"""Longer than the 90 s for which Go's clients (the API server, kubelets) keep idle connections; otherwise
+they would send on a connection that is being closed, and fail.
+"""
+
+
+def listen(bind: str, port: int, *, prefix: str, port_setting: str) -> socket.socket:
+    """Return a listening socket. Raises PortInUse, or SettingsError for an invalid address.
+
+    Errors name the settings: `prefix` + ``BIND``, and `prefix` + `port_setting`.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, socket_type, protocol, _, address = socket.getaddrinfo(
+            bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket_type, protocol)
+        # A restart must not wait for the old process's connections to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(bind, port, setting=f"{prefix}{port_setting}") from None
+        raise SettingsError(
+            f"cannot listen on {bind}:{port}: {reason_of(error)}",
+            hint=f"set {prefix}BIND to an address of this machine",
+        ) from None
+    return listener
+
+
+def address_of(bind: str, listener: socket.socket) -> str:
+    """Return host:port of the listening socket."""
+    return host_port(bind, int(listener.getsockname()[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionState:
+    """Current state of one connection."""
+
+    key: int
+    busy: bool
+    waits_since: float | None
+    """When it began to wait for a request head; None if it is busy or idle."""
+    active_at: float
+    """When the last byte arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits on the number of connections."""
+
+    connections: int
+    waiting: int
+
+    @classmethod
+    def from_descriptor_limit(cls, max_descriptors: int) -> ConnectionLimits:
+        """Return the limits for a process that may open this many descriptors; negative means unlimited."""
+        free = MAX_CONNECTIONS if max_descriptors < 0 else max_descriptors - RESERVED
+        connections = max(MIN_CONNECTIONS, min(free, MAX_CONNECTIONS))
+        return cls(connections, max(MIN_CONNECTIONS // 2, min(connections // 2, MAX_WAITING)))
+
+
+def overdue(connections: Iterable[ConnectionState], now: float) -> list[int]:
+    """Return the connections that have waited too long for a request head."""
+    return [
+        each.key
+        for each in connections
+        if not each.busy and each.waits_since is not None and now >= each.waits_since + HEAD_S
+    ]
+
+
+def surplus(connections: Iterable[ConnectionState], limits: ConnectionLimits) -> list[int]:
+    """Return the connections to close so that one more fits, if possible."""
+    by_age = list(connections)
+    waiting = sorted((each.waits_since, each.key) for each in by_age if not each.busy and each.waits_since is not None)
+    idle = sorted((each.active_at, each.key) for each in by_age if not each.busy and each.waits_since is None)
+    too_many = max(0, len(by_age) + 1 - limits.connections)
+    count = max(too_many, len(waiting) + 1 - limits.waiting, 0)
+    closed = [key for _, key in waiting[:count]]
+    return closed + [key for _, key in idle[: max(0, too_many - len(closed))]]
 
 
 class _TrackedConnection(asyncio.Protocol):
@@ -96,7 +197,7 @@ class Acceptor:
         self._limits = ConnectionLimits.from_descriptor_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._keys = itertools.count()
         self._connections: dict[int, _TrackedConnection] = {}
-        self._log = logger("planner.connection_acceptor")
+        self._log = logger("planner.http_server")
         self._log_at = 0.0
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -206,3 +307,59 @@ class BoundedServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
+
+
+def uvicorn_config(
+    app: ASGIApp, context: ssl.SSLContext | None, headers: Sequence[tuple[str, str]] = ()
+) -> uvicorn.Config:
+    """Return the configuration of a server, loaded; `headers` are added to every response."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        # Otherwise a caller on this host could claim any address as its own.
+        proxy_headers=False,
+        headers=list(headers),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    config.load()
+    config.ssl = context
+    return config
+
+
+class _EmbeddedServer(BoundedServer):
+    """One server of several in a process: the process handles signals, not the server."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.startup_done = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.startup_done.set()
+
+
+@contextlib.asynccontextmanager
+async def run_server(
+    app: ASGIApp, listener: socket.socket, context: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
+    """Serve on this event loop for the duration of the block; requests in progress are answered before it
+    ends.
+    """
+    server = _EmbeddedServer(uvicorn_config(app, context))
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="rfork-serving")
+    started = asyncio.create_task(server.startup_done.wait())
+    try:
+        await asyncio.wait((task, started), return_when=asyncio.FIRST_COMPLETED)
+        yield
+    finally:
+        started.cancel()
+        server.should_exit = True
+        await task

@@ -18,13 +18,10 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.layout import Layout
-from rfork.image.memory import Image
+from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
+from rfork.image.memory import Image, StorageTable
 from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
 from rfork.image.ranges import normalise
-from rfork.image.storages import StorageTable
-from rfork.image.strides import byte_extent, contiguous_stride
-from rfork.image.tensor_specs import SpecType, TensorSpecTable
 
 MAX_ALIGNMENT = 16
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
@@ -41,7 +38,7 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
 
     Plain values (numbers, text, flags, enums) on modules and their objects are not bytes of the image. They
     become the layout's attributes, so that a fork between modules that differ in one is rejected; see
-    `rfork.image.attributes`.
+    `rfork.image.module_tensors`.
 
     Tensors whose bytes overlap in memory become one region, with all bytes from the first to the last of
     them; so does a tensor with gaps between its rows. A module without tensors has an empty image.

@@ -4,35 +4,144 @@ An `Image` copies nothing and owns only references: its bytes are the tensors' o
 `segments` (one-sided transports) or `reading` (transports that send from the host). The target fills the
 image through `segments` or `writing` and checks it with `digest`. `readable` and `writable` do the same in a
 single step.
+
+Its storages are in column lists, as there may be a million of them; tensors over them are created on demand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 
-from rfork.errors import SourceWeightsChanged
+from rfork.errors import SourceWeightsChanged, TargetError
+from rfork.image import ranges
 from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.image.pinned_staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
-from rfork.image.storages import StorageTable
 from rfork.logs import logger
+
+CPU = torch.device("cpu")
 
 MAX_DIGEST_THREADS = 8
 """With more threads, memory bandwidth limits a manifest, not hashing."""
 MIN_CUDA_DIGEST_THREADS = 4
 """Minimum number of digest threads on a GPU: while one waits for its chunk, others submit theirs."""
-
 log = logger(__name__)
+_Part = TypeVar("_Part", memoryview, torch.Tensor)
+MAPS = Path("/proc/self/maps")
+
+
+class StorageTable(Sequence[torch.Tensor]):
+    """Runs of memory in image order, as uint8 tensors, 1-D, created on access.
+
+    Keeps the storages, and so the memory, alive, whatever happens to the original tensors. Creating tens of
+    thousands of regions as tensors would take longer than everything else about an image.
+    """
+
+    def __init__(
+        self, storages: Sequence[torch.UntypedStorage], addresses: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Address and size in bytes of each region, and its storage."""
+        self.storages = storages
+        self.addresses = addresses
+        self.lengths = lengths
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> StorageTable:
+        """Return a table of these tensors (uint8, 1-D, contiguous)."""
+        kept = list(tensors)
+        return cls(
+            [tensor.untyped_storage() for tensor in kept],
+            [tensor.data_ptr() for tensor in kept],
+            [tensor.numel() for tensor in kept],
+        )
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """The devices of the storages."""
+        return frozenset(map(attrgetter("device"), self.storages))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of most of the bytes; the CPU if there are none."""
+        if self.devices <= {CPU}:
+            return CPU
+        share: Counter[torch.device] = Counter()
+        for storage, length in zip(self.storages, self.lengths, strict=True):
+            share[storage.device] += length
+        return share.most_common(1)[0][0]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        storage, length = self.storages[index], self.lengths[index]
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        with torch.no_grad():
+            return memory.set_(storage, self.addresses[index] - storage.data_ptr(), (length,), (1,))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
+    def coalesced(self) -> StorageTable:
+        """Return the same memory without empty regions, with neighbours merged that are also adjacent in memory.
+
+        On the CPU any two neighbours may be merged. On other devices only those of one storage (one
+        allocation), because only those fit in one tensor. Keeps alive only the first storage of merged
+        regions.
+        """
+        on_host = self.devices <= {CPU}
+        storages: list[torch.UntypedStorage] = []
+        addresses: list[int] = []
+        lengths: list[int] = []
+        reached = -1
+        for storage, address, length in zip(self.storages, self.addresses, self.lengths, strict=True):
+            if not length:
+                continue
+            if address == reached and (on_host or _is_adjacent(storages[-1], storage)):
+                lengths[-1] += length
+            else:
+                storages.append(storage)
+                addresses.append(address)
+                lengths.append(length)
+            reached = address + length
+        return StorageTable(storages, addresses, lengths)
+
+    def memory(self, index: int) -> torch.Tensor:
+        """Return a region as one tensor. A region merged from several storages does not keep them alive."""
+        storage, end = self.storages[index], self.addresses[index] + self.lengths[index]
+        if end <= storage.data_ptr() + storage.nbytes():
+            return self[index]
+        return torch.frombuffer(self.view(index), dtype=torch.uint8)
+
+    def view(self, index: int) -> memoryview:
+        """Return the bytes of a CPU region."""
+        return host_view(self.addresses[index], self.lengths[index])
+
+
+def _is_adjacent(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    return one.device == other.device and (one.device == CPU or one.data_ptr() == other.data_ptr())
 
 
 class Segment(NamedTuple):
@@ -41,9 +150,6 @@ class Segment(NamedTuple):
     begin: int
     address: int
     length: int
-
-
-_Part = TypeVar("_Part", memoryview, torch.Tensor)
 
 
 class Image:
@@ -294,3 +400,75 @@ def compute_manifest(image: Image) -> Manifest:
         weights_id=manifest.weights_id,
     )
     return manifest
+
+
+def check_writable(image: Image) -> None:
+    """Raise TargetError with the tensor's name if host memory of the image is mapped read-only.
+
+    Does nothing on systems without a list of mappings.
+    """
+    runs = image.runs
+    host = [
+        (address, address + length)
+        for storage, address, length in zip(runs.storages, runs.addresses, runs.lengths, strict=True)
+        if storage.device.type == "cpu"
+    ]
+    read_only_address = first_overlap(ranges.normalise(host), read_only_mappings())
+    if read_only_address is None:
+        return
+    segment = next(
+        segment
+        for segment in image.segments(0, image.layout.image_bytes)
+        if segment.address <= read_only_address < segment.address + segment.length
+    )
+    offset = segment.begin + read_only_address - segment.address
+    specs = image.layout.tensors
+    name = specs[bisect_right([spec.offset for spec in specs], offset) - 1].name
+    raise_read_only(name)
+
+
+def raise_read_only(name: str) -> None:
+    """Raise the TargetError for a tensor in read-only memory."""
+    raise TargetError(
+        f"tensor {name!r} is in read-only memory and cannot be filled",
+        hint="clone it, map its file copy-on-write (mmap_mode='c', ACCESS_COPY), or add it to exclude=",
+    )
+
+
+def read_only_mappings() -> tuple[ranges.Range, ...]:
+    """Return the address ranges that this process may not write; none if the system lists no mappings."""
+    try:
+        text = MAPS.read_text()
+    except OSError:
+        return ()
+    found: list[ranges.Range] = []
+    for line in text.splitlines():
+        addresses, permissions, _ = line.split(" ", 2)
+        if permissions[1] != "w":
+            begin, _, end = addresses.partition("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return ranges.normalise(found)
+
+
+def first_overlap(extents: Iterable[ranges.Range], merged: tuple[ranges.Range, ...]) -> int | None:
+    """Return the first address of the extents that lies within one of the merged ranges."""
+    ends = [end for _, end in merged]
+    for begin, end in extents:
+        index = bisect_right(ends, begin)
+        if index < len(merged) and merged[index][0] < end:
+            return max(begin, merged[index][0])
+    return None
+
+
+def image_sha256(image: Image) -> str:
+    """Return SHA-256 over the layout_id and every byte of the image, as 64 hex digits. For people and tests.
+
+    Transfers verify chunks by their digests. This reads all bytes again, on the host, with another hash, so
+    that both would have to be wrong together.
+    """
+    state = hashlib.sha256(image.layout.layout_id.encode())
+    for begin, end in image.layout.chunks:
+        with image.readable(begin, end) as views:
+            for view in views:
+                state.update(view)
+    return state.hexdigest()

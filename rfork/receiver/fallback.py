@@ -30,7 +30,7 @@ from rfork.errors import (
     WrongVersion,
 )
 from rfork.image.capture import capture
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line

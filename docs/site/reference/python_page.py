@@ -27,7 +27,7 @@ MEMBERS = {
     "rfork.storage.module_io.lazy.LazyTensors": ("uri", "specs", "close"),
     "rfork.image.memory.Image": ("device", "digest", "manifest", "readable", "writable"),
     "rfork.image.layout.Layout": ("layout_id", "chunks", "differences", "first_difference"),
-    "rfork.image.manifest.Manifest": ("weights_id",),
+    "rfork.image.layout.Manifest": ("weights_id",),
     "rfork.receiver.report.ForkReport": (
         "gb_per_s", "storage_bytes", "resumed_bytes", "to_dict", "line",
     ),
@@ -71,7 +71,7 @@ GROUPS = (
     ApiGroup(
         "Images",
         "The data model: the tensors of a module as one range of bytes.",
-        ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.manifest.Manifest"),
+        ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.layout.Manifest"),
     ),
     ApiGroup(
         "Ranks and settings",

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Literal, Protocol, cast
 
 from rfork.errors import DeviceDown, MissingExtra, TransportUnavailable, VersionMismatch
-from rfork.transport.mooncake.gpu_direct import has_open_modules, has_peer_module
+from rfork.transport.mooncake.topology import has_open_modules, has_peer_module
 
 WireProtocol = Literal["rdma", "tcp"]
 """Protocol that the engine uses on the network."""

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.buffer_views import allocate_buffer, tensor_views
 from rfork.image.capture import capture, image_from_tensors
-from rfork.image.layout import Layout
-from rfork.image.tensor_specs import TensorSpec
+from rfork.image.layout import Layout, TensorSpec, allocate_buffer, tensor_views
 from tests.unit.image.random_modules import Recipe, build, element_bytes, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

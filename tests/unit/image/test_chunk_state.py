@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import Chunks
+from rfork.image.chunks import Chunks, ChunkState
 
 CHUNKS = Chunks(45, 10)
 

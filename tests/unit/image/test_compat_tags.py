@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from rfork.image.capture import capture
-from rfork.image.compat_tags import tag_differences, tag_tensors, tags_of
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, tag_differences, tag_tensors, tags_of
 
 
 def layout_of(*facts: str) -> Layout:

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rfork.image import hash_backend
+from rfork.image import digest
 from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, RunningDigest, digest_bytes, digest_tensors
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
@@ -73,14 +73,14 @@ def test_device_hash_is_xxh3(length: int, seed: int) -> None:
     """The hash of a leaf is XXH3-128 for every length."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
-    assert b"".join(expected) == hash_backend.hash_on_host([data], LEAF_BYTES)
+    assert b"".join(expected) == digest.hash_on_host([data], LEAF_BYTES)
 
 
 def test_the_hash_does_not_depend_on_the_slab_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is equal for any number of bytes copied to the host at once."""
     data = noise(5 * LEAF_BYTES + 999)
     expected = digest_tensors([data])
-    monkeypatch.setattr(hash_backend, "SLAB_BYTES", LEAF_BYTES + 7)
+    monkeypatch.setattr(digest, "SLAB_BYTES", LEAF_BYTES + 7)
     assert expected == digest_tensors([data[:300_000], data[300_000:]])
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from rfork.image.hash_backend import HashBackend, hash_on_host, leaf_hasher, self_test
+from rfork.image.digest import HashBackend, hash_on_host, leaf_hasher, self_test
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest, weights_id
-from rfork.image.tensor_specs import TensorSpec
+from rfork.image.layout import Layout, Manifest, TensorSpec, weights_id
 
 A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
 B = TensorSpec("b", "int8", (4,), (1,), 16)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rfork.image.tensor_specs import TensorSpec, TensorSpecTable
+from rfork.image.layout import TensorSpec, TensorSpecTable
 
 A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
 B = TensorSpec('b "quoted" ü\n', "int8", (4,), (1,), 16)

@@ -20,7 +20,7 @@ import rfork
 from rfork.errors import TargetError
 from rfork.image.capture import capture
 from rfork.image.host_memory import host_view
-from rfork.image.writability import check_writable, first_overlap
+from rfork.image.memory import check_writable, first_overlap
 from rfork.transport.http.range_request import HttpLocation, IdleTimeout, read_body_into
 from rfork.transport.http.stream import ScatterCursor, Stream
 from rfork.transport.shared_memory.file_layout import FileRun

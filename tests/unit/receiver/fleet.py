@@ -12,9 +12,8 @@ import torch
 
 from rfork.errors import RforkError, StorageError
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import MIB, ChunkState
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from rfork.errors import GpuDirectUnavailable
-from rfork.transport.mooncake.gpu_direct import (
-    gpu_direct,
-    has_dma_buf,
-    has_open_modules,
-    has_peer_module,
-)
+from rfork.transport.mooncake.topology import gpu_direct, has_dma_buf, has_open_modules, has_peer_module
 
 LOADED = "nvidia_peermem 16384 0 - Live 0x0000000000000000\nib_uverbs 1 1 nvidia_peermem, Live 0x0\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"

@@ -22,8 +22,16 @@ from planner.core.group_history import Origin, origin_of
 from planner.core.records import ForkRecord, InstanceRecord
 from planner.core.scaleups import ExpectedReplicas
 from rfork import errors, weights_version
-from rfork.schema import ForkResult, SourceFault, source_type
-from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceType, StorageType
+from rfork.schema import (
+    GPU_KERNEL_TRANSPORTS,
+    ForkResult,
+    InstanceState,
+    Outcome,
+    SourceFault,
+    SourceType,
+    StorageType,
+    source_type,
+)
 from rfork.settings import TransportName
 from rfork.tls_expiry import not_after
 

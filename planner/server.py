@@ -19,10 +19,11 @@ from planner.integrations.in_process import InProcessRunner, create_in_process_r
 from planner.origins import KnownHosts
 from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork import __version__
+from rfork.addresses import LOOPBACK
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.schema.types import VERSION_HEADER
-from rfork.settings import LOOPBACK, PlannerSettings
+from rfork.schema import VERSION_HEADER
+from rfork.settings import PlannerSettings
 from rfork.tls_files import server_context
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from planner.connection_acceptor import BoundedServer
+from rfork.addresses import host_port
 from rfork.errors import PortInUse, SettingsError, reason_of
-from rfork.settings import host_port
 
 BACKLOG: Final = 2048
 SHUTDOWN_S: Final = 3

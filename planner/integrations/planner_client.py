@@ -17,6 +17,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from planner.integrations.planner_api import PlannerUnavailable
+from rfork.addresses import redacted
 from rfork.errors import SettingsError, reason_of
 from rfork.schema import (
     ForkInfo,
@@ -28,7 +29,7 @@ from rfork.schema import (
     ScaleUp,
     ScaleUpInfo,
 )
-from rfork.settings import InstanceSettings, TlsSettings, redacted
+from rfork.settings import InstanceSettings, TlsSettings
 from rfork.tracing import inject
 
 PAGE: Final = 1000

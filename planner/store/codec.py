@@ -14,8 +14,7 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter
 
 from planner.core.records import ForkRecord, InstanceRecord
-from rfork.schema import InstanceReport
-from rfork.schema.types import ChunkRange
+from rfork.schema import ChunkRange, InstanceReport
 
 Record = TypeVar("Record", InstanceRecord, ForkRecord)
 Patch = Mapping[str, str]

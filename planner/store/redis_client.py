@@ -45,8 +45,8 @@ from planner.store.messages import (
     group_from,
 )
 from planner.store.scripts import COMMIT, OPEN
+from rfork.addresses import host_port
 from rfork.errors import SettingsError
-from rfork.settings import host_port
 
 FORMAT: Final = 7
 """Format of keys and records: planners of different formats do not see one another."""

@@ -15,8 +15,7 @@ import torch
 
 from rfork.diagnostics import configuration, machine, network, rdma, same_host, transports
 from rfork.diagnostics.result import CheckResult, Status
-from rfork.settings import InstanceSettings
-from rfork.settings.unknown_variables import find_typos
+from rfork.settings import InstanceSettings, find_typos
 from rfork.transport.mooncake import topology
 from rfork.transport.mooncake.library import library_state
 

@@ -9,10 +9,11 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from rfork.addresses import LOOPBACK, redacted
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError, reason_of
 from rfork.planner_client.rest import unreachable_error
-from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
+from rfork.settings import InstanceSettings, TlsSettings
 from rfork.tls_expiry import ca_expires_at, certificate_expires_at
 from rfork.tls_files import client_context, server_context
 

@@ -28,17 +28,18 @@ from rfork.schema import (
     ForkProgress,
     ForkRequest,
     ForkResult,
+    ForkState,
     InstanceAck,
     InstanceInfo,
     InstancePage,
     InstanceReport,
+    InstanceState,
     ModelInfo,
     Plan,
     PreviewPage,
     PreviewRequest,
     ProgressAck,
 )
-from rfork.schema.types import ForkState, InstanceState
 from rfork.settings import InstanceSettings, TlsSettings
 
 ACK: Final = TypeAdapter(InstanceAck)

@@ -56,8 +56,7 @@ from rfork.receiver.report import (
 from rfork.receiver.runner import Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import ForkRequest, ForkResult, InstanceReport, source_type
-from rfork.schema.types import Outcome
+from rfork.schema import ForkRequest, ForkResult, InstanceReport, Outcome, source_type
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rfork.image.layout import Manifest
-from rfork.schema import StorageCandidate
-from rfork.schema.types import StorageType
+from rfork.schema import StorageCandidate, StorageType
 
 
 class ImageStorage(Protocol):

@@ -34,7 +34,7 @@ MEMBERS = {
     "rfork.storage.module_io.load.LoadReport": ("gb_per_s",),
     "rfork.artifacts.report.ArtifactReport": ("to_dict", "line"),
     "rfork.errors.RforkError": ("kind",),
-    "rfork.schema.instances.Rank": ("key",),
+    "rfork.schema.Rank": ("key",),
 }  # fmt: skip
 """Public methods and properties of a class that has others."""
 

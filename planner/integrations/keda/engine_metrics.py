@@ -11,9 +11,10 @@ import httpx
 
 from planner.integrations.keda.signals import MetricPage, parse_metrics
 from planner.integrations.planner_client import DEAD_CONNECTION
+from rfork.addresses import host_port
 from rfork.errors import SettingsError, reason_of
 from rfork.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
-from rfork.settings import TlsSettings, host_port
+from rfork.settings import TlsSettings
 
 ENGINE_TIMEOUT_S: Final = 2.0
 """Timeout of one engine's /metrics."""

@@ -16,7 +16,7 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.engine_container import Engine, engine_of, find_engine_container
 from planner.integrations.kubernetes.manifests import PodManifest
 from rfork.errors import SettingsError
-from rfork.schema.types import ModelName, Text, WeightsVersion, sanitize_text
+from rfork.schema import ModelName, Text, WeightsVersion, sanitize_text
 
 InjectionMode = Literal["none", "init", "image"]
 SameHost = Literal["true", "false", "ipc"]

@@ -30,7 +30,7 @@ from planner.integrations.kubernetes.topology import NodeTopology
 from planner.middleware import BodyLimit
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.schema.types import sanitize_text
+from rfork.schema import sanitize_text
 from rfork.settings import KubernetesSettings
 from rfork.tracing import NOOP_TRACER, TRACEPARENT, Span, TraceContext, Tracer
 

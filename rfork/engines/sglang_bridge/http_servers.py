@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 
+from rfork.addresses import host_port
 from rfork.engines.sglang_bridge.engine import (
     INFO_PATHS,
     NO_KEEPALIVE,
@@ -49,7 +50,7 @@ from rfork.errors import (
 )
 from rfork.logs import logger
 from rfork.schema import Route
-from rfork.settings import TlsSettings, host_port
+from rfork.settings import TlsSettings
 from rfork.tls_files import client_context
 
 SEEDS_PATH: Final = "/v1/stock-seeds"

@@ -22,8 +22,7 @@ from rfork.image.chunks import Chunks
 from rfork.image.digest import digest_bytes
 from rfork.image.layout import Layout, Manifest
 from rfork.image.safetensors_header import weights_id_of
-from rfork.schema import Rank
-from rfork.schema.types import HexId, ModelName, WeightsVersion
+from rfork.schema import HexId, ModelName, Rank, WeightsVersion
 from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import HEAD_BYTES, Blob, BlobStore, read_range

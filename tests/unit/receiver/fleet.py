@@ -20,8 +20,7 @@ from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.receiver.report import ForkTimer, TransferStats
 from rfork.receiver.runner import Observer, ServingState, Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
-from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
-from rfork.schema.types import StorageType
+from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment, StorageType
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name

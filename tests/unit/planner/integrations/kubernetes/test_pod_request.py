@@ -13,7 +13,7 @@ from planner.integrations.kubernetes.pod_request import (
     is_enabled,
     parse_request,
 )
-from rfork.schema.types import SanitizedText
+from rfork.schema import SanitizedText
 from tests.unit.planner.integrations.kubernetes.pod_documents import (
     ANY_JSON,
     SGLANG,

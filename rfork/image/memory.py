@@ -168,9 +168,10 @@ class Image:
     def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copier: DeviceCopier | None = None) -> None:
         self.layout = layout
         # Keeps the storages, and therefore the addresses, alive.
-        self._regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
-        self._runs = self._regions.coalesced()
-        *self._begins, total_bytes = accumulate(self._runs.lengths, initial=0)
+        self.regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
+        self.runs = self.regions.coalesced()
+        """The image's memory in the fewest runs that each fit in one tensor or view, in image order."""
+        *self._begins, total_bytes = accumulate(self.runs.lengths, initial=0)
         if total_bytes != layout.image_bytes:
             raise ValueError(f"the regions have {total_bytes} bytes, the layout {layout.image_bytes}")
         self._streams = {
@@ -183,43 +184,29 @@ class Image:
         if copier is None and self._streams:
             copier = CudaCopier(self._streams)
         self._staging = None if copier is None else PinnedStaging(copier)
-        self._released = False
+        self.is_released = False
+        """True if its memory was released: its bytes cannot be accessed."""
         # Created once, because creating one costs more than hashing a small tensor, and lazily, because
         # creating all of them would dominate the cost of the constructor.
-        self._views: list[memoryview | None] = [None] * len(self._runs)
-        self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
+        self._views: list[memoryview | None] = [None] * len(self.runs)
+        self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
 
     @classmethod
     def without_memory(cls, layout: Layout) -> Image:
         """Return an image whose memory was released: every access to its bytes raises SourceWeightsChanged."""
         image = cls(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
-        image._released = True
+        image.is_released = True
         return image
-
-    @property
-    def is_released(self) -> bool:
-        """True if its memory was released: its bytes cannot be accessed."""
-        return self._released
-
-    @property
-    def regions(self) -> StorageTable:
-        """The image's storages in image order: uint8 tensors, 1-D, over the tensors' own memory."""
-        return self._regions
-
-    @property
-    def runs(self) -> StorageTable:
-        """The image's memory in the fewest runs that each fit in one tensor or view, in image order."""
-        return self._runs
 
     @property
     def device(self) -> torch.device:
         """The device of most of the bytes; a module may keep others elsewhere."""
-        return self._regions.device
+        return self.regions.device
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """All devices of the bytes."""
-        return self._regions.devices
+        return self.regions.devices
 
     def shares_memory_with(self, other: Image) -> bool:
         """Return True if the other image has the same layout over the same addresses."""
@@ -234,7 +221,7 @@ class Image:
         Costs O(log n + result). Raises ValueError for a range outside the image.
         """
         first, stop = self._segments_covering(begin, end)
-        columns = self._begins, self._runs.addresses, self._runs.lengths
+        columns = self._begins, self.runs.addresses, self.runs.lengths
         found = list(map(Segment, *(column[first:stop] for column in columns)))
         if found:
             address = found[0].address + begin - found[0].begin
@@ -244,7 +231,7 @@ class Image:
 
     def tensor_slices(self, begin: int, end: int) -> list[torch.Tensor]:
         """Return the memory of image range `[begin, end)` as uint8 tensors, 1-D, on their devices, in image order."""
-        return self._slice(self._memories, self._runs.memory, begin, end)
+        return self._slice(self._memories, self.runs.memory, begin, end)
 
     @contextmanager
     def reading(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
@@ -299,7 +286,7 @@ class Image:
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
-            return digest_bytes(self._slice(self._views, self._runs.view, begin, end))
+            return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
         memories = self.tensor_slices(begin, end)
         devices = {memory.device for memory in memories if memory.device.type != "cpu"}
         if not devices:
@@ -332,8 +319,8 @@ class Image:
         of this one: from then on, reads and writes of the image raise SourceWeightsChanged. Memory that its
         allocator cannot release this way is freed with its tensors.
         """
-        self._released = True
-        for storage in self._regions.storages:
+        self.is_released = True
+        for storage in self.regions.storages:
             if storage.nbytes() and storage.data_ptr() not in keep:
                 # Borrowed memory cannot be resized.
                 with suppress(RuntimeError):
@@ -343,14 +330,14 @@ class Image:
         """Use the memory of another image with the same layout. Called after `release`."""
         if other.layout.layout_id != self.layout.layout_id:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
-        self._regions, self._runs, self._begins = other._regions, other._runs, other._begins
+        self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
         self._streams, self._staging = other._streams, other._staging
         self._views, self._memories = other._views, other._memories
-        self._released = other._released
+        self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
         """Return the runs (first, stop) that contain image range `[begin, end)`."""
-        if self._released:
+        if self.is_released:
             raise SourceWeightsChanged("image memory was already released")
         size = self.layout.image_bytes
         if not 0 <= begin <= end <= size:
@@ -374,7 +361,7 @@ class Image:
 
     def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
         # Views of the cached views, because the caller may release them.
-        return [view[:] for view in self._slice(self._views, self._runs.view, begin, end)]
+        return [view[:] for view in self._slice(self._views, self.runs.view, begin, end)]
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
         self._segments_covering(begin, end)  # reject a range outside the image before the first step

@@ -23,6 +23,7 @@ from rfork.errors import (
     VersionMismatch,
 )
 from rfork.image import ranges
+from rfork.image.digest import DIGEST_BYTES
 from rfork.image.layout import Layout, Manifest, SpecType, TensorSpec, TensorSpecTable
 from rfork.image.memory import Segment
 from rfork.peer.base import Progress, StorageActivity
@@ -31,7 +32,6 @@ from rfork.transport.base import Endpoint
 
 TENSORS_PER_PART = 2000
 """Tensor specs per message: about 200 kB, well below gRPC's default limit of 4 MiB."""
-DIGEST_BYTES = 16
 
 UNUSABLE = (
     TransportUnavailable,

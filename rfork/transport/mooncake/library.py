@@ -163,14 +163,9 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def installed_wheels() -> tuple[str, ...]:
-    """Return the installed wheels among the three."""
-    return tuple(wheel for wheel in WHEELS if _is_installed(wheel))
-
-
 def library_state() -> LibraryState:
     """Import the library and return the result; never raises."""
-    wheels = installed_wheels()
+    wheels = tuple(filter(_is_installed, WHEELS))
     _configure_environment()
     try:
         engine = importlib.import_module("mooncake.engine")

@@ -1,6 +1,6 @@
 """Target side: reads image ranges from the source's memory into the target's image.
 
-`TransferSession` is the state shared by all reads from one source: engine, rate limit, staging buffers, failure.
+`TransferEngineReader` owns what all reads from one source share: engine, rate limit, staging buffers, failure.
 `ReadBatch` executes the reads of one call within its limits.
 """
 
@@ -50,14 +50,17 @@ THROTTLE_POLL_S = 0.05
 """Maximum wait for the rate limit, because the limit may be raised in the meantime."""
 
 
-class TransferSession:
-    """An engine that reads from one source, shared by all calls of a reader. Runs on the target; thread-safe.
+class TransferEngineReader:
+    """Reads one source's image over a separate engine. Runs on the target; thread-safe.
 
     The engine cannot cancel a single read. If reads do not end after deadline and grace period, the engine is
-    closed, which stops them reliably. The session is then broken, and further use raises the same error.
+    closed, which stops them reliably. The reader is then broken, and further reads raise the same error.
     """
 
-    def __init__(self, engine: MooncakeEngine, session: str) -> None:
+    def __init__(self, engine: MooncakeEngine, session: str, remote: AddressMap, image: Image, *, gather: bool) -> None:
+        self._remote = remote
+        self._image = image
+        self._gather = gather and image.devices <= {CPU}
         self.engine = engine
         self.session = session
         self.sizes = SIZES[engine.protocol]
@@ -70,6 +73,16 @@ class TransferSession:
         self._is_closed = False
         self._staging_count = 0
         self._staging: deque[torch.Tensor] = deque()
+
+    def read(self, begin: int, end: int, deadline: float) -> None:
+        """Copy image range `[begin, end)` into the target image; see `Reader.read`.
+
+        Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did
+        not respond or the deadline passed; at most `GRACE_S` plus a ping (2 s) after the deadline.
+        """
+        pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
+        with self._acquire():
+            ReadBatch(self, plan_reads(pieces, gather=self._gather, max_bytes=self.sizes.request), deadline).finish()
 
     def set_rate_limit(self, rate: int | None) -> None:
         """Limit reads to `rate` bytes per second. The reader enforces it, because no code of the source runs.
@@ -109,8 +122,8 @@ class TransferSession:
             self._changed.wait_for(lambda: self._is_closed)
 
     @contextmanager
-    def acquire(self) -> Iterator[None]:
-        """Keep the engine open within the context; when leaving a broken session, wait until its engine is
+    def _acquire(self) -> Iterator[None]:
+        """Keep the engine open within the context; when leaving a broken reader, wait until its engine is
         closed.
         """
         with self._changed:
@@ -133,7 +146,7 @@ class TransferSession:
                 self._changed.wait_for(lambda: self._is_closed or not self.broken.is_set())
 
     def check_open(self) -> None:
-        """Raise the error that broke the session, if any."""
+        """Raise the error that broke the reader, if any."""
         if self._error is not None:
             raise type(self._error)(str(self._error))
 
@@ -145,7 +158,7 @@ class TransferSession:
             self._changed.notify_all()
 
     def fail(self, error: SourceError) -> None:
-        """Break the session: every read in progress stops at its next poll."""
+        """Break the reader: every read in progress stops at its next poll."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -153,7 +166,7 @@ class TransferSession:
             self._changed.notify_all()
 
     def acquire_staging(self, *, wait_until: float | None) -> torch.Tensor | None:
-        """Return a staging buffer; None if none is free (by `wait_until`, if given) or the session is broken."""
+        """Return a staging buffer; None if none is free (by `wait_until`, if given) or the reader is broken."""
         with self._changed:
             if not self._staging and self._staging_count < STAGING_BUFFERS:
                 buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
@@ -176,10 +189,10 @@ class TransferSession:
 class ReadBatch:
     """The reads of one call: started as capacity allows, and polled until all have finished."""
 
-    def __init__(self, transfer_session: TransferSession, reads: list[RemoteRead], deadline: float) -> None:
-        self._transfer_session = transfer_session
-        self._engine = transfer_session.engine
-        self._session = transfer_session.session
+    def __init__(self, reader: TransferEngineReader, reads: list[RemoteRead], deadline: float) -> None:
+        self._reader = reader
+        self._engine = reader.engine
+        self._session = reader.session
         self._waiting = deque(reads)
         self._deadline = deadline
         self._in_flight: dict[int, tuple[RemoteRead, torch.Tensor | None]] = {}
@@ -196,10 +209,8 @@ class ReadBatch:
             wait_s = self._start()
             if self._poll():
                 wait = MIN_WAIT_S
-            elif self._transfer_session.broken.wait(
-                wait if self._in_flight else max(wait, min(wait_s, THROTTLE_POLL_S))
-            ):
-                self._transfer_session.check_open()
+            elif self._reader.broken.wait(wait if self._in_flight else max(wait, min(wait_s, THROTTLE_POLL_S))):
+                self._reader.check_open()
             else:
                 wait = min(wait * 1.5, MAX_WAIT_S)
         if self._waiting or self._in_flight or self._failed:
@@ -213,10 +224,10 @@ class ReadBatch:
         while self._waiting and self._can_submit():
             staging = None
             if self._waiting[0].pieces:
-                staging = self._transfer_session.acquire_staging(wait_until=None if self._in_flight else self._deadline)
+                staging = self._reader.acquire_staging(wait_until=None if self._in_flight else self._deadline)
                 if staging is None:
                     return 0.0
-            request, rest, wait_s = self._transfer_session.consume(self._waiting[0])
+            request, rest, wait_s = self._reader.consume(self._waiting[0])
             if wait_s > 0:
                 self._release_staging(staging)
                 return wait_s
@@ -230,10 +241,10 @@ class ReadBatch:
                 self._release_staging(staging)
                 staging = None
             try:
-                number = self._engine.start_read(self._transfer_session.session, local, request.remote, request.length)
+                number = self._engine.start_read(self._reader.session, local, request.remote, request.length)
             except SourceUnavailable:
                 self._failed = True
-                self._transfer_session.record_completion(request.length)
+                self._reader.record_completion(request.length)
                 self._release_staging(staging)
                 return 0.0
             self._in_flight[number] = (request, staging)
@@ -242,10 +253,10 @@ class ReadBatch:
 
     def _release_staging(self, staging: torch.Tensor | None) -> None:
         if staging is not None:
-            self._transfer_session.release_staging(staging)
+            self._reader.release_staging(staging)
 
     def _can_submit(self) -> bool:
-        return len(self._in_flight) < MAX_INFLIGHT and self._bytes < self._transfer_session.sizes.in_flight
+        return len(self._in_flight) < MAX_INFLIGHT and self._bytes < self._reader.sizes.in_flight
 
     def _poll(self) -> bool:
         """Process finished reads; return True if there were any."""
@@ -257,7 +268,7 @@ class ReadBatch:
         for number, state in finished:
             request, staging = self._in_flight.pop(number)
             self._bytes -= request.length
-            self._transfer_session.record_completion(request.length)
+            self._reader.record_completion(request.length)
             if state is TransferState.FAILED:
                 self._failed = True
             elif staging is not None:
@@ -269,10 +280,10 @@ class ReadBatch:
         """Wait until no read is in flight; close the engine if that takes too long."""
         expires_at = time.monotonic() + GRACE_S
         while self._in_flight and time.monotonic() < expires_at:
-            if not self._poll() and self._transfer_session.broken.wait(MAX_WAIT_S):
-                self._transfer_session.check_open()
+            if not self._poll() and self._reader.broken.wait(MAX_WAIT_S):
+                self._reader.check_open()
         if self._in_flight:
-            self._transfer_session.fail(SourceTimeout(f"{self._session} did not finish its reads in time"))
+            self._reader.fail(SourceTimeout(f"{self._session} did not finish its reads in time"))
 
     def _failure(self) -> SourceError:
         """Return the error to raise. The engine reports no cause, so ping the source."""
@@ -288,39 +299,3 @@ class ReadBatch:
 def _scatter(request: RemoteRead, staging: int) -> None:
     for piece in request.pieces:
         ctypes.memmove(piece.local, staging + piece.remote - request.remote, piece.length)
-
-
-class TransferEngineReader:
-    """Reads one source's image over a separate engine. Runs on the target; thread-safe.
-
-    If reads do not end after deadline and grace period, the engine is closed; the reader is then unusable,
-    and further reads raise the same error.
-    """
-
-    def __init__(self, engine: MooncakeEngine, session: str, remote: AddressMap, image: Image, *, gather: bool) -> None:
-        self._transfer_session = TransferSession(engine, session)
-        self._remote = remote
-        self._image = image
-        self._gather = gather and image.devices <= {CPU}
-
-    def read(self, begin: int, end: int, deadline: float) -> None:
-        """Copy image range `[begin, end)` into the target image; see `Reader.read`.
-
-        Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did
-        not respond or the deadline passed; at most `GRACE_S` plus a ping (2 s) after the deadline.
-        """
-        pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
-        with self._transfer_session.acquire():
-            reads = plan_reads(pieces, gather=self._gather, max_bytes=self._transfer_session.sizes.request)
-            ReadBatch(self._transfer_session, reads, deadline).finish()
-
-    def set_rate_limit(self, rate: int | None) -> None:
-        """Limit reads to `rate` bytes per second. The reader enforces it, because no code of the source runs.
-
-        Reads in flight finish at full speed.
-        """
-        self._transfer_session.set_rate_limit(rate)
-
-    def close(self) -> None:
-        """Close the engine; reads in progress raise SourceUnavailable. Idempotent."""
-        self._transfer_session.close()

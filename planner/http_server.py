@@ -26,9 +26,9 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from rfork.addresses import host_port
 from rfork.errors import PortInUse, SettingsError, reason_of
 from rfork.logs import logger
-from rfork.settings import host_port
 
 HEAD_S: Final = 10.0
 """Seconds for a TLS handshake, and for a request head."""

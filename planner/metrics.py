@@ -23,8 +23,16 @@ from planner.core.records import ForkRecord, InstanceRecord
 from planner.core.scaleups import ExpectedReplicas
 from rfork import errors, weights_version
 from rfork.net.tls import not_after
-from rfork.schema import ForkResult, SourceFault, source_type
-from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceType, StorageType
+from rfork.schema import (
+    GPU_KERNEL_TRANSPORTS,
+    ForkResult,
+    InstanceState,
+    Outcome,
+    SourceFault,
+    SourceType,
+    StorageType,
+    source_type,
+)
 from rfork.settings import TransportName
 
 FAULT_OF: Final = {

@@ -45,12 +45,12 @@ from rfork.schema import (
     ForkResult,
     InstanceAck,
     InstanceReport,
+    Outcome,
     Plan,
     ProgressAck,
     ScaleUp,
     ScaleUpInfo,
 )
-from rfork.schema.types import Outcome
 from rfork.settings import PlannerSettings
 from rfork.tracing import NOOP_TRACER, Tracer
 from rfork.weights_version import is_single, short

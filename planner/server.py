@@ -18,11 +18,12 @@ from planner.http_server import BoundedServer, address_of, listen, uvicorn_confi
 from planner.integrations.runner import InProcessRunner, create_in_process_runner
 from planner.origins import KnownHosts
 from rfork import __version__
+from rfork.addresses import LOOPBACK
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.net.tls import server_context
-from rfork.schema.types import VERSION_HEADER
-from rfork.settings import LOOPBACK, PlannerSettings
+from rfork.schema import VERSION_HEADER
+from rfork.settings import PlannerSettings
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 

@@ -23,7 +23,7 @@ from rfork.engines.replica import replica_of
 from rfork.engines.version_selection import CurrentVersion, choose_version, version_of_files
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import compute_manifest
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.receiver.planner_requests import OnProgress

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
-from rfork.image.tensor_specs import TensorSpec
 from rfork.transport.cuda_ipc.driver import (
     HANDLE_BYTES,
     Allocation,

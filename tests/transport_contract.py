@@ -13,9 +13,8 @@ import torch
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
-from rfork.image.tensor_specs import TensorSpec
 from rfork.transport.base import Exporter, Reader, Transport
 
 TOKEN = "a-valid-token"

@@ -36,7 +36,7 @@ from rfork._api import fork, seed
 from rfork.errors import AllSourcesFailed, RforkError
 from rfork.image import ranges
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkProgress
 from rfork.settings import InstanceSettings

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from benchmarks.fanout.node import module_of
 from rfork import logs
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.storage.location import Location
 from rfork.storage.registry import open_store
 from rfork.storage.snapshots.writer import write_snapshot

@@ -21,7 +21,7 @@ from rfork import logs, settings
 from rfork._api import fork, seed
 from rfork.errors import RforkError
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.schema import ForkProgress
 from rfork.settings import InstanceSettings
 

@@ -3,7 +3,7 @@ Zensical.
 
     python -m docs.site.build [--out FOLDER] [--serve]
 
-Pages link to files of the repository, such as ``../rfork/settings/planner.py``, so that the links work in any
+Pages link to files of the repository, such as ``../rfork/settings.py``, so that the links work in any
 checkout. In the site these files become pages. Generated parts of a page (``<!-- generated: NAME -->``) are
 created at each build. Warnings are errors.
 """

@@ -14,8 +14,7 @@ from planner.auth import still_authorized
 from planner.event_bus import EventBus, ForkEventRecord, Subscription
 from planner.plan_service import PlanService
 from planner.sse import KEEP_ALIVE_S, SseResponse
-from rfork.schema import ForkEvent
-from rfork.schema.types import Identifier
+from rfork.schema import ForkEvent, Identifier
 
 RETRY_MS: Final = 2000
 """Time after which a browser reconnects when the stream has ended."""

@@ -12,8 +12,17 @@ from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
 from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
 from planner.plan_service import PlanService
-from rfork.schema import ForkInfo, ForkPage, ForkProgress, ForkRequest, ForkResult, Plan, ProgressAck
-from rfork.schema.types import ForkState, Identifier
+from rfork.schema import (
+    ForkInfo,
+    ForkPage,
+    ForkProgress,
+    ForkRequest,
+    ForkResult,
+    ForkState,
+    Identifier,
+    Plan,
+    ProgressAck,
+)
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 

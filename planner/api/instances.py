@@ -14,8 +14,7 @@ from planner.auth import require_role
 from planner.core.problems import invalid_field
 from planner.ownership import NOT_OWNER, OWNER_HEADER_DOCS, Claimant
 from planner.plan_service import PlanService
-from rfork.schema import ExitCheck, InstanceAck, InstanceInfo, InstancePage, InstanceReport
-from rfork.schema.types import Identifier, InstanceState
+from rfork.schema import ExitCheck, Identifier, InstanceAck, InstanceInfo, InstancePage, InstanceReport, InstanceState
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from fastapi import Query
 
-from rfork.schema.types import Identifier
+from rfork.schema import Identifier
 
 DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 1000

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Body, Path
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
 from planner.plan_service import PlanService
-from rfork.schema import ScaleUp, ScaleUpInfo
-from rfork.schema.types import Identifier
+from rfork.schema import Identifier, ScaleUp, ScaleUpInfo
 
 ScaleUpId = Annotated[Identifier, Path(description="chosen by the caller", examples=["default.llama"])]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rfork.schema.types import ChunkRange
+from rfork.schema import ChunkRange
 
 
 class ProblemError(Exception):

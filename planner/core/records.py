@@ -17,13 +17,14 @@ from rfork.schema import (
     ForkInfo,
     ForkProgress,
     ForkResult,
+    ForkState,
     InstanceInfo,
     InstanceReport,
+    Outcome,
     Rank,
     ScaleUp,
     StorageAssignment,
 )
-from rfork.schema.types import ForkState, Outcome
 
 
 class GroupKey(NamedTuple):

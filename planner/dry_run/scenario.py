@@ -12,8 +12,7 @@ from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord
 from planner.core.state import PlannerState
 from planner.policy.types import ForkDemand, GroupView, HostLocation, Source, Storage
-from rfork.schema import ForkProgress, PreviewRequest, source_type
-from rfork.schema.types import SAME_HOST_TRANSPORTS
+from rfork.schema import SAME_HOST_TRANSPORTS, ForkProgress, PreviewRequest, source_type
 
 DEFAULT_LINK_RATE: Final = 1.25e9
 """Assumed link speed of a host in bytes per second, if unknown: 10 Gbit/s."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 from planner.policy.types import Source
-from rfork.schema.types import GPU_KERNEL_TRANSPORTS, SAME_HOST_TRANSPORTS
+from rfork.schema import GPU_KERNEL_TRANSPORTS, SAME_HOST_TRANSPORTS
 
 TransportCost = tuple[bool, bool]
 """Two flags: only GPU kernels reach the source; the bytes leave the host."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from rfork.image.ranges import Range, count
-from rfork.schema.types import InstanceState, StorageType
+from rfork.schema import InstanceState, StorageType
 
 SLOW_FRACTION: Final = 0.3
 """Fraction of its link speed at which a straggler is assumed to read."""

@@ -17,8 +17,7 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter
 
 from planner.core.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord, StoreChange
-from rfork.schema import InstanceReport
-from rfork.schema.types import ChunkRange
+from rfork.schema import ChunkRange, InstanceReport
 
 Record = TypeVar("Record", InstanceRecord, ForkRecord)
 Patch = Mapping[str, str]

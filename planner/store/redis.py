@@ -66,9 +66,9 @@ from planner.store.messages import (
     group_from,
 )
 from planner.store.replica import Replica
+from rfork.addresses import host_port
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.settings import host_port
 
 BATCH: Final = 256
 """Maximum number of changes per batch; while one batch is in flight the next one fills."""

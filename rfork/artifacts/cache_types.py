@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rfork.errors import SettingsError
-from rfork.settings import ArtifactSettings, load
-from rfork.settings.cache_dirs import CacheDirs
+from rfork.settings import ArtifactSettings, CacheDirs, load
 
 STAGING: Final = ".rfork-"
 """Name prefix of the folders in which a cache is assembled before it is moved into place."""

@@ -18,10 +18,9 @@ from rfork.artifacts.file_names import METADATA_TENSOR, path_problem
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.triton_groups import is_group, missing_file
 from rfork.errors import SourceCorrupt
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
-from rfork.image.tensor_specs import TensorSpec
-from rfork.schema.base import StrictCopyModel
+from rfork.schema import StrictCopyModel
 
 MAX_FILES: Final = 200_000
 """Maximum number of files in an image of artifacts."""

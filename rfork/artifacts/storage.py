@@ -24,8 +24,8 @@ from rfork.errors import (
     StorageNotFound,
     UserError,
 )
-from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import image_from_tensors
+from rfork.image.layout import allocate_buffer
 from rfork.image.memory import Image, compute_manifest
 from rfork.image.safetensors_header import layout_of
 from rfork.logs import logger

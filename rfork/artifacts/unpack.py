@@ -23,8 +23,8 @@ from rfork.artifacts.metadata import ArtifactMetadata, bytes_of
 from rfork.artifacts.staging_dir import remove_stale, staging_dir
 from rfork.artifacts.triton_groups import is_group, to_local
 from rfork.errors import DeadlineExceeded, RforkError, StorageAccessDenied, StorageError, StorageFull
+from rfork.image.layout import TensorSpec
 from rfork.image.memory import Image
-from rfork.image.tensor_specs import TensorSpec
 from rfork.logs import logger
 
 log = logger(__name__)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rfork import settings as options
+from rfork.addresses import redacted
 from rfork.cli.console import Bar, configure_logs, err, handle_errors, print_result, warn
 from rfork.cli.formatters import plural
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
-from rfork.settings import ArtifactSettings, InstanceSettings, redacted
+from rfork.settings import ArtifactSettings, InstanceSettings
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ from rfork.cli import formatters
 from rfork.errors import MissingExtra, RforkError
 from rfork.logs import logger
 from rfork.schema import ForkProgress
-from rfork.settings import InstanceSettings
-from rfork.settings.unknown_variables import find_typos
+from rfork.settings import InstanceSettings, find_typos
 
 INTERRUPTED: Final = 130
 BUG: Final = 1

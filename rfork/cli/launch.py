@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
+from rfork.addresses import redacted
 from rfork.cli.console import handle_errors, log_misspelt_variables
 from rfork.engines import flags
 from rfork.engines.launch import engine_environment, rewrite_command, with_plugin_path
@@ -25,7 +26,7 @@ from rfork.logs import configure, logger
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.drain import drain_replica
 from rfork.planner_client.ownership import owner_secret
-from rfork.settings import InstanceSettings, redacted
+from rfork.settings import InstanceSettings
 
 log = logger(__name__)
 

@@ -94,7 +94,7 @@ def pull(
         from rfork import _api as engine
         from rfork.engines.transformers import EmptyModel
         from rfork.image.capture import capture
-        from rfork.image.checksum import image_sha256
+        from rfork.image.memory import image_sha256
 
         model = model_name(folder, name)
         unfilled = EmptyModel(folder, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rfork import settings as options
+from rfork.addresses import redacted
 from rfork.cli.console import (
     configure_logs,
     err,
@@ -24,7 +25,7 @@ from rfork.cli.options import (
     VersionOption,
     model_name,
 )
-from rfork.settings import InstanceSettings, redacted
+from rfork.settings import InstanceSettings
 from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 from rfork.weights_version import short
 

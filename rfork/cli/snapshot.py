@@ -20,7 +20,7 @@ from rfork.settings import InstanceSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rfork.image.manifest import Manifest
+    from rfork.image.layout import Manifest
     from rfork.image.memory import Image
     from rfork.schema import InstanceReport, Rank
     from rfork.storage.snapshots.entry import SnapshotEntry

@@ -18,8 +18,7 @@ from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.planner_clock import MAX_SKEW_S
-from rfork.schema import ForkEvent, ForkInfo, InstanceInfo
-from rfork.schema.types import ForkState
+from rfork.schema import ForkEvent, ForkInfo, ForkState, InstanceInfo
 
 MAX_INSTANCES: Final = 50
 """Instances shown in the tree unless --limit is set."""

@@ -15,9 +15,8 @@ import torch
 
 from rfork.diagnostics import configuration, machine, network, rdma, same_host, transports
 from rfork.diagnostics.result import CheckResult, Status
-from rfork.settings import InstanceSettings
-from rfork.settings.unknown_variables import find_typos
-from rfork.transport.mooncake import gpu_direct, topology
+from rfork.settings import InstanceSettings, find_typos
+from rfork.transport.mooncake import topology
 from rfork.transport.mooncake.library import library_state
 
 __all__ = ["CheckResult", "Status", "run_checks"]
@@ -39,8 +38,8 @@ def run_checks(settings: InstanceSettings) -> list[CheckResult]:
         rdma.check_rdma(devices, settings.rdma_devices),
         *(rdma.check_device(device, pci_locations) for device in devices),
         rdma.check_gpu_direct(
-            gpu_direct.has_peer_module(),
-            bool(indices) and all(gpu_direct.has_dma_buf(torch.device("cuda", gpu)) for gpu in indices),
+            topology.has_peer_module(),
+            bool(indices) and all(topology.has_dma_buf(torch.device("cuda", gpu)) for gpu in indices),
             needed=bool(indices and working),
         ),
         rdma.check_mooncake(library_state(), cuda=bool(indices), torch_cuda=torch.version.cuda),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import httpx
 
+from rfork.addresses import LOOPBACK
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError
-from rfork.settings import LOOPBACK, InstanceSettings
+from rfork.settings import InstanceSettings
 
 PLANNER_MODULES = ("planner", "fastapi", "fastapi_offline", "prometheus_client", "uvicorn")
 """Modules that `rfork planner` needs besides those of every instance."""

@@ -9,11 +9,12 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from rfork.addresses import LOOPBACK, redacted
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import SettingsError, reason_of
 from rfork.net.tls import ca_expires_at, client_context, not_after, server_context
 from rfork.planner_client.rest import unreachable_error
-from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
+from rfork.settings import InstanceSettings, TlsSettings
 
 MAX_CLOCK_SKEW_S = 5.0
 SOON_DAYS = 14

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import DeviceDown, GpuDirectUnavailable, VersionMismatch
-from rfork.transport.mooncake.gpu_direct import gpu_direct
 from rfork.transport.mooncake.library import LibraryState, reinstall_hint, require_cuda
-from rfork.transport.mooncake.topology import PciLocation, RdmaDevice, pci_distance, select_devices
+from rfork.transport.mooncake.topology import PciLocation, RdmaDevice, gpu_direct, pci_distance, select_devices
 
 REINSTALL = "pip install --force-reinstall 'rfork[mooncake]'"
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch.distributed
 
 from rfork.diagnostics.result import CheckResult, Status
-from rfork.schema.types import OPT_IN_TRANSPORTS
+from rfork.schema import OPT_IN_TRANSPORTS
 from rfork.settings import InstanceSettings
 from rfork.transport.selection import explain_selection
 

@@ -10,8 +10,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from rfork.errors import SettingsError
-from rfork.schema import Rank
-from rfork.schema.types import ModelName
+from rfork.schema import ModelName, Rank
 
 MAX_REPR_CHARS = 60
 _model_name: Final[TypeAdapter[str]] = TypeAdapter(ModelName)

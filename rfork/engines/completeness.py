@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
+from rfork.image.layout import byte_extent
 from rfork.image.module_tensors import state_of_module
 from rfork.image.ranges import intersect, normalise, subtract
-from rfork.image.strides import byte_extent
 
 TOLERANCE: Final = 0.01
 """Fraction of the growth that may stay unexplained."""

@@ -8,8 +8,7 @@ from typing import Final
 
 from pydantic.fields import FieldInfo
 
-from rfork.settings import InstanceSettings
-from rfork.settings.env import is_advanced, variables_of
+from rfork.settings import InstanceSettings, is_advanced, variables_of
 
 NOT_FLAGS: Final = frozenset(
     {"token", "log_json", "log_level"}

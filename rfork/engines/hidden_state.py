@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rfork.errors import LayoutMismatch
-from rfork.image.compat_tags import ATTRIBUTE, tag_tensors
+from rfork.image.layout import ATTRIBUTE, tag_tensors
 
 MAX_DEPTH = 6
 """Maximum depth of helper objects below a module."""

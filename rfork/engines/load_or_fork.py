@@ -47,7 +47,7 @@ class ModelIdentity:
     model: str
     rank: Rank
     facts: tuple[str, ...] = ()
-    """Engine and version, device, quantisation; see `rfork.image.compat_tags`."""
+    """Engine and version, device, quantisation; see `rfork.image.layout`."""
     packages: tuple[str, ...] = ()
     """Packages of the engine; see `rfork.engines.hidden_state`."""
     helper_attributes: tuple[str, ...] = ()

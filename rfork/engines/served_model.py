@@ -17,7 +17,7 @@ from torch import nn
 from rfork.engines.hidden_state import HiddenState
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.image.capture import capture
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.report import ForkReport

@@ -18,13 +18,10 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.layout import Layout
-from rfork.image.memory import Image
+from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
+from rfork.image.memory import Image, StorageTable
 from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
 from rfork.image.ranges import normalise
-from rfork.image.storages import StorageTable
-from rfork.image.strides import byte_extent, contiguous_stride
-from rfork.image.tensor_specs import SpecType, TensorSpecTable
 
 MAX_ALIGNMENT = 16
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
@@ -41,7 +38,7 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
 
     Plain values (numbers, text, flags, enums) on modules and their objects are not bytes of the image. They
     become the layout's attributes, so that a fork between modules that differ in one is rejected; see
-    `rfork.image.attributes`.
+    `rfork.image.module_tensors`.
 
     Tensors whose bytes overlap in memory become one region, with all bytes from the first to the last of
     them; so does a tensor with gaps between its rows. A module without tensors has an empty image.
@@ -105,10 +102,10 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
         sizes.append(end - begin)
         image_bytes += end - begin
     by_offset = sorted(range(len(names)), key=offsets.__getitem__)
-    spec_types = _SpecTypeCache()
+    known_types: dict[tuple[torch.dtype, torch.Size], SpecType] = {}
     specs = TensorSpecTable.of_columns(
         [names[index] for index in by_offset],
-        [spec_types.of(ordered[index]) for index in by_offset],
+        [_spec_type(ordered[index], known_types) for index in by_offset],
         [offsets[index] for index in by_offset],
     )
     return Image(Layout(specs, image_bytes, attributes), StorageTable(storages, addresses, sizes))
@@ -219,23 +216,16 @@ def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> to
     raise UnsupportedTensor(first, f"overlaps {last!r}, which lies in another storage")
 
 
-class _SpecTypeCache:
-    """Caches tensor types, because formatting them would dominate the time spent here."""
-
-    def __init__(self) -> None:
-        self._contiguous: dict[tuple[torch.dtype, torch.Size], SpecType] = {}
-
-    def of(self, tensor: torch.Tensor) -> SpecType:
-        """Return the type of one tensor."""
-        if not tensor.is_contiguous():
-            return _dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
-        dtype, shape = tensor.dtype, tensor.shape
-        spec_type = self._contiguous.get((dtype, shape))
-        if spec_type is None:
-            # Strides of dimensions with one element are meaningless, and loaders may disagree on them.
-            spec_type = _dtype_name(dtype), tuple(shape), contiguous_stride(shape)
-            self._contiguous[dtype, shape] = spec_type
-        return spec_type
+def _spec_type(tensor: torch.Tensor, known: dict[tuple[torch.dtype, torch.Size], SpecType]) -> SpecType:
+    """Return the type of one tensor; `known` caches types, because formatting them would dominate the time."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if not tensor.is_contiguous():
+        return _dtype_name(dtype), tuple(shape), tuple(tensor.stride())
+    spec_type = known.get((dtype, shape))
+    if spec_type is None:
+        # Strides of dimensions with one element are meaningless, and loaders may disagree on them.
+        spec_type = known[dtype, shape] = _dtype_name(dtype), tuple(shape), contiguous_stride(shape)
+    return spec_type
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

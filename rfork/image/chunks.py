@@ -1,10 +1,21 @@
-"""Chunks: the fixed-size ranges of an image that are transferred, verified, planned and retried."""
+"""Chunks: the fixed-size ranges of an image that are transferred, verified, planned and retried.
+
+`ChunkState` is the set of verified chunks and their digests. A seed's state is complete from the start; a relay's
+fills while it forks. Transports check it before they serve a range, the peer service streams its changes to
+readers, and the transfer updates it.
+
+While no instance knows the manifest yet, because one of the group still reads it from storage, the chunks
+belong to a *provisional* manifest: their digests are those computed by the reader of the storage and
+forwarded from relay to relay. Chunks of two provisional manifests are never mixed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from rfork.image import ranges
 from rfork.image.ranges import Range
 
 MIB = 1 << 20
@@ -15,6 +26,8 @@ MAX_CHUNKS = 128
 mean less pipeline fill, and fewer mean less overhead per chunk. Larger images have more chunks, of the
 maximum size.
 """
+
+Listener = Callable[[], None]
 
 
 def chunk_size_for(image_bytes: int) -> int:
@@ -53,3 +66,106 @@ class Chunks:
     def covering(self, begin: int, end: int) -> range:
         """Return the indices of all chunks that overlap `[begin, end)`."""
         return range(begin // self.chunk_size, -(-end // self.chunk_size))
+
+
+class ChunkState:
+    """Thread-safe set of the verified chunks of one image. A chunk stays verified until `invalidate` or `clear`."""
+
+    def __init__(self, chunks: Chunks, verified: Iterable[int] = ()) -> None:
+        self.chunks = chunks
+        self._lock = threading.Lock()
+        self._verified = set(verified)
+        self._provisional_id: str | None = None
+        self._digests: dict[int, bytes] = {}
+        self._listeners: list[Listener] = []
+
+    @classmethod
+    def full(cls, chunks: Chunks) -> ChunkState:
+        """Return the state of a complete source."""
+        return cls(chunks, range(len(chunks)))
+
+    def mark_verified(self, index: int, digest: bytes | None = None) -> None:
+        """Mark chunk `index` as verified; `digest` (16 bytes) is its digest, if known."""
+        with self._lock:
+            self._verified.add(index)
+            if digest is not None:
+                self._digests[index] = digest
+        self._notify()
+
+    def invalidate(self, indices: Iterable[int]) -> None:
+        """Mark these chunks as not verified."""
+        with self._lock:
+            for index in indices:
+                self._verified.discard(index)
+                self._digests.pop(index, None)
+        self._notify()
+
+    def clear(self) -> None:
+        """Mark all chunks as not verified, because the weights have changed."""
+        with self._lock:
+            self._verified.clear()
+            self._digests.clear()
+            self._provisional_id = None
+        self._notify()
+
+    def set_provisional_id(self, provisional_id: str | None) -> None:
+        """Assign the chunks to this provisional manifest; None: to none."""
+        with self._lock:
+            self._provisional_id = provisional_id
+
+    @property
+    def provisional_id(self) -> str | None:
+        """The provisional manifest of the chunks, or None if they have a final one."""
+        return self._provisional_id
+
+    @property
+    def digests(self) -> dict[int, bytes]:
+        """The known digests of the verified chunks."""
+        with self._lock:
+            return dict(self._digests)
+
+    @property
+    def provisional_state(self) -> tuple[str | None, dict[int, bytes]]:
+        """A consistent pair of `provisional_id` and `digests`."""
+        with self._lock:
+            return self._provisional_id, dict(self._digests)
+
+    @property
+    def verified(self) -> tuple[ranges.Range, ...]:
+        """The verified chunks as ranges of chunk indices."""
+        with self._lock:
+            return ranges.from_indices(self._verified)
+
+    def __len__(self) -> int:
+        """Return the number of verified chunks."""
+        return len(self._verified)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._verified
+
+    @property
+    def complete(self) -> bool:
+        """True if every chunk is verified."""
+        return len(self._verified) == len(self.chunks)
+
+    def contains_range(self, begin: int, end: int) -> bool:
+        """Return True if every chunk that overlaps image range `[begin, end)` is verified."""
+        return all(index in self._verified for index in self.chunks.covering(begin, end))
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` after every change, on the thread that made it. Returns a function that unsubscribes."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def _notify(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()

@@ -4,35 +4,144 @@ An `Image` copies nothing and owns only references: its bytes are the tensors' o
 `segments` (one-sided transports) or `reading` (transports that send from the host). The target fills the
 image through `segments` or `writing` and checks it with `digest`. `readable` and `writable` do the same in a
 single step.
+
+Its storages are in column lists, as there may be a million of them; tensors over them are created on demand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 
-from rfork.errors import SourceWeightsChanged
+from rfork.errors import SourceWeightsChanged, TargetError
+from rfork.image import ranges
 from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.image.staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
-from rfork.image.storages import StorageTable
 from rfork.logs import logger
+
+CPU = torch.device("cpu")
 
 MAX_DIGEST_THREADS = 8
 """With more threads, memory bandwidth limits a manifest, not hashing."""
 MIN_CUDA_DIGEST_THREADS = 4
 """Minimum number of digest threads on a GPU: while one waits for its chunk, others submit theirs."""
-
 log = logger(__name__)
+_Part = TypeVar("_Part", memoryview, torch.Tensor)
+MAPS = Path("/proc/self/maps")
+
+
+class StorageTable(Sequence[torch.Tensor]):
+    """Runs of memory in image order, as uint8 tensors, 1-D, created on access.
+
+    Keeps the storages, and so the memory, alive, whatever happens to the original tensors. Creating tens of
+    thousands of regions as tensors would take longer than everything else about an image.
+    """
+
+    def __init__(
+        self, storages: Sequence[torch.UntypedStorage], addresses: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Address and size in bytes of each region, and its storage."""
+        self.storages = storages
+        self.addresses = addresses
+        self.lengths = lengths
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> StorageTable:
+        """Return a table of these tensors (uint8, 1-D, contiguous)."""
+        kept = list(tensors)
+        return cls(
+            [tensor.untyped_storage() for tensor in kept],
+            [tensor.data_ptr() for tensor in kept],
+            [tensor.numel() for tensor in kept],
+        )
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """The devices of the storages."""
+        return frozenset(map(attrgetter("device"), self.storages))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of most of the bytes; the CPU if there are none."""
+        if self.devices <= {CPU}:
+            return CPU
+        share: Counter[torch.device] = Counter()
+        for storage, length in zip(self.storages, self.lengths, strict=True):
+            share[storage.device] += length
+        return share.most_common(1)[0][0]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        storage, length = self.storages[index], self.lengths[index]
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        with torch.no_grad():
+            return memory.set_(storage, self.addresses[index] - storage.data_ptr(), (length,), (1,))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
+    def coalesced(self) -> StorageTable:
+        """Return the same memory without empty regions, with neighbours merged that are also adjacent in memory.
+
+        On the CPU any two neighbours may be merged. On other devices only those of one storage (one
+        allocation), because only those fit in one tensor. Keeps alive only the first storage of merged
+        regions.
+        """
+        on_host = self.devices <= {CPU}
+        storages: list[torch.UntypedStorage] = []
+        addresses: list[int] = []
+        lengths: list[int] = []
+        reached = -1
+        for storage, address, length in zip(self.storages, self.addresses, self.lengths, strict=True):
+            if not length:
+                continue
+            if address == reached and (on_host or _is_adjacent(storages[-1], storage)):
+                lengths[-1] += length
+            else:
+                storages.append(storage)
+                addresses.append(address)
+                lengths.append(length)
+            reached = address + length
+        return StorageTable(storages, addresses, lengths)
+
+    def memory(self, index: int) -> torch.Tensor:
+        """Return a region as one tensor. A region merged from several storages does not keep them alive."""
+        storage, end = self.storages[index], self.addresses[index] + self.lengths[index]
+        if end <= storage.data_ptr() + storage.nbytes():
+            return self[index]
+        return torch.frombuffer(self.view(index), dtype=torch.uint8)
+
+    def view(self, index: int) -> memoryview:
+        """Return the bytes of a CPU region."""
+        return host_view(self.addresses[index], self.lengths[index])
+
+
+def _is_adjacent(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    return one.device == other.device and (one.device == CPU or one.data_ptr() == other.data_ptr())
 
 
 class Segment(NamedTuple):
@@ -41,9 +150,6 @@ class Segment(NamedTuple):
     begin: int
     address: int
     length: int
-
-
-_Part = TypeVar("_Part", memoryview, torch.Tensor)
 
 
 class Image:
@@ -62,9 +168,10 @@ class Image:
     def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copier: DeviceCopier | None = None) -> None:
         self.layout = layout
         # Keeps the storages, and therefore the addresses, alive.
-        self._regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
-        self._runs = self._regions.coalesced()
-        *self._begins, total_bytes = accumulate(self._runs.lengths, initial=0)
+        self.regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
+        self.runs = self.regions.coalesced()
+        """The image's memory in the fewest runs that each fit in one tensor or view, in image order."""
+        *self._begins, total_bytes = accumulate(self.runs.lengths, initial=0)
         if total_bytes != layout.image_bytes:
             raise ValueError(f"the regions have {total_bytes} bytes, the layout {layout.image_bytes}")
         self._streams = {
@@ -77,43 +184,29 @@ class Image:
         if copier is None and self._streams:
             copier = CudaCopier(self._streams)
         self._staging = None if copier is None else PinnedStaging(copier)
-        self._released = False
+        self.is_released = False
+        """True if its memory was released: its bytes cannot be accessed."""
         # Created once, because creating one costs more than hashing a small tensor, and lazily, because
         # creating all of them would dominate the cost of the constructor.
-        self._views: list[memoryview | None] = [None] * len(self._runs)
-        self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
+        self._views: list[memoryview | None] = [None] * len(self.runs)
+        self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
 
     @classmethod
     def without_memory(cls, layout: Layout) -> Image:
         """Return an image whose memory was released: every access to its bytes raises SourceWeightsChanged."""
         image = cls(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
-        image._released = True
+        image.is_released = True
         return image
-
-    @property
-    def is_released(self) -> bool:
-        """True if its memory was released: its bytes cannot be accessed."""
-        return self._released
-
-    @property
-    def regions(self) -> StorageTable:
-        """The image's storages in image order: uint8 tensors, 1-D, over the tensors' own memory."""
-        return self._regions
-
-    @property
-    def runs(self) -> StorageTable:
-        """The image's memory in the fewest runs that each fit in one tensor or view, in image order."""
-        return self._runs
 
     @property
     def device(self) -> torch.device:
         """The device of most of the bytes; a module may keep others elsewhere."""
-        return self._regions.device
+        return self.regions.device
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """All devices of the bytes."""
-        return self._regions.devices
+        return self.regions.devices
 
     def shares_memory_with(self, other: Image) -> bool:
         """Return True if the other image has the same layout over the same addresses."""
@@ -128,7 +221,7 @@ class Image:
         Costs O(log n + result). Raises ValueError for a range outside the image.
         """
         first, stop = self._segments_covering(begin, end)
-        columns = self._begins, self._runs.addresses, self._runs.lengths
+        columns = self._begins, self.runs.addresses, self.runs.lengths
         found = list(map(Segment, *(column[first:stop] for column in columns)))
         if found:
             address = found[0].address + begin - found[0].begin
@@ -138,7 +231,7 @@ class Image:
 
     def tensor_slices(self, begin: int, end: int) -> list[torch.Tensor]:
         """Return the memory of image range `[begin, end)` as uint8 tensors, 1-D, on their devices, in image order."""
-        return self._slice(self._memories, self._runs.memory, begin, end)
+        return self._slice(self._memories, self.runs.memory, begin, end)
 
     @contextmanager
     def reading(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
@@ -193,7 +286,7 @@ class Image:
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
-            return digest_bytes(self._slice(self._views, self._runs.view, begin, end))
+            return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
         memories = self.tensor_slices(begin, end)
         devices = {memory.device for memory in memories if memory.device.type != "cpu"}
         if not devices:
@@ -226,8 +319,8 @@ class Image:
         of this one: from then on, reads and writes of the image raise SourceWeightsChanged. Memory that its
         allocator cannot release this way is freed with its tensors.
         """
-        self._released = True
-        for storage in self._regions.storages:
+        self.is_released = True
+        for storage in self.regions.storages:
             if storage.nbytes() and storage.data_ptr() not in keep:
                 # Borrowed memory cannot be resized.
                 with suppress(RuntimeError):
@@ -237,14 +330,14 @@ class Image:
         """Use the memory of another image with the same layout. Called after `release`."""
         if other.layout.layout_id != self.layout.layout_id:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
-        self._regions, self._runs, self._begins = other._regions, other._runs, other._begins
+        self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
         self._streams, self._staging = other._streams, other._staging
         self._views, self._memories = other._views, other._memories
-        self._released = other._released
+        self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
         """Return the runs (first, stop) that contain image range `[begin, end)`."""
-        if self._released:
+        if self.is_released:
             raise SourceWeightsChanged("image memory was already released")
         size = self.layout.image_bytes
         if not 0 <= begin <= end <= size:
@@ -268,7 +361,7 @@ class Image:
 
     def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
         # Views of the cached views, because the caller may release them.
-        return [view[:] for view in self._slice(self._views, self._runs.view, begin, end)]
+        return [view[:] for view in self._slice(self._views, self.runs.view, begin, end)]
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
         self._segments_covering(begin, end)  # reject a range outside the image before the first step
@@ -294,3 +387,75 @@ def compute_manifest(image: Image) -> Manifest:
         weights_id=manifest.weights_id,
     )
     return manifest
+
+
+def check_writable(image: Image) -> None:
+    """Raise TargetError with the tensor's name if host memory of the image is mapped read-only.
+
+    Does nothing on systems without a list of mappings.
+    """
+    runs = image.runs
+    host = [
+        (address, address + length)
+        for storage, address, length in zip(runs.storages, runs.addresses, runs.lengths, strict=True)
+        if storage.device.type == "cpu"
+    ]
+    read_only_address = first_overlap(ranges.normalise(host), read_only_mappings())
+    if read_only_address is None:
+        return
+    segment = next(
+        segment
+        for segment in image.segments(0, image.layout.image_bytes)
+        if segment.address <= read_only_address < segment.address + segment.length
+    )
+    offset = segment.begin + read_only_address - segment.address
+    specs = image.layout.tensors
+    name = specs[bisect_right([spec.offset for spec in specs], offset) - 1].name
+    raise_read_only(name)
+
+
+def raise_read_only(name: str) -> None:
+    """Raise the TargetError for a tensor in read-only memory."""
+    raise TargetError(
+        f"tensor {name!r} is in read-only memory and cannot be filled",
+        hint="clone it, map its file copy-on-write (mmap_mode='c', ACCESS_COPY), or add it to exclude=",
+    )
+
+
+def read_only_mappings() -> tuple[ranges.Range, ...]:
+    """Return the address ranges that this process may not write; none if the system lists no mappings."""
+    try:
+        text = MAPS.read_text()
+    except OSError:
+        return ()
+    found: list[ranges.Range] = []
+    for line in text.splitlines():
+        addresses, permissions, _ = line.split(" ", 2)
+        if permissions[1] != "w":
+            begin, _, end = addresses.partition("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return ranges.normalise(found)
+
+
+def first_overlap(extents: Iterable[ranges.Range], merged: tuple[ranges.Range, ...]) -> int | None:
+    """Return the first address of the extents that lies within one of the merged ranges."""
+    ends = [end for _, end in merged]
+    for begin, end in extents:
+        index = bisect_right(ends, begin)
+        if index < len(merged) and merged[index][0] < end:
+            return max(begin, merged[index][0])
+    return None
+
+
+def image_sha256(image: Image) -> str:
+    """Return SHA-256 over the layout_id and every byte of the image, as 64 hex digits. For people and tests.
+
+    Transfers verify chunks by their digests. This reads all bytes again, on the host, with another hash, so
+    that both would have to be wrong together.
+    """
+    state = hashlib.sha256(image.layout.layout_id.encode())
+    for begin, end in image.layout.chunks:
+        with image.readable(begin, end) as views:
+            for view in views:
+                state.update(view)
+    return state.hexdigest()

@@ -3,26 +3,32 @@
 Follows everything reachable from the module's attributes: containers, objects of any class, attributes of
 tensors, closures. State that cannot be captured is reported with the reason, so that nothing is silently left
 out.
+
+Plain values (numbers, text, flags and enums used in the computation) are not transferred: source and target must
+have equal ones. So they become part of the layout, as lines that name an attribute, its value and its owners. Two
+layouts can then report the attribute in which they differ.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from enum import Enum
+from functools import cache
+from hashlib import sha256
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_wrapper_subclass
 
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
-from rfork.image.attributes import Attributes, is_compared
-from rfork.image.compat_tags import ATTRIBUTE as MARKED
-from rfork.image.key_names import key_name
+from rfork.image.layout import ATTRIBUTE as MARKED
 from rfork.image.object_types import (
     PLAIN_VALUES,
     SCALARS,
@@ -40,8 +46,34 @@ from rfork.image.object_types import (
     script_state,
     tensor_of,
 )
-from rfork.image.wrappers import inner_tensors
 
+_BY_REPR = (bool, int, float, complex, bytes, type(None), torch.Size)
+_BY_TEXT = (torch.dtype, torch.device)
+
+PROCESS_WORDS = frozenset(
+    {
+        *("rank", "ranks", "device", "devices", "host", "hostname", "port", "address", "addr", "pid", "uuid"),
+        *("path", "paths", "dir", "dirs", "directory", "folder", "file", "files", "filename", "url", "uri"),
+        *("ptr", "handle", "seed", "rng", "time", "timestamp", "cache", "cached", "caches", "counter"),
+        *("counters", "calls", "seen", "warned", "warning", "warnings", "verbose", "debug", "logger"),
+    }
+)
+"""Words in attribute names that refer to a process: its location, time or state."""
+PROCESS_NAMES = frozenset(
+    {
+        *("step", "steps", "_step", "_steps", "global_step", "epoch", "iteration", "_version"),
+        # From torch's buffers, accelerate and transformers: how a model was created or is trained.
+        *("_is_buffer", "persistent", "_hf_hook", "_old_forward", "_is_hf_initialized", "hf_quantizer"),
+        *("gradient_checkpointing", "is_quantized"),
+    }
+)
+"""Attribute names with the same meaning, and annotations that libraries put on loaded objects."""
+_BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
+MAX_TEXT = 80
+"""Maximum characters of a value; a longer value is cut and identified by its digest."""
+MAX_VALUES = 256
+"""Maximum number of values listed per attribute."""
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that nn.Module itself keeps on every module: registries, hooks and compiled code."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -54,9 +86,125 @@ MAX_OBJECTS = 1_000_000
 """Maximum containers and objects of one module: more are a data set, not a model."""
 MAX_SEQUENCE = 64
 """Maximum plain values of one list or tuple that are compared: longer ones are data."""
-
 Excluded = Callable[[str], object]
 """True for names that the caller excludes."""
+
+
+def key_name(key: object) -> str | None:
+    """Return the name of a key's type and value, or None if it has no stable name.
+
+    A text key is its own name; any other key is its Python literal in brackets: ``table.a``, ``table[7]``,
+    ``table[(Gate.UP, 'a')]``.
+    """
+    if type(key) is str and not key.startswith("["):
+        return key
+    literal = _literal(key)
+    return None if literal is None else f"[{literal}]"
+
+
+def _literal(key: object) -> str | None:
+    if isinstance(key, Enum):
+        return f"{type(key).__name__}.{key.name or key.value}"
+    if type(key) is str or type(key) in _BY_REPR:
+        return repr(key)
+    if isinstance(key, _BY_TEXT):
+        return str(key)
+    if isinstance(key, type):
+        return f"{key.__module__}.{key.__qualname__}"
+    if isinstance(key, tuple):
+        items = [_literal(item) for item in key]
+        if None not in items:
+            return f"{'' if type(key) is tuple else type(key).__name__}({', '.join(filter(None, items))})"
+    return None
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that contain a tensor's bytes: itself, or the tensors it wraps (a DTensor's shard)."""
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if not wraps:
+        yield tensor
+        return
+    for _, inner in inner_tensors(tensor):
+        yield from plain_tensors(inner)
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the inner tensors of a wrapper with their attribute names. The wrapper itself has no bytes."""
+    names, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
+    for name in names:
+        value = getattr(tensor, name)
+        if isinstance(value, torch.Tensor):  # a DTensor also lists its device mesh
+            yield name, value
+
+
+class Attributes:
+    """Plain values by attribute, each with its owners."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, list[str]] = {}
+        """Keyed by ``attribute=value``: a model has few of them, but tens of thousands of owners."""
+
+    def add(self, owner: str, key: str, value: object) -> None:
+        """Add one attribute of a module or of an object attached to it, unless the attribute is process-specific."""
+        if is_compared(key) and not _is_location(value):
+            self._owners.setdefault(f"{key}={_text(value)}", []).append(owner)
+
+    def lines(self, excluded: Callable[[str], object] | None = None) -> tuple[str, ...]:
+        """Return one line for each value of each attribute, without owners whose attribute is `excluded`."""
+        found = []
+        values = Counter(line.partition("=")[0] for line in self._owners)
+        overflowing: dict[str, list[str]] = {}
+        for line, owners in self._owners.items():
+            key = line.partition("=")[0]
+            kept = owners if excluded is None else [each for each in owners if not excluded(_name(each, key))]
+            if not kept:
+                continue
+            if values[key] > MAX_VALUES:
+                overflowing.setdefault(key, []).extend(f"{each} {line}" for each in kept)
+            else:
+                found.append(f"{line} at {_owners_text(kept)}")
+        found.extend(f"{key}={values[key]} values at {_owners_text(names)}" for key, names in overflowing.items())
+        return tuple(sorted(found))
+
+
+@cache
+def is_compared(key: str) -> bool:
+    """Return whether an attribute of this name belongs to the model rather than to a process that runs it."""
+    if key in PROCESS_NAMES:
+        return False
+    return PROCESS_WORDS.isdisjoint(word.lower() for word in _WORDS.findall(key))
+
+
+def _owners_text(owners: Sequence[str]) -> str:
+    """Return the first owner; if there are more, also their number and a digest of their names."""
+    first = min(owners) or "the module"
+    if len(owners) == 1:
+        return first
+    digest = sha256("\n".join(sorted(owners)).encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{first} and {len(owners) - 1} more ({digest})"
+
+
+def _name(owner: str, key: str) -> str:
+    return f"{owner}.{key}" if owner else key
+
+
+def _text(value: object) -> str:
+    if type(value) not in _BASES and isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, np.generic):
+        value = value.item()
+    base = type(value)
+    if base not in _BASES:  # reduce a subclass to its base type
+        base = next((each for each in _BASES if isinstance(value, each)), base)
+    text = str(base.__repr__(value))
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
+
+
+def _is_location(value: object) -> bool:
+    """Return whether a value is a path or a URL, which differs between machines."""
+    return isinstance(value, str) and (value[:1] in ("/", "~") or "://" in value)
 
 
 class ModuleTensors:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from rfork.image.memory import Image
-from rfork.image.storages import CPU
+from rfork.image.memory import CPU, Image
 
 Region = tuple[int, int]
 """Address and length in bytes."""

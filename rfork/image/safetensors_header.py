@@ -19,10 +19,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rfork.errors import CheckpointError, StorageCorrupt, StorageError
-from rfork.image.buffer_views import dtype_of
-from rfork.image.layout import Layout
-from rfork.image.strides import byte_extent, contiguous_stride
-from rfork.image.tensor_specs import TensorSpec
+from rfork.image.layout import Layout, TensorSpec, byte_extent, contiguous_stride, dtype_of
 
 ALIGNMENT = 4096
 """The data section starts at a multiple of this, padded with spaces after the JSON. As it is a page, the file

@@ -81,7 +81,7 @@ HEAD = torch.tensor(
 
 
 def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """See `rfork.image.hash_backend.HashLeaves`. On the current stream; waits only for its own work."""
+    """See `rfork.image.digest.HashLeaves`. On the current stream; waits only for its own work."""
     length = sum(piece.numel() for piece in pieces)
     count, rest = divmod(length, leaf_bytes)
     with torch.cuda.device_of(pieces[0]):  # type: ignore[no-untyped-call]

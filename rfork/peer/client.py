@@ -10,8 +10,7 @@ from typing import TypeVar
 import grpc
 
 from rfork.errors import SourceCorrupt, SourceUnavailable, SourceUnreachable, TargetError
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.net.tls import client_context
 from rfork.peer import codec
 from rfork.peer.base import Progress

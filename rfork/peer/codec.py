@@ -23,17 +23,15 @@ from rfork.errors import (
     VersionMismatch,
 )
 from rfork.image import ranges
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.digest import DIGEST_BYTES
+from rfork.image.layout import Layout, Manifest, SpecType, TensorSpec, TensorSpecTable
 from rfork.image.memory import Segment
-from rfork.image.tensor_specs import SpecType, TensorSpec, TensorSpecTable
 from rfork.peer.base import Progress, StorageActivity
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
 TENSORS_PER_PART = 2000
 """Tensor specs per message: about 200 kB, well below gRPC's default limit of 4 MiB."""
-DIGEST_BYTES = 16
 
 UNUSABLE = (
     TransportUnavailable,

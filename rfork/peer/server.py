@@ -18,12 +18,13 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from rfork.addresses import host_port
 from rfork.errors import PortInUse, SettingsError, reason_of
 from rfork.net.grpc_credentials import server_credentials
 from rfork.peer import call_guard
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES
 from rfork.peer.servicer import MAX_PROGRESS_STREAMS, PeerBackend, handlers
-from rfork.settings import InstanceSettings, host_port
+from rfork.settings import InstanceSettings
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024
 MAX_CONNECTIONS = 4096

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from rfork.errors import RforkError
 from rfork.image import ranges
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.peer import call_guard, codec
 from rfork.peer.base import Progress
 from rfork.peer.call_guard import Context

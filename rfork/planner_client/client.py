@@ -28,10 +28,12 @@ from rfork.schema import (
     ForkProgress,
     ForkRequest,
     ForkResult,
+    ForkState,
     InstanceAck,
     InstanceInfo,
     InstancePage,
     InstanceReport,
+    InstanceState,
     ModelInfo,
     Plan,
     PreviewPage,
@@ -40,7 +42,6 @@ from rfork.schema import (
     ScaleUp,
     ScaleUpInfo,
 )
-from rfork.schema.types import ForkState, InstanceState
 from rfork.settings import InstanceSettings, TlsSettings
 
 ACK: Final = TypeAdapter(InstanceAck)

@@ -15,14 +15,14 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork import __version__
+from rfork.addresses import redacted
 from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError, reason_of
 from rfork.net.tls import CurrentContext, client_context
 from rfork.planner_client.deadline_transport import DEADLINE, DeadlineTransport
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.planner_client.token_file import TokenFile
-from rfork.schema import Problem
-from rfork.schema.types import VERSION_HEADER
-from rfork.settings import TlsSettings, redacted
+from rfork.schema import VERSION_HEADER, Problem
+from rfork.settings import TlsSettings
 from rfork.tracing import inject
 
 ResponseT = TypeVar("ResponseT")

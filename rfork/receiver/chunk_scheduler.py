@@ -15,7 +15,7 @@ from typing import Final
 
 from rfork.image import ranges
 from rfork.image.ranges import Range
-from rfork.schema.types import SAME_HOST_TRANSPORTS
+from rfork.schema import SAME_HOST_TRANSPORTS
 
 BYTES_PER_S_PER_CONNECTION: Final = 256 << 20
 """Bytes per second that one connection carries on any machine; one more read for each multiple of this rate."""

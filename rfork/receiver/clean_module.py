@@ -22,7 +22,7 @@ from rfork.errors import UserError
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.image.wrappers import plain_tensors
+from rfork.image.module_tensors import plain_tensors
 from rfork.storage.module_io.extents import extent_of, is_dense, overlaps_itself
 from rfork.storage.module_io.state_dict import registered_state
 

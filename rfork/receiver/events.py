@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rfork.errors import RforkError, TransportUnavailable
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
 from rfork.schema import ChunkAssignment, Lease, Plan, Route, SourceFault, StorageAssignment
 

@@ -30,13 +30,12 @@ from rfork.errors import (
     WrongVersion,
 )
 from rfork.image.capture import capture
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import Rank, StorageAssignment, StorageCandidate
-from rfork.schema.types import StorageType, Text
+from rfork.schema import Rank, StorageAssignment, StorageCandidate, StorageType, Text
 from rfork.settings import StorageSettings
 from rfork.source.seed import Seed
 from rfork.source.served_image import VersionOf

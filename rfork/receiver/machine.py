@@ -38,8 +38,7 @@ from rfork.errors import (
     TransportUnavailable,
 )
 from rfork.image import ranges
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.receiver import events

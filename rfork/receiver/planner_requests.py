@@ -20,9 +20,8 @@ from rfork.errors import (
     SourceWeightsChanged,
     WrongVersion,
 )
-from rfork.image.chunk_state import ChunkState
-from rfork.image.compat_tags import tag_differences
-from rfork.image.layout import Layout
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Layout, tag_differences
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.planner_client.client import PlannerClient

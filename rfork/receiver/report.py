@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
-from rfork.schema import ForkResult, source_type, types
+from rfork import schema
+from rfork.schema import ForkResult, source_type
 from rfork.storage.base import storage_name
 from rfork.tracing import NOOP_TRACER, Span, Tracer, current_context
 from rfork.weights_version import FIRST, UNSTATED
@@ -364,11 +365,11 @@ def transports_by_source(shares: Sequence[SourceShare]) -> dict[str, str]:
         share for share in shares if source_type(share.source_id) == "peer" and share.source_id != RESUME_SOURCE_ID
     ]
     peers.sort(key=lambda share: -share.verified_bytes)
-    return {share.source_id: share.transport for share in peers[: types.MAX_TRANSPORTS]}
+    return {share.source_id: share.transport for share in peers[: schema.MAX_TRANSPORTS]}
 
 
 def build_fork_result(
-    outcome: types.Outcome,
+    outcome: schema.Outcome,
     timer: ForkTimer,
     stats: TransferStats,
     meter: ThroughputMeter,
@@ -414,5 +415,5 @@ def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:
 
 def top_rates(rates: Mapping[str, float]) -> dict[str, float]:
     """Return rates by source for reports: whole bytes per second, fastest first, at most `MAX_RATES`."""
-    ranked = sorted(rates.items(), key=lambda item: -item[1])[: types.MAX_RATES]
+    ranked = sorted(rates.items(), key=lambda item: -item[1])[: schema.MAX_RATES]
     return {name: float(round(rate)) for name, rate in ranked}

@@ -25,8 +25,8 @@ from rfork.errors import (
     RforkError,
     TargetError,
 )
-from rfork.image.chunk_state import ChunkState
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Manifest
 from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.events import Action, Event

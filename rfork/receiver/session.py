@@ -27,13 +27,10 @@ from rfork.errors import (
     SourceWeightsChanged,
     UnsupportedTensor,
 )
-from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
-from rfork.image.writability import check_writable
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Layout, Manifest, allocate_buffer
+from rfork.image.memory import Image, check_writable
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.peer.client import PeerClient
@@ -59,8 +56,7 @@ from rfork.receiver.report import (
 from rfork.receiver.runner import Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import ForkRequest, ForkResult, InstanceReport, source_type
-from rfork.schema.types import Outcome
+from rfork.schema import ForkRequest, ForkResult, InstanceReport, Outcome, source_type
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer

@@ -30,7 +30,7 @@ from rfork.errors import (
 from rfork.image import ranges
 from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import copy_block
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.logs import logger

@@ -19,8 +19,7 @@ from queue import SimpleQueue
 from typing import Final, Self
 
 from rfork.errors import StorageError, reason_of
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.host_memory import copy_block
 from rfork.image.memory import Image
 from rfork.logs import logger

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rfork.errors import SourceWeightsChanged, StorageError
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkScheduler

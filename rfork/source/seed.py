@@ -21,8 +21,8 @@ from typing import Self
 
 from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged, TransportUnavailable
 from rfork.image import ranges
-from rfork.image.chunk_state import ChunkState
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.peer.base import Progress

@@ -20,13 +20,11 @@ from uuid import uuid4
 
 from rfork.errors import LayoutMismatch, LeaseRejected, SourceBusy, SourceWeightsChanged
 from rfork.image import ranges
-from rfork.image.chunk_state import ChunkState
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Layout, Manifest
 from rfork.peer.base import Progress, StorageActivity
 from rfork.planner_client.lease import LeaseClaims, verify
-from rfork.schema import InstanceReport, Placement, Rank, StorageCandidate
-from rfork.schema.types import InstanceState
+from rfork.schema import InstanceReport, InstanceState, Placement, Rank, StorageCandidate
 from rfork.weights_version import is_single, of_update, of_weights, unnamed
 
 MAX_CHANNELS_PER_FORK: Final = 16

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rfork.image.manifest import Manifest
-from rfork.schema import StorageCandidate
-from rfork.schema.types import StorageType
+from rfork.image.layout import Manifest
+from rfork.schema import StorageCandidate, StorageType
 
 
 class ImageStorage(Protocol):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from rfork.errors import SourceUnavailable, SourceWeightsChanged
 from rfork.image import ranges
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.peer import codec
 from rfork.peer.base import Progress
 from rfork.peer.control_stream import POLL_INTERVAL_S, StreamEnd, serve_control_stream

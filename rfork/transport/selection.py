@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rfork.errors import SettingsError
-from rfork.schema.types import OPT_IN_TRANSPORTS
+from rfork.schema import OPT_IN_TRANSPORTS
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Availability, Transport
 from rfork.transport.collective import gloo_transport, nccl_transport

@@ -21,7 +21,7 @@ from rfork.cli.launch import parse_launch_arguments
 from rfork.engine_command import parse_engine_command
 from rfork.engines import flags
 from rfork.errors import RforkError, SettingsError
-from rfork.settings.unknown_variables import variables
+from rfork.settings import variables
 
 ROOT: Final = Path(__file__).parents[2]
 VARIABLE: Final = re.compile(r"(?<![A-Z_])_?RFORK_[A-Z0-9_]+(?P<some>[*…]?)")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rfork
-from rfork.image.compat_tags import tag_tensors
+from rfork.image.layout import tag_tensors
 from rfork.schema import InstanceReport
 from rfork.storage.versions.version import version_of
 from tests.engines.conftest import TinyFolder

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors
-from rfork.image.hash_backend import leaf_hasher
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors, leaf_hasher
 from rfork.image.registration import regions_to_register
 
 pytestmark = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.hash_backend import leaf_hasher
+from rfork.image.digest import leaf_hasher
 from rfork.image.memory import Image
 from rfork.image.staging import STEP_BYTES
 from rfork.settings import InstanceSettings

@@ -20,11 +20,9 @@ import torch
 
 from planner.policy.group_plan import plan
 from planner.policy.types import ForkDemand
-from rfork.image.chunk_state import ChunkState
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Layout, Manifest, TensorSpec
 from rfork.image.memory import Image
-from rfork.image.tensor_specs import TensorSpec
 from rfork.peer.client import PeerClient
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.receiver.chunk_scheduler import ChunkScheduler

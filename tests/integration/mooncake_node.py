@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image, Segment
-from rfork.image.tensor_specs import TensorSpec
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.mooncake import TransferEngineTransport

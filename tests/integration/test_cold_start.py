@@ -15,8 +15,8 @@ import pytest
 
 from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
+from rfork.image.memory import image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import source_type
 from rfork.storage.snapshots.writer import write_snapshot

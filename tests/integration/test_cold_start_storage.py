@@ -11,8 +11,7 @@ import pytest
 from benchmarks.seaweed import WRITER, SeaweedServer
 from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
-from rfork.image.memory import Image
+from rfork.image.memory import Image, image_sha256
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.versions.version import version_of
 from tests.conftest import StartRfork

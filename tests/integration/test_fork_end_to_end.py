@@ -16,7 +16,7 @@ from torch import nn
 import rfork
 from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork

@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTr
 import rfork
 from rfork.errors import AllSourcesFailed, ModelError
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork

@@ -18,8 +18,8 @@ import torch
 from rfork.engines.transformers import loaded_model
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
+from rfork.image.memory import image_sha256
 from rfork.peer.client import PeerClient
 from rfork.settings import TlsSettings
 from rfork.source.seed import Seed

@@ -18,9 +18,8 @@ import torch
 
 from rfork.errors import SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import MIB, ChunkState
+from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
 from rfork.peer.base import Progress
 from rfork.peer.client import PeerClient

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import ChunkState
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkRequest, Rank
 from rfork.settings import InstanceSettings

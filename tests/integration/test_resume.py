@@ -17,8 +17,7 @@ import torch
 
 from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
-from rfork.image.memory import Image
+from rfork.image.memory import Image, image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.spool import spool_name
 from rfork.source.seed import InstanceIdentity

@@ -19,8 +19,8 @@ from rfork.cli.app import app
 from rfork.engines.transformers import EmptyModel, loaded_model
 from rfork.errors import SourceWeightsChanged
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
+from rfork.image.memory import image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings

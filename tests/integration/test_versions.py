@@ -20,7 +20,7 @@ import rfork
 from rfork.engines.transformers import loaded_model
 from rfork.errors import WrongVersion
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Seed

@@ -23,8 +23,8 @@ from torch import nn
 
 import rfork
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
+from rfork.image.memory import image_sha256
 from rfork.schema import ForkProgress
 from rfork.source.seed import Seed
 from tests.fork_server import PythonProcess

@@ -13,8 +13,7 @@ import pytest
 
 from planner.metrics import Metrics
 from rfork import settings
-from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings, TlsSettings
-from rfork.settings.unknown_variables import variables
+from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings, TlsSettings, variables
 from tests.kube.chart import (
     CHART,
     CLUSTER_WIDE,

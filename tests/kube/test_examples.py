@@ -20,8 +20,7 @@ from planner.integrations.keda.triggers import parse_trigger
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
-from rfork.settings import InstanceSettings, KubernetesSettings, StorageSettings
-from rfork.settings.env import variables_of
+from rfork.settings import InstanceSettings, KubernetesSettings, StorageSettings, variables_of
 
 Document = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "deploy" / "examples" / "kubernetes"

@@ -9,8 +9,7 @@ import torch
 
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 
 UNKNOWN = b"\0" * 16
 """Content of memory that was never written."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rfork.errors import NetworkError
-from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import ChunkState
 from rfork.planner_client.lease import decode_key
 from rfork.schema import InstanceAck, InstanceReport, Placement
 from rfork.source.served_image import InstanceIdentity, ServedImage

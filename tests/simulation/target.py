@@ -63,8 +63,8 @@ from rfork.schema import (
     Plan,
     StorageAssignment,
     StorageCandidate,
+    StorageType,
 )
-from rfork.schema.types import StorageType
 from tests.simulation.content import GARBAGE, manifest_of, origin_of
 from tests.simulation.instance import Instance
 from tests.simulation.sources import DIGEST_S, PeerSource, Source, StorageSource

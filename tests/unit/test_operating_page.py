@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from docs.site.reference import metrics_page, settings_page
+from rfork.settings import SETTINGS_CLASSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operating.md"
@@ -38,9 +39,7 @@ def failures() -> Iterator[tuple[str, str]]:
 @cache
 def variables() -> dict[str, str]:
     """Return the default of each setting, by its variable."""
-    options = (
-        each for settings_class in settings_page.settings_classes() for each in settings_page.options(settings_class)
-    )
+    options = (each for settings_class in SETTINGS_CLASSES for each in settings_page.options(settings_class))
     return {each.variable: each.default.strip("`") for each in options}
 
 

@@ -24,6 +24,7 @@ from docs.site.reference import (
     settings_page,
 )
 from rfork import errors
+from rfork.settings import SETTINGS_CLASSES
 from tests.docs.run_by import blocks_run_by
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -160,7 +161,7 @@ def test_every_route_has_a_role_and_a_summary() -> None:
 
 def test_every_option_has_a_description() -> None:
     """Each option of each settings class has a variable and a description."""
-    for documented_class in settings_page.settings_classes():
+    for documented_class in SETTINGS_CLASSES:
         options = list(settings_page.options(documented_class))
         assert [] == [option.variable for option in options if not option.text]
         assert len(documented_class.model_fields) == len(options)
@@ -198,9 +199,7 @@ def test_the_example_of_errors_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_commands_have_help_texts() -> None:
     """Each command has a help text, and each setting that an option names exists."""
     variables = {
-        each.variable
-        for documented_class in settings_page.settings_classes()
-        for each in settings_page.options(documented_class)
+        each.variable for documented_class in SETTINGS_CLASSES for each in settings_page.options(documented_class)
     }
     for each in cli_page.commands():
         assert each.command.help, each.name

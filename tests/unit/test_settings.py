@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from rfork import addresses
+from rfork.addresses import redacted
 from rfork.engines import flags
 from rfork.errors import SettingsError
 from rfork.settings import (
+    SETTINGS_CLASSES,
+    CacheDirs,
     InstanceSettings,
     PlannerSettings,
     StorageSettings,
-    addresses,
+    is_advanced,
+    is_external,
     load,
     node_name,
-    redacted,
 )
-from rfork.settings.cache_dirs import CacheDirs
-from rfork.settings.env import is_advanced, is_external
-from rfork.settings.unknown_variables import SETTINGS_CLASSES
 
 MAX_DOCUMENTED = 65
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rfork.image import chunks, digest, layout, manifest, safetensors_header
+from rfork.image import chunks, digest, layout, safetensors_header
 from rfork.storage.snapshots import files
 from tests.docs.run_by import blocks_run_by
 
@@ -42,7 +42,7 @@ def test_a_larger_image_has_the_documented_chunks() -> None:
         f"digest_size={digest.DIGEST_BYTES}",
         digest.HASH_DOMAIN.decode(),
         layout.LAYOUT_DOMAIN.decode().strip(),
-        manifest.WEIGHTS_DOMAIN.decode().strip(),
+        layout.WEIGHTS_DOMAIN.decode().strip(),
         safetensors_header.LAYOUT_KEY,
         safetensors_header.WEIGHTS_KEY,
         files.MANIFEST_SUFFIX,

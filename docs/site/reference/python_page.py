@@ -27,14 +27,14 @@ MEMBERS = {
     "rfork.storage.module_io.lazy.LazyTensors": ("uri", "specs", "close"),
     "rfork.image.memory.Image": ("device", "digest", "manifest", "readable", "writable"),
     "rfork.image.layout.Layout": ("layout_id", "chunks", "differences", "first_difference"),
-    "rfork.image.manifest.Manifest": ("weights_id",),
+    "rfork.image.layout.Manifest": ("weights_id",),
     "rfork.receiver.report.ForkReport": (
         "gb_per_s", "storage_bytes", "resumed_bytes", "to_dict", "line",
     ),
     "rfork.storage.module_io.load.LoadReport": ("gb_per_s",),
     "rfork.artifacts.report.ArtifactReport": ("to_dict", "line"),
     "rfork.errors.RforkError": ("kind",),
-    "rfork.schema.instances.Rank": ("key",),
+    "rfork.schema.Rank": ("key",),
 }  # fmt: skip
 """Public methods and properties of a class that has others."""
 
@@ -71,7 +71,7 @@ GROUPS = (
     ApiGroup(
         "Images",
         "The data model: the tensors of a module as one range of bytes.",
-        ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.manifest.Manifest"),
+        ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.layout.Manifest"),
     ),
     ApiGroup(
         "Ranks and settings",

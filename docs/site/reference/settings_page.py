@@ -14,21 +14,7 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from docs.site.reference.markdown import anchor_of, cell, code, heading, nowrap_code, sentence, table
-from rfork import settings
-from rfork.settings.cache_dirs import CacheDirs
-from rfork.settings.env import is_advanced, is_external, variables_of
-
-ORDER = (
-    settings.InstanceSettings,
-    settings.StorageSettings,
-    settings.ArtifactSettings,
-    settings.TlsSettings,
-    settings.TracingSettings,
-    settings.PlannerSettings,
-    settings.KubernetesSettings,
-    settings.SidecarSettings,
-)
-"""The classes that most users need come first; a class that is missing here comes last."""
+from rfork.settings import SETTINGS_CLASSES, CacheDirs, is_advanced, is_external, variables_of
 
 WORDS = {
     str: "text",
@@ -65,13 +51,6 @@ class SettingsOption:
         return self.variables[0]
 
 
-def settings_classes() -> tuple[type[BaseSettings], ...]:
-    """Return all settings classes, in the page's order."""
-    found = [value for value in vars(settings).values() if isinstance(value, type)]
-    rest = [each for each in found if issubclass(each, BaseSettings) and each not in ORDER]
-    return (*ORDER, *sorted(rest, key=lambda each: each.__name__))
-
-
 def options(settings_class: type[BaseSettings]) -> Iterator[SettingsOption]:
     """Yield the settings of a class, in the order of its fields."""
     for name, field in settings_class.model_fields.items():
@@ -88,12 +67,12 @@ def options(settings_class: type[BaseSettings]) -> Iterator[SettingsOption]:
 def page() -> str:
     """Return a table per class, one of the advanced settings, and one of variables of other projects."""
     parts = []
-    for settings_class in settings_classes():
+    for settings_class in SETTINGS_CLASSES:
         prefix = str(settings_class.model_config.get("env_prefix", ""))
         parts.append(heading(2, f"{settings_class.__name__} ({prefix}…)", anchor_of(settings_class.__name__)))
         parts.append("\n".join(line.strip() for line in (settings_class.__doc__ or "").splitlines()).strip() + "\n")
         parts.append(_table(each for each in options(settings_class) if each.group == "documented"))
-    everything = [each for settings_class in settings_classes() for each in options(settings_class)]
+    everything = [each for settings_class in SETTINGS_CLASSES for each in options(settings_class)]
     parts.append(heading(2, "Advanced", "advanced"))
     parts.append("The defaults of these settings are right for almost everyone. They may change between releases.\n")
     parts.append(_table(each for each in everything if each.group == "advanced"))

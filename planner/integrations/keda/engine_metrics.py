@@ -9,9 +9,10 @@ from typing import Final
 import httpx
 
 from planner.integrations.keda.signals import MetricPage, parse_metrics
+from rfork.addresses import host_port
 from rfork.errors import reason_of
 from rfork.net.tls import client_context
-from rfork.settings import TlsSettings, host_port
+from rfork.settings import TlsSettings
 
 ENGINE_TIMEOUT_S: Final = 2.0
 """Timeout of one engine's /metrics."""

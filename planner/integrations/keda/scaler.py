@@ -26,10 +26,11 @@ from planner.integrations.keda.v1.externalscaler_pb2_grpc import (
     add_ExternalScalerServicer_to_server,
 )
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
+from rfork.addresses import host_port
 from rfork.errors import PortInUse
 from rfork.logs import logger
 from rfork.net.grpc_credentials import server_credentials
-from rfork.settings import KubernetesSettings, TlsSettings, host_port, load
+from rfork.settings import KubernetesSettings, TlsSettings, load
 from rfork.tracing import NOOP_TRACER, TRACEPARENT, TraceContext, Tracer
 
 if TYPE_CHECKING:

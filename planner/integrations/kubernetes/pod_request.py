@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from planner.integrations.kubernetes import names
 from rfork.engine_command import LOAD_FORMAT, SHELLS, EngineCommand, EngineName, load_format, parse_engine_command
 from rfork.errors import SettingsError
-from rfork.schema.types import ModelName, Text, WeightsVersion, sanitize_text
+from rfork.schema import ModelName, Text, WeightsVersion, sanitize_text
 
 Engine = Literal["vllm", "sglang", "pytorch"]
 DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"

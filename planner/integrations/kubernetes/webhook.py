@@ -50,7 +50,7 @@ from planner.integrations.kubernetes.pod_request import is_enabled, parse_reques
 from planner.middleware import BodyLimit
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.schema.types import sanitize_text
+from rfork.schema import sanitize_text
 from rfork.settings import InstanceSettings, KubernetesSettings
 from rfork.tracing import NOOP_TRACER, TRACEPARENT, Span, TraceContext, Tracer
 

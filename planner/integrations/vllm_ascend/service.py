@@ -14,10 +14,9 @@ from planner.core.records import ForkRecord, InstanceRecord, StoreChange, build_
 from planner.integrations.vllm_ascend.headers import NAME_PREFIX, AscendSeed, response
 from planner.plan_service import PlanService
 from planner.store.base import CommitConflict
+from rfork.addresses import host_port
 from rfork.logs import logger
-from rfork.schema import ForkProgress, ForkRequest, InstanceReport, Placement
-from rfork.schema.types import InstanceState, Outcome
-from rfork.settings import host_port
+from rfork.schema import ForkProgress, ForkRequest, InstanceReport, InstanceState, Outcome, Placement
 
 TRANSPORT: Final = "ascend"
 SEED_TTL_S: Final = 75.0

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 
+from rfork.addresses import host_port
 from rfork.engines.sglang_bridge.engine import (
     INFO_PATHS,
     NO_KEEPALIVE,
@@ -50,7 +51,7 @@ from rfork.errors import (
 from rfork.logs import logger
 from rfork.net.tls import client_context
 from rfork.schema import Route
-from rfork.settings import TlsSettings, host_port
+from rfork.settings import TlsSettings
 
 SEEDS_PATH: Final = "/v1/stock-seeds"
 FETCH_TIMEOUT_S: Final = TIMEOUT_S + KEYS_TIMEOUT_S + 1.0

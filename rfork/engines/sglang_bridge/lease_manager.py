@@ -20,8 +20,7 @@ from rfork.engines.sglang_bridge.seed_selector import FetchInfo, SeedGrant, Seed
 from rfork.errors import PlannerRejected, PlannerUnreachable, SourceBusy
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import ChunkAssignment, ForkProgress, ForkRequest, ForkResult, Lease
-from rfork.schema.types import Outcome
+from rfork.schema import ChunkAssignment, ForkProgress, ForkRequest, ForkResult, Lease, Outcome
 from rfork.settings import InstanceSettings
 
 SEED_WAIT_TIMEOUT_S: Final = 60.0

@@ -27,6 +27,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+from rfork.addresses import LOOPBACK, host_port
 from rfork.engines.sglang_bridge.engine import StockEngine
 from rfork.engines.sglang_bridge.http_servers import HttpServerThread, InfoClient, client_app, seed_app
 from rfork.engines.sglang_bridge.lease_manager import MAX_LEASE_S, SEED_WAIT_TIMEOUT_S, LeaseManager
@@ -34,7 +35,7 @@ from rfork.engines.sglang_bridge.publisher import ENGINE_POLL_INTERVAL_S, Publis
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.settings import LOOPBACK, InstanceSettings, SidecarSettings, host_port
+from rfork.settings import InstanceSettings, SidecarSettings
 
 log = logger("rfork.sidecar")
 

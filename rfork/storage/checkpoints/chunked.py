@@ -21,7 +21,7 @@ from torch import nn
 from rfork.errors import CheckpointError
 from rfork.image import ranges
 from rfork.image.memory import Image
-from rfork.schema.types import StorageType
+from rfork.schema import StorageType
 from rfork.storage.blob import Blob
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.fingerprint import checkpoint_fingerprint

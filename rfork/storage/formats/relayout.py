@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rfork.image.strides import contiguous_stride
+from rfork.image.layout import contiguous_stride
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
 from rfork.storage.formats.safetensors_file import TensorLocation

@@ -18,10 +18,8 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from rfork.errors import RforkError, StorageCorrupt
-from rfork.image.buffer_views import dtype_of
-from rfork.image.layout import Layout
+from rfork.image.layout import Layout, byte_extent, contiguous_stride, dtype_of
 from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, header_length, layout_of
-from rfork.image.strides import byte_extent, contiguous_stride
 from rfork.storage.blob import Blob, read_range
 from rfork.storage.io.gc_pause import gc_paused
 

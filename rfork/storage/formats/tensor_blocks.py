@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rfork.image.layout import contiguous_stride
 from rfork.image.staging import allocate_host
-from rfork.image.strides import contiguous_stride
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.io.reader import Extent
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rfork.errors import CheckpointError, RforkError
-from rfork.image.writability import first_overlap, raise_read_only, read_only_mappings
+from rfork.image.memory import first_overlap, raise_read_only, read_only_mappings
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.module_io.extents import (
     extent_of,

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.image import ranges
+from rfork.image.layout import byte_extent
 from rfork.image.module_tensors import BASE_TENSOR_TYPES
-from rfork.image.strides import byte_extent
 
 
 def geometry_of(tensor: torch.Tensor) -> object:

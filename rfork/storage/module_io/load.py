@@ -15,9 +15,8 @@ from torch import nn
 from rfork import settings as options
 from rfork.errors import CheckpointError, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
-from rfork.image.memory import Image
+from rfork.image.memory import Image, check_writable
 from rfork.image.module_tensors import named_tensors
-from rfork.image.writability import check_writable
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rfork.errors import CheckpointError, StorageAccessDenied, StorageChanged
-from rfork.image.buffer_views import dtype_of, tensor_views
+from rfork.image.layout import dtype_of, tensor_views
 from rfork.image.memory import Image
 from rfork.image.staging import allocate_host
 from rfork.settings import StorageSettings

@@ -20,11 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rfork.errors import CheckpointError, StorageCorrupt, StorageNotFound
 from rfork.image.chunks import Chunks
 from rfork.image.digest import digest_bytes
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.image.safetensors_header import weights_id_of
-from rfork.schema import Rank
-from rfork.schema.types import HexId, ModelName, WeightsVersion
+from rfork.schema import HexId, ModelName, Rank, WeightsVersion
 from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import HEAD_BYTES, Blob, BlobStore, read_range

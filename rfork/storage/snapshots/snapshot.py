@@ -19,8 +19,7 @@ from rfork.errors import CheckpointError, StorageCorrupt
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import layout_of
-from rfork.schema import Rank
-from rfork.schema.types import StorageType
+from rfork.schema import Rank, StorageType
 from rfork.settings import StorageSettings
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.snapshots.chunked_blob import MAX_OPEN, ChunkedBlob

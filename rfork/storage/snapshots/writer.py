@@ -19,8 +19,7 @@ from typing import Protocol
 from rfork import settings as options
 from rfork.errors import SettingsError, SourceWeightsChanged, StorageCorrupt, StorageNotFound
 from rfork.image.digest import RunningDigest, digest_bytes
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest
 from rfork.image.safetensors_header import header
 from rfork.schema import Rank
 from rfork.settings import StorageSettings

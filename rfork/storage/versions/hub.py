@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from rfork.settings.hub import hub_cache
+from rfork.settings import hub_cache
 from rfork.storage.versions.weight_files import FORMATS, PICKLES
 
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")

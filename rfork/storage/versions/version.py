@@ -8,7 +8,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from rfork.errors import SettingsError
-from rfork.schema.types import WeightsVersion
+from rfork.schema import WeightsVersion
 from rfork.settings import StorageSettings
 from rfork.storage.versions.fingerprint import fingerprint_of
 from rfork.storage.versions.hub import hub_commit, is_complete_snapshot, is_hub_id

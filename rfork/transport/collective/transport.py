@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rfork.addresses import own_address
 from rfork.errors import SourceCorrupt, SourceTimeout, TransportUnavailable, VersionMismatch
 from rfork.image.memory import Image
-from rfork.settings import InstanceSettings, own_address
+from rfork.settings import InstanceSettings
 from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import (
     AccessGate,

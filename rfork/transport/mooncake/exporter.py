@@ -6,15 +6,13 @@ import threading
 import time
 
 from rfork.errors import RforkError, SourceBusy, TransportUnavailable
-from rfork.image.memory import Image
+from rfork.image.memory import CPU, Image
 from rfork.image.registration import Region
-from rfork.image.storages import CPU
 from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority
 from rfork.transport.base import Endpoint, StatelessExporter
-from rfork.transport.mooncake.engine import MooncakeEngine
+from rfork.transport.mooncake.engine import MooncakeEngine, regions_within_limit, register
 from rfork.transport.mooncake.library import WireProtocol
-from rfork.transport.mooncake.registration import regions_within_limit, register
 
 log = logger(__name__)
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Literal, Protocol, cast
 
 from rfork.errors import DeviceDown, MissingExtra, TransportUnavailable, VersionMismatch
-from rfork.transport.mooncake.gpu_direct import has_open_modules, has_peer_module
+from rfork.transport.mooncake.topology import has_open_modules, has_peer_module
 
 WireProtocol = Literal["rdma", "tcp"]
 """Protocol that the engine uses on the network."""
@@ -163,14 +163,9 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def installed_wheels() -> tuple[str, ...]:
-    """Return the installed wheels among the three."""
-    return tuple(wheel for wheel in WHEELS if _is_installed(wheel))
-
-
 def library_state() -> LibraryState:
     """Import the library and return the result; never raises."""
-    wheels = installed_wheels()
+    wheels = tuple(filter(_is_installed, WHEELS))
     _configure_environment()
     try:
         engine = importlib.import_module("mooncake.engine")

@@ -28,13 +28,12 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.mooncake import gpu_direct, topology
+from rfork.transport.mooncake import topology
+from rfork.transport.mooncake.engine import connect_engine, regions_within_limit, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
-from rfork.transport.mooncake.handshake import connect_engine
 from rfork.transport.mooncake.library import LibraryState, WireProtocol, library_state, require_cuda
 from rfork.transport.mooncake.read_plan import AddressMap
 from rfork.transport.mooncake.reader import TransferEngineReader
-from rfork.transport.mooncake.registration import regions_within_limit, register
 
 
 class TransferEngineTransport:
@@ -146,7 +145,7 @@ class TransferEngineTransport:
         if protocol == "tcp":
             return protocol, ""
         for gpu in gpus:
-            gpu_direct.gpu_direct_mode(gpu, self._root)
+            topology.gpu_direct_mode(gpu, self._root)
         pci_locations = [topology.pci_location(topology.gpu_address(gpu), self._root / "sys") for gpu in gpus]
         devices = topology.select_devices(found, self._settings.rdma_devices, pci_locations)
         return protocol, ",".join(device.name for device in devices)

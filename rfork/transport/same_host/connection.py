@@ -27,7 +27,7 @@ from rfork.errors import (
     TransportUnavailable,
     VersionMismatch,
 )
-from rfork.schema.types import MAX_TEXT_LENGTH
+from rfork.schema import MAX_TEXT_LENGTH
 
 JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 Message: TypeAlias = Mapping[str, JsonValue]

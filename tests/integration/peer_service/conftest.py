@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image, compute_manifest
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed

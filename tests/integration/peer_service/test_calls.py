@@ -20,8 +20,7 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import compute_manifest
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc

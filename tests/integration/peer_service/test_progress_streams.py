@@ -11,8 +11,7 @@ import torch
 
 from rfork.errors import SourceBusy, SourceUnavailable, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.peer.base import Progress, StorageActivity
 from tests.integration.peer_service.seeds import (
     SOON_S,

@@ -16,8 +16,7 @@ from rfork.artifacts.metadata import check_layout
 from rfork.artifacts.report import ArtifactReport
 from rfork.errors import LayoutMismatch, SourceCorrupt
 from rfork.image.capture import image_from_tensors
-from rfork.image.layout import Layout
-from rfork.image.tensor_specs import TensorSpec
+from rfork.image.layout import Layout, TensorSpec
 from tests.unit.artifacts.file_trees import (
     FOREVER,
     KEY,

@@ -11,7 +11,7 @@ from rfork.artifacts.cache_types import cache_dirs
 from rfork.artifacts.client import other_keys
 from rfork.artifacts.key import ArtifactKey, local_key, name_of, parse_name, prefix_of
 from rfork.errors import SettingsError
-from rfork.schema.types import ModelName
+from rfork.schema import ModelName
 from rfork.settings import ArtifactSettings, load
 
 KEY = ArtifactKey(gpu="NVIDIA-H100", sm="9.0", driver="550.54.15", torch="2.13.0", engine="vllm-0.32.0")

@@ -18,8 +18,8 @@ from rfork.artifacts.report import ArtifactReport
 from rfork.artifacts.staging_dir import remove_stale
 from rfork.artifacts.unpack import unpack
 from rfork.errors import DeadlineExceeded
-from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import image_from_tensors
+from rfork.image.layout import allocate_buffer
 from rfork.settings import InstanceSettings
 from tests.unit.artifacts.file_trees import (
     FOREVER,

@@ -14,7 +14,7 @@ from benchmarks.fanout.node import module_of
 from benchmarks.fanout.results import figures, limit_row, rows_of, warnings
 from benchmarks.netlab import Traffic
 from rfork.image.capture import capture
-from rfork.image.checksum import image_sha256
+from rfork.image.memory import image_sha256
 
 SIZE = 1000
 UNIT_S = 2.0

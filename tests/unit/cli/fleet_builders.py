@@ -7,13 +7,15 @@ from rfork.schema import (
     ForkInfo,
     ForkProgress,
     ForkResult,
+    ForkState,
     InstanceInfo,
     InstanceReport,
+    InstanceState,
     ModelInfo,
+    Outcome,
     Placement,
     Rank,
 )
-from rfork.schema.types import ForkState, InstanceState, Outcome
 
 SEED, RELAY, TARGET = "a" * 32, "b" * 32, "c" * 32
 SNAPSHOT = "snapshot:s3://models/llama/"

@@ -14,8 +14,7 @@ from rfork.diagnostics.configuration import (
     missing_planner_modules,
 )
 from rfork.diagnostics.result import CheckResult, Status
-from rfork.settings import InstanceSettings
-from rfork.settings.unknown_variables import find_typos, variables
+from rfork.settings import InstanceSettings, find_typos, variables
 
 
 @pytest.mark.parametrize(

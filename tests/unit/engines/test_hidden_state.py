@@ -15,7 +15,7 @@ from rfork.engines.sglang import compat as sglang_compat
 from rfork.engines.vllm import compat as vllm_compat
 from rfork.errors import LayoutMismatch
 from rfork.image.capture import capture
-from rfork.image.compat_tags import tags_of
+from rfork.image.layout import tags_of
 
 OWN = (__name__.partition(".")[0],)
 

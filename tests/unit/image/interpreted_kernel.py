@@ -12,8 +12,7 @@ import torch
 import xxhash
 
 from rfork.image import xxh3_triton
-from rfork.image.digest import LEAF_BYTES
-from rfork.image.hash_backend import self_test
+from rfork.image.digest import LEAF_BYTES, self_test
 
 SMALL = 2048
 LENGTHS = [0, 1, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 7001]

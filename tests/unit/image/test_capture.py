@@ -18,8 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from rfork.errors import UnsupportedTensor
 from rfork.image.capture import alignment_of, capture, natural_sort_key
+from rfork.image.module_tensors import plain_tensors
 from rfork.image.registration import regions_to_register as memory_areas
-from rfork.image.wrappers import plain_tensors
 from tests.unit.image.random_modules import Recipe, build, element_bytes, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

@@ -1,8 +1,11 @@
-"""The chunk digest is equal on every device and detects every tested error."""
+"""The chunk digest is equal on every device, detects every tested error, and never uses a kernel with wrong hashes."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,8 +13,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rfork.image import hash_backend
-from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, RunningDigest, digest_bytes, digest_tensors
+from rfork.image import digest
+from rfork.image.digest import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    HashBackend,
+    RunningDigest,
+    digest_bytes,
+    digest_tensors,
+    hash_on_host,
+    leaf_hasher,
+    self_test,
+)
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
               1087, 1088, 1089, 2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1,
@@ -73,14 +86,14 @@ def test_device_hash_is_xxh3(length: int, seed: int) -> None:
     """The hash of a leaf is XXH3-128 for every length."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
-    assert b"".join(expected) == hash_backend.hash_on_host([data], LEAF_BYTES)
+    assert b"".join(expected) == digest.hash_on_host([data], LEAF_BYTES)
 
 
 def test_the_hash_does_not_depend_on_the_slab_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is equal for any number of bytes copied to the host at once."""
     data = noise(5 * LEAF_BYTES + 999)
     expected = digest_tensors([data])
-    monkeypatch.setattr(hash_backend, "SLAB_BYTES", LEAF_BYTES + 7)
+    monkeypatch.setattr(digest, "SLAB_BYTES", LEAF_BYTES + 7)
     assert expected == digest_tensors([data[:300_000], data[300_000:]])
 
 
@@ -133,3 +146,64 @@ def test_digest_is_stable_across_releases() -> None:
     """The digest is part of the wire format: these values must never change."""
     assert "d09b4c7ca51c210b9b774ffcef3241c0" == digest_bytes([]).hex()
     assert "b923196e44753e9744b00450b2df040c" == digest_bytes([memoryview(bytes(range(256)) * 2048)]).hex()
+
+
+CPU = torch.device("cpu")
+
+
+def test_hashing_on_the_host_passes_the_self_test() -> None:
+    """The fallback computes the hashes that the kernel must match."""
+    self_test(hash_on_host, CPU)
+
+
+def test_wrong_hashes_fail_the_self_test() -> None:
+    """One wrong bit in one hash is enough."""
+
+    def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
+        hashes = bytearray(hash_on_host(pieces, leaf_bytes))
+        hashes[-1] ^= 1
+        return bytes(hashes)
+
+    with pytest.raises(RuntimeError, match="wrong hashes"):
+        self_test(wrong_hashes, CPU)
+
+
+def test_a_device_has_one_hash_backend() -> None:
+    """Every call returns the same backend; on the CPU it uses no kernel."""
+    backend = leaf_hasher(CPU)
+    assert backend is leaf_hasher(torch.device("cpu"))
+    assert not backend.wait_until_ready()
+
+
+class FailingKernelModule(ModuleType):
+    """A kernel module whose import raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("rfork.image.xxh3_triton")
+        self._error = error
+
+    def __getattr__(self, name: str) -> None:
+        if name == "leaf_hashes":
+            raise self._error
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_logged"),
+    [
+        (ImportError("no triton"), False),
+        (RuntimeError("0 active drivers"), True),
+        (OSError("read-only"), True),
+    ],
+)
+def test_a_kernel_that_cannot_be_imported_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
+) -> None:
+    """The host is used whatever the import raises; a missing Triton is not logged as a warning."""
+    monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
+    backend = HashBackend(torch.device("cuda"))
+    data = torch.zeros(5000, dtype=torch.uint8)
+    assert not backend.wait_until_ready()
+    assert hash_on_host([data], 2048) == backend([data], 2048)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert is_logged == any("hash kernel failed" in message for message in warnings)

@@ -21,10 +21,8 @@ from rfork.errors import (
     TransportUnavailable,
 )
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Layout, Manifest, TensorSpec
 from rfork.image.memory import Segment
-from rfork.image.tensor_specs import TensorSpec
 from rfork.peer import codec
 from rfork.peer.base import Progress, StorageActivity
 from rfork.peer.v1 import peer_pb2

@@ -9,8 +9,7 @@ import pytest
 from planner.core.group_history import RECENT, GroupHistory, origin_of
 from planner.core.records import ForkRecord, RouteRecord, StoreChange
 from planner.core.state import PlannerState
-from rfork.schema import ForkResult
-from rfork.schema.types import Outcome
+from rfork.schema import ForkResult, Outcome
 from tests.unit.planner.records import fork, instance
 
 FORK: ForkRecord = fork("f", image_bytes=12)

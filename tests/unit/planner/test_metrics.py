@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from planner.core.records import ForkRecord, InstanceRecord, RouteRecord
 from planner.metrics import REFUSALS, Metrics
-from rfork.schema import ForkResult, Rank, StorageAssignment
-from rfork.schema.types import InstanceState
+from rfork.schema import ForkResult, InstanceState, Rank, StorageAssignment
 from tests.unit.planner.builders import fault, seed_report
 
 ALL_CHUNKS = ((0, 12),)

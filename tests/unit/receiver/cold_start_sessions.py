@@ -10,8 +10,7 @@ from torch import nn
 
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.report import ForkReport
-from rfork.schema import Plan, StorageAssignment
-from rfork.schema.types import StorageType
+from rfork.schema import Plan, StorageAssignment, StorageType
 from tests.unit.receiver.fake_planner import FakePlanner
 from tests.unit.receiver.fleet import Fleet, Script, plan, settings
 from tests.unit.receiver.sessions import ALL, session

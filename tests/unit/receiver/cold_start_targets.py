@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image
 from rfork.receiver.report import TransferStats
 from rfork.schema import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rfork.errors import RforkError
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
 from rfork.receiver.events import (
     ChunksOffered,

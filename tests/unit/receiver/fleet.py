@@ -12,17 +12,15 @@ import torch
 
 from rfork.errors import RforkError, StorageError
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import MIB, ChunkState
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.receiver.report import ForkTimer, TransferStats
 from rfork.receiver.runner import Observer, ServingState, Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
-from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
-from rfork.schema.types import StorageType
+from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment, StorageType
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from rfork.errors import RforkError
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
 from rfork.receiver.events import (
     Action,

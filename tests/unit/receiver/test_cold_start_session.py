@@ -14,7 +14,7 @@ from torch import nn
 from rfork.errors import AllSourcesFailed, SourceTimeout
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.peer.servicer import PeerBackend
 from rfork.receiver.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.receiver.planner_requests import LAYOUT_DIFF_TIMEOUT_S

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from rfork.errors import DeadlineExceeded, NoSource, StorageError
-from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import ChunkState
 from rfork.schema import Plan
 from tests.unit.receiver.cold_start_targets import (
     ALL,

@@ -10,9 +10,8 @@ import pytest
 
 from rfork.errors import NoSource, UserError
 from rfork.image import ranges
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import MIB, ChunkState
+from rfork.image.layout import Manifest
 from rfork.schema import ChunkAssignment, Plan, StorageAssignment
 from rfork.source.seed import Seed
 from rfork.testing.transport import FaultInjection

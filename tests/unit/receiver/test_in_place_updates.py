@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rfork.errors import NoSource
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image
 from rfork.schema import ChunkAssignment, Plan, SourceFault
 from rfork.source.seed import Seed

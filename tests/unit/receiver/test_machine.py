@@ -20,7 +20,7 @@ from rfork.errors import (
     TransportUnavailable,
 )
 from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.receiver.events import (
     ChunkDigested,
     ChunksOffered,

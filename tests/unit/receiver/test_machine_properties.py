@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.errors import PlannerUnreachable, SourceUnavailable, SourceWeightsChanged, StorageError
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.receiver.events import (
     Action,
     ChunkDigested,

@@ -10,7 +10,7 @@ from torch import nn
 
 from rfork.errors import RforkError, SourceWeightsChanged, StorageError
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import ChunkState
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
 from rfork.receiver.fallback import FallbackRunner, LoaderError, engine_fallback
 from rfork.receiver.spool import ChunkPersister

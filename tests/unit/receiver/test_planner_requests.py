@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rfork.image.capture import capture, image_from_tensors
-from rfork.image.compat_tags import tag_tensors
+from rfork.image.layout import tag_tensors
 from rfork.receiver import planner_requests
 from rfork.receiver.planner_requests import explain_layout_mismatch
 from rfork.receiver.report import ForkReport

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image
 from rfork.receiver import machine
 from rfork.receiver import spool as spool_module

@@ -13,8 +13,7 @@ from torch import nn
 
 from rfork.errors import AllSourcesFailed, EngineMismatch, PlannerUnreachable, UnsupportedTensor
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.receiver import session as session_module
 from rfork.receiver.fallback import Fallback, engine_fallback
 from rfork.schema import ChunkAssignment, ForkProgress, Plan, ProgressAck

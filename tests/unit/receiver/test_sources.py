@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rfork.errors import NotSameHost, SourceTimeout, SourceUnavailable, TransportUnavailable
-from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import ChunkState
 from rfork.image.memory import Image
 from rfork.peer.base import Dial, Peer
 from rfork.planner_client.lease import derive_key

@@ -12,8 +12,7 @@ import pytest
 
 from rfork.errors import AllSourcesFailed
 from rfork.image.capture import capture
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.spool import ChunkPersister, spool_name

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rfork.errors import DeadlineExceeded, NoSource, PlannerRejected, PlannerUnreachable, RforkError
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.planner_client.lease import derive_key
 from rfork.schema import ChunkAssignment, Plan, SourceFault
 from rfork.source.seed import Seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rfork.errors import SourceWeightsChanged, StorageError
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
 from rfork.receiver.events import (
     Action,

@@ -7,8 +7,7 @@ import time
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import Image, compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings

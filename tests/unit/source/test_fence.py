@@ -11,9 +11,8 @@ import torch
 
 from rfork.errors import SourceBusy, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import MIB, ChunkState
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.source import seed as seed_module
 from rfork.source.seed import Seed

@@ -10,8 +10,7 @@ import torch
 
 from rfork.errors import LayoutMismatch, SourceBusy
 from rfork.image.capture import image_from_tensors
-from rfork.image.chunk_state import ChunkState
-from rfork.image.chunks import MIB
+from rfork.image.chunks import MIB, ChunkState
 from rfork.image.memory import compute_manifest
 from rfork.peer.base import Progress
 from rfork.schema import StorageCandidate

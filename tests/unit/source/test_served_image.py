@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged
-from rfork.image.chunk_state import ChunkState
-from rfork.image.manifest import Manifest
+from rfork.image.chunks import ChunkState
+from rfork.image.layout import Manifest
 from rfork.schema import Placement, Rank
 from rfork.source.served_image import NOTIFY_INTERVAL_S, InstanceIdentity, ServedImage
 from tests.unit.source.seeds import IMAGE, LAYOUT_ID

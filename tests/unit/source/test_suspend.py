@@ -14,7 +14,7 @@ import torch
 from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
-from rfork.image.manifest import Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.source import seed as seed_module
 from rfork.source.seed import Seed

@@ -12,8 +12,7 @@ import pytest
 
 from rfork.errors import StorageError
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout
-from rfork.image.tensor_specs import TensorSpec
+from rfork.image.layout import Layout, TensorSpec
 from rfork.storage.local.linux import MAX_IOVECS
 from rfork.storage.spool import PAGE, RECORD, Spool
 from rfork.storage.spool_lock import MAX_SPOOLS, TTL_S, acquire_spool

@@ -15,8 +15,7 @@ from planner.store.base import CommitConflict
 from planner.store.memory import MemoryStore
 from planner.store.redis import RedisStore
 from rfork.errors import MissingExtra, SettingsError
-from rfork.schema import Rank
-from rfork.schema.types import ForkState
+from rfork.schema import ForkState, Rank
 from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import GROUP, fork, instance

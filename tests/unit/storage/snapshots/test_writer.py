@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rfork.errors import RforkError, SettingsError, SourceWeightsChanged, StorageError, StorageFull
-from rfork.image.buffer_views import allocate_buffer
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB
+from rfork.image.layout import allocate_buffer
 from rfork.image.memory import Image
 from rfork.schema import Rank
 from rfork.settings import StorageSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rfork.settings.hub import hub_cache
+from rfork.settings import hub_cache
 from rfork.storage.versions.fingerprint import fingerprint_of
 from rfork.storage.versions.hub import hub_commit
 from rfork.storage.versions.version import version_of

@@ -15,11 +15,10 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.registration import Region
 from rfork.transport.mooncake import exporter as exporter_module
-from rfork.transport.mooncake.engine import TransferState
+from rfork.transport.mooncake.engine import TransferState, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
 from rfork.transport.mooncake.read_plan import AddressMap
 from rfork.transport.mooncake.reader import TransferEngineReader
-from rfork.transport.mooncake.registration import register
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -11,15 +11,16 @@ from planner.integrations.keda.signals import MetricPage, parse_metrics
 from planner.integrations.planner_api import PlannerUnavailable
 from rfork.schema import (
     ForkInfo,
+    ForkState,
     InstanceInfo,
     InstanceReport,
+    InstanceState,
     ModelInfo,
     Placement,
     Rank,
     ScaleUp,
     ScaleUpInfo,
 )
-from rfork.schema.types import ForkState, InstanceState
 
 MODEL: Final = "org/llama"
 

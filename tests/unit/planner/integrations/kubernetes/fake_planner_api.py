@@ -13,15 +13,17 @@ from rfork.schema import (
     ForkInfo,
     ForkProgress,
     ForkResult,
+    ForkState,
     InstanceInfo,
     InstanceReport,
+    InstanceState,
     ModelInfo,
+    Outcome,
     Placement,
     Rank,
     ScaleUp,
     ScaleUpInfo,
 )
-from rfork.schema.types import ForkState, InstanceState, Outcome
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.kubernetes.fake_cluster import MODEL
 

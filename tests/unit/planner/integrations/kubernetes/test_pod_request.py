@@ -14,7 +14,7 @@ from planner.integrations.kubernetes.pod_request import (
     rejection_reason,
 )
 from rfork.errors import SettingsError
-from rfork.schema.types import SanitizedText
+from rfork.schema import SanitizedText
 from tests.unit.planner.integrations.kubernetes.pod_documents import (
     ANY_JSON,
     SGLANG,

@@ -333,7 +333,7 @@ def test_a_request_with_an_endless_head_is_closed(monkeypatch: pytest.MonkeyPatc
             assert b"" == connection.recv(1)
 
 
-@pytest.mark.slow  # logic: tests/unit/planner/test_connections.py
+@pytest.mark.slow  # logic: tests/unit/planner/test_http_server.py
 def test_the_planner_logs_missing_descriptors_once(start: StartPlanner) -> None:
     """It continues to serve: idle connections are closed."""
     process, url = start()

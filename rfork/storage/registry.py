@@ -19,7 +19,7 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
     chosen = settings or options.load(StorageSettings)
     match folder.scheme:
         case "file":
-            from rfork.storage.local.files import LocalStore
+            from rfork.storage.local import LocalStore
 
             return LocalStore(folder, chosen)
         case "s3":
@@ -27,7 +27,7 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
 
             return S3Store(folder, chosen)
         case "gs" | "az":
-            from rfork.storage.object_store.store import CloudStore
+            from rfork.storage.object_store import CloudStore
 
             return CloudStore(folder, chosen)
         case _:

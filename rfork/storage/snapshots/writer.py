@@ -24,11 +24,10 @@ from rfork.image.manifest import Manifest
 from rfork.image.safetensors_header import header
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
+from rfork.storage import registry
 from rfork.storage.blob import BlobStore, BlobWriter
 from rfork.storage.location import Location
-from rfork.storage.snapshots.chunk_refs import best_effort_remove, pending_write, write_blob
-from rfork.storage.snapshots.destination import validate_destination
-from rfork.storage.snapshots.files import (
+from rfork.storage.snapshots.entry import (
     CHUNKS_FOLDER,
     SHARED_CHUNKS_PATH,
     ManifestFile,
@@ -37,7 +36,24 @@ from rfork.storage.snapshots.files import (
     manifest_name,
     snapshot_location,
 )
+from rfork.storage.snapshots.repository import best_effort_remove, pending_write, write_blob
 from rfork.storage.versions.version import checked_version
+
+OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth")
+"""Suffixes of other formats; used as a snapshot's name, one would become a folder."""
+
+
+def validate_destination(uri: str | Path, settings: StorageSettings | None = None) -> None:
+    """Raise SettingsError for read-only storage or the suffix of another format; MissingExtra."""
+    location = Location.parse(uri)
+    if location.scheme in ("http", "https"):
+        raise SettingsError(f"{location.uri} is read-only: it is a web server", hint="write to s3:// or a path")
+    if location.name.endswith((*OTHER_FORMATS, ".tensors")):
+        raise SettingsError(
+            f"{location.uri} is not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
+        )
+    registry.open_store(location.folder, settings).close()
+
 
 PIECE_BYTES = 16 << 20
 """Bytes passed to a store at a time; for GPU memory, bytes copied to the host at a time."""

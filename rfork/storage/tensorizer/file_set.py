@@ -12,7 +12,7 @@ from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import Blob, BlobStore
 from rfork.storage.location import Location
-from rfork.storage.snapshots.files import DATA_SUFFIX, snapshot_name
+from rfork.storage.snapshots.entry import DATA_SUFFIX, snapshot_name
 from rfork.storage.tensorizer.format import FRONT
 
 SUFFIX = ".tensors"

@@ -7,9 +7,11 @@ or server that contains it. `rfork.storage.registry` selects the implementation 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Final, Protocol
+
+from rfork.errors import StorageNotFound
 
 
 class ViewCursor:
@@ -130,3 +132,12 @@ def read_range(blob: Blob, offset: int, length: int) -> bytes:
     data = bytearray(length)
     blob.read(offset, [memoryview(data)])
     return bytes(data)
+
+
+def size_of(store: BlobStore, name: str) -> int | None:
+    """Return the size of a blob in bytes, or None if it does not exist. Raises the same errors as `BlobStore.open`."""
+    try:
+        with closing(store.open(name)) as blob:
+            return blob.size
+    except StorageNotFound:
+        return None

@@ -21,7 +21,7 @@ from rfork.image.capture import image_from_tensors
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage import registry
-from rfork.storage.blob import BlobStore
+from rfork.storage.blob import BlobStore, size_of
 from rfork.storage.formats.detect import INDEX, INDEX_SUFFIX, SINGLE, open_source
 from rfork.storage.formats.safetensors_file import header_of, in_file_order, write_safetensors
 from rfork.storage.formats.safetensors_source import SafetensorsSource
@@ -102,31 +102,31 @@ def check_not_existing(
     """
     folder = output_format in ("checkpoint", "snapshot")
     with closing(registry.open_store(destination.folder if folder else destination.parent, settings)) as store:
+
+        def is_there(*names: str) -> bool:
+            return any(size_of(store, name) is not None for name in names)
+
         if output_format == "snapshot" and rank is not None:
             own = snapshot_name(rank)
-            exists = any(_exists(store, name) for name in (own, manifest_name(own), INDEX, SINGLE))
+            exists = is_there(own, manifest_name(own), INDEX, SINGLE)
         elif folder:
             exists = _first(store) is not None
         elif force:
             return
         elif output_format == "tensors":
-            exists = _file_set_exists(store, destination.name)
+            try:
+                exists = bool(existing_files(store, destination.name))
+            except StorageAccessDenied:  # not allowed to list, but perhaps to read one name
+                exists = is_there(destination.name)
         else:
-            exists = _exists(store, destination.name) or _exists(store, manifest_name(destination.name))
+            exists = is_there(destination.name, manifest_name(destination.name))
         if exists and not force:
             raise SettingsError(f"{destination.uri} already exists", hint="use --force to replace it")
-        if output_format == "snapshot" and exists and (_exists(store, INDEX) or _exists(store, SINGLE)):
+        if output_format == "snapshot" and exists and is_there(INDEX, SINGLE):
             raise SettingsError(
                 f"{destination.uri} contains a checkpoint, which would be loaded instead of the snapshot",
                 hint="use another folder",
             )
-
-
-def _file_set_exists(store: BlobStore, name: str) -> bool:
-    try:
-        return bool(existing_files(store, name))
-    except StorageAccessDenied:  # not allowed to list, but perhaps to read one name
-        return _exists(store, name)
 
 
 def _first(store: BlobStore) -> str | None:
@@ -134,14 +134,6 @@ def _first(store: BlobStore) -> str | None:
         return next((entry.name for entry in store.list()), None)
     except StorageNotFound:
         return None
-
-
-def _exists(store: BlobStore, name: str) -> bool:
-    try:
-        store.open(name).close()
-    except StorageNotFound:
-        return False
-    return True
 
 
 _RANK_FILE = re.compile(

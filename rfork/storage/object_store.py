@@ -15,10 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-import obstore
-from obstore import exceptions as cloud
-from obstore.exceptions import AlreadyExistsError, BaseError
-
 from rfork.errors import (
     MissingExtra,
     RforkError,
@@ -35,9 +31,30 @@ from rfork.storage.http.retry import RetryBudget
 from rfork.storage.location import Location
 from rfork.transport.http.stream import ScatterCursor
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+try:
+    import obstore
+    from obstore import exceptions as cloud
+    from obstore.exceptions import AlreadyExistsError, BaseError
+    from obstore.store import from_url
+except ImportError as error:
+    raise MissingExtra("obstore (for gs:// and az://)", extra="cloud", reason=str(error)) from None
 
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+
+MAX_PARTS: Final = 10_000
+"""Maximum number of parts of an object at Google; Azure allows more."""
+MIN_PART_BYTES: Final = 5 << 20
+"""Minimum size of a part at Google, except for an object's last one."""
+PARTS_IN_MEMORY: Final = 8
+"""Number of parts in staging memory: one is filled, one is queued, the others are in flight."""
+READ_BYTES: Final = 1 << 20
+"""Bytes of a response that are copied to the caller's memory at a time."""
+REQUEST_BYTES: Final = 32 << 20
+"""Maximum size of a request: each has a time limit, regardless of the blob's size."""
+MIN_BYTES_PER_S: Final = 256 << 10
+"""Minimum average rate of a request, or of an uploaded part, in bytes per second."""
 
 HINT: Final = (
     "set GOOGLE_SERVICE_ACCOUNT or application default credentials for gs://, "
@@ -50,60 +67,155 @@ _STATUS = re.compile(r"\b(?:status(?: code)?:?|error with status) ([1-5][0-9]{2}
 _NO_CREDENTIALS = re.compile(r"metadata\.google\.internal|169\.254\.169\.254|credential", re.IGNORECASE)
 
 
-def is_retryable(error: Exception) -> bool:
-    """Return True if a retry may succeed after this error."""
-    if isinstance(error, FileNotFoundError):
-        return False
-    if isinstance(error, OSError):
-        return True
-    status = _status(str(error))
-    return isinstance(error, cloud.GenericError) and (status is None or status in (408, 429) or status >= 500)
+class CloudStore:
+    """Objects of a bucket or container below a folder; see `BlobStore`."""
+
+    def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        self._folder = folder.folder
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._stores: dict[bool, ObjectStore] = {}  # by whether obstore retries
+
+    @property
+    def uri(self) -> str:
+        """See `BlobStore`."""
+        return self._folder.uri
+
+    def open(self, name: str, *, front: int = 0) -> CloudBlob:
+        """See `BlobStore`."""
+        location = self._folder.child(name)
+        with _storage_errors(location.uri):
+            found = obstore.head(self._store(), location.path)
+            reader = self._store(retries=False)
+        return CloudBlob(location, reader, self._settings, int(found["size"]), found.get("e_tag"))
+
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
+        """See `BlobStore`."""
+        begin = self._folder.path
+        # The services list by name prefix, obstore only by folder: filter the last part here.
+        within = (begin + prefix).rpartition("/")[0]
+        entries = []
+        with _storage_errors(self.uri):
+            for page in obstore.list(self._store(), within or None):
+                for found in page:
+                    name = found["path"].removeprefix(begin)
+                    if found["path"].startswith(begin + prefix) and name:
+                        entries.append(BlobEntry(name, int(found["size"])))
+        yield from sorted(entries, key=lambda entry: entry.name)
+
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
+        """See `BlobStore`. Parts of a failed upload are invisible, and removed by the bucket's own rules."""
+        location = self._folder.child(name)
+        with _storage_errors(location.uri):
+            return open_upload(self._store(), location, self._settings, replace=replace)
+
+    def remove(self, name: str) -> None:
+        """See `BlobStore`."""
+        location = self._folder.child(name)
+        try:
+            obstore.delete(self._store(), location.path)
+        except FileNotFoundError:
+            return
+        except (BaseError, OSError, ValueError) as error:
+            raise to_storage_error(location.uri, error) from None
+
+    def close(self) -> None:
+        """See `BlobStore`."""
+        with self._lock:
+            self._stores.clear()
+
+    def _store(self, *, retries: bool = True) -> ObjectStore:
+        """Return a client; `retries`: whether it retries internally. Reads retry here instead, to resume
+        where they were.
+        """
+        with self._lock:
+            if retries not in self._stores:
+                self._stores[retries] = _connect(self._folder, self._settings, retries=retries)
+            return self._stores[retries]
 
 
-def to_storage_error(uri: str, error: BaseException) -> RforkError:
-    """Return the rfork error for an error of obstore about `uri`."""
-    text = str(error)
-    description = _one_line(text)
-    match error:
-        case FileNotFoundError():
-            code = _CODE.search(text)
-            missing = "bucket" if code and code.group(1) in ("NoSuchBucket", "ContainerNotFound") else "object"
-            return StorageNotFound(f"{uri}: no such {missing}")
-        case cloud.PreconditionError():
-            return StorageChanged(f"{uri} was replaced during the read")
-        case cloud.PermissionDeniedError() | cloud.UnauthenticatedError():
-            return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
-        case cloud.UnknownConfigurationKeyError() | cloud.InvalidPathError() | ValueError():
-            return SettingsError(f"{uri} cannot be used: {description}")
-    status = _status(text)
-    if status == 404:
-        return StorageNotFound(f"{uri}: no such bucket")
-    if status in (401, 403):
-        return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
-    if status == 507 or "QuotaExceeded" in text:
-        return StorageFull(f"{uri}: no space left: {description}")
-    if status is None and _NO_CREDENTIALS.search(text):
-        return StorageAccessDenied(f"{uri}: no usable credentials found: {description}", hint=HINT)
-    return StorageError(f"{uri}: {description}")
+class CloudBlob:
+    """See `Blob`."""
 
+    def __init__(
+        self, location: Location, store: ObjectStore, settings: StorageSettings, size: int, tag: str | None
+    ) -> None:
+        self._location = location
+        self._store = store
+        self._settings = settings
+        self._size = size
+        self._tag = tag
+        self._closed = threading.Event()
 
-def _status(text: str) -> int | None:
-    match = _STATUS.search(text)
-    return int(match.group(1)) if match else None
+    @property
+    def uri(self) -> str:
+        """See `Blob`."""
+        return self._location.uri
 
+    @property
+    def size(self) -> int:
+        """See `Blob`."""
+        return self._size
 
-def _one_line(text: str) -> str:
-    # obstore appends debug output after an empty line.
-    line = " ".join(text.partition("\n\nDebug source:")[0].split())
-    return _URL.sub(r"\1", line)[:300]
+    @property
+    def version(self) -> str | None:
+        """See `Blob`: the entity tag."""
+        return self._tag
 
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """See `Blob`."""
+        cursor = ScatterCursor(into)
+        end = offset + cursor.left
+        if offset < 0 or end > self._size:
+            raise StorageError(f"{self.uri} has {self._size} bytes: there are no bytes [{offset}, {end})")
+        attempts = self._attempts()
+        while cursor.left:
+            before, begin = cursor.done, end - cursor.left
+            try:
+                self._fetch(cursor, begin, min(begin + REQUEST_BYTES, end))
+                attempts = self._attempts()
+            except (BaseError, OSError, ValueError) as error:
+                pause = attempts.failed(cursor.done - before) if is_retryable(error) else None
+                if pause is None:
+                    raise to_storage_error(self.uri, error) from None
+                self._closed.wait(pause)
 
-MAX_PARTS: Final = 10_000
-"""Maximum number of parts of an object at Google; Azure allows more."""
-MIN_PART_BYTES: Final = 5 << 20
-"""Minimum size of a part at Google, except for an object's last one."""
-PARTS_IN_MEMORY: Final = 8
-"""Number of parts in staging memory: one is filled, one is queued, the others are in flight."""
+    def close(self) -> None:
+        """Close: reads in progress raise StorageError when the next bytes arrive."""
+        self._closed.set()
+
+    def _attempts(self) -> RetryBudget:
+        return RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
+
+    def _fetch(self, cursor: ScatterCursor, begin: int, end: int) -> None:
+        self._check_open()
+        left = end - begin
+        if self._tag is None:
+            response = obstore.get(self._store, self._location.path, options={"range": (begin, end)})
+        else:
+            response = obstore.get(
+                self._store, self._location.path, options={"range": (begin, end), "if_match": self._tag}
+            )
+        found = response.meta
+        if int(found["size"]) != self._size or (self._tag and found.get("e_tag") not in (None, self._tag)):
+            raise StorageChanged(f"{self.uri} was replaced during the read")
+        for piece in response.stream(min_chunk_size=READ_BYTES):
+            self._check_open()
+            view = memoryview(piece)
+            left -= len(view)
+            if left < 0:
+                raise StorageError(f"{self.uri}: the service sent more than requested")
+            while view:
+                target = cursor.window(len(view), 1)[0]
+                target[:] = view[: target.nbytes]
+                view = view[target.nbytes :]
+                cursor.advance(target.nbytes)
+        if left:
+            raise OSError("the response ended early")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise StorageError(f"{self.uri} is closed")
 
 
 def part_size(settings: StorageSettings) -> int:
@@ -300,174 +412,52 @@ class _PartQueue:
             return part
 
 
-try:
-    import obstore
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
-except ImportError as error:
-    raise MissingExtra("obstore (for gs:// and az://)", extra="cloud", reason=str(error)) from None
-
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
-
-READ_BYTES: Final = 1 << 20
-"""Bytes of a response that are copied to the caller's memory at a time."""
-REQUEST_BYTES: Final = 32 << 20
-"""Maximum size of a request: each has a time limit, regardless of the blob's size."""
-MIN_BYTES_PER_S: Final = 256 << 10
-"""Minimum average rate of a request, or of an uploaded part, in bytes per second."""
+def is_retryable(error: Exception) -> bool:
+    """Return True if a retry may succeed after this error."""
+    if isinstance(error, FileNotFoundError):
+        return False
+    if isinstance(error, OSError):
+        return True
+    status = _status(str(error))
+    return isinstance(error, cloud.GenericError) and (status is None or status in (408, 429) or status >= 500)
 
 
-class CloudStore:
-    """Objects of a bucket or container below a folder; see `BlobStore`."""
-
-    def __init__(self, folder: Location, settings: StorageSettings) -> None:
-        self._folder = folder.folder
-        self._settings = settings
-        self._lock = threading.Lock()
-        self._stores: dict[bool, ObjectStore] = {}  # by whether obstore retries
-
-    @property
-    def uri(self) -> str:
-        """See `BlobStore`."""
-        return self._folder.uri
-
-    def open(self, name: str, *, front: int = 0) -> CloudBlob:
-        """See `BlobStore`."""
-        location = self._folder.child(name)
-        with _storage_errors(location.uri):
-            found = obstore.head(self._store(), location.path)
-            reader = self._store(retries=False)
-        return CloudBlob(location, reader, self._settings, int(found["size"]), found.get("e_tag"))
-
-    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """See `BlobStore`."""
-        begin = self._folder.path
-        # The services list by name prefix, obstore only by folder: filter the last part here.
-        within = (begin + prefix).rpartition("/")[0]
-        entries = []
-        with _storage_errors(self.uri):
-            for page in obstore.list(self._store(), within or None):
-                for found in page:
-                    name = found["path"].removeprefix(begin)
-                    if found["path"].startswith(begin + prefix) and name:
-                        entries.append(BlobEntry(name, int(found["size"])))
-        yield from sorted(entries, key=lambda entry: entry.name)
-
-    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
-        """See `BlobStore`. Parts of a failed upload are invisible, and removed by the bucket's own rules."""
-        location = self._folder.child(name)
-        with _storage_errors(location.uri):
-            return open_upload(self._store(), location, self._settings, replace=replace)
-
-    def remove(self, name: str) -> None:
-        """See `BlobStore`."""
-        location = self._folder.child(name)
-        try:
-            obstore.delete(self._store(), location.path)
-        except FileNotFoundError:
-            return
-        except (BaseError, OSError, ValueError) as error:
-            raise to_storage_error(location.uri, error) from None
-
-    def close(self) -> None:
-        """See `BlobStore`."""
-        with self._lock:
-            self._stores.clear()
-
-    def _store(self, *, retries: bool = True) -> ObjectStore:
-        """Return a client; `retries`: whether it retries internally. Reads retry here instead, to resume
-        where they were.
-        """
-        with self._lock:
-            if retries not in self._stores:
-                self._stores[retries] = _connect(self._folder, self._settings, retries=retries)
-            return self._stores[retries]
+def to_storage_error(uri: str, error: BaseException) -> RforkError:
+    """Return the rfork error for an error of obstore about `uri`."""
+    text = str(error)
+    description = _one_line(text)
+    match error:
+        case FileNotFoundError():
+            code = _CODE.search(text)
+            missing = "bucket" if code and code.group(1) in ("NoSuchBucket", "ContainerNotFound") else "object"
+            return StorageNotFound(f"{uri}: no such {missing}")
+        case cloud.PreconditionError():
+            return StorageChanged(f"{uri} was replaced during the read")
+        case cloud.PermissionDeniedError() | cloud.UnauthenticatedError():
+            return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
+        case cloud.UnknownConfigurationKeyError() | cloud.InvalidPathError() | ValueError():
+            return SettingsError(f"{uri} cannot be used: {description}")
+    status = _status(text)
+    if status == 404:
+        return StorageNotFound(f"{uri}: no such bucket")
+    if status in (401, 403):
+        return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
+    if status == 507 or "QuotaExceeded" in text:
+        return StorageFull(f"{uri}: no space left: {description}")
+    if status is None and _NO_CREDENTIALS.search(text):
+        return StorageAccessDenied(f"{uri}: no usable credentials found: {description}", hint=HINT)
+    return StorageError(f"{uri}: {description}")
 
 
-class CloudBlob:
-    """See `Blob`."""
+def _status(text: str) -> int | None:
+    match = _STATUS.search(text)
+    return int(match.group(1)) if match else None
 
-    def __init__(
-        self, location: Location, store: ObjectStore, settings: StorageSettings, size: int, tag: str | None
-    ) -> None:
-        self._location = location
-        self._store = store
-        self._settings = settings
-        self._size = size
-        self._tag = tag
-        self._closed = threading.Event()
 
-    @property
-    def uri(self) -> str:
-        """See `Blob`."""
-        return self._location.uri
-
-    @property
-    def size(self) -> int:
-        """See `Blob`."""
-        return self._size
-
-    @property
-    def version(self) -> str | None:
-        """See `Blob`: the entity tag."""
-        return self._tag
-
-    def read(self, offset: int, into: Sequence[memoryview]) -> None:
-        """See `Blob`."""
-        cursor = ScatterCursor(into)
-        end = offset + cursor.left
-        if offset < 0 or end > self._size:
-            raise StorageError(f"{self.uri} has {self._size} bytes: there are no bytes [{offset}, {end})")
-        attempts = self._attempts()
-        while cursor.left:
-            before, begin = cursor.done, end - cursor.left
-            try:
-                self._fetch(cursor, begin, min(begin + REQUEST_BYTES, end))
-                attempts = self._attempts()
-            except (BaseError, OSError, ValueError) as error:
-                pause = attempts.failed(cursor.done - before) if is_retryable(error) else None
-                if pause is None:
-                    raise to_storage_error(self.uri, error) from None
-                self._closed.wait(pause)
-
-    def close(self) -> None:
-        """Close: reads in progress raise StorageError when the next bytes arrive."""
-        self._closed.set()
-
-    def _attempts(self) -> RetryBudget:
-        return RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
-
-    def _fetch(self, cursor: ScatterCursor, begin: int, end: int) -> None:
-        self._check_open()
-        left = end - begin
-        if self._tag is None:
-            response = obstore.get(self._store, self._location.path, options={"range": (begin, end)})
-        else:
-            response = obstore.get(
-                self._store, self._location.path, options={"range": (begin, end), "if_match": self._tag}
-            )
-        found = response.meta
-        if int(found["size"]) != self._size or (self._tag and found.get("e_tag") not in (None, self._tag)):
-            raise StorageChanged(f"{self.uri} was replaced during the read")
-        for piece in response.stream(min_chunk_size=READ_BYTES):
-            self._check_open()
-            view = memoryview(piece)
-            left -= len(view)
-            if left < 0:
-                raise StorageError(f"{self.uri}: the service sent more than requested")
-            while view:
-                target = cursor.window(len(view), 1)[0]
-                target[:] = view[: target.nbytes]
-                view = view[target.nbytes :]
-                cursor.advance(target.nbytes)
-        if left:
-            raise OSError("the response ended early")
-
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise StorageError(f"{self.uri} is closed")
+def _one_line(text: str) -> str:
+    # obstore appends debug output after an empty line.
+    line = " ".join(text.partition("\n\nDebug source:")[0].split())
+    return _URL.sub(r"\1", line)[:300]
 
 
 @contextmanager

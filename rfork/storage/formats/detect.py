@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
@@ -119,13 +119,10 @@ def _shards(
 
 
 def _read(store: BlobStore, name: str) -> bytes:
-    blob = store.open(name, front=HEAD_BYTES)
-    try:
+    with closing(store.open(name, front=HEAD_BYTES)) as blob:
         if blob.size > MAX_INDEX_BYTES:
             raise CheckpointError(f"{blob.uri} is too large for an index")
         return read_range(blob, 0, blob.size)
-    finally:
-        blob.close()
 
 
 def _files(index: bytes, uri: str) -> dict[str, str]:
@@ -268,15 +265,13 @@ def _folder(
 
 def _list_or_none(folder: Location, settings: StorageSettings, role: str) -> set[str] | None:
     """Return the names in a folder that begin with `role`, in one request; None if it cannot be listed."""
-    store = registry.open_store(folder, settings)
-    try:
-        return {entry.name for entry in islice(store.list(role), MAX_LISTED)}
-    except (SettingsError, StorageAccessDenied):
-        return None
-    except StorageNotFound:
-        return set()
-    finally:
-        store.close()
+    with closing(registry.open_store(folder, settings)) as store:
+        try:
+            return {entry.name for entry in islice(store.list(role), MAX_LISTED)}
+        except (SettingsError, StorageAccessDenied):
+            return None
+        except StorageNotFound:
+            return set()
 
 
 def _sniff(

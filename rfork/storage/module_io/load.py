@@ -86,7 +86,7 @@ def open_snapshot_of(source: TensorSource, requested_uri: str | Path, settings: 
         location = location.child(shard.name)
     elif requested_location.uri == location.uri:
         location = requested_location  # includes the query of a presigned URL
-    name = location.name + (f"?{location.query}" if location.query else "")
+    name = location.blob_name
     try:
         files = open_files(location.parent, name, settings)
     except (CheckpointError, StorageAccessDenied):

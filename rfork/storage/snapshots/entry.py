@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
@@ -29,7 +29,7 @@ from rfork.schema import Rank
 from rfork.schema.types import HexId, ModelName, WeightsVersion
 from rfork.settings import StorageSettings
 from rfork.storage import registry
-from rfork.storage.blob import HEAD_BYTES, Blob, BlobStore, read_range
+from rfork.storage.blob import HEAD_BYTES, Blob, BlobStore, read_range, size_of
 from rfork.storage.location import Location
 from rfork.storage.snapshots.chunked_blob import ChunkedBlob
 
@@ -138,7 +138,7 @@ def snapshot_location(uri: str | Path, rank: Rank | None = None) -> tuple[Locati
     """
     location = Location.parse(uri)
     if is_file(uri):
-        return location.parent, location.name + (f"?{location.query}" if location.query else "")
+        return location.parent, location.blob_name
     return location.folder, snapshot_name(rank or Rank())
 
 
@@ -161,13 +161,10 @@ def chunk_folder(folder: Location, relative: str) -> Location:
 
 def read_manifest(store: BlobStore, name: str) -> ManifestFile:
     """Read a manifest. Raises StorageNotFound, StorageCorrupt and other StorageErrors."""
-    blob = store.open(name, front=HEAD_BYTES)
-    try:
+    with closing(store.open(name, front=HEAD_BYTES)) as blob:
         if blob.size > MAX_MANIFEST_BYTES:
             raise StorageCorrupt(f"{blob.uri} is too large for a manifest")
         text = read_range(blob, 0, blob.size)
-    finally:
-        blob.close()
     try:
         return ManifestFile.model_validate_json(text)
     except ValidationError as error:
@@ -177,23 +174,13 @@ def read_manifest(store: BlobStore, name: str) -> ManifestFile:
         raise StorageCorrupt(f"{blob.uri} is not a manifest: {why}") from None
 
 
-@contextmanager
-def folder_store(folder: Location, settings: StorageSettings | None) -> Iterator[BlobStore]:
-    """Yield the store of a folder for the duration of the block."""
-    store = registry.open_store(folder, settings)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
 def open_files(folder: Location, name: str, settings: StorageSettings | None = None) -> SnapshotFiles:
     """Open a snapshot in either form: reads manifest and header, and checks that they match.
 
     Raises StorageNotFound (nothing there), CheckpointError (a file without a manifest), StorageCorrupt
     (truncated, or other weights than the manifest) and the store's errors.
     """
-    with folder_store(folder, settings) as store:
+    with closing(registry.open_store(folder, settings)) as store:
         try:
             manifest_file = read_manifest(store, manifest_name(name))
         except StorageNotFound as missing:
@@ -236,8 +223,8 @@ def open_safetensors(location: Location, settings: StorageSettings | None = None
 
     For readers of tensors: if the file exists, its manifest is ignored.
     """
-    folder, name = location.parent, location.name + (f"?{location.query}" if location.query else "")
-    with folder_store(folder, settings) as store:
+    folder, name = location.parent, location.blob_name
+    with closing(registry.open_store(folder, settings)) as store:
         try:
             return store.open(name, front=HEAD_BYTES)
         except StorageNotFound:
@@ -251,12 +238,10 @@ def open_safetensors(location: Location, settings: StorageSettings | None = None
 
 
 def _no_manifest(store: BlobStore, name: str, missing: StorageNotFound) -> StorageNotFound | CheckpointError:
-    try:
-        data = store.open(name)
-    except StorageNotFound:
-        return StorageNotFound(f"no snapshot at {store.uri}{name.partition('?')[0]}", hint=missing.hint)
-    data.close()
-    return CheckpointError(f"{data.uri} has no manifest, so it is not a snapshot, or an incomplete one")
+    uri = f"{store.uri}{name.partition('?')[0]}"
+    if size_of(store, name) is None:
+        return StorageNotFound(f"no snapshot at {uri}", hint=missing.hint)
+    return CheckpointError(f"{uri} has no manifest, so it is not a snapshot, or an incomplete one")
 
 
 RANK_FILE_PATTERN: Final = re.compile(r"(.*/)?(model|speculative)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
@@ -304,7 +289,7 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
     another program, and other StorageErrors.
     """
     manifest = manifest_name(name)
-    with folder_store(folder, settings) as store:
+    with closing(registry.open_store(folder, settings)) as store:
         try:
             manifest_file = read_manifest(store, manifest)
         except StorageNotFound as missing:
@@ -316,15 +301,12 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
         entry = SnapshotEntry(folder, name, manifest_file)
         sizes: dict[str, int] = {}
         if manifest_file.chunks is None:
-            try:
-                with closing(store.open(name)) as blob:
-                    sizes[folder.path + name] = blob.size
-            except StorageNotFound:
-                pass
+            if (size := size_of(store, name)) is not None:
+                sizes[folder.path + name] = size
             return with_problems(entry, sizes, {})
     try:
         chunks = chunk_folder(folder, manifest_file.chunks)
-        with folder_store(chunks, settings) as objects:
+        with closing(registry.open_store(chunks, settings)) as objects:
             sizes = {chunks.path + blob.name: blob.size for blob in objects.list()}
     except StorageCorrupt as error:
         return SnapshotEntry(folder, name, None, str(error))
@@ -336,11 +318,9 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
 
 
 def _no_snapshot(store: BlobStore, folder: Location, name: str, missing: StorageNotFound) -> StorageNotFound:
-    try:
-        store.open(name).close()
+    hint = missing.hint
+    if size_of(store, name) is not None:
         hint = "this file has no manifest: it is a plain safetensors file, or an incomplete snapshot"
-    except StorageNotFound:
-        hint = missing.hint
     return StorageNotFound(f"no snapshot at {folder.child(name).uri.partition('?')[0]}", hint=hint)
 
 

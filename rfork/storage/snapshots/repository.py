@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,8 @@ from rfork import settings as options
 from rfork.errors import StorageCorrupt, StorageError, StorageNotFound
 from rfork.logs import logger
 from rfork.settings import StorageSettings
-from rfork.storage.blob import BlobStore
+from rfork.storage import registry
+from rfork.storage.blob import BlobStore, size_of
 from rfork.storage.local import TEMPORARY
 from rfork.storage.location import Location
 from rfork.storage.snapshots.entry import (
@@ -32,7 +33,6 @@ from rfork.storage.snapshots.entry import (
     ManifestFile,
     SnapshotEntry,
     chunk_folder,
-    folder_store,
     is_foreign_manifest,
     manifest_name,
     read_manifest,
@@ -109,13 +109,11 @@ def write_blob(store: BlobStore, name: str, content: bytes) -> None:
 
 
 def _check_marker(store: BlobStore, marker: str) -> None:
-    try:
-        store.open(marker).close()
-    except StorageNotFound:
+    if size_of(store, marker) is None:
         raise StorageError(
             f"{store.uri}: another process removed leftovers during the write, including the marker of this writer",
             hint="write the snapshot again",
-        ) from None
+        )
 
 
 OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-9]+")
@@ -149,19 +147,13 @@ class Repository:
         self.folder = folder.folder
         self.settings = settings or options.load(StorageSettings)
 
-    @contextmanager
-    def store(self) -> Iterator[BlobStore]:
-        """Yield the store of the folder."""
-        with folder_store(self.folder, self.settings) as store:
-            yield store
-
     def contents(self, *, strict: bool = False) -> Listing:
         """Return all snapshots and leftovers, sorted by name.
 
         `strict` is for deleting chunks: an unreadable manifest raises StorageCorrupt, and snapshots of
         writers that finish during the listing are included.
         """
-        with self.store() as store:
+        with closing(registry.open_store(self.folder, self.settings)) as store:
             sizes = {entry.name: entry.size for entry in store.list()}
             markers = self._read(store, [name for name in sizes if WRITE_MARKER_PATTERN.fullmatch(name)], strict)
             if strict:
@@ -231,7 +223,7 @@ class Repository:
         }
         for chunks in elsewhere:
             if not chunks.path.startswith(self.folder.path):
-                with folder_store(chunks, self.settings) as store:
+                with closing(registry.open_store(chunks, self.settings)) as store:
                     try:
                         object_sizes |= {chunks.path + entry.name: entry.size for entry in store.list()}
                     except StorageNotFound:  # then all of its objects are missing
@@ -313,7 +305,7 @@ def remove_snapshots(snapshots: Sequence[SnapshotEntry], settings: StorageSettin
 def remove_leftovers(repository: Repository) -> DeleteResult:
     """Remove everything that no snapshot needs. Writers that are active there fail and must start again."""
     count = freed = 0
-    with repository.store() as store:
+    with closing(registry.open_store(repository.folder, repository.settings)) as store:
         for leftover in repository.contents().leftovers:
             if not OBJECT.fullmatch(leftover.name):
                 store.remove(leftover.name)
@@ -326,7 +318,7 @@ def remove_leftovers(repository: Repository) -> DeleteResult:
         }
         for folder in sorted(folders):
             chunks = repository.folder.child(f"{folder}/")
-            with folder_store(chunks, repository.settings) as objects, pending_delete(objects):
+            with closing(registry.open_store(chunks, repository.settings)) as objects, pending_delete(objects):
                 for leftover in repository.contents(strict=True).leftovers:
                     if OBJECT.fullmatch(leftover.name) and leftover.name.startswith(f"{folder}/"):
                         store.remove(leftover.name)
@@ -335,27 +327,24 @@ def remove_leftovers(repository: Repository) -> DeleteResult:
 
 
 def _remove_file(entry: SnapshotEntry, settings: StorageSettings | None) -> DeleteResult:
-    with folder_store(entry.folder, settings) as store:
+    with closing(registry.open_store(entry.folder, settings)) as store:
         store.remove(manifest_name(entry.name))
-        try:
-            blob = store.open(entry.name)
-        except StorageNotFound:
-            return DeleteResult(0, 0)
-        blob.close()
-        store.remove(entry.name)
-        return DeleteResult(0, blob.size)
+        size = size_of(store, entry.name)
+        if size is not None:
+            store.remove(entry.name)
+        return DeleteResult(0, size or 0)
 
 
 def _remove_shared(chunks: Location, group: Sequence[SnapshotEntry], settings: StorageSettings | None) -> DeleteResult:
     deleted = {entry.uri for entry in group}
     above = Location(chunks.scheme, chunks.host, chunks.path.rstrip("/").rpartition("/")[0]).folder
-    with folder_store(chunks, settings) as objects, pending_delete(objects):
+    with closing(registry.open_store(chunks, settings)) as objects, pending_delete(objects):
         # All snapshots that may reference these chunks are below the parent of the chunk folder.
         contents = Repository(above, settings).contents(strict=True)
         remaining = [entry for entry in contents.snapshots if entry.uri not in deleted]
         needed = contents.pending.union(*(entry.objects for entry in remaining))
         for entry in group:
-            with folder_store(entry.folder, settings) as store:
+            with closing(registry.open_store(entry.folder, settings)) as store:
                 store.remove(manifest_name(entry.name))
         freed = retained_bytes = 0
         for path, length in {path: size for entry in group for path, size in entry.objects.items()}.items():

@@ -47,47 +47,6 @@ class TensorRead:
     into: torch.Tensor
 
 
-def read_checked(
-    reads: Sequence[TensorRead],
-    decryptor: Decryptor | None,
-    settings: StorageSettings,
-    progress: Callable[[int], None] | None = None,
-    on_complete: Callable[[int], None] | None = None,
-) -> None:
-    """Read, decrypt and verify; `on_complete` is called with the index of each valid tensor, on any thread.
-
-    Raises StorageCorrupt or StorageAccessDenied with the tensor's name, and the blobs' errors.
-    """
-    sizes = [read.stored.entry.data - read.stored.entry.header for read in reads]
-    header_buffer, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
-    headers: list[torch.Tensor] = []
-    extents: list[Extent] = []
-    for read, size in zip(reads, sizes, strict=True):
-        stored, header = read.stored, header_buffer[at : at + size]
-        headers.append(header)
-        at += size
-        extents.append(Extent(stored.blob, stored.entry.header, header))
-        extents.append(Extent(stored.blob, stored.entry.data, read.into[: stored.entry.length]))
-    incomplete = set(range(len(reads)))
-
-    def filled(index: int) -> None:
-        index //= 2
-        try:
-            # Header and data complete separately; the first one returns here. set.remove is atomic, so many
-            # small tensors need no lock.
-            incomplete.remove(index)
-            return
-        except KeyError:
-            pass
-        _check(reads[index], bytes(headers[index].numpy()), decryptor)
-        if on_complete is not None:
-            on_complete(index)
-
-    total = sum(read.stored.entry.length for read in reads)
-    report = _capped_progress(total, progress) if progress is not None else None
-    fill(extents, settings, on_filled=filled, progress=report)
-
-
 def _check(read: TensorRead, header: bytes, decryptor: Decryptor | None) -> None:
     blob, entry = read.stored.blob, read.stored.entry
     memory = host_view(read.into.data_ptr(), entry.length) if entry.length else memoryview(b"")
@@ -308,4 +267,35 @@ class TensorizerSource:
         progress: Callable[[int], None] | None,
         on_complete: Callable[[int], None] | None = None,
     ) -> None:
-        read_checked(reads, self._decryptor, self._settings, progress, on_complete)
+        """Read, decrypt and verify; `on_complete` is called with the index of each valid tensor, on any thread.
+
+        Raises StorageCorrupt or StorageAccessDenied with the tensor's name, and the blobs' errors.
+        """
+        sizes = [read.stored.entry.data - read.stored.entry.header for read in reads]
+        header_buffer, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
+        headers: list[torch.Tensor] = []
+        extents: list[Extent] = []
+        for read, size in zip(reads, sizes, strict=True):
+            stored, header = read.stored, header_buffer[at : at + size]
+            headers.append(header)
+            at += size
+            extents.append(Extent(stored.blob, stored.entry.header, header))
+            extents.append(Extent(stored.blob, stored.entry.data, read.into[: stored.entry.length]))
+        incomplete = set(range(len(reads)))
+
+        def filled(index: int) -> None:
+            index //= 2
+            try:
+                # Header and data complete separately; the first one returns here. set.remove is atomic, so many
+                # small tensors need no lock.
+                incomplete.remove(index)
+                return
+            except KeyError:
+                pass
+            _check(reads[index], bytes(headers[index].numpy()), self._decryptor)
+            if on_complete is not None:
+                on_complete(index)
+
+        total = sum(read.stored.entry.length for read in reads)
+        report = _capped_progress(total, progress) if progress is not None else None
+        fill(extents, self._settings, on_filled=filled, progress=report)

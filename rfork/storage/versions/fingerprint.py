@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from rfork import settings as options
 from rfork.errors import StorageChanged, StorageCorrupt, StorageError, StorageNotFound
 from rfork.settings import StorageSettings
+from rfork.storage import registry
 from rfork.storage.location import Location
 from rfork.storage.versions.local_files import LocalFiles
 from rfork.storage.versions.remote_files import open_remote_files
@@ -37,10 +38,10 @@ def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettin
     if not described or not described.issuperset(found.weights):
         return None
     # Imported here because they import torch.
-    from rfork.storage.snapshots.entry import folder_store, is_foreign_manifest, manifest_name, open_files
+    from rfork.storage.snapshots.entry import is_foreign_manifest, manifest_name, open_files
 
     manifests: dict[str, ManifestFile] = {}
-    with folder_store(folder, settings) as store:
+    with closing(registry.open_store(folder, settings)) as store:
         for name in sorted(described):
             try:
                 files = open_files(folder, name, settings)

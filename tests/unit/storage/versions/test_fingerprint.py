@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import BlobEntry
 from rfork.storage.location import Location
-from rfork.storage.snapshots.entry import folder_store, read_manifest
+from rfork.storage.registry import open_store
+from rfork.storage.snapshots.entry import read_manifest
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.versions import local_files, weight_files
 from rfork.storage.versions.fingerprint import fingerprint_of
@@ -596,7 +598,7 @@ def test_a_snapshot_has_its_recorded_version(tmp_path: Path, shared: bool) -> No
     written = write_snapshot(IMAGE, IMAGE.manifest(), folder, version="v7", shared=shared)
     assert "v7" == fingerprint_of(folder)
     assert "v7" == fingerprint_of(written.uri)
-    with folder_store(Location.parse(folder).folder, None) as store:
+    with closing(open_store(Location.parse(folder).folder)) as store:
         assert "v7" == read_manifest(store, "model-rank-000.safetensors.manifest.json").version
 
 

@@ -13,6 +13,9 @@ from typing import Final, Protocol
 
 from rfork.errors import StorageNotFound
 
+HEAD_BYTES: Final = 128 << 10
+"""Bytes to fetch first from a file with a header: enough for most headers and most small files."""
+
 
 class ViewCursor:
     """Sequence of views that is consumed from the front, any number of bytes at a time."""
@@ -121,10 +124,6 @@ class BlobStore(Protocol):
     def close(self) -> None:
         """Close connections; open blobs stay usable."""
         ...
-
-
-HEAD_BYTES: Final = 128 << 10
-"""Bytes to fetch first from a file with a header: enough for most headers and most small files."""
 
 
 def read_range(blob: Blob, offset: int, length: int) -> bytes:

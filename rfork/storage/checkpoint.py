@@ -44,6 +44,9 @@ MAX_REMOTE_READS = 64
 
 _Sample = tuple[Blob, int, int]
 
+ComputedRanges = Sequence[tuple[int, torch.Tensor]]
+"""Image offsets and bytes (uint8, 1-D) of what the module computed during construction."""
+
 
 def checkpoint_fingerprint(source: SafetensorsSource, computed: Iterable[tuple[int, memoryview]]) -> str:
     """Return a hash, as 32 hex digits, over
@@ -162,10 +165,6 @@ def _opened(uri: str | Path, settings: StorageSettings) -> SafetensorsSource:
             hint="loaded as a checkpoint, its bytes would not be verified against their digests",
         )
     return source
-
-
-ComputedRanges = Sequence[tuple[int, torch.Tensor]]
-"""Image offsets and bytes (uint8, 1-D) of what the module computed during construction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,12 @@ from rfork.storage.tensors import SaveReport, StoredTensor, TensorOutline, Tenso
 
 OutputFormat = Literal["tensors", "safetensors", "checkpoint", "snapshot"]
 
+_RANK_FILE = re.compile(
+    rf"(?P<rank>(model|speculative)-rank-\d+(-ep-\d+)?)(-\d{{5}}-of-\d{{5}})?"
+    rf"({re.escape(DATA_SUFFIX)}({re.escape(MANIFEST_SUFFIX)})?|{re.escape(SUFFIX)})"
+)
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
 
 def format_of(destination: Location, max_shard_bytes: int | None) -> OutputFormat:
     """Return the format for a destination.
@@ -136,12 +142,6 @@ def _first(store: BlobStore) -> str | None:
         return None
 
 
-_RANK_FILE = re.compile(
-    rf"(?P<rank>(model|speculative)-rank-\d+(-ep-\d+)?)(-\d{{5}}-of-\d{{5}})?"
-    rf"({re.escape(DATA_SUFFIX)}({re.escape(MANIFEST_SUFFIX)})?|{re.escape(SUFFIX)})"
-)
-
-
 def rank_from_number(number: int) -> Rank:
     """Return a rank with this number in file names. Raises SettingsError if the number is out of range."""
     try:
@@ -229,9 +229,6 @@ def _reject_several(chosen: Location, settings: StorageSettings) -> None:
             f"{chosen.parent.uri} contains {len(ranks)} ranks: {ranks[0]}, {ranks[1]}" + " …" * (len(ranks) > 2),
             hint="select one with --rank, or pass its file",
         )
-
-
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def convert(

@@ -56,6 +56,24 @@ AT_EMPTY_PATH = 0x1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+log = logger(__name__)
+DirectIoMode = Literal["auto", "always", "never"]
+ReadMode = Literal["direct", "cached"]
+MIN_DIRECT_BYTES = 1 << 20
+"""Minimum size of reads for which checking the page cache pays off."""
+MIN_ALIGNED_BYTES = 2 << 20
+"""Minimum size of reads for which avoiding the copy through staging pays off."""
+SAMPLES = 3
+"""Blocks that are read through the page cache before a mode is chosen."""
+FIRST_SAMPLE_BYTES, SAMPLE_INTERVAL_BYTES = 64 << 20, 256 << 20
+"""Bytes read directly before the first of these blocks, and between two of them."""
+MAX_CACHED_TIME_RATIO = 0.9
+"""Cached reads are chosen only if they take less than this fraction of the time with O_DIRECT: they cost more
+CPU and evict other data from the cache.
+"""
+UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EFAULT)
+"""Errors of file systems and memory that do not support O_DIRECT."""
+
 
 class PageStats(NamedTuple):
     """Bytes of a memory range that are backed by pages, and by huge pages."""
@@ -154,27 +172,6 @@ def populate(address: int, length: int) -> bool:
 def address_of(view: memoryview) -> int:
     """Return the address of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-log = logger(__name__)
-
-DirectIoMode = Literal["auto", "always", "never"]
-ReadMode = Literal["direct", "cached"]
-
-MIN_DIRECT_BYTES = 1 << 20
-"""Minimum size of reads for which checking the page cache pays off."""
-MIN_ALIGNED_BYTES = 2 << 20
-"""Minimum size of reads for which avoiding the copy through staging pays off."""
-SAMPLES = 3
-"""Blocks that are read through the page cache before a mode is chosen."""
-FIRST_SAMPLE_BYTES, SAMPLE_INTERVAL_BYTES = 64 << 20, 256 << 20
-"""Bytes read directly before the first of these blocks, and between two of them."""
-MAX_CACHED_TIME_RATIO = 0.9
-"""Cached reads are chosen only if they take less than this fraction of the time with O_DIRECT: they cost more
-CPU and evict other data from the cache.
-"""
-UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EFAULT)
-"""Errors of file systems and memory that do not support O_DIRECT."""
 
 
 class EndOfFile(Exception):

@@ -20,6 +20,9 @@ from rfork.storage.io.staging import BufferPool
 from rfork.storage.location import Location
 from rfork.storage.os_errors import storage_error
 
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+"""Names of files that are being written, or whose writer was killed."""
+
 
 def commit_file(descriptor: int, temporary: Path, path: Path, *, replace: bool) -> None:
     """Sync a complete file and rename it to its final name. Raises StorageError subclasses."""
@@ -59,10 +62,6 @@ def _fsync_dir(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
-"""Names of files that are being written, or whose writer was killed."""
 
 
 class LocalFile:

@@ -40,6 +40,11 @@ RECORD = struct.Struct("<I16s12s")
 PREFETCH_READS = 2
 """Reads of the same size that the kernel prefetches."""
 
+MAX_SPOOLS = 16
+"""Maximum number of processes with the same rank and model that may have spools in one folder."""
+TTL_S = 3 * 86400.0
+"""A spool that was not resumed within this time is removed by the next fork of the same name."""
+
 
 class Spool:
     """One open and locked spool. Thread-safe; all methods but `close` raise OSError if the file fails."""
@@ -181,12 +186,6 @@ def release(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
-
-
-MAX_SPOOLS = 16
-"""Maximum number of processes with the same rank and model that may have spools in one folder."""
-TTL_S = 3 * 86400.0
-"""A spool that was not resumed within this time is removed by the next fork of the same name."""
 
 
 def acquire_spool(folder: Path, name: str, layout: Layout) -> Spool:

@@ -11,6 +11,9 @@ from typing import Literal, Protocol
 
 import torch
 
+EntryType = Literal["parameter", "buffer", "entry"]
+"""Type of a tensor in tensorizer's own loader: a module's parameter or buffer, or a state dict's entry."""
+
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
@@ -41,10 +44,6 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
-
-
-EntryType = Literal["parameter", "buffer", "entry"]
-"""Type of a tensor in tensorizer's own loader: a module's parameter or buffer, or a state dict's entry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,12 @@ MAX_LISTED = 10_000
 _RANK_FILE = re.compile(r"(model|speculative)-rank-\d+.*")
 _SHARD_FILE = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
+SINGLE = "model.safetensors"
+INDEX_SUFFIX, INDEX = ".safetensors.index.json", "model.safetensors.index.json"
+TENSORIZER_SUFFIX, TENSORIZER_MAGIC = ".tensors", b"|TZR|"
+FolderFormat = tuple[Collection[str], Callable[[], TensorSource]]
+"""File names of which one must exist (empty: no check), and the function that opens the folder."""
+
 
 class _Index(BaseModel):
     """Content of an index file: the file of each tensor."""
@@ -135,14 +141,6 @@ def _files(index: bytes, uri: str) -> dict[str, str]:
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointError(f"{uri} refers to {file!r}, which is outside of the folder")
     return files
-
-
-SINGLE = "model.safetensors"
-INDEX_SUFFIX, INDEX = ".safetensors.index.json", "model.safetensors.index.json"
-TENSORIZER_SUFFIX, TENSORIZER_MAGIC = ".tensors", b"|TZR|"
-
-FolderFormat = tuple[Collection[str], Callable[[], TensorSource]]
-"""File names of which one must exist (empty: no check), and the function that opens the folder."""
 
 
 def open_source(

@@ -42,6 +42,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 SUBBYTE_DTYPES: Mapping[str, torch.dtype] = {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
 """Dtypes of which torch packs two elements in one item: the last dimension halves."""
 
+ALIGNMENT = 8
+"""Alignment of the data section, as in safetensors' own writer."""
+
 
 class TensorLocation(NamedTuple):
     """Location of a tensor: `nbytes` bytes of a blob from `offset`, from the first element to the last.
@@ -213,10 +216,6 @@ def _layout_locations(blob: Blob, begin: int, layout: Layout) -> Iterator[Tensor
 
 def _corrupt(blob: Blob, why: str) -> StorageCorrupt:
     return StorageCorrupt(f"{blob.uri}: {why}", hint="download the checkpoint again")
-
-
-ALIGNMENT = 8
-"""Alignment of the data section, as in safetensors' own writer."""
 
 
 def in_file_order(outlines: Sequence[TensorOutline]) -> list[TensorOutline]:

@@ -21,6 +21,12 @@ from rfork.storage.io.staging import allocate_host
 MAX_ITEM_SIZE = 16
 """Largest item size in bytes."""
 
+READERS = 2
+"""Blocks read concurrently: the first requests of the next block overlap with the last of the current one."""
+PREFETCH_BLOCKS = 4
+"""Blocks that are being read or wait for the caller."""
+MIN_MEMORY = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
@@ -98,13 +104,6 @@ def _memory(nbytes: int, offset: int, device: torch.device | str) -> torch.Tenso
     if torch.device(device).type == "cpu":
         return allocate_host(nbytes + shift, offset - shift)[shift:]
     return torch.empty(nbytes + shift, dtype=torch.uint8, device=device)[shift:]
-
-
-READERS = 2
-"""Blocks read concurrently: the first requests of the next block overlap with the last of the current one."""
-PREFETCH_BLOCKS = 4
-"""Blocks that are being read or wait for the caller."""
-MIN_MEMORY = 16 << 20
 
 
 class _ConsumerClosed(Exception):

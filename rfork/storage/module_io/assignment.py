@@ -25,6 +25,16 @@ from rfork.image.writability import first_overlap, raise_read_only, read_only_ma
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.tensors import TensorSource
 
+LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra_state"})
+PLAIN_LOADERS = frozenset(
+    {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
+)
+"""Implementations that copy each tensor as stored. Those of norms only add what old files lack."""
+ADDED_BY_NORMS = "num_batches_tracked"
+EXTRA_STATE = "_extra_state"
+"""Name of the result of `get_extra_state`, after the prefix of its module."""
+OnBytes = Callable[[int], None]
+
 
 def geometry_of(tensor: torch.Tensor) -> object:
     """Return a value that is equal for two tensors with the same elements in the same memory."""
@@ -118,14 +128,6 @@ def overlapping(line: Sequence[tuple[int, int, str]]) -> Iterable[Sequence[tuple
         reached = max(reached, end)
     if len(line) - first > 1:
         yield line[first:]
-
-
-LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra_state"})
-PLAIN_LOADERS = frozenset(
-    {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
-)
-"""Implementations that copy each tensor as stored. Those of norms only add what old files lack."""
-ADDED_BY_NORMS = "num_batches_tracked"
 
 
 class SelfLoading(NamedTuple):
@@ -226,11 +228,6 @@ def _overrides(module_class: type[nn.Module]) -> str:
     if module_class.set_extra_state is not nn.Module.set_extra_state:
         return f"{module_class.__name__} overrides set_extra_state"
     return ""
-
-
-EXTRA_STATE = "_extra_state"
-"""Name of the result of `get_extra_state`, after the prefix of its module."""
-OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

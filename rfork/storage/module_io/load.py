@@ -42,6 +42,8 @@ from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import TensorSource
 
+GIGABYTE = 1e9
+
 
 def check_device(device: torch.device | str) -> None:
     """Raise SettingsError for a device on which this process cannot have tensors."""
@@ -130,9 +132,6 @@ def restore_snapshot(
         snapshot.fill(Image(layout, [buffer]), progress=progress)
     found = tensor_views(layout, buffer)
     return {name: tensor.to(device) for name, tensor in found.items()} if crooked else found
-
-
-GIGABYTE = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ MAX_PART_BYTES: Final = 5 << 30
 PARTS_PER_SIZE: Final = 1000
 """The part size doubles after this many parts: 8 MiB up to 8 GB, 64 MiB at 100 GB; 10,000 parts are 8 TB."""
 
+log = logger(__name__)
+
 
 def part_size(number: int) -> int:
     """Return the size in bytes of a part by its number (from 1). Only the last part of an object may be
@@ -86,9 +88,6 @@ def multipart_etag(parts: Sequence[Part]) -> str | None:
         return None
     joined_digests = b"".join(bytes.fromhex(match.group(1)) for match in digests if match is not None)
     return f'"{hashlib.md5(joined_digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'
-
-
-log = logger(__name__)
 
 
 @contextmanager

@@ -46,6 +46,8 @@ one.
 
 ChunksFolder = Annotated[str, Field(max_length=1024, pattern=f"^{CHUNKS_FOLDER.pattern}$")]
 
+RANK_FILE_PATTERN: Final = re.compile(r"(.*/)?(model|speculative)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
+
 
 class ManifestFile(BaseModel):
     """Content of the JSON manifest of a snapshot."""
@@ -244,7 +246,6 @@ def _no_manifest(store: BlobStore, name: str, missing: StorageNotFound) -> Stora
     return CheckpointError(f"{uri} has no manifest, so it is not a snapshot, or an incomplete one")
 
 
-RANK_FILE_PATTERN: Final = re.compile(r"(.*/)?(model|speculative)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
 FORMAT: Final = str(ManifestFile.model_fields["format"].default).encode()
 
 

@@ -47,6 +47,8 @@ DELETE_MARKER_PREFIX = "removing-"
 """Name prefix of a deleter's marker in the folder of chunks."""
 DELETE_MARKER_PATTERN = re.compile(rf"(.*/)?{DELETE_MARKER_PREFIX}[0-9a-f]{{32}}")
 
+OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-9]+")
+
 
 @contextmanager
 def pending_write(
@@ -114,9 +116,6 @@ def _check_marker(store: BlobStore, marker: str) -> None:
             f"{store.uri}: another process removed leftovers during the write, including the marker of this writer",
             hint="write the snapshot again",
         )
-
-
-OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)

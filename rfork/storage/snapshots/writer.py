@@ -41,6 +41,11 @@ from rfork.storage.versions.version import checked_version
 OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth")
 """Suffixes of other formats; used as a snapshot's name, one would become a folder."""
 
+PIECE_BYTES = 16 << 20
+"""Bytes passed to a store at a time; for GPU memory, bytes copied to the host at a time."""
+MAX_PENDING_DIGESTS = 2
+"""Chunks that may be written before the digest of an earlier one is known."""
+
 
 def validate_destination(uri: str | Path, settings: StorageSettings | None = None) -> None:
     """Raise SettingsError for read-only storage or the suffix of another format; MissingExtra."""
@@ -52,12 +57,6 @@ def validate_destination(uri: str | Path, settings: StorageSettings | None = Non
             f"{location.uri} is not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
         )
     registry.open_store(location.folder, settings).close()
-
-
-PIECE_BYTES = 16 << 20
-"""Bytes passed to a store at a time; for GPU memory, bytes copied to the host at a time."""
-MAX_PENDING_DIGESTS = 2
-"""Chunks that may be written before the digest of an earlier one is known."""
 
 
 @dataclass(frozen=True, slots=True)

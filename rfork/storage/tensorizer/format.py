@@ -43,6 +43,12 @@ _TYPES: Mapping[torch.dtype, str] = {
 _BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 
+CRC32, SHA256 = 0, 1
+ENCRYPTED, VERSIONED = 1, 2
+MAX_HEADER_BYTES = 64 << 20
+"""Maximum size of a tensor's header; longer ones are rejected."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor in the index: `header` and `data` are file offsets, `length` its size in bytes."""
@@ -110,9 +116,6 @@ def type_and_shape(entry: TensorEntry) -> bytes:
     )
 
 
-CRC32, SHA256 = 0, 1
-
-
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     """Parsed header of a tensor: `blank` is the part that the hashes cover, `crypt` the encryption
@@ -175,11 +178,6 @@ def read_header(entry: TensorEntry, header: bytes, *, encrypted: bool) -> Tensor
     if not hashes.keys() & {CRC32, SHA256}:
         raise ValueError("the header has no hash")
     return TensorHeader(bytes(blank), hashes, crypt)
-
-
-ENCRYPTED, VERSIONED = 1, 2
-MAX_HEADER_BYTES = 64 << 20
-"""Maximum size of a tensor's header; longer ones are rejected."""
 
 
 @dataclass(frozen=True, slots=True)

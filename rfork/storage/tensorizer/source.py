@@ -29,6 +29,9 @@ from rfork.storage.tensorizer.file_set import opened_files, resolve_template
 from rfork.storage.tensorizer.format import FRONT, TensorEntry, index_length, read_header, read_index
 from rfork.storage.tensors import StoredTensor
 
+ALIGNMENT = 64
+"""Alignment of tensors that share an allocation."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensorRef:
@@ -75,10 +78,6 @@ def _capped_progress(total: int, progress: Callable[[int], None]) -> Callable[[i
         progress(reported)
 
     return report
-
-
-ALIGNMENT = 64
-"""Alignment of tensors that share an allocation."""
 
 
 class TensorizerSource:

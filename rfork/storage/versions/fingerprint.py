@@ -24,8 +24,12 @@ from rfork.storage.versions.weight_files import DEFAULT_INDEXES, MANIFEST_SUFFIX
 if TYPE_CHECKING:
     from rfork.storage.snapshots.entry import ManifestFile
 
-
 WEIGHTS_PREFIX: Final = "weights:"
+
+FINGERPRINT_PREFIX: Final = "files:"
+DOMAIN: Final = b"rfork-fingerprint-v1\n"
+MAX_ATTEMPTS: Final = 3
+"""Attempts at local files that change during the read."""
 
 
 def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettings) -> dict[str, ManifestFile] | None:
@@ -79,12 +83,6 @@ def version_of_snapshots(uri: str, manifests: Mapping[str, ManifestFile], *, is_
         return f"{WEIGHTS_PREFIX}{next(iter(ids.values()))}"
     text = "".join(f"{weights_id} {name}\n" for name, weights_id in sorted(ids.items()))
     return f"{WEIGHTS_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-FINGERPRINT_PREFIX: Final = "files:"
-DOMAIN: Final = b"rfork-fingerprint-v1\n"
-MAX_ATTEMPTS: Final = 3
-"""Attempts at local files that change during the read."""
 
 
 class Files(Protocol):

@@ -23,6 +23,9 @@ COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _IN_CACHE: Final = re.compile(r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(?P<below>/.+)?", re.DOTALL)
 
+COMMIT_PREFIX: Final = "commit:"
+_version: TypeAdapter[str] = TypeAdapter(WeightsVersion)
+
 
 def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | Path | None = None) -> str | None:
     """Return the resolved commit (40 hex digits) of a model, or None if it is unknown.
@@ -79,10 +82,6 @@ def _in_cache(source: str | Path) -> re.Match[str] | None:
     if ".." in text.split("/"):  # with links in the path, the name alone does not determine the folder
         return None
     return _IN_CACHE.fullmatch(os.path.abspath(os.path.expanduser(text)))
-
-
-COMMIT_PREFIX: Final = "commit:"
-_version: TypeAdapter[str] = TypeAdapter(WeightsVersion)
 
 
 def checked_version(text: str) -> str:

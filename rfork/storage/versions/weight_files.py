@@ -39,6 +39,24 @@ _TEMPLATE: Final = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
 _RANK_SNAPSHOT: Final = re.compile(r"(model|speculative)-rank-\d{3,}(-ep-\d{3,})?\.safetensors(\.manifest\.json)?")
 
+MAX_FULLY_READ_BYTES: Final = 256 << 10
+"""Files up to this size are read completely."""
+SAMPLES: Final = 64
+BLOCK_BYTES: Final = 4096
+HEAD_BYTES: Final = 64 << 10
+"""Bytes at the front of a file that is not safetensors, where most formats keep their metadata."""
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors format."""
+MIN_CACHE_AGE_NS: Final = 2_000_000_000
+"""Minimum age of the last change for a digest to be cached: file systems record changes in ticks, and two
+changes within one tick cannot be distinguished.
+"""
+MAX_CACHED: Final = 1 << 16
+LFS_POINTER: Final = b"version https://git-lfs"
+ReadBytes = Callable[[int, int], bytes]
+"""Returns bytes by offset and length."""
+_cache_lock = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
@@ -138,25 +156,6 @@ def _ending(names: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name.endswith(suffixes))
 
 
-MAX_FULLY_READ_BYTES: Final = 256 << 10
-"""Files up to this size are read completely."""
-SAMPLES: Final = 64
-BLOCK_BYTES: Final = 4096
-HEAD_BYTES: Final = 64 << 10
-"""Bytes at the front of a file that is not safetensors, where most formats keep their metadata."""
-MAX_HEADER_BYTES: Final = 100_000_000
-"""Limit of the safetensors format."""
-MIN_CACHE_AGE_NS: Final = 2_000_000_000
-"""Minimum age of the last change for a digest to be cached: file systems record changes in ticks, and two
-changes within one tick cannot be distinguished.
-"""
-MAX_CACHED: Final = 1 << 16
-LFS_POINTER: Final = b"version https://git-lfs"
-
-ReadBytes = Callable[[int, int], bytes]
-"""Returns bytes by offset and length."""
-
-
 class FileState(NamedTuple):
     """Identity and last modification of a local file."""
 
@@ -168,7 +167,6 @@ class FileState(NamedTuple):
 
 
 _cache: dict[tuple[FileState, bool], bytes] = {}
-_cache_lock = threading.Lock()
 
 
 def state_of(path: Path) -> FileState:

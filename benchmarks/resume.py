@@ -39,8 +39,7 @@ from rfork.receiver.report import ForkReport
 from rfork.receiver.spool import spool_name
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity
-from rfork.storage.spool import Spool
-from rfork.storage.spool_lock import acquire_spool
+from rfork.storage.spool import Spool, acquire_spool
 
 MODEL, LINKED = "dense", "dense over a slow link"
 LINK_BYTES = 256 << 20

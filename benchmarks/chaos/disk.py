@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from rfork.storage.local.files import LocalFile
+from rfork.storage.local import LocalFile
 
 BLOCK: Final = 1 << 20
 FILLER: Final = "filler"

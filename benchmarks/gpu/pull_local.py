@@ -23,7 +23,7 @@ from rfork.errors import RforkError
 from rfork.image.memory import Image
 from rfork.settings import StorageSettings
 from rfork.storage.io.reader import Extent, fill
-from rfork.storage.local.files import LocalStore
+from rfork.storage.local import LocalStore
 from rfork.storage.location import Location
 
 SHM = Path("/dev/shm")

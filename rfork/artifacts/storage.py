@@ -32,7 +32,7 @@ from rfork.logs import logger
 from rfork.settings import ArtifactSettings, StorageSettings
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.location import Location
-from rfork.storage.snapshots.files import is_file, open_files, snapshot_location
+from rfork.storage.snapshots.entry import is_file, open_files, snapshot_location
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.storage.snapshots.writer import WriteReport, write_snapshot
 

@@ -81,7 +81,7 @@ def convert(
     with handle_errors(as_json=as_json):
         import torch
 
-        from rfork.storage.convert.convert import convert as run
+        from rfork.storage.convert import convert as run
         from rfork.storage.tensorizer.encryption import Secret
 
         unlock = Secret.from_files(source_key, source_password)

@@ -104,7 +104,7 @@ def write(
             )
         if check and not shared:
             raise SettingsError("--check requires --shared", hint="without --shared everything is rewritten")
-        from rfork.storage.snapshots.destination import validate_destination
+        from rfork.storage.snapshots.writer import validate_destination
 
         validate_destination(uri)  # before weights are loaded
         write_image = partial(_write_image, uri, shared, check)
@@ -178,7 +178,7 @@ def _write_fleet(
     uri: str, name: str, numbers: Sequence[int], write_image: WriteImage, settings: InstanceSettings
 ) -> list[dict[str, object]]:
     from rfork.engines.model_ranks import fetch, sources_by_rank
-    from rfork.storage.snapshots.files import snapshot_location, snapshot_name
+    from rfork.storage.snapshots.entry import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:
         instances = _select_ranks(sources_by_rank(client, name, settings.version), numbers, name)
@@ -312,9 +312,8 @@ def rm(
     """
     with handle_errors(as_json=as_json):
         from rfork.storage.location import Location
-        from rfork.storage.snapshots.delete import remove_leftovers, remove_snapshots
-        from rfork.storage.snapshots.files import is_file
-        from rfork.storage.snapshots.repository import Repository
+        from rfork.storage.snapshots.entry import is_file
+        from rfork.storage.snapshots.repository import Repository, remove_leftovers, remove_snapshots
 
         if leftovers and is_file(uri):
             raise SettingsError(f"{uri} is a single snapshot", hint="--leftovers requires a folder")
@@ -331,8 +330,7 @@ def rm(
 
 
 def _contents(uri: str) -> Listing:
-    from rfork.storage.snapshots.entry import read_entry
-    from rfork.storage.snapshots.files import is_file, snapshot_location
+    from rfork.storage.snapshots.entry import is_file, read_entry, snapshot_location
     from rfork.storage.snapshots.repository import Listing, Repository
 
     folder, name = snapshot_location(uri)
@@ -343,7 +341,7 @@ def _contents(uri: str) -> Listing:
 
 def _snapshots_at(uri: str) -> list[SnapshotEntry]:
     """Return the snapshots of a file or folder, without those in subfolders."""
-    from rfork.storage.snapshots.files import is_file, snapshot_location
+    from rfork.storage.snapshots.entry import is_file, snapshot_location
     from rfork.storage.snapshots.repository import Repository
 
     folder, _ = snapshot_location(uri)

@@ -9,7 +9,7 @@ import torch
 from rfork.diagnostics.result import CheckResult
 from rfork.errors import RforkError
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.storage.snapshots.files import open_files, snapshot_location
+from rfork.storage.snapshots.entry import open_files, snapshot_location
 
 
 def run_checks(settings: InstanceSettings, storage: StorageSettings) -> list[CheckResult]:

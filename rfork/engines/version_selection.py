@@ -10,8 +10,7 @@ from rfork.errors import RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.hub import is_hub_id
-from rfork.storage.versions.version import version_of
+from rfork.storage.versions.version import is_hub_id, version_of
 
 log = logger(__name__)
 

@@ -42,8 +42,8 @@ from rfork.source.served_image import VersionOf
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.base import ImageStorage, storage_name, to_candidate
 from rfork.storage.location import Location
-from rfork.storage.module_io.state_dict import registered_state, self_loading
-from rfork.storage.snapshots.files import snapshot_location
+from rfork.storage.module_io.assignment import registered_state, self_loading
+from rfork.storage.snapshots.entry import snapshot_location
 from rfork.tracing import Tracer
 from rfork.weights_version import is_single, is_unnamed, short
 
@@ -113,8 +113,7 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
     Raises SettingsError.
     """
     # Here and below: a fork without files imports 31 modules less, a seventh of all.
-    from rfork.storage.checkpoints.checkpoint import Checkpoint
-    from rfork.storage.checkpoints.chunked import CheckpointChunks, NotBytewiseLoadable
+    from rfork.storage.checkpoint import Checkpoint, CheckpointChunks, NotBytewiseLoadable
 
     checked_uri = _validate_uri(Location.parse(uri).uri)
 

@@ -25,8 +25,7 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.events import Event, ReadSpool, SpoolChunkRead, SpoolFailed
 from rfork.source.seed import InstanceIdentity
-from rfork.storage.spool import Spool
-from rfork.storage.spool_lock import acquire_spool
+from rfork.storage.spool import Spool, acquire_spool
 from rfork.thread_priority import lower_thread_priority
 
 log = logger(__name__)

@@ -7,9 +7,36 @@ or server that contains it. `rfork.storage.registry` selects the implementation 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Final, Protocol
+
+from rfork.errors import StorageNotFound
+
+HEAD_BYTES: Final = 128 << 10
+"""Bytes to fetch first from a file with a header: enough for most headers and most small files."""
+
+
+class ViewCursor:
+    """Sequence of views that is consumed from the front, any number of bytes at a time."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self._used = 0
+
+    def next_views(self, count: int) -> list[memoryview]:
+        """Consume and return views of the next `count` bytes."""
+        result: list[memoryview] = []
+        while count > 0:
+            view = self._views[self._index]
+            piece = view[self._used : self._used + count]
+            result.append(piece)
+            count -= piece.nbytes
+            self._used += piece.nbytes
+            if self._used == view.nbytes:
+                self._index, self._used = self._index + 1, 0
+        return result
 
 
 class Blob(Protocol):
@@ -99,12 +126,17 @@ class BlobStore(Protocol):
         ...
 
 
-HEAD_BYTES: Final = 128 << 10
-"""Bytes to fetch first from a file with a header: enough for most headers and most small files."""
-
-
 def read_range(blob: Blob, offset: int, length: int) -> bytes:
     """Return `length` bytes of a blob from `offset`. Raises the same errors as `Blob.read`."""
     data = bytearray(length)
     blob.read(offset, [memoryview(data)])
     return bytes(data)
+
+
+def size_of(store: BlobStore, name: str) -> int | None:
+    """Return the size of a blob in bytes, or None if it does not exist. Raises the same errors as `BlobStore.open`."""
+    try:
+        with closing(store.open(name)) as blob:
+            return blob.size
+    except StorageNotFound:
+        return None

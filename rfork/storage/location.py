@@ -80,6 +80,11 @@ class Location:
         return self.path.rpartition("/")[2]
 
     @property
+    def blob_name(self) -> str:
+        """The name by which a store opens it: with the query, which may contain a secret."""
+        return self.name + (f"?{self.query}" if self.query else "")
+
+    @property
     def parent(self) -> Location:
         """The parent folder; a folder (a path that ends with ``/`` or is empty) is its own parent."""
         head, slash, _ = self.path.rpartition("/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from rfork import settings as options
 from rfork.settings import StorageSettings
@@ -19,7 +19,7 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
     chosen = settings or options.load(StorageSettings)
     match folder.scheme:
         case "file":
-            from rfork.storage.local.files import LocalStore
+            from rfork.storage.local import LocalStore
 
             return LocalStore(folder, chosen)
         case "s3":
@@ -27,7 +27,7 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
 
             return S3Store(folder, chosen)
         case "gs" | "az":
-            from rfork.storage.object_store.store import CloudStore
+            from rfork.storage.object_store import CloudStore
 
             return CloudStore(folder, chosen)
         case _:
@@ -39,12 +39,5 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
 @contextmanager
 def open_blob(location: Location, settings: StorageSettings | None = None) -> Iterator[Blob]:
     """Open the blob at a location for the duration of the block. Raises the same errors as `BlobStore.open`."""
-    store = open_store(location.parent, settings)
-    try:
-        blob = store.open(location.name + (f"?{location.query}" if location.query else ""))
-        try:
-            yield blob
-        finally:
-            blob.close()
-    finally:
-        store.close()
+    with closing(open_store(location.parent, settings)) as store, closing(store.open(location.blob_name)) as blob:
+        yield blob

@@ -1,15 +1,40 @@
-"""Tensor source interface: named tensors in storage, independent of the file format.
+"""Named tensors, independent of the file format: the interface of a source, and descriptions of tensors.
 
-Runs wherever weights are loaded. `rfork.storage.formats.detect` opens the right implementation for a URI.
+Runs wherever weights are loaded or saved. `rfork.storage.formats.detect` opens the right source for a URI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+EntryType = Literal["parameter", "buffer", "entry"]
+"""Type of a tensor in tensorizer's own loader: a module's parameter or buffer, or a state dict's entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Report of a save or a conversion; `nbytes` counts the bytes of the tensors."""
+
+    uri: str
+    tensors: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Rate in 10^9 bytes per second."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds > 0 else 0.0
+
+    def line(self) -> str:
+        """Return the report as one line."""
+        return (
+            f"{self.uri}: {self.tensors} tensors, {self.nbytes / 1e6:,.1f} MB in {self.seconds:.2f} s, "
+            f"{self.gb_per_s:.2f} GB/s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +44,15 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOutline:
+    """Name and metadata of a tensor to write."""
+
+    name: str
+    spec: StoredTensor
+    entry_type: EntryType = "entry"
 
 
 class TensorSource(Protocol):

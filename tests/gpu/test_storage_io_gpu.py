@@ -13,7 +13,7 @@ from rfork.image.staging import CudaCopier, pinned_buffers
 from rfork.settings import StorageSettings
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.reader import Extent, fill
-from rfork.storage.local.files import LocalStore
+from rfork.storage.local import LocalStore
 from rfork.storage.location import Location
 
 pytestmark = [

@@ -25,7 +25,7 @@ OPTIONAL_MODULES = {
 """Packages of extras, with the modules that import them when they are imported."""
 OWNERS = (
     *("rfork.engines.sglang.", "rfork.engines.vllm."),
-    *("rfork.storage.object_store.", "rfork.storage.s3.", "rfork.tracing."),
+    *("rfork.storage.object_store", "rfork.storage.s3.", "rfork.tracing."),
 )
 """Packages of rfork whose modules import the package that they are for."""
 IMPORT_ALL = """

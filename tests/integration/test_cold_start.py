@@ -27,8 +27,8 @@ READY = r'"event": ?"ready"'
 CHUNKS_BEFORE_GATE = 4
 """Chunks that a gated disk returns before it blocks."""
 GATED_DISK_PATCH = f"""
-from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.chunked import CheckpointChunks
+from rfork.storage.checkpoint import Checkpoint
+from rfork.storage.checkpoint import CheckpointChunks
 read, load, waited = CheckpointChunks.read, Checkpoint.load_into, []
 
 def wait():

@@ -12,7 +12,7 @@ import pytest
 from rfork.errors import StorageFull
 from rfork.settings import StorageSettings
 from rfork.storage.blob import read_range
-from rfork.storage.local.files import LocalStore
+from rfork.storage.local import LocalStore
 from rfork.storage.location import Location
 
 MIB = 1 << 20

@@ -21,8 +21,7 @@ from rfork.image.memory import Image, image_sha256
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.spool import spool_name
 from rfork.source.seed import InstanceIdentity
-from rfork.storage.spool import PAGE, RECORD
-from rfork.storage.spool_lock import acquire_spool
+from rfork.storage.spool import PAGE, RECORD, acquire_spool
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess, startup_patch
 

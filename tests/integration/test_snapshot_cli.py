@@ -32,7 +32,7 @@ from tests.processes import startup_patch
 READY = r'"event": ?"ready"'
 NAME = "model-rank-000.safetensors"
 GATED_WRITER_PATCH = """
-from rfork.storage.local.files import LocalWriter
+from rfork.storage.local import LocalWriter
 write, left = LocalWriter.write, [2]
 
 def gated(self, views):

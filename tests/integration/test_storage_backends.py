@@ -18,8 +18,7 @@ from rfork.errors import CheckpointError, StorageAccessDenied, StorageChanged, S
 from rfork.image.capture import capture
 from rfork.settings import StorageSettings
 from rfork.storage.blob import HEAD_BYTES
-from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.chunked import CheckpointChunks
+from rfork.storage.checkpoint import Checkpoint, CheckpointChunks
 from rfork.storage.location import Location
 from rfork.storage.registry import open_store
 from tests.storage_server import StorageServer

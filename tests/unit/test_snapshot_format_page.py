@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rfork.image import chunks, digest, layout, safetensors_header
-from rfork.storage.snapshots import files
+from rfork.storage.snapshots import entry
 from tests.docs.run_by import blocks_run_by
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "snapshot-format.md"
@@ -45,9 +45,9 @@ def test_a_larger_image_has_the_documented_chunks() -> None:
         layout.WEIGHTS_DOMAIN.decode().strip(),
         safetensors_header.LAYOUT_KEY,
         safetensors_header.WEIGHTS_KEY,
-        files.MANIFEST_SUFFIX,
-        files.SHARED_CHUNKS_PATH,
-        f"{files.MAX_MANIFEST_BYTES >> 20} MiB",
+        entry.MANIFEST_SUFFIX,
+        entry.SHARED_CHUNKS_PATH,
+        f"{entry.MAX_MANIFEST_BYTES >> 20} MiB",
     ],
 )
 def test_numbers_equal_those_of_the_code(text: str) -> None:
@@ -59,4 +59,4 @@ def test_manifest_fields_are_documented() -> None:
     """The table of the manifest has exactly its fields."""
     table = PAGE.read_text().partition("## The manifest")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
-    assert set(files.ManifestFile.model_fields) == set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert set(entry.ManifestFile.model_fields) == set(re.findall(r"`(\w+)`", " ".join(rows)))

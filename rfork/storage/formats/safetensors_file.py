@@ -1,4 +1,4 @@
-"""Reads and checks the header of a safetensors file: the location of each tensor.
+"""Reads and checks the header of one safetensors file, and writes plain files for every Hugging Face tool.
 
 Format: https://github.com/huggingface/safetensors. Checks what safetensors requires: the tensors cover the
 data section without holes or overlaps, and the length of each matches its dtype and shape.
@@ -7,8 +7,10 @@ data section without holes or overlaps, and the length of each matches its dtype
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,11 +19,13 @@ import torch
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from rfork.errors import RforkError, StorageCorrupt
+from rfork.errors import CheckpointError, RforkError, StorageCorrupt
+from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, byte_extent, contiguous_stride, dtype_of
-from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, header_length, layout_of
-from rfork.storage.blob import Blob, read_range
+from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, MAX_HEADER_BYTES, header_length, layout_of
+from rfork.storage.blob import Blob, BlobStore, read_range
 from rfork.storage.io.gc_pause import gc_paused
+from rfork.storage.tensors import TensorOutline
 
 FIRST_READ = 128 << 10
 """Bytes to read first; usually includes the complete header, so that one request suffices."""
@@ -35,6 +39,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 SUBBYTE_DTYPES: Mapping[str, torch.dtype] = {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
 """Dtypes of which torch packs two elements in one item: the last dimension halves."""
+
+ALIGNMENT = 8
+"""Alignment of the data section, as in safetensors' own writer."""
 
 
 class TensorLocation(NamedTuple):
@@ -207,3 +214,56 @@ def _layout_locations(blob: Blob, begin: int, layout: Layout) -> Iterator[Tensor
 
 def _corrupt(blob: Blob, why: str) -> StorageCorrupt:
     return StorageCorrupt(f"{blob.uri}: {why}", hint="download the checkpoint again")
+
+
+def in_file_order(outlines: Sequence[TensorOutline]) -> list[TensorOutline]:
+    """Sort by decreasing item size, then by name, like safetensors' own writer; this aligns all tensors."""
+    return sorted(outlines, key=lambda outline: (-outline.spec.dtype.itemsize, outline.name))
+
+
+def write_safetensors(
+    store: BlobStore,
+    name: str,
+    outlines: Sequence[TensorOutline],
+    tensors: Iterator[torch.Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write one file; `tensors` must be contiguous, in host memory and in the order of `outlines`.
+
+    Raises CheckpointError, before anything is written, if safetensors cannot represent a tensor; StorageError
+    subclasses.
+    """
+    head = header_of(outlines)
+    with store.write(name) as writer:
+        writer.write([memoryview(head)])
+        for outline, tensor in zip(outlines, tensors, strict=False):
+            if tensor.nbytes != outline.spec.nbytes or not tensor.is_contiguous():
+                raise ValueError(f"{outline.name} does not match its outline")
+            if tensor.nbytes:
+                writer.write([host_view(tensor.data_ptr(), tensor.nbytes)])
+            if progress is not None:
+                progress(tensor.nbytes)
+
+
+def header_of(outlines: Sequence[TensorOutline]) -> bytes:
+    """Return the header of a file; raises CheckpointError if safetensors cannot represent a tensor."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for outline in outlines:
+        dtype = DTYPES.get(str(outline.spec.dtype).removeprefix("torch."))
+        if dtype is None or outline.name == "__metadata__":
+            raise CheckpointError(
+                f"{outline.name} ({outline.spec.dtype}) cannot be stored in a safetensors file",
+                hint="a .tensors file or a snapshot can store tensors of every dtype",
+            )
+        end = at + outline.spec.nbytes
+        entries[outline.name] = {"dtype": dtype, "shape": outline.spec.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = -(-len(text) // ALIGNMENT) * ALIGNMENT
+    if padded > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the safetensors header would have {padded} bytes; readers accept at most {MAX_HEADER_BYTES}",
+            hint="write several files: pass a folder and a shard size",
+        )
+    return struct.pack("<Q", padded) + text.ljust(padded)

@@ -14,7 +14,7 @@ from rfork.errors import CheckpointError
 from rfork.image.layout import Layout
 from rfork.settings import StorageSettings
 from rfork.storage.abandonable_call import AbandonableCall
-from rfork.storage.formats import relayout, streaming
+from rfork.storage.formats import relayout, tensor_blocks
 from rfork.storage.formats.safetensors_file import Shard, TensorLocation
 from rfork.storage.formats.tensor_blocks import aligned, bytes_of, group_into_blocks, tensors_in
 from rfork.storage.io.gc_pause import gc_paused
@@ -158,9 +158,9 @@ class SafetensorsSource:
         Stopping early ends the reads. Raises CheckpointError immediately if a name is not stored.
         """
         plain, odd = self._split_matched(names, device)
-        max_block_bytes = self._settings.staging_bytes // streaming.PREFETCH_BLOCKS
+        max_block_bytes = self._settings.staging_bytes // tensor_blocks.PREFETCH_BLOCKS
         blocks = group_into_blocks(plain, self._gap if names is not None else 0, max_block_bytes)
-        return self._arriving(streaming.stream_tensors(blocks, device, self._settings), odd)
+        return self._arriving(tensor_blocks.stream_tensors(blocks, device, self._settings), odd)
 
     def _arriving(
         self, arriving: Iterator[tuple[str, torch.Tensor]], odd: Mapping[str, torch.Tensor]

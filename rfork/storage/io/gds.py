@@ -13,7 +13,7 @@ from rfork.errors import StorageError
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.io.extents import ReadBlock
-from rfork.storage.local.files import LocalFile
+from rfork.storage.local import LocalFile
 
 log = logger(__name__)
 

@@ -16,8 +16,7 @@ from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.module_io.restore import restore_snapshot
-from rfork.storage.module_io.validation import check_device, unique_names
+from rfork.storage.module_io.load import check_device, restore_snapshot, unique_names
 from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import StoredTensor, TensorSource
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, SettingsError, UnsupportedTensor
+from rfork.errors import CheckpointError, SettingsError, StorageAccessDenied, StorageChanged, UnsupportedTensor
 from rfork.image.capture import capture
+from rfork.image.layout import dtype_of, tensor_views
 from rfork.image.memory import Image, check_writable
 from rfork.image.module_tensors import named_tensors
+from rfork.image.staging import allocate_host
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
@@ -24,16 +26,111 @@ from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.relayout import is_bytewise
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.io.gc_pause import gc_paused
-from rfork.storage.module_io.assignment import TensorAssignment, assign, assign_state, copy_into
+from rfork.storage.location import Location
+from rfork.storage.module_io.assignment import (
+    TensorAssignment,
+    assign,
+    assign_state,
+    copy_into,
+    meta_tensors,
+    replace_tensors,
+)
 from rfork.storage.module_io.no_init import as_parameter
-from rfork.storage.module_io.restore import open_snapshot_of, restore_snapshot
-from rfork.storage.module_io.state_dict import meta_tensors, replace_tensors
-from rfork.storage.module_io.validation import check_device, check_load
+from rfork.storage.snapshots.entry import open_files
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import TensorSource
 
 GIGABYTE = 1e9
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise SettingsError for a device on which this process cannot have tensors."""
+    try:
+        found = torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch may raise any of them
+        why = str(error).partition("\n")[0]
+        raise SettingsError(f"device {str(device)!r} cannot be used: {why}") from None
+    if found.type == "meta":
+        raise SettingsError("tensors on the meta device have no memory to load into")
+
+
+def check_load(rank: object, dtype: object) -> None:
+    """Raise SettingsError for arguments of `load` with a wrong type."""
+    if rank is not None and not isinstance(rank, Rank):
+        raise SettingsError(
+            f"rank must be a Rank, not a {type(rank).__name__}", hint="e.g. rank=rfork.Rank(tp=0, tp_size=2)"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise SettingsError(f"dtype must be a torch.dtype, not a {type(dtype).__name__}")
+
+
+def unique_names(names: Iterable[str] | None) -> frozenset[str] | None:
+    """Return the names without duplicates; None (all) stays None. Raises SettingsError for a plain string."""
+    if isinstance(names, (str, bytes)):
+        raise SettingsError(f"names must be a list: use [{names!r}] instead of {names!r}")
+    return None if names is None else frozenset(names)
+
+
+def open_snapshot_of(source: TensorSource, requested_uri: str | Path, settings: StorageSettings) -> Snapshot | None:
+    """Return the snapshot of a source, which the caller closes; None if it is not a snapshot or has no
+    manifest.
+
+    `requested_uri` is the URI as the caller passed it. Raises StorageChanged if it was replaced since the
+    source was opened, and StorageError subclasses.
+    """
+    if not isinstance(source, SafetensorsSource) or source.layout is None:
+        return None
+    (shard,) = source.shards
+    location, requested_location = Location.parse(source.uri), Location.parse(requested_uri)
+    if not location.name:  # a folder, with an index or only this file
+        location = location.child(shard.name)
+    elif requested_location.uri == location.uri:
+        location = requested_location  # includes the query of a presigned URL
+    name = location.blob_name
+    try:
+        files = open_files(location.parent, name, settings)
+    except (CheckpointError, StorageAccessDenied):
+        # Without a manifest, it is a plain safetensors file. If listing is not allowed, S3 reports a missing
+        # name as access denied.
+        return None
+    try:
+        if files.manifest_file.layout_id != source.layout.layout_id:
+            raise StorageChanged(f"{files.uri} was replaced by a snapshot with another layout")
+        return Snapshot(files, source.layout, settings)
+    except BaseException:
+        files.data.close()
+        raise
+
+
+def restore_snapshot(
+    source: TensorSource,
+    requested_uri: str | Path,
+    device: torch.device | str,
+    settings: StorageSettings,
+    progress: Callable[[int], None] | None,
+) -> dict[str, torch.Tensor] | None:
+    """Return all tensors of a snapshot, verified, by name, as views of one new allocation on `device`.
+
+    Tensors that are tied in the snapshot share memory. Returns None like `open_snapshot_of`, and if the
+    source omits some tensors of its file. Raises the same errors, and StorageCorrupt.
+    """
+    snapshot = open_snapshot_of(source, requested_uri, settings)
+    if snapshot is None or not isinstance(source, SafetensorsSource):
+        return None
+    with closing(snapshot):
+        layout = snapshot.manifest.layout
+        if len(source.locations) != len(layout.tensors):
+            return None
+        # Only a CPU can read unaligned items.
+        crooked = any(spec.offset % dtype_of(spec).itemsize for spec in layout.tensors)
+        if crooked or torch.device(device).type == "cpu":
+            buffer = allocate_host(layout.image_bytes, snapshot.manifest_file.header_bytes)
+        else:
+            buffer = torch.empty(layout.image_bytes, dtype=torch.uint8, device=device)
+        snapshot.fill(Image(layout, [buffer]), progress=progress)
+    found = tensor_views(layout, buffer)
+    return {name: tensor.to(device) for name, tensor in found.items()} if crooked else found
 
 
 @dataclass(frozen=True, slots=True)

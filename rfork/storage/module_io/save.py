@@ -13,11 +13,10 @@ from rfork.errors import SettingsError
 from rfork.image.capture import capture, image_from_tensors
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
-from rfork.storage.module_io.save_report import SaveReport
-from rfork.storage.snapshots.destination import validate_destination
-from rfork.storage.snapshots.writer import write_snapshot
+from rfork.storage.snapshots.writer import validate_destination, write_snapshot
 from rfork.storage.tensorizer.file_set import SUFFIX, resolve_template
 from rfork.storage.tensorizer.writer import write_tensors
+from rfork.storage.tensors import SaveReport
 
 
 def save(

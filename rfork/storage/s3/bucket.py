@@ -6,6 +6,7 @@ profiles, web identity (IRSA), container and instance metadata.
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ import rfork
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
 from rfork.storage.s3.errors import MISSING_CODES, error_code, to_storage_error
-from rfork.storage.s3.parts import ObjectHead, Part, PartBody
 
 URL_TTL_S: Final = 900
 """Validity of a presigned URL in seconds; each is used for only a fraction of it."""
@@ -34,8 +34,66 @@ DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectHead:
+    """Metadata of an object."""
+
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An uploaded part; `checksums` are sent back to complete the upload."""
+
+    number: int
+    etag: str
+    checksums: Mapping[str, str]
+
+
+class PartBody(io.RawIOBase):
+    """Seekable request body for botocore, which restarts it for each attempt until it is cancelled."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+        self._cancelled = threading.Event()
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # botocore passes a memoryview
+        """See `io.RawIOBase`."""
+        count = min(len(buffer), len(self._data) - self._at)
+        buffer[:count] = self._data[self._at : self._at + count]
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.IOBase`. Raises OSError after `cancel`, so that no further attempt is made."""
+        if self._cancelled.is_set():
+            raise OSError("the upload was cancelled")
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = start + offset
+        return self._at
+
+    def cancel(self) -> None:
+        """Prevent further attempts. Safe from any thread."""
+        self._cancelled.set()
+
+
 class S3Bucket:
-    """See `MultipartBucket`. The client is created on first use."""
+    """Requests to one bucket. Thread-safe; raise StorageError subclasses, or SettingsError.
+
+    The client is created on first use. With `only_new`, an existing object is kept: raises ConditionFailed,
+    ConcurrentWriteConflict if another writer is creating it, or Unsupported if the service does not support the
+    condition.
+    """
 
     def __init__(self, name: str, settings: StorageSettings) -> None:
         self.name = name
@@ -44,19 +102,19 @@ class S3Bucket:
         self._connection: _Connection | None = None
 
     def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
-        """See `MultipartBucket`."""
+        """Write a complete object."""
         condition = {"IfNoneMatch": "*"} if only_new else {}
         with self._storage_errors(key):
             self._client.put_object(Bucket=self.name, Key=key, Body=body, **condition)
 
     def begin(self, key: str) -> str:
-        """See `MultipartBucket`."""
+        """Start a multipart upload and return its id."""
         with self._storage_errors(key):
             response = self._client.create_multipart_upload(Bucket=self.name, Key=key)
         return _required_field(response, "UploadId", key)
 
     def put_part(self, key: str, upload: str, number: int, body: PartBody) -> Part:
-        """See `MultipartBucket`."""
+        """Upload one part; numbers start at 1."""
         with self._storage_errors(key):
             response = self._client.upload_part(
                 Bucket=self.name, Key=key, UploadId=upload, PartNumber=number, Body=body
@@ -69,7 +127,7 @@ class S3Bucket:
         return Part(number, _required_field(response, "ETag", key), checksums)
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
-        """See `MultipartBucket`."""
+        """Create an object from the parts and return its entity tag."""
         part_list: list[dict[str, str | int]] = [
             {"PartNumber": part.number, "ETag": part.etag, **part.checksums} for part in parts
         ]
@@ -81,7 +139,7 @@ class S3Bucket:
         return _required_field(response, "ETag", key)
 
     def abort(self, key: str, upload: str) -> None:
-        """See `MultipartBucket`."""
+        """Remove an upload and its parts; does nothing if there is none."""
         with self._storage_errors(key):
             try:
                 self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
@@ -90,7 +148,7 @@ class S3Bucket:
                     raise
 
     def head(self, key: str) -> ObjectHead | None:
-        """See `MultipartBucket`."""
+        """Return the object's metadata; None if it does not exist."""
         with self._storage_errors(key):
             try:
                 response = self._client.head_object(Bucket=self.name, Key=key)

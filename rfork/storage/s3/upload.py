@@ -5,43 +5,102 @@ The object is invisible until it is complete; an incomplete upload is removed.
 
 from __future__ import annotations
 
+import hashlib
+import mmap
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Final
 
 from rfork.errors import RforkError, StorageAccessDenied, StorageCorrupt, StorageError
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.http.retry import RetryBudget
+from rfork.storage.s3.bucket import ObjectHead, Part, PartBody, S3Bucket
 from rfork.storage.s3.errors import ConcurrentWriteConflict, ConditionFailed, Unsupported
-from rfork.storage.s3.parts import (
-    MAX_PARTS,
-    MultipartBucket,
-    ObjectHead,
-    Part,
-    PartBuffer,
-    buffers,
-    multipart_etag,
-    part_size,
-)
+
+MAX_PARTS: Final = 10_000
+"""Maximum number of parts of an object."""
+MIN_PART_BYTES: Final = 8 << 20
+MAX_PART_BYTES: Final = 5 << 30
+PARTS_PER_SIZE: Final = 1000
+"""The part size doubles after this many parts: 8 MiB up to 8 GB, 64 MiB at 100 GB; 10,000 parts are 8 TB."""
 
 log = logger(__name__)
 
 
+def part_size(number: int) -> int:
+    """Return the size in bytes of a part by its number (from 1). Only the last part of an object may be
+    smaller.
+    """
+    return min(MIN_PART_BYTES << ((number - 1) // PARTS_PER_SIZE), MAX_PART_BYTES)
+
+
+def buffers(size: int, settings: StorageSettings) -> int:
+    """Return the number of parts of this size in memory: one that is filled, and those in flight."""
+    return max(1, min(settings.concurrency + 1, settings.staging_bytes // size))
+
+
+class PartBuffer:
+    """Memory of one part while it is filled (by one thread) and sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        # Anonymous memory, of which the kernel only allocates pages that are written: most blobs are small.
+        self._memory = memoryview(mmap.mmap(-1, size))
+        self._used = 0
+        self._body: PartBody | None = None
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Free space in bytes."""
+        return self.size - self._used
+
+    def append(self, data: memoryview) -> int:
+        """Append as much as fits, and return the number of bytes."""
+        count = min(len(data), self.remaining_bytes)
+        self._memory[self._used : self._used + count] = data[:count]
+        self._used += count
+        return count
+
+    def body(self) -> PartBody:
+        """Return a request body with the content."""
+        self._body = PartBody(self._memory[: self._used])
+        return self._body
+
+    def cancel(self) -> None:
+        """Prevent further attempts to send the content."""
+        if self._body is not None:
+            self._body.cancel()
+
+    def clear(self) -> None:
+        """Empty the buffer."""
+        self._used, self._body = 0, None
+
+
+def multipart_etag(parts: Sequence[Part]) -> str | None:
+    """Return the entity tag of an object with these parts, if the service computes it with MD5 like AWS."""
+    digests = [re.fullmatch(r'"?([0-9a-f]{32})"?', part.etag) for part in parts]
+    if not all(digests):
+        return None
+    joined_digests = b"".join(bytes.fromhex(match.group(1)) for match in digests if match is not None)
+    return f'"{hashlib.md5(joined_digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'
+
+
 @contextmanager
 def open_upload(
-    bucket: MultipartBucket,
+    bucket: S3Bucket,
     key: str,
     uri: str,
     settings: StorageSettings,
     *,
     replace: bool,
-    pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[Upload]:
-    """Create an object; see `BlobStore.write`. `pause` sleeps for a number of seconds."""
-    upload = Upload(bucket, key, uri, settings, replace=replace, pause=pause)
+    """Create an object; see `BlobStore.write`."""
+    upload = Upload(bucket, key, uri, settings, replace=replace)
     try:
         yield upload
         upload.commit()
@@ -55,16 +114,14 @@ class Upload:
 
     def __init__(
         self,
-        bucket: MultipartBucket,
+        bucket: S3Bucket,
         key: str,
         uri: str,
         settings: StorageSettings,
         *,
         replace: bool,
-        pause: Callable[[float], None],
     ) -> None:
         self._bucket = bucket
-        self._pause = pause
         self._key = key
         self._uri = uri
         self._settings = settings
@@ -164,7 +221,7 @@ class Upload:
                 # Once the other writer has finished, the service responds that the object exists.
                 delay_s = retry_budget.failed(0)
                 if delay_s is not None:
-                    self._pause(delay_s)
+                    time.sleep(delay_s)
                     continue
                 if not self._exists():
                     raise StorageError(f"{self._uri}: another writer is writing it at the same time") from None

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rfork.errors import StorageCorrupt, StorageError, StorageNotFound
-from rfork.storage.blob import Blob, BlobStore
-from rfork.storage.view_cursor import ViewCursor
+from rfork.storage.blob import Blob, BlobStore, ViewCursor
 
 MAX_OPEN = 128
 """Maximum number of open objects: each may use a file descriptor, of which a process has about a thousand."""

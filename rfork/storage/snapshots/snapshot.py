@@ -3,7 +3,7 @@
 Chunk ``[a, b)`` of the image is file range ``[header + a, header + b)``. The manifest is in
 ``FILE.manifest.json``, so that the weights_id is known, and each chunk can be verified, before anything is
 read. In the shared form, the file is composed of chunks that other snapshots may use too
-(`rfork.storage.snapshots.files`). Runs on the target; written by `rfork.storage.snapshots.writer`.
+(`rfork.storage.snapshots.entry`). Runs on the target; written by `rfork.storage.snapshots.writer`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rfork.schema import Rank, StorageType
 from rfork.settings import StorageSettings
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.snapshots.chunked_blob import MAX_OPEN, ChunkedBlob
-from rfork.storage.snapshots.files import SnapshotFiles, open_files, snapshot_location
+from rfork.storage.snapshots.entry import SnapshotFiles, open_files, snapshot_location
 
 
 class Snapshot:

@@ -15,8 +15,7 @@ from rfork.image.digest import LEAF_BYTES, RunningDigest
 from rfork.image.safetensors_header import layout_of
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.snapshots.entry import SnapshotEntry
-from rfork.storage.snapshots.files import ManifestFile, SnapshotFiles, chunk_folder, open_files
+from rfork.storage.snapshots.entry import ManifestFile, SnapshotEntry, SnapshotFiles, chunk_folder, open_files
 
 MAX_READ_BYTES = 8 << 20
 """Bytes per read of one thread."""

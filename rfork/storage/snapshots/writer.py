@@ -17,31 +17,45 @@ from pathlib import Path
 from typing import Protocol
 
 from rfork import settings as options
-from rfork.errors import SettingsError, SourceWeightsChanged, StorageCorrupt, StorageNotFound
+from rfork.errors import SettingsError, SourceWeightsChanged, StorageCorrupt
 from rfork.image.digest import RunningDigest, digest_bytes
 from rfork.image.layout import Layout, Manifest
 from rfork.image.safetensors_header import header
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
-from rfork.storage.blob import BlobStore, BlobWriter
+from rfork.storage import registry
+from rfork.storage.blob import BlobStore, BlobWriter, size_of
 from rfork.storage.location import Location
-from rfork.storage.snapshots.chunk_refs import best_effort_remove, pending_write, write_blob
-from rfork.storage.snapshots.destination import validate_destination
-from rfork.storage.snapshots.files import (
+from rfork.storage.snapshots.entry import (
     CHUNKS_FOLDER,
     SHARED_CHUNKS_PATH,
     ManifestFile,
     chunk_folder,
-    folder_store,
     manifest_name,
     snapshot_location,
 )
+from rfork.storage.snapshots.repository import best_effort_remove, pending_write, write_blob
 from rfork.storage.versions.version import checked_version
+
+OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth")
+"""Suffixes of other formats; used as a snapshot's name, one would become a folder."""
 
 PIECE_BYTES = 16 << 20
 """Bytes passed to a store at a time; for GPU memory, bytes copied to the host at a time."""
 MAX_PENDING_DIGESTS = 2
 """Chunks that may be written before the digest of an earlier one is known."""
+
+
+def validate_destination(uri: str | Path, settings: StorageSettings | None = None) -> None:
+    """Raise SettingsError for read-only storage or the suffix of another format; MissingExtra."""
+    location = Location.parse(uri)
+    if location.scheme in ("http", "https"):
+        raise SettingsError(f"{location.uri} is read-only: it is a web server", hint="write to s3:// or a path")
+    if location.name.endswith((*OTHER_FORMATS, ".tensors")):
+        raise SettingsError(
+            f"{location.uri} is not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
+        )
+    registry.open_store(location.folder, settings).close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +128,9 @@ def write_snapshot(
         digests=tuple(digest.hex() for digest in manifest.digests),
         chunks=_recorded_folder(folder, chunks) if shared else None,
     )
-    with folder_store(folder, job.settings) as store:
+    with closing(registry.open_store(folder, job.settings)) as store:
         if manifest_file.chunks is not None:
-            with folder_store(chunk_folder(folder, manifest_file.chunks), job.settings) as objects:
+            with closing(registry.open_store(chunk_folder(folder, manifest_file.chunks), job.settings)) as objects:
                 job.share(store, name, objects, manifest_file, head)
         else:
             with store.write(name) as writer:
@@ -188,7 +202,7 @@ class _WriteJob:
     def _write_shared(self, chunks: BlobStore, name: str, what: int | bytes) -> None:
         """Write an object, a chunk or the header, unless it exists (and matches, with `check`)."""
         length = len(what) if isinstance(what, bytes) else _length(self.image, what)
-        size = _size(chunks, name)
+        size = size_of(chunks, name)
         new = size != length or (self.check and _digest(chunks, name) != name.rpartition("/")[2].partition("-")[0])
         if new:
             with chunks.write(name, replace=size is not None) as writer:
@@ -249,18 +263,6 @@ def _recorded_folder(folder: Location, chunks: str) -> str:
 def _length(image: ImageReader, chunk: int) -> int:
     begin, end = image.layout.chunks[chunk]
     return end - begin
-
-
-def _size(store: BlobStore, name: str) -> int | None:
-    """Return the size of a blob in bytes, or None if it does not exist."""
-    try:
-        blob = store.open(name)
-    except StorageNotFound:
-        return None
-    try:
-        return blob.size
-    finally:
-        blob.close()
 
 
 def _digest(store: BlobStore, name: str) -> str | None:

@@ -61,7 +61,7 @@ class Secret:
 
 
 class Encryptor:
-    """See `rfork.storage.tensorizer.header.EncryptorProtocol`."""
+    """Encrypts the tensors of a file. Thread-safe."""
 
     def __init__(self, secret: Secret) -> None:
         """Raises MissingExtra if libsodium is not installed; takes half a second for a password."""
@@ -75,7 +75,7 @@ class Encryptor:
             self._derivation = _sized(struct.pack("<HHQQiH", DERIVATION, ARGON2, *costs, SALT_BYTES) + salt)
 
     def seal(self, data: memoryview) -> bytes:
-        """See `EncryptorProtocol.seal`."""
+        """Encrypt host memory in place; return the parameters for the tensor's header."""
         if not data.nbytes:
             return _sized(struct.pack("<H", 0))
         nonce = os.urandom(NONCE_BYTES)
@@ -89,7 +89,7 @@ class Encryptor:
         return _sized(struct.pack("<H", 1 + bool(self._derivation)) + self._derivation + _sized(params))
 
     def sealed_size(self, length: int) -> int:
-        """See `EncryptorProtocol.sealed_size`."""
+        """Return the size of the result of `seal` for `length` bytes."""
         if not length:
             return 10
         return 10 + len(self._derivation) + 8 + 42 + TAG_BYTES * -(-length // BLOCK)

@@ -12,7 +12,7 @@ from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import Blob, BlobStore
 from rfork.storage.location import Location
-from rfork.storage.snapshots.files import DATA_SUFFIX, snapshot_name
+from rfork.storage.snapshots.entry import DATA_SUFFIX, snapshot_name
 from rfork.storage.tensorizer.format import FRONT
 
 SUFFIX = ".tensors"
@@ -87,7 +87,6 @@ def opened_files(uri: str, settings: StorageSettings, resources: ExitStack) -> l
     contains more than one model, or files of ranks.
     """
     location = Location.parse(uri)
-    requested_name = location.name + (f"?{location.query}" if location.query else "")
     if not location.name.endswith(SUFFIX) and not location.query:
         folder = registry.open_store(location.folder, settings)
         resources.callback(folder.close)
@@ -101,7 +100,7 @@ def opened_files(uri: str, settings: StorageSettings, resources: ExitStack) -> l
     if (match := _NUMBERED_FILE.fullmatch(location.name)) and not location.query:
         return _opened(store, _complete_set(match), resources)
     try:
-        return _opened(store, [requested_name], resources)
+        return _opened(store, [location.blob_name], resources)
     except StorageNotFound:
         if location.scheme in ("http", "https"):
             raise  # a web server cannot list its files

@@ -8,12 +8,15 @@ model's own memory, which may be in use for serving.
 from __future__ import annotations
 
 import os
+import struct
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from hashlib import sha256
 
 import torch
 from torch import nn
@@ -26,29 +29,27 @@ from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import BlobStore
 from rfork.storage.location import Location
-from rfork.storage.module_io.save_report import SaveReport
-from rfork.storage.snapshots.chunk_refs import best_effort_remove
+from rfork.storage.snapshots.repository import best_effort_remove
 from rfork.storage.tensorizer.encryption import Encryptor, Secret
 from rfork.storage.tensorizer.file_set import existing_files, set_names
-from rfork.storage.tensorizer.format import END, LONG_DIMENSION, EntryType, TensorEntry, type_name
-from rfork.storage.tensorizer.header import EncryptorProtocol, header_size, write_header
-from rfork.storage.tensorizer.index import write_index
-from rfork.storage.tensors import StoredTensor
+from rfork.storage.tensorizer.format import (
+    CRC32,
+    END,
+    ENTRY_TYPES,
+    LONG_DIMENSION,
+    SHA256,
+    TensorEntry,
+    type_and_shape,
+    type_name,
+    write_index,
+)
+from rfork.storage.tensors import EntryType, SaveReport, StoredTensor, TensorOutline
 
 MAX_NAME_BYTES = 65535
 MAX_THREADS = 8
 """Threads that hash and encrypt; each processes 1.2 GB/s."""
 GROUP_BYTES = 4 << 20
 """Small tensors are grouped up to this size, hashed by one thread and written by one call."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorOutline:
-    """Name and metadata of a tensor to write."""
-
-    name: str
-    spec: StoredTensor
-    entry_type: EntryType = "entry"
 
 
 def write_tensors(
@@ -176,7 +177,7 @@ def _write(
     name: str,
     entries: Sequence[TensorEntry],
     tensors: Iterator[torch.Tensor],
-    encryptor: EncryptorProtocol | None,
+    encryptor: Encryptor | None,
     settings: StorageSettings,
     progress: Callable[[int], None] | None,
 ) -> None:
@@ -194,7 +195,7 @@ def _write(
 def _prepared(
     entries: Iterable[TensorEntry],
     tensors: Iterator[torch.Tensor],
-    encryptor: EncryptorProtocol | None,
+    encryptor: Encryptor | None,
     max_bytes: int,
 ) -> Iterator[list[tuple[bytes, torch.Tensor]]]:
     """Iterate over headers and bytes, in order; the next ones are prepared while others are written."""
@@ -237,14 +238,12 @@ def _check_spec(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor
 
 
 def _prepare_all(
-    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], encryptor: EncryptorProtocol | None
+    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], encryptor: Encryptor | None
 ) -> list[tuple[bytes, torch.Tensor]]:
     return [_prepare(entry, tensor, encryptor) for entry, tensor in zip(entries, tensors, strict=True)]
 
 
-def _prepare(
-    entry: TensorEntry, tensor: torch.Tensor, encryptor: EncryptorProtocol | None
-) -> tuple[bytes, torch.Tensor]:
+def _prepare(entry: TensorEntry, tensor: torch.Tensor, encryptor: Encryptor | None) -> tuple[bytes, torch.Tensor]:
     """Return a tensor's header and its bytes, as a copy if they will be encrypted."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         host = tensor.detach().to("cpu").contiguous()
@@ -257,7 +256,7 @@ def _view(host: torch.Tensor) -> memoryview:
     return host_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
 
 
-def _entries(outlines: Sequence[TensorOutline], encryptor: EncryptorProtocol | None) -> list[TensorEntry]:
+def _entries(outlines: Sequence[TensorOutline], encryptor: Encryptor | None) -> list[TensorEntry]:
     """Compute each tensor's position after the index."""
     entries: list[TensorEntry] = []
     at = 0
@@ -276,3 +275,36 @@ def _entries(outlines: Sequence[TensorOutline], encryptor: EncryptorProtocol | N
         entries.append(entry)
         at = entry.data + entry.length
     return entries
+
+
+def header_size(entry: TensorEntry, encryptor: Encryptor | None) -> int:
+    """Return the size of a tensor's header."""
+    hashes, crypt = (40, 0) if encryptor is None else (34, encryptor.sealed_size(entry.length))
+    return 13 + len(entry.stored_name) + len(type_and_shape(entry)) + 3 + hashes + crypt + 8
+
+
+def write_header(entry: TensorEntry, data: memoryview, encryptor: Encryptor | None) -> bytes:
+    """Return a tensor's header; encrypts `data` in place if `encryptor` is given.
+
+    The hashes cover the header, with zeros in place of the hashes and without the encryption parameters, and
+    the data.
+    """
+    before = struct.pack(
+        "<QHBH", header_size(entry, encryptor), 0, ENTRY_TYPES.index(entry.entry_type), len(entry.stored_name)
+    )
+    before += entry.stored_name + type_and_shape(entry)
+    length_field = struct.pack("<q", entry.length)
+
+    def hashed(crc: int, sha: bytes) -> bytes:
+        strong = struct.pack("<BB32s", SHA256, 32, sha)
+        if encryptor is None:
+            return struct.pack("<HBBBI", 41, 2, CRC32, 4, crc) + strong
+        return struct.pack("<HB", 35, 1) + strong
+
+    blank = before + hashed(0, bytes(32)) + length_field
+    state = sha256(blank)
+    state.update(data)
+    # A CRC of encrypted data would leak information about its content.
+    crc = zlib.crc32(data, zlib.crc32(blank)) if encryptor is None else 0
+    crypt = encryptor.seal(data) if encryptor is not None else b""
+    return before + hashed(crc, state.digest()) + crypt + length_field

@@ -8,15 +8,18 @@ from typing import Final
 
 from rfork.errors import StorageChanged, StorageCorrupt, StorageNotFound
 from rfork.storage.io.parallel_map import parallel_map
-from rfork.storage.local.errors import storage_error
 from rfork.storage.location import Location
-from rfork.storage.versions.samples import FileState, digest_of_file, read_unchanged, state_of
+from rfork.storage.os_errors import storage_error
 from rfork.storage.versions.weight_files import (
     MAX_INDEX_BYTES,
+    FileState,
     WeightFiles,
+    digest_of_file,
     missing_shard,
+    read_unchanged,
     select_named,
     select_weight_files,
+    state_of,
 )
 
 THREADS: Final = 32

@@ -15,13 +15,13 @@ from rfork.storage import registry
 from rfork.storage.blob import Blob, BlobStore, read_range
 from rfork.storage.io.parallel_map import parallel_map
 from rfork.storage.location import Location
-from rfork.storage.versions.samples import sampled_digest
 from rfork.storage.versions.weight_files import (
     MAX_INDEX_BYTES,
     WeightFiles,
     has_weight_suffix,
     is_set,
     missing_shard,
+    sampled_digest,
     select_named,
     select_weight_files,
 )

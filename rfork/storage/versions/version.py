@@ -1,7 +1,12 @@
-"""Version of the weights that an instance would load from storage. Runs on the target, without torch."""
+"""Version of the weights that an instance would load: a hub commit, or the fingerprint of its files.
+
+Runs on the target, without torch. Never uses the network to find a commit.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -9,12 +14,73 @@ from pydantic import TypeAdapter, ValidationError
 
 from rfork.errors import SettingsError
 from rfork.schema import WeightsVersion
-from rfork.settings import StorageSettings
+from rfork.settings import StorageSettings, hub_cache
 from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.hub import hub_commit, is_complete_snapshot, is_hub_id
+from rfork.storage.versions.weight_files import FORMATS, PICKLES
+
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_IN_CACHE: Final = re.compile(r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(?P<below>/.+)?", re.DOTALL)
 
 COMMIT_PREFIX: Final = "commit:"
 _version: TypeAdapter[str] = TypeAdapter(WeightsVersion)
+
+
+def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | Path | None = None) -> str | None:
+    """Return the resolved commit (40 hex digits) of a model, or None if it is unknown.
+
+    `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are
+    not followed), or a hub id whose `revision` (``main`` if None) is in the local cache. The cache is at
+    `cache`, or at the location set by ``HF_HUB_CACHE`` or ``HF_HOME``. A `revision` that is a full commit is
+    returned unchanged. A local folder with the name of a hub id counts as a folder, as in engines.
+
+    An engine with access to the hub may update ``main`` to a newer commit at start: call this after it has
+    resolved the model, or specify a revision.
+    """
+    if found := _in_cache(source):
+        return found["commit"]
+    if not is_hub_id(source):
+        return None
+    wanted = revision or "main"
+    if COMMIT.fullmatch(wanted):
+        return wanted
+    if ".." in wanted.split("/") or wanted.startswith("/") or "\0" in wanted:
+        return None
+    model = Path(cache or hub_cache(), f"models--{str(source).replace('/', '--')}")
+    try:
+        commit = (model / "refs" / wanted).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return commit if COMMIT.fullmatch(commit) else None
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Return True if this can only be a hub id: it has the form of one, and no local file or folder has this
+    name.
+    """
+    return (
+        isinstance(source, str)
+        and HUB_ID.fullmatch(source) is not None
+        and not source.endswith((*FORMATS, *PICKLES))
+        and not os.path.lexists(source)
+    )
+
+
+def is_complete_snapshot(source: str | Path) -> bool:
+    """Return True if this is a commit's folder in a Hugging Face cache, rather than something below it."""
+    found = _in_cache(source)
+    return found is not None and found["below"] is None
+
+
+def _in_cache(source: str | Path) -> re.Match[str] | None:
+    text = str(source)
+    if "://" in text:
+        if not text.startswith("file:///"):
+            return None
+        text = text.removeprefix("file://")
+    if ".." in text.split("/"):  # with links in the path, the name alone does not determine the folder
+        return None
+    return _IN_CACHE.fullmatch(os.path.abspath(os.path.expanduser(text)))
 
 
 def checked_version(text: str) -> str:

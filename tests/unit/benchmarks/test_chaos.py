@@ -35,7 +35,7 @@ from benchmarks.chaos.scenarios import (
     generate_round,
 )
 from benchmarks.fanout.messages import encode_line
-from rfork.storage.local.files import LocalFile
+from rfork.storage.local import LocalFile
 
 MIB = 1 << 20
 ROUND = ChaosRound(7, "seeds", 1, 3, 32, "memory", False, False, (ChaosFault("kill", "relay", 0, 0.5, 0.1, None),))

@@ -15,8 +15,7 @@ from rfork.receiver.report import ForkReport
 from rfork.receiver.spool import spool_name
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
-from rfork.storage.spool import Spool
-from rfork.storage.spool_lock import acquire_spool
+from rfork.storage.spool import Spool, acquire_spool
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fake_planner import FakePlanner
 from tests.unit.receiver.fleet import Fleet, plan, route, settings

@@ -18,8 +18,7 @@ from rfork.receiver.fallback import Fallback
 from rfork.receiver.spool import ChunkPersister, spool_name
 from rfork.schema import Plan, Rank
 from rfork.source.seed import InstanceIdentity
-from rfork.storage.spool import Spool
-from rfork.storage.spool_lock import acquire_spool
+from rfork.storage.spool import Spool, acquire_spool
 from rfork.testing.transport import FaultInjection
 from tests.unit.receiver.fleet import NEVER_S, Fleet, image, plan, route
 from tests.unit.receiver.sessions import scripted_planner

@@ -13,9 +13,8 @@ import pytest
 from rfork.errors import StorageError
 from rfork.image.chunks import MIB
 from rfork.image.layout import Layout, TensorSpec
-from rfork.storage.local.linux import MAX_IOVECS
-from rfork.storage.spool import PAGE, RECORD, Spool
-from rfork.storage.spool_lock import MAX_SPOOLS, TTL_S, acquire_spool
+from rfork.storage.direct_io import MAX_IOVECS
+from rfork.storage.spool import MAX_SPOOLS, PAGE, RECORD, TTL_S, Spool, acquire_spool
 
 NAME = "rank"
 CHUNKS = 3

@@ -17,7 +17,7 @@ from rfork.errors import CheckpointError, StorageError
 from rfork.image.capture import image_from_tensors
 from rfork.image.safetensors_header import header
 from rfork.settings import StorageSettings
-from rfork.storage.formats import streaming
+from rfork.storage.formats import tensor_blocks
 from rfork.storage.formats.safetensors_file import read_shard
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from tests.unit.storage.recording_store import RecordingBlob
@@ -269,7 +269,7 @@ def test_one_name_in_two_files_is_an_error() -> None:
 @pytest.fixture
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow reads the time that a busy machine needs to end them."""
-    monkeypatch.setattr(streaming, "GRACE_S", 60.0)
+    monkeypatch.setattr(tensor_blocks, "GRACE_S", 60.0)
 
 
 @pytest.mark.usefixtures("long_timeouts")

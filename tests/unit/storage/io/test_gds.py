@@ -17,7 +17,7 @@ from rfork.settings import StorageSettings
 from rfork.storage.io.extents import ReadBlock, ReadPlan
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.reader import Extent
-from rfork.storage.local.files import LocalFile
+from rfork.storage.local import LocalFile
 from tests.unit.storage.io.test_reader import PatternBlob
 
 CONTENT = bytes(range(256)) * 64
@@ -59,7 +59,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]
     """Write a file that is not in the page cache."""
     path = tmp_path / "data"
     path.write_bytes(CONTENT)
-    monkeypatch.setattr("rfork.storage.local.linux.resident", lambda *_: 0)
+    monkeypatch.setattr("rfork.storage.direct_io.resident", lambda *_: 0)
     file = LocalFile(path, StorageSettings())
     yield file
     file.close()
@@ -95,7 +95,7 @@ def test_cached_files_and_objects_are_read_through_host_memory(
 ) -> None:
     """Cached files are faster through host memory, and objects have no other path."""
     if storage_type == "cached":
-        monkeypatch.setattr("rfork.storage.local.linux.resident", lambda _, __, length: length)
+        monkeypatch.setattr("rfork.storage.direct_io.resident", lambda _, __, length: length)
     blob = file if storage_type == "cached" else PatternBlob(1000)
     library = FakeGdsLibrary()
     done = DirectStorage(library).read(*pieces_of([Extent(blob, 0, torch.empty(9, dtype=torch.uint8))]))

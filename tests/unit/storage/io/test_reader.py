@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged
 from rfork.settings import StorageSettings
+from rfork.storage.direct_io import address_of
 from rfork.storage.io import extents as reading_plan
 from rfork.storage.io.extents import MAX_GAP_BYTES, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.reader import Extent, fill
-from rfork.storage.local.linux import address_of
 
 MIB = 1 << 20
 NEVER_S = 60.0

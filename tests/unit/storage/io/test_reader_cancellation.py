@@ -15,7 +15,7 @@ import torch
 
 from rfork.errors import StorageChanged, StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.formats import streaming
+from rfork.storage.formats import tensor_blocks
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.formats.tensor_blocks import TensorBlock
 from rfork.storage.io import reader
@@ -167,10 +167,10 @@ def test_an_error_of_a_callback_closes_nothing() -> None:
 
 def test_an_interrupt_ends_a_hanging_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The consumer of the next tensor gets the interrupt, and the reads are abandoned."""
-    monkeypatch.setattr(streaming, "GRACE_S", 0.01)
+    monkeypatch.setattr(tensor_blocks, "GRACE_S", 0.01)
     blob = HangingBlob()
     location = TensorLocation("a", blob, 0, SIZE, torch.uint8, (SIZE,))
-    stream = streaming.stream_tensors(iter([TensorBlock(0, SIZE, [location])]), "cpu", SETTINGS)
+    stream = tensor_blocks.stream_tensors(iter([TensorBlock(0, SIZE, [location])]), "cpu", SETTINGS)
     with interrupted_in(blob), pytest.raises(KeyboardInterrupt):
         next(stream)
     threads = [

@@ -13,7 +13,7 @@ from torch import nn
 
 import rfork
 from rfork.errors import CheckpointError
-from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoint import Checkpoint
 
 
 def stored(folder: Path, **tensors: torch.Tensor) -> Path:

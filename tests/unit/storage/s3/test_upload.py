@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
+
+pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
 from rfork.errors import (
     RforkError,
@@ -18,31 +21,28 @@ from rfork.errors import (
     StorageNotFound,
 )
 from rfork.settings import StorageSettings
+from rfork.storage.s3.bucket import ObjectHead, Part, PartBody, S3Bucket
 from rfork.storage.s3.errors import ConcurrentWriteConflict, ConditionFailed, Unsupported
-from rfork.storage.s3.parts import (
+from rfork.storage.s3.upload import (
     MAX_PARTS,
     MIN_PART_BYTES,
-    ObjectHead,
-    Part,
-    PartBody,
     buffers,
     multipart_etag,
+    open_upload,
     part_size,
 )
-from rfork.storage.s3.upload import open_upload
 
 MIB = 1 << 20
 SETTINGS = StorageSettings(concurrency=2, staging_bytes=32 * MIB, max_attempts=3, timeout_s=1e-9)
 
 
-class FakeMultipartBucket:
+class FakeBucket(S3Bucket):
     """Bucket with objects, parts and recorded calls; `fail` maps a call's name to errors, one for each call."""
 
     def __init__(self, *, gate: Callable[[int], None] = lambda number: None) -> None:
-        self.objects: dict[str, bytes] = {}
+        self.stored: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.calls: list[str] = []
-        self.pauses: list[float] = []
         self.fail: dict[str, list[RforkError | None]] = {}
         self.lose_response = False
         self._gate = gate
@@ -50,7 +50,7 @@ class FakeMultipartBucket:
 
     def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
         self._record_call("put new" if only_new else "put", key, only_new)
-        self.objects[key] = body.read()
+        self.stored[key] = body.read()
 
     def begin(self, key: str) -> str:
         self._record_call("begin", key)
@@ -68,7 +68,7 @@ class FakeMultipartBucket:
     def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
         self._record_call("complete new" if only_new else "complete", key, only_new)
         stored_parts = self.uploads.pop(upload)
-        self.objects[key] = b"".join(stored_parts[part.number] for part in parts)
+        self.stored[key] = b"".join(stored_parts[part.number] for part in parts)
         if self.lose_response:
             raise StorageError("no response")
         return self._head(key).etag
@@ -79,10 +79,10 @@ class FakeMultipartBucket:
 
     def head(self, key: str) -> ObjectHead | None:
         self._record_call("head", key)
-        return self._head(key) if key in self.objects else None
+        return self._head(key) if key in self.stored else None
 
     def _head(self, key: str) -> ObjectHead:
-        data = self.objects[key]
+        data = self.stored[key]
         parts = [data[at : at + MIN_PART_BYTES] for at in range(0, len(data), MIN_PART_BYTES)]
         tag = multipart_etag([Part(number, _md5(part), {}) for number, part in enumerate(parts, start=1)])
         return ObjectHead(len(data), tag or "")
@@ -92,7 +92,7 @@ class FakeMultipartBucket:
         errors = self.fail.get(call, [])
         if errors and (error := errors.pop(0)) is not None:
             raise error
-        if only_new and key in self.objects:
+        if only_new and key in self.stored:
             raise ConditionFailed("the object exists")
 
 
@@ -100,8 +100,8 @@ def _md5(data: bytes) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def _write(bucket: FakeMultipartBucket, *pieces: bytes, replace: bool = True) -> None:
-    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=replace, pause=bucket.pauses.append) as writer:
+def _write(bucket: FakeBucket, *pieces: bytes, replace: bool = True) -> None:
+    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=replace) as writer:
         for piece in pieces:
             writer.write([memoryview(piece)])
 
@@ -155,20 +155,20 @@ def test_small_blobs_are_one_request(size: int, calls: list[str]) -> None:
     """Blobs that fit into one part are one request; larger ones are uploaded in parts, and their size is
     checked.
     """
-    bucket, data = FakeMultipartBucket(), b"abc" * (size // 3) + b"abc"[: size % 3]
+    bucket, data = FakeBucket(), b"abc" * (size // 3) + b"abc"[: size % 3]
     _write(bucket, data)
-    assert data == bucket.objects["key"]
+    assert data == bucket.stored["key"]
     assert sorted(calls) == sorted(bucket.calls)
 
 
 def test_bytes_may_change_after_the_write() -> None:
     """Changes of the memory after `write` do not change the object."""
-    bucket, memory = FakeMultipartBucket(), bytearray(5 * MIB)
+    bucket, memory = FakeBucket(), bytearray(5 * MIB)
     with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=True) as writer:
         for value in range(5):
             memory[:] = bytes([value]) * len(memory)
             writer.write([memoryview(memory)[:MIB], memoryview(memory)[MIB:]])
-    assert b"".join(bytes([value]) * 5 * MIB for value in range(5)) == bucket.objects["key"]
+    assert b"".join(bytes([value]) * 5 * MIB for value in range(5)) == bucket.stored["key"]
 
 
 def test_parts_are_in_order_of_their_numbers() -> None:
@@ -178,9 +178,9 @@ def test_parts_are_in_order_of_their_numbers() -> None:
     def gate(number: int) -> None:
         second_started.wait() if number == 1 else second_started.set()
 
-    bucket = FakeMultipartBucket(gate=gate)
+    bucket = FakeBucket(gate=gate)
     _write(bucket, b"a" * MIN_PART_BYTES, b"b" * MIN_PART_BYTES, b"c")
-    assert b"a" * MIN_PART_BYTES + b"b" * MIN_PART_BYTES + b"c" == bucket.objects["key"]
+    assert b"a" * MIN_PART_BYTES + b"b" * MIN_PART_BYTES + b"c" == bucket.stored["key"]
 
 
 def test_a_writer_waits_for_memory() -> None:
@@ -196,7 +196,7 @@ def test_a_writer_waits_for_memory() -> None:
         released.acquire()
         running.discard(number)
 
-    bucket, settings = FakeMultipartBucket(gate=gate), StorageSettings(concurrency=8, staging_bytes=16 * MIB)
+    bucket, settings = FakeBucket(gate=gate), StorageSettings(concurrency=8, staging_bytes=16 * MIB)
 
     def write() -> None:
         with open_upload(bucket, "key", "s3://bucket/key", settings, replace=True) as writer:
@@ -211,16 +211,16 @@ def test_a_writer_waits_for_memory() -> None:
     released.release()
     thread.join()
     assert 2 == max(in_flight_counts)
-    assert 6 * MIN_PART_BYTES == len(bucket.objects["key"])
+    assert 6 * MIN_PART_BYTES == len(bucket.stored["key"])
 
 
 def test_a_failed_part_ends_the_upload() -> None:
     """Its error is raised, and neither an object nor a part remains."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     bucket.fail = {"part 2": [StorageFull("no space left")]}
     with pytest.raises(StorageFull, match="no space left"):
         _write(bucket, *[b"a" * MIN_PART_BYTES] * 6)
-    assert {} == bucket.objects
+    assert {} == bucket.stored
     assert {} == bucket.uploads
     assert "abort" == bucket.calls[-1]
 
@@ -233,7 +233,7 @@ def test_leaving_with_an_exception_leaves_nothing() -> None:
         begun.set()
         released.wait()
 
-    bucket = FakeMultipartBucket(gate=gate)
+    bucket = FakeBucket(gate=gate)
 
     def interrupted() -> None:
         with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=True) as writer:
@@ -244,14 +244,14 @@ def test_leaving_with_an_exception_leaves_nothing() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         interrupted()
-    assert {} == bucket.objects
+    assert {} == bucket.stored
     assert {} == bucket.uploads
     assert ["begin", "part 1", "abort"] == bucket.calls
 
 
 def test_a_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """If parts cannot be removed, it is logged, and the first error is raised."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     bucket.fail = {"part 1": [StorageAccessDenied("first")], "abort": [StorageError("second")]}
     with caplog.at_level(logging.WARNING), pytest.raises(StorageAccessDenied, match="first"):
         _write(bucket, b"a" * MIN_PART_BYTES, b"b")
@@ -286,18 +286,18 @@ def test_an_existing_object_stays_without_replace(
     size: int, errors: list[RforkError], there: bool, kept: bytes | None
 ) -> None:
     """Without `replace` an existing object stays, whichever conditions the service supports."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     if there:
-        bucket.objects["key"] = b"old"
+        bucket.stored["key"] = b"old"
     bucket.fail = {"put new": [*errors], "complete new": [*errors]}
     _write(bucket, b"new".ljust(size), replace=False)
-    assert kept == (bucket.objects.get("key", b"").strip() or None)
+    assert kept == (bucket.stored.get("key", b"").strip() or None)
     assert {} == bucket.uploads
 
 
 def test_a_writer_that_always_conflicts_gives_up() -> None:
     """A writer that always conflicts gives up after a number of attempts and leaves nothing."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     bucket.fail = {"put new": [ConcurrentWriteConflict("now")] * 9}
     with pytest.raises(StorageError, match="another writer is writing it"):
         _write(bucket, b"new", replace=False)
@@ -305,28 +305,30 @@ def test_a_writer_that_always_conflicts_gives_up() -> None:
 
 
 @pytest.mark.parametrize("size", [3, MIN_PART_BYTES + 3])
-def test_the_other_writer_succeeds(size: int) -> None:
+def test_the_other_writer_succeeds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each conflict there is a pause; once the other writer's object exists, the upload is done."""
-    bucket = FakeMultipartBucket()
+    bucket, pauses = FakeBucket(), list[float]()
 
     def pause(seconds: float) -> None:
-        bucket.pauses.append(seconds)
-        if len(bucket.pauses) == 2:
-            bucket.objects["key"] = b"theirs"
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            bucket.stored["key"] = b"theirs"
 
+    monkeypatch.setattr(time, "sleep", pause)
     bucket.fail = {call: [ConcurrentWriteConflict("now")] * 9 for call in ("put new", "complete new")}
-    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=False, pause=pause) as writer:
-        writer.write([memoryview(bytes(size))])
-    assert b"theirs" == bucket.objects["key"]
+    _write(bucket, bytes(size), replace=False)
+    assert b"theirs" == bucket.stored["key"]
     assert {} == bucket.uploads
-    assert 0.05 <= bucket.pauses[0] <= bucket.pauses[1] <= 0.2
+    assert 0.05 <= pauses[0] <= pauses[1] <= 0.2
 
 
-def test_a_conflict_that_ended_the_upload_fails_unless_the_other_object_exists() -> None:
+def test_a_conflict_that_ended_the_upload_fails_unless_the_other_object_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """If the service no longer knows the upload after a conflict, the other object exists or the upload
     fails.
     """
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     missing_upload = StorageNotFound("no such upload")
     bucket.fail = {
         "complete new": [
@@ -339,26 +341,24 @@ def test_a_conflict_that_ended_the_upload_fails_unless_the_other_object_exists()
     with pytest.raises(StorageNotFound, match="no such upload"):
         _write(bucket, bytes(MIN_PART_BYTES + 3), replace=False)
     theirs = {"key": b"theirs"}
-    with open_upload(
-        bucket, "key", "uri", SETTINGS, replace=False, pause=lambda _: bucket.objects.update(theirs)
-    ) as writer:
-        writer.write([memoryview(bytes(MIN_PART_BYTES + 3))])
-    assert theirs == bucket.objects
+    monkeypatch.setattr(time, "sleep", lambda _: bucket.stored.update(theirs))
+    _write(bucket, bytes(MIN_PART_BYTES + 3), replace=False)
+    assert theirs == bucket.stored
     assert {} == bucket.uploads
 
 
 def test_an_object_counts_as_created_even_if_the_response_was_lost() -> None:
     """An object that was created counts as created, even if the response was lost."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     bucket.lose_response = True
     _write(bucket, b"a" * MIN_PART_BYTES, b"b")
-    assert b"a" * MIN_PART_BYTES + b"b" == bucket.objects["key"]
+    assert b"a" * MIN_PART_BYTES + b"b" == bucket.stored["key"]
 
 
 def test_a_missing_response_without_an_object_is_a_failure() -> None:
     """If the object is missing or differs, the failure of the completion is raised."""
-    bucket = FakeMultipartBucket()
-    bucket.objects["key"] = b"a" * MIN_PART_BYTES + b"c"
+    bucket = FakeBucket()
+    bucket.stored["key"] = b"a" * MIN_PART_BYTES + b"c"
     bucket.fail = {"complete": [StorageError("the service did not respond")]}
     with pytest.raises(StorageError, match="did not respond"):
         _write(bucket, b"a" * MIN_PART_BYTES, b"b")
@@ -367,7 +367,7 @@ def test_a_missing_response_without_an_object_is_a_failure() -> None:
 
 def test_an_object_of_another_size_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another size than was written is detected, unless a later writer has replaced the object."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     monkeypatch.setattr(bucket, "complete", lambda *args, only_new: '"tag"')
     monkeypatch.setattr(bucket, "head", lambda key: ObjectHead(7, '"tag"'))
     with pytest.raises(StorageCorrupt, match=f"has 7 bytes, but {MIN_PART_BYTES + 1} were written"):
@@ -378,10 +378,10 @@ def test_an_object_of_another_size_is_detected(monkeypatch: pytest.MonkeyPatch) 
 
 def test_write_permission_is_sufficient() -> None:
     """An object is written even if its size cannot be checked."""
-    bucket = FakeMultipartBucket()
+    bucket = FakeBucket()
     bucket.fail = {"head": [StorageAccessDenied("no permission to read")]}
     _write(bucket, b"a" * MIN_PART_BYTES, b"b")
-    assert MIN_PART_BYTES + 1 == len(bucket.objects["key"])
+    assert MIN_PART_BYTES + 1 == len(bucket.stored["key"])
 
 
 def test_the_entity_tag_of_an_object_in_parts_is_computed_from_the_parts() -> None:

@@ -14,9 +14,8 @@ from rfork.image.memory import Image
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.snapshots.delete import DeleteResult, remove_leftovers, remove_snapshots
 from rfork.storage.snapshots.entry import SnapshotEntry, read_entry
-from rfork.storage.snapshots.repository import Listing, Repository
+from rfork.storage.snapshots.repository import DeleteResult, Listing, Repository, remove_leftovers, remove_snapshots
 from rfork.storage.snapshots.verifier import SnapshotVerifier, VerifyResult
 from rfork.storage.snapshots.writer import write_snapshot
 from tests.memory_bucket import InMemoryBucket, bucket

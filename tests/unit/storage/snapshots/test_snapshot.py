@@ -15,7 +15,7 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.schema import Rank, StorageCandidate
 from rfork.storage.base import to_candidate
-from rfork.storage.snapshots.files import snapshot_location, snapshot_name
+from rfork.storage.snapshots.entry import snapshot_location, snapshot_name
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.storage.snapshots.writer import write_snapshot
 from tests.memory_bucket import InMemoryBucket, bucket

@@ -12,8 +12,8 @@ from torch import nn
 from rfork.errors import CheckpointError, StorageFull, UnsupportedTensor
 from rfork.settings import StorageSettings
 from rfork.storage.tensorizer.source import TensorizerSource
-from rfork.storage.tensorizer.writer import TensorOutline, write_stream, write_tensors
-from rfork.storage.tensors import StoredTensor
+from rfork.storage.tensorizer.writer import write_stream, write_tensors
+from rfork.storage.tensors import StoredTensor, TensorOutline
 from tests.memory_bucket import InMemoryBucket, bucket
 from tests.tensor_samples import KEY, PASSWORD, raw_tensors, samples
 

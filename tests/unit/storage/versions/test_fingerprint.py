@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,12 @@ from rfork.settings import StorageSettings
 from rfork.storage import registry
 from rfork.storage.blob import BlobEntry
 from rfork.storage.location import Location
-from rfork.storage.snapshots.files import folder_store, read_manifest
+from rfork.storage.registry import open_store
+from rfork.storage.snapshots.entry import read_manifest
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.storage.versions import local_files, samples
+from rfork.storage.versions import local_files, weight_files
 from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.samples import BLOCK_BYTES, MAX_FULLY_READ_BYTES, sampled_ranges
+from rfork.storage.versions.weight_files import BLOCK_BYTES, MAX_FULLY_READ_BYTES, sampled_ranges
 from tests.memory_bucket import InMemoryBlobStore, InMemoryBucket, bucket
 from tests.unit.storage.recording_store import RecordingStore as WebStore
 
@@ -233,7 +235,7 @@ def test_a_replaced_file_of_the_same_size_is_noticed(model: Path, fingerprint_be
 
 def test_an_in_place_rewrite_with_restored_times_is_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache compares the inode's change time, which programs cannot set."""
-    monkeypatch.setattr(samples, "MIN_CACHE_AGE_NS", 0)
+    monkeypatch.setattr(weight_files, "MIN_CACHE_AGE_NS", 0)
     path = model / SHARDS[1]
     before, times = fingerprint_of(model), path.stat()
     next_tick(path)
@@ -248,13 +250,13 @@ class DigestedFiles:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths: list[str] = []
-        real = samples.sampled_digest
+        real = weight_files.sampled_digest
 
-        def counted(uri: str, size: int, read: samples.ReadBytes, count: int = samples.SAMPLES) -> bytes:
+        def counted(uri: str, size: int, read: weight_files.ReadBytes, count: int = weight_files.SAMPLES) -> bytes:
             self.paths.append(Path(uri).name)
             return real(uri, size, read, count)
 
-        monkeypatch.setattr(samples, "sampled_digest", counted)
+        monkeypatch.setattr(weight_files, "sampled_digest", counted)
 
 
 @pytest.fixture
@@ -265,7 +267,7 @@ def digested(monkeypatch: pytest.MonkeyPatch) -> DigestedFiles:
 
 def test_digests_of_old_files_are_cached(model: Path, digested: DigestedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unchanged file is read once; a changed one is read again."""
-    monkeypatch.setattr(samples, "MIN_CACHE_AGE_NS", 0)
+    monkeypatch.setattr(weight_files, "MIN_CACHE_AGE_NS", 0)
     first = fingerprint_of(model)
     assert sorted(SHARDS) == sorted(digested.paths)
     assert first == fingerprint_of(model)
@@ -279,7 +281,7 @@ def test_digests_of_new_files_are_not_cached(
     model: Path, digested: DigestedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second change within one tick of the file system's clock would not be noticed."""
-    monkeypatch.setattr(samples, "MIN_CACHE_AGE_NS", 1 << 62)
+    monkeypatch.setattr(weight_files, "MIN_CACHE_AGE_NS", 1 << 62)
     fingerprint_of(model)
     fingerprint_of(model)
     assert 4 == len(digested.paths)
@@ -293,9 +295,9 @@ def test_concurrent_calls_agree(model: Path, fingerprint_before: str) -> None:
 
 def on_digest(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]) -> None:
     """Call `act` before each digest of a file, to simulate another program."""
-    real = samples.digest_of_file
+    real = weight_files.digest_of_file
 
-    def digest_of_file(path: Path, state: samples.FileState) -> bytes:
+    def digest_of_file(path: Path, state: weight_files.FileState) -> bytes:
         act(path)
         return real(path, state)
 
@@ -596,7 +598,7 @@ def test_a_snapshot_has_its_recorded_version(tmp_path: Path, shared: bool) -> No
     written = write_snapshot(IMAGE, IMAGE.manifest(), folder, version="v7", shared=shared)
     assert "v7" == fingerprint_of(folder)
     assert "v7" == fingerprint_of(written.uri)
-    with folder_store(Location.parse(folder).folder, None) as store:
+    with closing(open_store(Location.parse(folder).folder)) as store:
         assert "v7" == read_manifest(store, "model-rank-000.safetensors.manifest.json").version
 
 

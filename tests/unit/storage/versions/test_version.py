@@ -8,8 +8,7 @@ import pytest
 
 from rfork.settings import hub_cache
 from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.hub import hub_commit
-from rfork.storage.versions.version import version_of
+from rfork.storage.versions.version import hub_commit, version_of
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 ID = "acme/tiny"

@@ -10,12 +10,20 @@ bytes is read through the page cache, and after `SAMPLES` of them the faster mod
 (`ReadModeSelector`). Samples are few, because in a virtual machine new page-cache pages may first have to be
 allocated by the host, which can be several times slower than the disk. Conversely, a disk that is faster
 through the page cache loses only on the first half gigabyte of a process.
+
+The system calls that report cached pages, memory pages and alignment return None if the kernel is too old, or
+refuses this user.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import struct
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,14 +35,30 @@ from typing import Literal, NamedTuple
 from rfork.image.host_memory import copy_block, host_view
 from rfork.image.staging import BUFFER_ALIGNMENT, BufferPool
 from rfork.logs import logger
-from rfork.storage.local import linux
-from rfork.storage.local.linux import MAX_IOVECS
+
+MAX_IOVECS = 1024
+"""Maximum number of buffers in one call: IOV_MAX of Linux and macOS."""
+CACHESTAT = 451
+"""System call number, the same on every architecture; since Linux 6.5."""
+PAGEMAP_SCAN = 0xC0606610
+"""ioctl of /proc/self/pagemap; since Linux 6.7."""
+PAGE_IS_PRESENT, PAGE_IS_HUGE = 1 << 3, 1 << 6
+SCAN, REGION = struct.Struct("12Q"), struct.Struct("3Q")
+MAX_PAGEMAP_REGIONS = 16
+"""Memory with more regions than this is not a run of huge pages."""
+MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14."""
+STATX_DIOALIGN = 0x2000
+"""Since Linux 6.1."""
+STATX = struct.Struct("I148xII96x")
+"""A `struct statx`: its mask, and the alignment of memory and offsets."""
+AT_EMPTY_PATH = 0x1000
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 log = logger(__name__)
-
 DirectIoMode = Literal["auto", "always", "never"]
 ReadMode = Literal["direct", "cached"]
-
 MIN_DIRECT_BYTES = 1 << 20
 """Minimum size of reads for which checking the page cache pays off."""
 MIN_ALIGNED_BYTES = 2 << 20
@@ -49,6 +73,105 @@ CPU and evict other data from the cache.
 """
 UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EFAULT)
 """Errors of file systems and memory that do not support O_DIRECT."""
+
+
+class PageStats(NamedTuple):
+    """Bytes of a memory range that are backed by pages, and by huge pages."""
+
+    present: int
+    huge: int
+
+
+def resident(descriptor: int, offset: int, length: int) -> int | None:
+    """Return the bytes of a file's range, rounded to pages, that are in the page cache."""
+    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    length = offset + length - first
+    cachestat = (ctypes.c_uint64 * 5)()  # cached, dirty, written back, evicted, recently evicted
+    wanted = (ctypes.c_uint64 * 2)(first, length)
+    if sys.platform != "linux":
+        return None
+    if _libc.syscall(CACHESTAT, descriptor, wanted, cachestat, 0) == 0:
+        return int(cachestat[0]) * mmap.PAGESIZE
+    if ctypes.get_errno() != errno.ENOSYS:
+        return None  # not this user's file: mincore would report it as completely cached
+    return resident_when_mapped(descriptor, first, length)
+
+
+def resident_when_mapped(descriptor: int, first: int, length: int) -> int | None:
+    """Like `resident`, but with mincore and from the beginning of a page: for Linux before 6.5."""
+    length = min(length, os.fstat(descriptor).st_size - first)
+    if length <= 0:
+        return 0
+    try:
+        mapping = mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, offset=first)
+    except OSError:
+        return None
+    with mapping:
+        # No byte is accessed, so a file that is truncated meanwhile does no harm.
+        start = ctypes.c_char.from_buffer(mapping)
+        pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        failed = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(length), pages)
+        del start
+    return None if failed else sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def direct_alignment(descriptor: int) -> int | None:
+    """Return the required alignment of direct reads; 0 if they are not supported."""
+    statx_buffer = ctypes.create_string_buffer(STATX.size)
+    try:
+        status = _libc.statx(descriptor, b"", AT_EMPTY_PATH, STATX_DIOALIGN, statx_buffer)
+    except AttributeError:
+        return None
+    mask, memory, offset = STATX.unpack(statx_buffer.raw)
+    if status != 0 or not mask & STATX_DIOALIGN:
+        return None
+    return max(memory, offset) if memory and offset else 0
+
+
+def page_stats(address: int, length: int) -> PageStats | None:
+    """Return the page statistics of this memory, rounded to pages."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
+    regions = ctypes.create_string_buffer(REGION.size * MAX_PAGEMAP_REGIONS)
+    categories = PAGE_IS_PRESENT | PAGE_IS_HUGE
+    scan_argument = bytearray(
+        SCAN.pack(
+            SCAN.size,
+            0,
+            begin,
+            end,
+            0,
+            ctypes.addressof(regions),
+            MAX_PAGEMAP_REGIONS,
+            0,
+            0,
+            0,
+            categories,
+            categories,
+        )
+    )
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            count = fcntl.ioctl(pagemap, PAGEMAP_SCAN, scan_argument)
+    except OSError:
+        return None
+    present = huge = 0
+    for start, stop, category in REGION.iter_unpack(regions.raw[: count * REGION.size]):
+        present += stop - start
+        huge += stop - start if category & PAGE_IS_HUGE else 0
+    return PageStats(present, huge)
+
+
+def populate(address: int, length: int) -> bool:
+    """Allocate the pages of this memory now, as writing to it would; return whether that succeeded."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    byte_length = ctypes.c_size_t(address + length - begin)
+    return bool(_libc.madvise(ctypes.c_void_p(begin), byte_length, MADV_POPULATE_WRITE) == 0)
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a writable view."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class EndOfFile(Exception):
@@ -140,7 +263,7 @@ class DirectFile:
 
     def cached(self, offset: int, length: int) -> bool:
         """Return True if at least half of a range is known to be in the page cache."""
-        return 2 * (linux.resident(self._descriptor, offset, length) or 0) >= length
+        return 2 * (resident(self._descriptor, offset, length) or 0) >= length
 
     def close(self) -> None:
         """Close additional descriptors. Call only when no read is in progress."""
@@ -150,7 +273,7 @@ class DirectFile:
     def _open_direct(self) -> _DirectFd | None:
         with self._lock:
             if self._direct_fd is None and self._possible:
-                alignment = linux.direct_alignment(self._descriptor)
+                alignment = direct_alignment(self._descriptor)
                 # Open by descriptor: the name may refer to another file by now.
                 name = f"/proc/self/fd/{self._descriptor}"
                 with suppress(OSError):
@@ -256,12 +379,12 @@ def _read_some(direct_fd: _DirectFd, offset: int, memory: memoryview, min_bytes:
 
 def _is_direct_readable(direct_fd: _DirectFd, offset: int, view: memoryview) -> bool:
     """Return True if a view has the file's alignment and is (or can be) backed by huge pages."""
-    address = linux.address_of(view)
+    address = address_of(view)
     if (address - offset) % direct_fd.alignment:
         return False
-    pages = linux.page_stats(address, view.nbytes)
+    pages = page_stats(address, view.nbytes)
     # Pages that are present may belong to neighbours: blocks share the huge pages at their ends.
     lacking = pages is not None and pages.present == pages.huge < view.nbytes
-    if lacking and linux.populate(address, view.nbytes):
-        pages = linux.page_stats(address, view.nbytes)
+    if lacking and populate(address, view.nbytes):
+        pages = page_stats(address, view.nbytes)
     return pages is not None and pages.huge >= view.nbytes * 7 // 8

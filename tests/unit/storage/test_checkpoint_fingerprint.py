@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 
 from rfork.settings import StorageSettings
-from rfork.storage.checkpoints.fingerprint import MAX_REMOTE_READS, SAMPLE_BYTES, checkpoint_fingerprint
+from rfork.storage.checkpoint import MAX_REMOTE_READS, SAMPLE_BYTES, checkpoint_fingerprint
 from rfork.storage.formats.safetensors_file import read_shard
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from tests.unit.storage.recording_store import RecordingBlob

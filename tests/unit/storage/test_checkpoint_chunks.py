@@ -18,8 +18,7 @@ from rfork.errors import CheckpointError, StorageError
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.receiver.clean_module import DerivedTensors
-from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.chunked import CheckpointChunks, NotBytewiseLoadable
+from rfork.storage.checkpoint import Checkpoint, CheckpointChunks, NotBytewiseLoadable
 from rfork.storage.formats.detect import INDEX, SINGLE
 
 LAYER_BYTES = 400_000

@@ -11,11 +11,11 @@ from torch import nn
 
 import rfork
 from rfork.errors import CheckpointError, StorageChanged, StorageCorrupt
-from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoint import Checkpoint
 from rfork.storage.formats.detect import open_source
-from rfork.storage.module_io.restore import open_snapshot_of
+from rfork.storage.module_io.load import open_snapshot_of
 from rfork.storage.module_io.save import save
-from rfork.storage.snapshots.files import manifest_name
+from rfork.storage.snapshots.entry import manifest_name
 from tests.tensor_samples import raw_tensors, samples
 
 FILE = "model-rank-000.safetensors"

@@ -9,32 +9,226 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import ValidationError
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, SettingsError
+from rfork.errors import CheckpointError, SettingsError, StorageAccessDenied, StorageCorrupt, StorageNotFound
 from rfork.image.capture import image_from_tensors
 from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage import registry
-from rfork.storage.blob import BlobStore
-from rfork.storage.convert.input import open_input, rank_from_number, verify
-from rfork.storage.convert.output import check_not_existing, check_not_same, format_of
-from rfork.storage.formats.detect import INDEX, SINGLE
-from rfork.storage.formats.safetensors_writer import header_of, in_file_order, write_safetensors
+from rfork.storage.blob import BlobStore, size_of
+from rfork.storage.formats.detect import INDEX, INDEX_SUFFIX, SINGLE, open_source
+from rfork.storage.formats.safetensors_file import header_of, in_file_order, write_safetensors
+from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.io.prefetch import group_by_size, read_ahead, start_thread
 from rfork.storage.location import Location
-from rfork.storage.module_io.save_report import SaveReport
-from rfork.storage.snapshots.chunk_refs import best_effort_remove
-from rfork.storage.snapshots.files import manifest_name
-from rfork.storage.snapshots.writer import write_snapshot
+from rfork.storage.snapshots.entry import (
+    DATA_SUFFIX,
+    MANIFEST_SUFFIX,
+    SnapshotEntry,
+    manifest_name,
+    read_entry,
+    snapshot_location,
+    snapshot_name,
+)
+from rfork.storage.snapshots.repository import best_effort_remove
+from rfork.storage.snapshots.verifier import SnapshotVerifier
+from rfork.storage.snapshots.writer import OTHER_FORMATS, write_snapshot
 from rfork.storage.tensorizer.encryption import Secret
-from rfork.storage.tensorizer.file_set import SUFFIX, is_template, resolve_template
-from rfork.storage.tensorizer.writer import TensorOutline, write_stream
-from rfork.storage.tensors import StoredTensor, TensorSource
+from rfork.storage.tensorizer.file_set import SUFFIX, existing_files, is_template, resolve_template
+from rfork.storage.tensorizer.writer import write_stream
+from rfork.storage.tensors import SaveReport, StoredTensor, TensorOutline, TensorSource
 
+OutputFormat = Literal["tensors", "safetensors", "checkpoint", "snapshot"]
+
+_RANK_FILE = re.compile(
+    rf"(?P<rank>(model|speculative)-rank-\d+(-ep-\d+)?)(-\d{{5}}-of-\d{{5}})?"
+    rf"({re.escape(DATA_SUFFIX)}({re.escape(MANIFEST_SUFFIX)})?|{re.escape(SUFFIX)})"
+)
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def format_of(destination: Location, max_shard_bytes: int | None) -> OutputFormat:
+    """Return the format for a destination.
+
+    The suffix selects a ``.tensors`` or a ``.safetensors`` file. A folder becomes a Hugging Face folder of
+    safetensors files if a shard size is given, otherwise a snapshot.
+    """
+    name = destination.name
+    if destination.scheme in ("http", "https"):
+        raise SettingsError(f"{destination.uri} is read-only: it is a web server", hint="write to s3:// or a path")
+    if name.endswith(SUFFIX):
+        return "tensors"
+    if name.endswith(".safetensors"):
+        if max_shard_bytes is not None:
+            raise SettingsError(
+                f"{destination.uri} is a single file and cannot be sharded",
+                hint="pass a folder, or omit the shard size",
+            )
+        return "safetensors"
+    if name.endswith(OTHER_FORMATS):
+        raise SettingsError(
+            f"{destination.uri}: this format cannot be written",
+            hint=f"use a {SUFFIX} or .safetensors file, or a folder",
+        )
+    return "snapshot" if max_shard_bytes is None else "checkpoint"
+
+
+def check_not_same(source: Location, destination: Location, output_format: OutputFormat) -> None:
+    """Raise SettingsError if the destination is also the source."""
+    one, other = _resolved(source), _resolved(destination)
+    same = one == other
+    if output_format in ("checkpoint", "snapshot"):
+        same = same or _resolved(source.parent) == other
+    elif output_format == "safetensors":
+        # The file is in the folder that is read.
+        same = same or one == _resolved(destination.parent)
+    if same:
+        raise SettingsError(f"{destination.uri} is also the source", hint="write to another name or folder")
+
+
+def _resolved(location: Location) -> str:
+    if location.scheme == "file":
+        return Path(location.path).resolve().as_uri()
+    return location.uri.rstrip("/")
+
+
+def check_not_existing(
+    destination: Location, output_format: OutputFormat, settings: StorageSettings, rank: Rank | None, *, force: bool
+) -> None:
+    """Raise SettingsError if the destination exists and must not be replaced.
+
+    A snapshot is never written to a folder that contains a checkpoint, because loading that folder would load
+    the checkpoint. It may join snapshots of other ranks if `rank` is set.
+    """
+    folder = output_format in ("checkpoint", "snapshot")
+    with closing(registry.open_store(destination.folder if folder else destination.parent, settings)) as store:
+
+        def is_there(*names: str) -> bool:
+            return any(size_of(store, name) is not None for name in names)
+
+        if output_format == "snapshot" and rank is not None:
+            own = snapshot_name(rank)
+            exists = is_there(own, manifest_name(own), INDEX, SINGLE)
+        elif folder:
+            exists = _first(store) is not None
+        elif force:
+            return
+        elif output_format == "tensors":
+            try:
+                exists = bool(existing_files(store, destination.name))
+            except StorageAccessDenied:  # not allowed to list, but perhaps to read one name
+                exists = is_there(destination.name)
+        else:
+            exists = is_there(destination.name, manifest_name(destination.name))
+        if exists and not force:
+            raise SettingsError(f"{destination.uri} already exists", hint="use --force to replace it")
+        if output_format == "snapshot" and exists and is_there(INDEX, SINGLE):
+            raise SettingsError(
+                f"{destination.uri} contains a checkpoint, which would be loaded instead of the snapshot",
+                hint="use another folder",
+            )
+
+
+def _first(store: BlobStore) -> str | None:
+    try:
+        return next((entry.name for entry in store.list()), None)
+    except StorageNotFound:
+        return None
+
+
+def rank_from_number(number: int) -> Rank:
+    """Return a rank with this number in file names. Raises SettingsError if the number is out of range."""
+    try:
+        return Rank(tp=number, tp_size=number + 1)
+    except ValidationError:
+        raise SettingsError(f"{number} is not a valid rank") from None
+
+
+@contextmanager
+def open_input(
+    source: str, settings: StorageSettings, rank: Rank | None, unlock: Secret | None
+) -> Iterator[tuple[TensorSource, Rank | None]]:
+    """Yield the tensors of `source` (of `rank` if it is a folder with several) and its rank, if known.
+
+    Raises SettingsError if a folder contains several ranks and `rank` is None, or if `source` is a single
+    file and `rank` is set.
+    """
+    location = Location.parse(source)
+    of_one = location.name.endswith((SUFFIX, DATA_SUFFIX, INDEX_SUFFIX)) and not is_template(source)
+    if of_one and rank is not None:
+        raise SettingsError(
+            f"{location.uri} already names the file of one rank", hint="pass its folder, or omit --rank"
+        )
+    key, password = (unlock.key, unlock.password) if unlock is not None else (None, None)
+    with closing(open_source(source, settings, rank, key=key, password=password)) as input_source:
+        if not of_one and rank is None:
+            _reject_several(Location.parse(input_source.uri), settings)
+        yield input_source, _manifest_rank(input_source, settings) or rank
+
+
+def verify(
+    source: str,
+    input_source: TensorSource,
+    settings: StorageSettings,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Compare a snapshot's bytes with its manifest. Other sources are accepted unchecked.
+
+    Raises StorageCorrupt, and the store's errors. If a file is replaced after this check, reading it fails,
+    because it was opened before.
+    """
+    location = Location.parse(source)
+    # A signature is valid for one object only, so the manifest cannot be requested.
+    if location.query or not isinstance(input_source, SafetensorsSource) or input_source.layout is None:
+        return
+    folder, name = snapshot_location(input_source.uri)
+    try:
+        result = SnapshotVerifier(settings, progress).verify(SnapshotEntry(folder, name, None))
+    except CheckpointError:  # there is no manifest
+        return
+    if result.mismatches:
+        raise StorageCorrupt(
+            f"{result.mismatches[0]} ({len(result.mismatches)} in total)",
+            hint="run `rfork snapshot verify` to list all damage; a converted file would appear intact",
+        )
+
+
+def _manifest_rank(input_source: TensorSource, settings: StorageSettings) -> Rank | None:
+    """Return the rank recorded in a snapshot's manifest."""
+    location = Location.parse(input_source.uri)
+    if not isinstance(input_source, SafetensorsSource) or input_source.layout is None or location.query:
+        return None
+    try:
+        manifest_file = read_entry(*snapshot_location(input_source.uri), settings).manifest_file
+    except (
+        StorageNotFound,
+        StorageCorrupt,
+        StorageAccessDenied,
+    ):  # not a snapshot, or `verify` reports the problem
+        return None
+    return manifest_file.rank if manifest_file is not None else None
+
+
+def _reject_several(chosen: Location, settings: StorageSettings) -> None:
+    if not _RANK_FILE.fullmatch(chosen.name):
+        return
+    with closing(registry.open_store(chosen.parent, settings)) as store:
+        try:
+            ranks_found = [match["rank"] for entry in store.list() if (match := _RANK_FILE.fullmatch(entry.name))]
+        except (SettingsError, StorageAccessDenied):  # storage that cannot be listed
+            return
+    ranks = sorted(set(ranks_found))
+    if len(ranks) > 1:
+        raise SettingsError(
+            f"{chosen.parent.uri} contains {len(ranks)} ranks: {ranks[0]}, {ranks[1]}" + " …" * (len(ranks) > 2),
+            hint="select one with --rank, or pass its file",
+        )
 
 
 def convert(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rfork.image.host_memory import copy_block, host_view
 from rfork.image.staging import BufferPool, allocate_host
-from rfork.storage.local import direct_io, linux
-from rfork.storage.local.direct_io import (
+from rfork.storage import direct_io
+from rfork.storage.direct_io import (
     FIRST_SAMPLE_BYTES,
     SAMPLE_INTERVAL_BYTES,
     SAMPLES,
@@ -70,7 +70,7 @@ def reset_selectors() -> Iterator[None]:
 @pytest.fixture
 def is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate an empty page cache."""
-    monkeypatch.setattr(linux, "resident", lambda *_: 0)
+    monkeypatch.setattr(direct_io, "resident", lambda *_: 0)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_every_range_is_read(read_options: DirectIoMode, begin: int, sizes: list
         opened(path, read_options, BufferPool(buffer, buffer)) as file,
     ):
         patch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
-        patch.setattr(linux, "resident", lambda *_: 0)
+        patch.setattr(direct_io, "resident", lambda *_: 0)
         file.read(begin, [memoryview(view) for view in views])
     assert path.read_bytes()[begin : begin + sum(sizes)] == b"".join(views)
 
@@ -132,9 +132,9 @@ def test_memory_aligned_like_the_file_needs_no_copy(path: Path, monkeypatch: pyt
         copied.append(block.nbytes)
         copy_block(block, views)
 
-    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", record_copy)
-    monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
-    monkeypatch.setattr(linux, "page_stats", lambda _, length: linux.PageStats(length, length))
+    monkeypatch.setattr("rfork.storage.direct_io.copy_block", record_copy)
+    monkeypatch.setattr(direct_io, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(direct_io, "page_stats", lambda _, length: direct_io.PageStats(length, length))
     memory = allocate_host(2 * MIB + 10_000, 100)
     with opened(path, "always") as file:
         file.read(100, [view_of(memory)])
@@ -164,13 +164,13 @@ def test_new_memory_is_populated_before_the_read(
         populated.append((address, length))
         return True
 
-    def mapped(_: int, length: int) -> linux.PageStats:
-        return linux.PageStats(length, length) if populated else linux.PageStats(present, huge)
+    def mapped(_: int, length: int) -> direct_io.PageStats:
+        return direct_io.PageStats(length, length) if populated else direct_io.PageStats(present, huge)
 
-    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", record_copy)
-    monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
-    monkeypatch.setattr(linux, "page_stats", mapped)
-    monkeypatch.setattr(linux, "populate", populate)
+    monkeypatch.setattr("rfork.storage.direct_io.copy_block", record_copy)
+    monkeypatch.setattr(direct_io, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(direct_io, "page_stats", mapped)
+    monkeypatch.setattr(direct_io, "populate", populate)
     memory = allocate_host(HUGE + MIB)
     with opened(path, "always") as file:
         file.read(0, [view_of(memory)])
@@ -186,7 +186,7 @@ def test_new_memory_is_populated_before_the_read(
 @pytest.mark.usefixtures("reset_selectors")
 def test_cached_blocks_are_read_from_the_cache(path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If most of a block is resident, it is not read from the disk."""
-    monkeypatch.setattr(linux, "resident", lambda _, __, length: length // 2 + 1)
+    monkeypatch.setattr(direct_io, "resident", lambda _, __, length: length // 2 + 1)
     with opened(path, "auto") as file:
         file.read(0, [memoryview(bytearray(2 * MIB))])
     assert {"cached"} == set(reads)
@@ -305,11 +305,11 @@ def test_resident_pages_are_detected(path: Path) -> None:
     """A file that was just read is in the page cache; new memory has no pages before it is populated."""
     path.read_bytes()
     with path.open("rb") as file:
-        there = linux.resident(file.fileno(), 5, MIB), linux.resident_when_mapped(file.fileno(), 0, MIB)
+        there = direct_io.resident(file.fileno(), 5, MIB), direct_io.resident_when_mapped(file.fileno(), 0, MIB)
     memory = allocate_host(8 * MIB)
-    before = linux.page_stats(memory.data_ptr(), memory.numel())
-    linux.populate(memory.data_ptr(), memory.numel())
-    after = linux.page_stats(memory.data_ptr(), memory.numel())
+    before = direct_io.page_stats(memory.data_ptr(), memory.numel())
+    direct_io.populate(memory.data_ptr(), memory.numel())
+    after = direct_io.page_stats(memory.data_ptr(), memory.numel())
     assert {there[0], there[1]} <= {None, MIB + 4096, MIB}
     assert before in (None, (0, 0))
     assert after is None or after.present == 8 * MIB
@@ -318,4 +318,4 @@ def test_resident_pages_are_detected(path: Path) -> None:
 def test_view_addresses_equal_those_of_the_tensors() -> None:
     """The address of a view is that of its tensor."""
     memory = torch.empty(100, dtype=torch.uint8)
-    assert memory.data_ptr() == linux.address_of(view_of(memory))
+    assert memory.data_ptr() == direct_io.address_of(view_of(memory))

@@ -22,7 +22,7 @@ from rfork.errors import (
     StorageNotFound,
 )
 from rfork.settings import StorageSettings
-from rfork.storage.convert.convert import convert
+from rfork.storage.convert import convert
 from rfork.storage.formats.detect import open_source
 from rfork.storage.module_io.save import save
 from rfork.storage.tensorizer.encryption import Secret

@@ -22,12 +22,10 @@ from rfork.errors import (
     StorageNotFound,
 )
 from rfork.settings import StorageSettings
+from rfork.storage import object_store as cloud
 from rfork.storage.blob import BlobEntry, read_range
 from rfork.storage.location import Location
-from rfork.storage.object_store import store as cloud
-from rfork.storage.object_store.errors import is_retryable, to_storage_error
-from rfork.storage.object_store.store import CloudStore
-from rfork.storage.object_store.upload import part_size
+from rfork.storage.object_store import CloudStore, is_retryable, part_size, to_storage_error
 
 MIB = 1 << 20
 SETTINGS = StorageSettings(staging_bytes=16 * MIB)  # parts of 5 MiB
@@ -141,7 +139,7 @@ def test_a_failed_removal_is_a_storage_error(store: CloudStore, monkeypatch: pyt
     def delete(*args: object) -> None:
         raise OSError("the connection broke")
 
-    monkeypatch.setattr("rfork.storage.object_store.store.obstore.delete", delete)
+    monkeypatch.setattr("rfork.storage.object_store.obstore.delete", delete)
     with pytest.raises(StorageError, match=r"^gs://models/llama/blob: the connection broke$"):
         store.remove("blob")
 
@@ -156,7 +154,7 @@ def test_a_panic_of_obstore_commits_nothing(store: CloudStore, monkeypatch: pyte
     def put(*args: object, **named: object) -> None:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr("rfork.storage.object_store.upload.obstore.put", put)
+    monkeypatch.setattr("rfork.storage.object_store.obstore.put", put)
     with pytest.raises(StorageError, match=r"^gs://models/llama/blob: index out of bounds$"):
         _put(store, "blob", bytes(9 * MIB))
     assert [] == list(store.list())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rfork.storage.view_cursor import ViewCursor
+from rfork.storage.blob import ViewCursor
 
 
 def test_a_cursor_splits_views() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rfork.errors import CheckpointError, StorageCorrupt
-from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoint import Checkpoint
 from rfork.storage.formats.detect import INDEX, SINGLE
 
 Tensors = dict[str, torch.Tensor]

@@ -21,8 +21,8 @@ from rfork.errors import (
 )
 from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobEntry, read_range
-from rfork.storage.local.files import LocalFile, LocalStore
-from rfork.storage.local.linux import MAX_IOVECS
+from rfork.storage.direct_io import MAX_IOVECS
+from rfork.storage.local import LocalFile, LocalStore
 from rfork.storage.location import Location
 
 NEVER_S = 60.0

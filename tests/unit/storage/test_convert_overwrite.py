@@ -21,9 +21,9 @@ from rfork.errors import (
 )
 from rfork.schema import Rank
 from rfork.storage.blob import BlobEntry
-from rfork.storage.convert.convert import convert
+from rfork.storage.convert import convert
 from rfork.storage.formats.detect import open_source
-from rfork.storage.local.files import LocalStore, LocalWriter
+from rfork.storage.local import LocalStore, LocalWriter
 from rfork.storage.module_io.save import save
 from rfork.storage.tensorizer.encryption import Secret
 from rfork.storage.tensorizer.writer import write_tensors

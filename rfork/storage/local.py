@@ -16,14 +16,52 @@ from rfork.errors import SettingsError, StorageChanged, StorageError
 from rfork.image.staging import BufferPool
 from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobEntry
-from rfork.storage.local.atomic_write import commit_file
-from rfork.storage.local.direct_io import DirectFile, EndOfFile
-from rfork.storage.local.errors import storage_error
-from rfork.storage.local.linux import MAX_IOVECS
+from rfork.storage.direct_io import MAX_IOVECS, DirectFile, EndOfFile
 from rfork.storage.location import Location
+from rfork.storage.os_errors import storage_error
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """Names of files that are being written, or whose writer was killed."""
+
+
+def commit_file(descriptor: int, temporary: Path, path: Path, *, replace: bool) -> None:
+    """Sync a complete file and rename it to its final name. Raises StorageError subclasses."""
+    try:
+        os.fsync(descriptor)
+        if replace:
+            temporary.replace(path)
+        else:
+            _rename_no_replace(temporary, path)
+        _fsync_dir(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
+def _rename_no_replace(temporary: Path, path: Path) -> None:
+    """Rename a file unless the name is already in use."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        # A file system without hard links: a concurrent writer writes the same bytes.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if not path.exists():
+            temporary.replace(path)
+
+
+def _fsync_dir(folder: Path) -> None:
+    """Sync the folder, so that its new names are durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems do not support fsync on folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class LocalFile:

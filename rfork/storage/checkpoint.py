@@ -1,36 +1,170 @@
-"""A checkpoint as a source of chunks: maps byte ranges of its files to byte ranges of the image.
+"""A checkpoint of safetensors files in any store: loaded as a unit, or read by ranges of the image.
 
-This requires that every stored tensor has the same bytes in the module as in its file: same dtype, same
-shape, contiguous. If any tensor must be converted, the checkpoint can only be loaded as a unit. Image bytes
-that no file contains (rotary tables, masks) are those that the module computed when it was built. Runs on the
-target.
+Reading by range requires that every stored tensor has the same bytes in the module as in its file: same dtype, same
+shape, contiguous. If any tensor must be converted, the checkpoint can only be loaded as a unit. Image bytes that no
+file contains (rotary tables, masks) are those that the module computed when it was built. Runs on the target.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
 
+from rfork import settings as options
 from rfork.errors import CheckpointError
 from rfork.image import ranges
 from rfork.image.memory import Image
 from rfork.schema import StorageType
-from rfork.storage.blob import Blob
-from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.fingerprint import checkpoint_fingerprint
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, ViewCursor, read_range
+from rfork.storage.formats.detect import open_checkpoint
+from rfork.storage.formats.safetensors_file import Shard
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.io.parallel_map import parallel_map
+from rfork.storage.location import Location
 from rfork.storage.module_io.assignment import assign
-from rfork.storage.view_cursor import ViewCursor
+
+ORIGIN_DOMAIN = b"rfork-origin-v3\n"
+MAX_FULLY_HASHED_BYTES = 64 << 10
+"""Tensors up to this size are hashed completely: small edits change norms and biases."""
+SAMPLE_BYTES = 4096
+READ_BYTES = 1 << 20
+THREADS = 16
+MAX_REMOTE_READS = 64
+"""Limit for a remote checkpoint: each read is a request, and many instances send them."""
+
+_Sample = tuple[Blob, int, int]
 
 ComputedRanges = Sequence[tuple[int, torch.Tensor]]
 """Image offsets and bytes (uint8, 1-D) of what the module computed during construction."""
+
+
+def checkpoint_fingerprint(source: SafetensorsSource, computed: Iterable[tuple[int, memoryview]]) -> str:
+    """Return a hash, as 32 hex digits, over
+
+    - the index file;
+    - of each shard: name, size, header, and of each tensor all bytes up to 64 KiB, or the first, middle
+      and last 4 KiB if it is larger;
+    - of a remote shard also its version (an ETag), if any, and instead of the tensor bytes above only
+      64 samples of 4 KiB, evenly spread over all shards;
+    - `computed`: image offsets and bytes of what the module computed during construction.
+
+    Two instances that read the same objects, or copies of the same files, get the same hash. Files with the
+    same hash may still differ inside a large tensor: before continuing with chunks from another reader, an
+    instance compares their digests. Raises StorageError.
+    """
+    state = hashlib.sha256(ORIGIN_DOMAIN)
+
+    def cover(data: bytes | memoryview) -> None:
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+
+    cover(source.index)
+    ordered = sorted(source.shards, key=lambda shard: shard.name)
+    for shard in ordered:
+        # A local file's version (inode, mtime) differs between machines that have the same copy.
+        version = (shard.blob.version or "") if source.remote else ""
+        cover(f"{shard.name}\n{shard.blob.size}\n{version}".encode())
+        cover(shard.head_digest)
+    samples = [sample for shard in ordered for sample in _samples(shard)]
+    if source.remote:
+        samples = _sample_evenly(samples, MAX_REMOTE_READS)
+    # In parallel: on a network disk, each of these small reads costs a round trip.
+    for digest in parallel_map(source.uri, _digest, samples, THREADS):
+        cover(digest)
+    for begin, memory in computed:
+        cover(begin.to_bytes(8, "little"))
+        cover(memory)
+    return state.hexdigest()[:32]
+
+
+def _samples(shard: Shard) -> Iterator[_Sample]:
+    """Iterate over the ranges to read from a shard; adjacent ranges are merged."""
+    parts: list[ranges.Range] = []
+    for location in shard.locations.values():
+        begin, end = location.offset, location.offset + location.nbytes
+        if location.nbytes <= MAX_FULLY_HASHED_BYTES:
+            parts.append((begin, end))
+        else:
+            middle = (begin + end - SAMPLE_BYTES) // 2
+            parts += [
+                (begin, begin + SAMPLE_BYTES),
+                (middle, middle + SAMPLE_BYTES),
+                (end - SAMPLE_BYTES, end),
+            ]
+    for begin, end in ranges.normalise(parts):
+        for at in range(begin, end, READ_BYTES):
+            yield shard.blob, at, min(READ_BYTES, end - at)
+
+
+def _sample_evenly(samples: Sequence[_Sample], max_samples: int) -> list[_Sample]:
+    """Return at most `max_samples` shortened samples: the first, the last and evenly spaced ones between."""
+    if len(samples) > max_samples:
+        samples = [samples[turn * (len(samples) - 1) // (max_samples - 1)] for turn in range(max_samples)]
+    return [(blob, at, min(length, SAMPLE_BYTES)) for blob, at, length in samples]
+
+
+def _digest(sample: _Sample) -> bytes:
+    return hashlib.sha256(read_range(*sample)).digest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were present and complete when it was opened. Keeps no file open."""
+
+    uri: str
+    names: frozenset[str]
+    settings: StorageSettings
+    _requested_uri: str = field(repr=False)  # includes the query of a presigned URL, which is a secret
+
+    @classmethod
+    def open(cls, uri: str | Path, settings: StorageSettings | None = None) -> Checkpoint:
+        """Find the files at a URI or path (see `formats.detect.open_source`) and check their headers.
+
+        Raises CheckpointError if something is missing, or if it is a snapshot, whose bytes would not be
+        verified; StorageCorrupt if a file is truncated or malformed; and other StorageErrors.
+        """
+        chosen = settings or options.load(StorageSettings)
+        with closing(_opened(uri, chosen)) as source:
+            return cls(Location.parse(uri).uri, frozenset(source.locations), chosen, str(uri))
+
+    def source(self) -> SafetensorsSource:
+        """Open the tensor source again; the caller closes it. Raises the same errors as `open`."""
+        return _opened(self._requested_uri, self.settings)
+
+    def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
+        """Load the module's parameters and persistent buffers, like torch's strict `load_state_dict`.
+
+        Converts dtypes where they differ. `progress` receives byte counts. Raises CheckpointError if a tensor
+        is missing, unknown or has another shape, before anything is written (except by modules that load
+        their own state); StorageError subclasses if a file cannot be read: the content of the module is then
+        undefined.
+        """
+        with closing(self.source()) as source:
+            assigned = assign(module, source)
+            assigned.require_all()
+            assigned.load_own(source, strict=True, progress=progress)
+            assigned.fill(source, progress)
+
+
+def _opened(uri: str | Path, settings: StorageSettings) -> SafetensorsSource:
+    source = open_checkpoint(uri, settings)
+    if any(shard.layout is not None for shard in source.shards):
+        source.close()
+        raise CheckpointError(
+            f"{source.uri} is an rfork snapshot: pass it as snapshot=",
+            hint="loaded as a checkpoint, its bytes would not be verified against their digests",
+        )
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +184,7 @@ class NotBytewiseLoadable(CheckpointError):
 class CheckpointChunks:
     """A checkpoint that can be read by image range; see `rfork.storage.base.ImageStorage`.
 
-    `origin` is its `rfork.storage.checkpoints.fingerprint.checkpoint_fingerprint`.
+    `origin` is its `rfork.storage.checkpoint.checkpoint_fingerprint`.
     """
 
     storage_type: StorageType = "checkpoint"

@@ -1,1 +1,0 @@
-"""Hugging Face folders of safetensors files, loaded complete or as chunks of an image."""

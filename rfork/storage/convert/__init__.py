@@ -1,1 +1,0 @@
-"""Conversion between tensor file formats."""

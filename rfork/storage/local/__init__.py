@@ -1,1 +1,0 @@
-"""Local files, read through the page cache or past it, whichever is faster."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from rfork import settings as options
 from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir, cache_dirs
 from rfork.artifacts.key import ArtifactKey, local_key, name_of, parse_name, prefix_of
 from rfork.artifacts.metadata import MAX_FILES, check_groups, check_layout, key_of, read_metadata
-from rfork.artifacts.report import ArtifactReport
 from rfork.artifacts.server import DISABLED_MESSAGE, ENABLE_HINT
 from rfork.artifacts.unpack import Unpacked, unpack
 from rfork.errors import (
@@ -35,6 +34,44 @@ from rfork.receiver.session import CheckLayout
 from rfork.receiver.session import fetch as fetch_image
 from rfork.schema import InstanceReport
 from rfork.settings import ArtifactSettings, InstanceSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactReport:
+    """Result of fetching the caches for one start. Sizes in bytes, times in seconds.
+
+    `model` is the requested name, `key` the id of the compatibility key (GPU, versions), `seconds` the
+    duration of the call. `files` and `bytes` count what was installed; `already_present` files existed
+    before, `kept_existing` files existed with other content, which was kept. `source` is the instance or the
+    URI they came from, or None if nothing was fetched. `reason` is then the cause, else the caches that were
+    skipped.
+    """
+
+    model: str
+    key: str
+    files: int = 0
+    bytes: int = 0
+    already_present: int = 0
+    kept_existing: int = 0
+    seconds: float = 0.0
+    source: str | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, str | int | float | None]:
+        """Return all values, ready for JSON."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """Return the report on one line."""
+        if self.source is None:
+            return f"no artifacts installed after {self.seconds:.2f} s: {self.reason}"
+        also = f", {self.already_present} already present" if self.already_present else ""
+        also += f", {self.kept_existing} existing kept" if self.kept_existing else ""
+        also += f"; {self.reason}" if self.reason else ""
+        return (
+            f"{self.files} artifact files ({self.bytes / 1e6:.1f} MB) from {self.source} in {self.seconds:.2f} s{also}"
+        )
+
 
 log = logger(__name__)
 

@@ -9,10 +9,16 @@ from dataclasses import replace
 
 from rfork import settings as options
 from rfork.artifacts.cache_types import cache_dirs
-from rfork.artifacts.client import FETCH_DEADLINE_S, MIN_TIMEOUT_S, install_image, other_keys, validate_layout
+from rfork.artifacts.client import (
+    FETCH_DEADLINE_S,
+    MIN_TIMEOUT_S,
+    ArtifactReport,
+    install_image,
+    other_keys,
+    validate_layout,
+)
 from rfork.artifacts.key import ArtifactKey, local_key, name_of
 from rfork.artifacts.pack import Packed, pack
-from rfork.artifacts.report import ArtifactReport
 from rfork.artifacts.server import DISABLED_MESSAGE, ENABLE_HINT
 from rfork.errors import (
     DeadlineExceeded,

@@ -15,10 +15,9 @@ from torch import nn
 
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
-from rfork.engines.meta_model import MetaModel
-from rfork.engines.model_name import canonical_model_name
-from rfork.engines.pretrained_config import SAFETENSORS
-from rfork.engines.version_selection import version_of_files
+from rfork.engines.arguments import canonical_model_name
+from rfork.engines.identity import version_of_files
+from rfork.engines.meta_model import SAFETENSORS, MetaModel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback

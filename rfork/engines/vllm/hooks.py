@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
-from rfork.engines.monkeypatch import patch_method
-from rfork.engines.version_selection import version_of_reload
+from rfork.engines.hook_targets import patch_method
+from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
 from rfork.engines.vllm.weight_lifecycle import WeightLifecycle, lifecycle_of
 

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from rfork.engine_command import LOAD_FORMAT
 from rfork.engines.hook_targets import call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
-from rfork.engines.served_model import ServedModel, served_model
+from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
+from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of
 from rfork.errors import EngineMismatch, RforkError, SettingsError
 from rfork.logs import logger
 from rfork.storage.versions.version import checked_version
@@ -46,23 +47,13 @@ Tag = str
 
 
 class WeightUpdateHooks:
-    """Wraps the methods that change a process's weights in place, and tracks the state of each served model."""
+    """Wraps the methods that change a process's weights in place."""
 
     def __init__(self) -> None:
-        self._lost: WeakSet[ServedModel] = WeakSet()
-        """Weights undefined until an update succeeds."""
-        self._in_progress: WeakSet[ServedModel] = WeakSet()
-        """Between `begin` and `end`."""
-        self._failed: WeakSet[ServedModel] = WeakSet()
-        """A step has failed since `begin`."""
-        self._released: WeakSet[ServedModel] = WeakSet()
-        """Memory released."""
-        self._changed: WeakKeyDictionary[ServedModel, str | None] = WeakKeyDictionary()
-        """Models updated since they were last served, with their version if known."""
-        self._step_versions: WeakKeyDictionary[ServedModel, str | None] = WeakKeyDictionary()
-        """Between `begin` and `end`: the version that the steps requested."""
         self._requested: str | None = None
         """Version of the weights in the current request."""
+        self._step_versions: WeakKeyDictionary[WeightLifecycle, str] = WeakKeyDictionary()
+        """Versions that the steps of an update requested."""
 
     def request(self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
         """Wrap an SGLang request to update weights. All ranks of the server receive it."""
@@ -105,58 +96,56 @@ class WeightUpdateHooks:
 
     def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
         """Wrap the start of an update: until `end`, weights are written in any number of steps."""
-        served = served_model(runner.get_model())
-        if served is not None:
-            served.begin_update()
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return begin(runner)
+        lifecycle.abandon_updates()
+        lifecycle.begin_update()
+        self._step_versions.pop(lifecycle, None)
         try:
             begin(runner)
         except BaseException:
-            self._mark_lost(served)
+            lifecycle.fail_update()
             raise
-        if served is not None:
-            self._failed.discard(served)
-            self._in_progress.add(served)
-            self._step_versions[served] = None
 
     def within(self, update: Callable[..., Updated], runner: WeightUpdater, *args: object, **kwargs: object) -> Updated:
         """Wrap one step of an update."""
-        served = served_model(runner.get_model())
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return update(runner, *args, **kwargs)
         try:
             done = update(runner, *args, **kwargs)
         except BaseException:
-            self._mark_lost(served)
+            lifecycle.fail_step()
             raise
         if not done[0]:
-            self._mark_lost(served)
-        elif served is not None and self._requested is not None:
-            self._step_versions[served] = self._requested
+            lifecycle.fail_step()
+        elif self._requested is not None:
+            self._step_versions[lifecycle] = self._requested
         return done
 
     def end(self, end: Callable[..., None], runner: WeightUpdater, **kwargs: object) -> None:
         """Wrap the end of an update. The weights are complete unless a step failed."""
-        served = served_model(runner.get_model())
-        if served is not None:
-            self._in_progress.discard(served)
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return end(runner, **kwargs)
         try:
             end(runner, **kwargs)
         except BaseException:
-            self._mark_lost(served)
+            lifecycle.fail_update()
             raise
-        if served is not None and served not in self._failed:
-            self._updated(served, self._step_versions.pop(served, None))
+        lifecycle.end_update(self._step_versions.pop(lifecycle, None))
 
     def release(self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
         """Wrap a release of memory: stop serving the weights first."""
-        served_models = [served for _, served in _served_models(manager)] if _of_weights(recv_req.tags) else []
-        for served in served_models:
-            served.suspend()
-            self._released.add(served)
+        lifecycles = [lifecycle for _, lifecycle in _lifecycles(manager)] if _of_weights(recv_req.tags) else []
+        for lifecycle in lifecycles:
+            lifecycle.sleep(kept=True)  # `resume` checks whether SGLang has kept a copy
         try:
             return release(manager, recv_req)
         except BaseException:
-            for served in served_models:
-                self._released.discard(served)
-                self._publish(served)
+            for lifecycle in lifecycles:
+                lifecycle.wake()
             raise
 
     def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
@@ -167,15 +156,9 @@ class WeightUpdateHooks:
 
         features = get_exec().features
         kept = features.enable_weights_cpu_backup or not features.enable_memory_saver
-        for role, served in _served_models(manager):
-            if served not in self._released:
-                continue
-            self._released.discard(served)
-            if kept or (role != MAIN_RUNNER and features.enable_draft_weights_cpu_backup):
-                self._publish(served)
-            else:
-                self._lost.add(served)
-                log.info("not seeding until the next weight update: SGLang released the weights without a backup")
+        for role, lifecycle in _lifecycles(manager):
+            if lifecycle.asleep:
+                lifecycle.wake(kept or (role != MAIN_RUNNER and features.enable_draft_weights_cpu_backup))
 
     def _full_update(
         self,
@@ -189,44 +172,22 @@ class WeightUpdateHooks:
 
         `fails_before_writing`: a failed update normally fails before it writes anything.
         """
-        served = served_model(runner.get_model())
-        if served is not None:
-            served.begin_update()
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return update()
+        lifecycle.begin_update()
         try:
             done = update()
         except BaseException:
-            self._mark_lost(served)
+            lifecycle.fail_update()
             raise
-        if served is None:
-            return done
         if done[0]:
-            self._updated(served, version())
+            lifecycle.end_update(version())
         elif fails_before_writing and not done[1].startswith(PARTIAL_UPDATE_PREFIX):
-            self._publish(served)  # the previous weights, if they were served
+            lifecycle.cancel_update()
         else:
-            self._mark_lost(served)
+            lifecycle.fail_update()
         return done
-
-    def _updated(self, served: ServedModel, version: str | None = None) -> None:
-        """Record that all weights of the model were updated, and serve them."""
-        self._lost.discard(served)
-        self._changed[served] = version
-        self._publish(served)
-
-    def _publish(self, served: ServedModel) -> None:
-        """Serve the weights, unless a state that a later call ends prevents it."""
-        if any(served in blockers for blockers in (self._lost, self._in_progress, self._released)):
-            return
-        updated = served in self._changed
-        served.renew(updated=updated, version=self._changed.pop(served, None))
-
-    def _mark_lost(self, served: ServedModel | None) -> None:
-        if served is None:
-            return
-        self._failed.add(served)
-        if served not in self._lost:
-            self._lost.add(served)
-            log.error("not seeding until the next weight update: the last one failed after it had changed weights")
 
 
 def _new_version(recv_req: Any) -> str | None:
@@ -255,10 +216,10 @@ def _of_weights(tags: list[Tag] | None) -> bool:
     return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
 
 
-def _served_models(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, ServedModel]]:
+def _lifecycles(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, WeightLifecycle]]:
     for role, runner in manager._select_runners():
-        if (served := served_model(runner.model)) is not None:
-            yield role, served
+        if (lifecycle := lifecycle_of(runner.model)) is not None:
+            yield role, lifecycle
 
 
 EXIT_TIMEOUT_S = 10.0

@@ -12,8 +12,10 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
+from rfork.engines.served_model import served_model
 from rfork.engines.sglang import identity
 from rfork.engines.sglang.identity import identity_of
+from rfork.engines.weight_lifecycle import attach_lifecycle
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
@@ -44,11 +46,14 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
         try:
             settings = cap_deadline(options.load(InstanceSettings), load_timeout_s)
             own = _without_rfork(self.load_config, model_config)
-            return load_or_fork(
+            module = load_or_fork(
                 SglangEngine(own, model_config, device_config, identity.unsupported_config(model_config)),
                 lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
             )
+            if (served := served_model(module)) is not None:
+                attach_lifecycle(module, served)
+            return module
         except RforkError as error:
             # SGLang reports it as a traceback, in which this line must be easy to find.
             log.error("cannot start the server: no weights", reason=str(error), hint=error.hint)

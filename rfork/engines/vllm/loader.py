@@ -47,7 +47,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         from rfork.engines.vllm.hooks import install
         from rfork.engines.vllm.identity import identity_of
         from rfork.engines.vllm.model_builder import VllmEngine, keep_weights_on_cpu
-        from rfork.engines.vllm.weight_lifecycle import attach_lifecycle
+        from rfork.engines.weight_lifecycle import attach_lifecycle
         from rfork.logs import logger
 
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
@@ -70,7 +70,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             engine.rebuild,
         )
         if (served := served_model(module)) is not None:
-            attach_lifecycle(module, served)
+            attach_lifecycle(module, served, observe_loads=True)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:

@@ -14,6 +14,7 @@ import pytest
 from rfork.engines import launch
 from rfork.engines.served_model import ServedModel
 from rfork.engines.sglang import compat, hooks, identity, launcher
+from rfork.engines.weight_lifecycle import WeightLifecycle
 from rfork.errors import SourceBusy
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -56,7 +57,13 @@ class RecordingServedModel:
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
     """The served model of every model here: a model is its own served model."""
+    lifecycles: dict[int, WeightLifecycle] = {}
+
+    def lifecycle_of(model: ServedModel) -> WeightLifecycle:
+        return lifecycles.setdefault(id(model), WeightLifecycle(model))
+
     monkeypatch.setattr(hooks, "served_model", lambda model: cast(ServedModel, model))
+    monkeypatch.setattr(hooks, "lifecycle_of", lifecycle_of)
     return RecordingServedModel()
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from rfork.artifacts.cache_types import CACHE_TYPE_NAME, CacheType
-from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.triton_groups import is_group, missing_file
 from rfork.errors import SourceCorrupt
 from rfork.image.layout import Layout
@@ -139,11 +138,6 @@ def check_groups(image: Image) -> None:
         folder, _, name = spec.name.rpartition("/")
         if is_group(name) and (missing := missing_file(Path(spec.name), bytes_of(image, spec), siblings[folder])):
             raise SourceCorrupt(f"the Triton group {spec.name!r} lacks {missing!r}")
-
-
-def key_of(metadata: ArtifactMetadata) -> ArtifactKey:
-    """Return the key that an image was built for."""
-    return ArtifactKey.parse(metadata.key)
 
 
 def bytes_of(image: Image, spec: TensorSpec) -> bytes:

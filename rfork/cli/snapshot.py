@@ -177,7 +177,8 @@ def _write_folder(folder: Path, name: str | None, version: str | None, write_ima
 def _write_fleet(
     uri: str, name: str, numbers: Sequence[int], write_image: WriteImage, settings: InstanceSettings
 ) -> list[dict[str, object]]:
-    from rfork.engines.model_ranks import fetch, sources_by_rank
+    from rfork.engines.model_ranks import sources_by_rank
+    from rfork.receiver.session import fetch
     from rfork.storage.snapshots.files import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:

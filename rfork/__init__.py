@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rfork import artifacts
     from rfork._api import fork, seed
-    from rfork.artifacts.report import ArtifactReport
+    from rfork.artifacts.client import ArtifactReport
     from rfork.engines.pretrained import fork_pretrained, fork_report
     from rfork.errors import RforkError
     from rfork.image.capture import capture
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY_EXPORTS = {
-    "ArtifactReport": "rfork.artifacts.report",
+    "ArtifactReport": "rfork.artifacts.client",
     "ArtifactSettings": "rfork.settings",
     "ForkReport": "rfork.receiver.report",
     "InstanceSettings": "rfork.settings",

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.argument_checks import (
+from rfork.engines.arguments import (
     check_callable,
     check_deadline,
     check_model_name,
@@ -19,8 +19,7 @@ from rfork.engines.argument_checks import (
     check_rank,
     check_uri,
 )
-from rfork.engines.replica import replica_of
-from rfork.engines.version_selection import CurrentVersion, choose_version, version_of_files
+from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.layout import Manifest

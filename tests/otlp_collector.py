@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
 
-LONG_FLUSH_PATCH = "import rfork.tracing.span_processor as queue\nqueue.CLOSE_S = 60.0\n"
+LONG_FLUSH_PATCH = "import rfork.tracing.sdk as queue\nqueue.CLOSE_S = 60.0\n"
 """Startup patch of a process that flushes its last spans without a timeout on a busy machine."""
 
 Value = str | bool | int | float | list[str]

@@ -1,8 +1,7 @@
 """JIT caches as images: what an engine has compiled is transferred from running instances to new ones."""
 
-from rfork.artifacts.client import fetch
+from rfork.artifacts.client import ArtifactReport, fetch
 from rfork.artifacts.key import ArtifactKey, local_key
-from rfork.artifacts.report import ArtifactReport
 from rfork.artifacts.server import ArtifactServer, seed
 from rfork.artifacts.storage import load, save
 

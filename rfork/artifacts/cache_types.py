@@ -30,6 +30,11 @@ ALL: Final = "all"
 GROUP_OTHER_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 CACHE_TYPE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
+DISABLED_MESSAGE: Final = "artifacts (JIT caches) are disabled"
+ENABLE_HINT: Final = (
+    "they are programs: set RFORK_ARTIFACTS_KINDS to those that other instances may install on this machine, or to all"
+)
+
 
 @dataclass(frozen=True)
 class CacheType:
@@ -161,6 +166,14 @@ def cache_dirs(settings: ArtifactSettings, *, all_known: bool = False) -> list[C
     everything = ALL in settings.kinds or (all_known and not settings.kinds)
     names = dict.fromkeys((*CACHE_TYPES, *moved) if everything else settings.kinds)
     return [_cache_dir(name, moved.get(name)) for name in names]
+
+
+def required_cache_dirs(settings: ArtifactSettings) -> list[CacheDir]:
+    """Return the cache folders that the settings select. Raises SettingsError if there are none."""
+    selected = cache_dirs(settings)
+    if not selected:
+        raise SettingsError(DISABLED_MESSAGE, hint=ENABLE_HINT)
+    return selected
 
 
 def _cache_dir(name: str, moved: Path | None) -> CacheDir:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from rfork import settings as options
-from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir, cache_dirs
+from rfork.artifacts.cache_types import CACHE_TYPES, DISABLED_MESSAGE, ENABLE_HINT, CacheDir, cache_dirs
 from rfork.artifacts.key import ArtifactKey, local_key, name_of, parse_name, prefix_of
-from rfork.artifacts.metadata import MAX_FILES, check_groups, check_layout, key_of, read_metadata
-from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.server import DISABLED_MESSAGE, ENABLE_HINT
+from rfork.artifacts.metadata import MAX_FILES, check_groups, check_layout, read_metadata
 from rfork.artifacts.unpack import Unpacked, unpack
 from rfork.errors import (
     DeadlineExceeded,
@@ -35,6 +33,44 @@ from rfork.receiver.session import CheckLayout
 from rfork.receiver.session import fetch as fetch_image
 from rfork.schema import InstanceReport
 from rfork.settings import ArtifactSettings, InstanceSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactReport:
+    """Result of fetching the caches for one start. Sizes in bytes, times in seconds.
+
+    `model` is the requested name, `key` the id of the compatibility key (GPU, versions), `seconds` the
+    duration of the call. `files` and `bytes` count what was installed; `already_present` files existed
+    before, `kept_existing` files existed with other content, which was kept. `source` is the instance or the
+    URI they came from, or None if nothing was fetched. `reason` is then the cause, else the caches that were
+    skipped.
+    """
+
+    model: str
+    key: str
+    files: int = 0
+    bytes: int = 0
+    already_present: int = 0
+    kept_existing: int = 0
+    seconds: float = 0.0
+    source: str | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, str | int | float | None]:
+        """Return all values, ready for JSON."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """Return the report on one line."""
+        if self.source is None:
+            return f"no artifacts installed after {self.seconds:.2f} s: {self.reason}"
+        also = f", {self.already_present} already present" if self.already_present else ""
+        also += f", {self.kept_existing} existing kept" if self.kept_existing else ""
+        also += f"; {self.reason}" if self.reason else ""
+        return (
+            f"{self.files} artifact files ({self.bytes / 1e6:.1f} MB) from {self.source} in {self.seconds:.2f} s{also}"
+        )
+
 
 log = logger(__name__)
 
@@ -69,20 +105,57 @@ def fetch(
     if planner is not None:
         chosen = chosen.model_copy(update={"planner": planner})
     artifact_settings = artifacts or options.load(ArtifactSettings)
+
+    def run(key: ArtifactKey, selected: Sequence[CacheDir], began: float) -> ArtifactReport:
+        deadline = began + deadline_s
+        with _connect(_with_timeout(chosen, max(deadline - time.monotonic(), MIN_TIMEOUT_S))) as client:
+            instances = _instances_with(client, model, key, artifact_settings.max_bytes)
+        last_error: RforkError | None = None
+        for instance in instances:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            # A source that has just died is still listed; the next image may serve as well.
+            try:
+                check = validate_layout(artifact_settings, selected)
+                image, _, fork = fetch_image(instance, _with_timeout(chosen, left_s), on_progress, check)
+                sources = ", ".join(f"{short_id(share.source_id)}@{share.host}" for share in fork.sources)
+                report = ArtifactReport(model, key.id, source=sources)
+                return install_image(image, selected, key, artifact_settings, deadline, report)
+            except UserError:
+                raise
+            except RforkError as error:
+                log.info("failed to fetch artifacts", source=short_id(instance.instance_id), reason=str(error))
+                last_error = error
+        raise last_error or NoSource(f"the deadline of {deadline_s:g} s passed before any artifacts were received")
+
+    return report_of("fetch", model, engine, artifact_settings, run)
+
+
+def report_of(
+    action: str,
+    model: str,
+    engine: str | None,
+    settings: ArtifactSettings,
+    run: Callable[[ArtifactKey, Sequence[CacheDir], float], ArtifactReport],
+) -> ArtifactReport:
+    """Return the report of `run`, with the reason if it fails, and the duration. Raises only UserError types.
+
+    `run` receives this machine's key, the selected caches, and the time at which the call began.
+    """
     began = time.monotonic()
-    selected = cache_dirs(artifact_settings)
+    selected = cache_dirs(settings)
     if not selected:
         return ArtifactReport(model, "", reason=f"{DISABLED_MESSAGE}; {ENABLE_HINT}")
     key = local_key(engine)
-    report = ArtifactReport(model, key.id)
     try:
-        report = _fetch(model, key, selected, chosen, artifact_settings, began, deadline_s, on_progress)
+        report = run(key, selected, began)
     except UserError:
         raise
     except RforkError as error:
-        report = replace(report, reason=f"{error.kind}: {error}")
+        report = ArtifactReport(model, key.id, reason=f"{error.kind}: {error}")
     report = replace(report, seconds=round(time.monotonic() - began, 3))
-    log.info("fetch of artifacts finished", report=report.line())
+    log.info(f"{action} of artifacts finished", report=report.line())
     return report
 
 
@@ -102,7 +175,7 @@ def install_image(
     """
     validate_layout(settings, selected)(image.layout)
     metadata = read_metadata(image)
-    if differences := key.differences(key_of(metadata)):
+    if differences := key.differences(ArtifactKey.parse(metadata.key)):
         raise LayoutMismatch(f"these artifacts were built for another machine: {'; '.join(differences)}")
     check_groups(image)
     done, failed = Unpacked(), ""
@@ -135,49 +208,6 @@ def other_keys(names: Iterable[str], key: ArtifactKey) -> str:
     nearest = min(others, key=lambda other: (len(key.differences(other)), other.id))
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     return f"only for another machine{more}: {'; '.join(key.differences(nearest))}"
-
-
-def _fetch(
-    model: str,
-    key: ArtifactKey,
-    selected: Sequence[CacheDir],
-    settings: InstanceSettings,
-    artifact_settings: ArtifactSettings,
-    began: float,
-    deadline_s: float,
-    on_progress: OnProgress | None,
-) -> ArtifactReport:
-    report = ArtifactReport(model, key.id)
-    deadline = began + deadline_s
-    left_s = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
-    with _connect(_with_timeout(settings, left_s)) as planner:
-        instances = _instances_with(planner, model, key, artifact_settings.max_bytes)
-    last_error: RforkError | None = None
-    for instance in instances:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            break
-        # A source that has just died is still listed; the next image may serve as well.
-        try:
-            image, sources = _fetch_image(
-                instance, _with_timeout(settings, left_s), on_progress, validate_layout(artifact_settings, selected)
-            )
-            report = replace(report, source=sources)
-            return install_image(image, selected, key, artifact_settings, deadline, report)
-        except UserError:
-            raise
-        except RforkError as error:
-            log.info("failed to fetch artifacts", source=short_id(instance.instance_id), reason=str(error))
-            last_error = error
-    raise last_error or NoSource(f"the deadline of {deadline_s:g} s passed before any artifacts were received")
-
-
-def _fetch_image(
-    instance: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, check: CheckLayout
-) -> tuple[Image, str]:
-    """Return the image that an instance serves, and the sources it was read from."""
-    image, _, fork = fetch_image(instance, settings, on_progress, check)
-    return image, ", ".join(f"{short_id(share.source_id)}@{share.host}" for share in fork.sources)
 
 
 def _with_timeout(settings: InstanceSettings, left_s: float) -> InstanceSettings:

@@ -1,4 +1,4 @@
-"""Metadata of an image of artifacts, stored in a tensor next to those of its files.
+"""Files of an image of artifacts: their names, which both sides check, and the metadata tensor.
 
 Each file is a uint8 tensor named ``TYPE/relative/path``. The tensor ``rfork.artifacts`` is a JSON document:
 the key, the path of each cache, and for each file whether it is executable and its modification time (which
@@ -14,13 +14,36 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from rfork.artifacts.cache_types import CACHE_TYPE_NAME, CacheType
-from rfork.artifacts.file_names import METADATA_TENSOR, path_problem
-from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.triton_groups import is_group, missing_file
 from rfork.errors import SourceCorrupt
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
 from rfork.schema import StrictCopyModel
+
+MAX_PATH_CHARS: Final = 1024
+MAX_COMPONENT_BYTES: Final = 255
+METADATA_TENSOR: Final = "rfork.artifacts"
+"""Name of the metadata tensor. It cannot be the name of a file, because those contain a slash."""
+
+
+def path_problem(path: str, cache_type: CacheType) -> str | None:
+    """Return why a relative path is not allowed for a file of this cache type, or None.
+
+    Both sides apply the same check: the source skips such a file, the target rejects the complete image.
+    """
+    if not path or len(path) > MAX_PATH_CHARS:
+        return "the path is empty or too long"
+    if not path.isprintable() or "\\" in path:
+        return "the path has characters that no cache uses"
+    for component in path.split("/"):
+        if component in ("", ".", ".."):
+            return "it is not a plain relative path"
+        if len(component.encode()) > MAX_COMPONENT_BYTES:
+            return "a path component is too long"
+        if cache_type.excludes(component):
+            return f"{component!r} is a lock, a log or a temporary file"
+    return None
+
 
 MAX_FILES: Final = 200_000
 """Maximum number of files in an image of artifacts."""
@@ -114,11 +137,6 @@ def check_groups(image: Image) -> None:
         folder, _, name = spec.name.rpartition("/")
         if is_group(name) and (missing := missing_file(Path(spec.name), bytes_of(image, spec), siblings[folder])):
             raise SourceCorrupt(f"the Triton group {spec.name!r} lacks {missing!r}")
-
-
-def key_of(metadata: ArtifactMetadata) -> ArtifactKey:
-    """Return the key that an image was built for."""
-    return ArtifactKey.parse(metadata.key)
 
 
 def bytes_of(image: Image, spec: TensorSpec) -> bytes:

@@ -15,9 +15,8 @@ from typing import Final, NamedTuple
 import torch
 
 from rfork.artifacts.cache_types import CacheDir, CacheType
-from rfork.artifacts.file_names import METADATA_TENSOR, path_problem
 from rfork.artifacts.key import ArtifactKey
-from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata
+from rfork.artifacts.metadata import MAX_FILES, METADATA_TENSOR, ArtifactMetadata, path_problem
 from rfork.artifacts.triton_groups import missing_file, to_portable
 from rfork.image.capture import image_from_tensors, natural_sort_key
 from rfork.image.memory import Image

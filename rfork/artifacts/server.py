@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from rfork import settings as options
-from rfork.artifacts.cache_types import cache_dirs
+from rfork.artifacts.cache_types import cache_dirs, required_cache_dirs
 from rfork.artifacts.key import VERSION, ArtifactKey, local_key, name_of
 from rfork.artifacts.pack import TRANSIENT_REASONS, Packed, found_in, pack
-from rfork.errors import SettingsError, StorageNotFound
+from rfork.errors import StorageNotFound
 from rfork.image.memory import compute_manifest
 from rfork.logs import logger
 from rfork.settings import ArtifactSettings, InstanceSettings
@@ -19,10 +19,6 @@ log = logger(__name__)
 
 Listing = frozenset[tuple[str, int, int]]
 """Name, size in bytes, and modification time of each file."""
-DISABLED_MESSAGE = "artifacts (JIT caches) are disabled"
-ENABLE_HINT = (
-    "they are programs: set RFORK_ARTIFACTS_KINDS to those that other instances may install on this machine, or to all"
-)
 
 
 class ArtifactServer:
@@ -34,9 +30,7 @@ class ArtifactServer:
 
     def __init__(self, model: str, key: ArtifactKey, settings: InstanceSettings, artifacts: ArtifactSettings) -> None:
         """Raises SettingsError if no cache types are selected."""
-        self._cache_dirs = cache_dirs(artifacts)
-        if not self._cache_dirs:
-            raise SettingsError(DISABLED_MESSAGE, hint=ENABLE_HINT)
+        self._cache_dirs = required_cache_dirs(artifacts)
         self.name = name_of(model, key)
         self.packed: Packed | None = None
         self._key = key

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from rfork import settings as options
-from rfork.artifacts.cache_types import cache_dirs
-from rfork.artifacts.client import FETCH_DEADLINE_S, MIN_TIMEOUT_S, install_image, other_keys, validate_layout
+from rfork.artifacts.cache_types import CacheDir, required_cache_dirs
+from rfork.artifacts.client import (
+    FETCH_DEADLINE_S,
+    MIN_TIMEOUT_S,
+    ArtifactReport,
+    install_image,
+    other_keys,
+    report_of,
+    validate_layout,
+)
 from rfork.artifacts.key import ArtifactKey, local_key, name_of
 from rfork.artifacts.pack import Packed, pack
-from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.server import DISABLED_MESSAGE, ENABLE_HINT
 from rfork.errors import (
     DeadlineExceeded,
-    RforkError,
     SettingsError,
     SourceCorrupt,
     StorageCorrupt,
     StorageError,
     StorageNotFound,
-    UserError,
 )
 from rfork.image.capture import image_from_tensors
 from rfork.image.layout import allocate_buffer
@@ -67,9 +70,7 @@ def save(
     and the exceptions of `write_snapshot`.
     """
     artifact_settings = artifacts or options.load(ArtifactSettings)
-    selected = cache_dirs(artifact_settings)
-    if not selected:
-        raise SettingsError(DISABLED_MESSAGE, hint=ENABLE_HINT)
+    selected = required_cache_dirs(artifact_settings)
     key = local_key(engine)
     packed = pack(selected, key, artifact_settings)
     if packed is None:
@@ -104,60 +105,49 @@ def load(
     """
     artifact_settings = artifacts or options.load(ArtifactSettings)
     chosen = storage or options.load(StorageSettings)
-    began = time.monotonic()
-    selected = cache_dirs(artifact_settings)
-    report = ArtifactReport(ANY_MODEL, "")
-    if not selected:
-        return replace(report, reason=f"{DISABLED_MESSAGE}; {ENABLE_HINT}")
-    key = local_key(engine)
-    report = replace(report, key=key.id)
-    named = uri_of(uri, key)
-    deadline = began + deadline_s
-    left = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
-    bounded = chosen.model_copy(update={"timeout_s": min(chosen.timeout_s, left)})
 
-    def read() -> tuple[Image, str]:
-        folder, name = snapshot_location(named)
-        try:
-            files = open_files(folder, name, bounded)
-        except StorageNotFound as missing:
-            others = _other_keys_hint(folder, key, bounded) if not is_file(uri) else ""
-            raise StorageNotFound(f"{missing}; {others}" if others else str(missing)) from None
-        layout = layout_of(files.head)
-        with closing(Snapshot(files, layout, bounded)) as snapshot:
-            validate_layout(artifact_settings, selected)(layout)
-            _, tensors = allocate_buffer(layout)
-            image = image_from_tensors(tensors)
-            snapshot.fill(image, progress=check_deadline)
-            return image, snapshot.uri
+    def run(key: ArtifactKey, selected: Sequence[CacheDir], began: float) -> ArtifactReport:
+        named = uri_of(uri, key)
+        deadline = began + deadline_s
+        left = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
+        bounded = chosen.model_copy(update={"timeout_s": min(chosen.timeout_s, left)})
+        timeout_message = f"the deadline of {deadline_s:g} s passed before the artifacts were read from {named}"
 
-    def check_deadline(count: int) -> None:
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(timeout_message)
-        if progress is not None:
-            progress(count)
+        def read() -> tuple[Image, str]:
+            folder, name = snapshot_location(named)
+            try:
+                files = open_files(folder, name, bounded)
+            except StorageNotFound as missing:
+                others = _other_keys_hint(folder, key, bounded) if not is_file(uri) else ""
+                raise StorageNotFound(f"{missing}; {others}" if others else str(missing)) from None
+            layout = layout_of(files.head)
+            with closing(Snapshot(files, layout, bounded)) as snapshot:
+                validate_layout(artifact_settings, selected)(layout)
+                _, tensors = allocate_buffer(layout)
+                image = image_from_tensors(tensors)
+                snapshot.fill(image, progress=check_deadline)
+                return image, snapshot.uri
 
-    timeout_message = f"the deadline of {deadline_s:g} s passed before the artifacts were read from {named}"
-    try:
+        def check_deadline(count: int) -> None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(timeout_message)
+            if progress is not None:
+                progress(count)
+
         # Storage may hang beyond the deadline: the read is then abandoned with its memory.
         reading = AbandonableCall(named, read, lambda _: None)
         try:
             image, source = reading.result(deadline)
+            report = ArtifactReport(ANY_MODEL, key.id, source=source)
+            return install_image(image, selected, key, artifact_settings, deadline, report)
+        except SourceCorrupt as error:
+            raise StorageCorrupt(f"{named}: {error}") from None
         except StorageError:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(timeout_message) from None
             raise
-        report = install_image(image, selected, key, artifact_settings, deadline, replace(report, source=source))
-    except SourceCorrupt as error:
-        wrong = StorageCorrupt(f"{named}: {error}")
-        report = replace(report, reason=f"{wrong.kind}: {wrong}")
-    except UserError:
-        raise
-    except RforkError as error:
-        report = replace(report, reason=f"{error.kind}: {error}")
-    report = replace(report, seconds=round(time.monotonic() - began, 3))
-    log.info("load of artifacts finished", report=report.line())
-    return report
+
+    return report_of("load", ANY_MODEL, engine, artifact_settings, run)
 
 
 def _other_keys_hint(folder: Location, key: ArtifactKey, settings: StorageSettings) -> str:

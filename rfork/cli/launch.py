@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -19,12 +18,9 @@ from rfork import settings as options
 from rfork.addresses import redacted
 from rfork.cli.console import handle_errors, log_misspelt_variables
 from rfork.engines import flags
-from rfork.engines.launch import engine_environment, rewrite_command, with_plugin_path
-from rfork.engines.supervisor import supervise
-from rfork.errors import RforkError, SettingsError
+from rfork.engines.launch import drain_server, engine_environment, rewrite_command, supervise, with_plugin_path
+from rfork.errors import SettingsError
 from rfork.logs import configure, logger
-from rfork.planner_client.client import PlannerClient
-from rfork.planner_client.drain import drain_replica
 from rfork.planner_client.ownership import owner_secret
 from rfork.settings import InstanceSettings
 
@@ -49,7 +45,7 @@ def launch(
             "starting the engine", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
         )
         with with_plugin_path(engine_environment(started.environment, settings)) as environment:
-            code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
+            code = supervise(started.command, environment, lambda stop: drain_server(settings, stop=stop))
         raise typer.Exit(code)
 
 
@@ -78,17 +74,3 @@ def _settings(environment: Mapping[str, str]) -> InstanceSettings:
     """Return the settings of the server. Raises SettingsError before it starts."""
     overrides = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(excluded=())}
     return options.load(InstanceSettings, **overrides)
-
-
-def _drain(settings: InstanceSettings, replica: str, stop: threading.Event) -> None:
-    if settings.planner is None:
-        return
-    try:
-        log.info("draining before the server exits", replica=replica, timeout_s=settings.drain_timeout_s)
-        with PlannerClient.of(settings) as client:
-            for each in drain_replica(client, replica, wait_s=settings.drain_timeout_s, force=True, stop=stop):
-                log.info("drained", instance_id=each.instance_id, can_exit=each.can_exit, reason=each.reason)
-    except RforkError as error:
-        log.warning("failed to drain the seeds", reason=str(error))
-    except Exception:  # a bug must not stop the engine from exiting on SIGTERM
-        log.exception("failed to drain the seeds")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.engines.model_name import canonical_model_name
+from rfork.engines.arguments import canonical_model_name
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 
@@ -58,7 +58,7 @@ def planner_client(planner: str | None) -> PlannerClient:
 
 def model_name(folder: Path, name: str | None) -> str:
     """Return the name under which forks find the model. Raises SettingsError for an invalid name."""
-    from rfork.engines.argument_checks import check_model_name
+    from rfork.engines.arguments import check_model_name
 
     chosen = canonical_model_name(folder) if name is None else name
     check_model_name(chosen)

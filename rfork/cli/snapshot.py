@@ -160,8 +160,8 @@ def _written_line(result: dict[str, object]) -> str:
 
 
 def _write_folder(folder: Path, name: str | None, version: str | None, write_image: WriteImage) -> dict[str, object]:
+    from rfork.engines.identity import version_of_files
     from rfork.engines.transformers import loaded_model
-    from rfork.engines.version_selection import version_of_files
     from rfork.image.capture import capture
     from rfork.image.memory import compute_manifest
     from rfork.schema import Rank
@@ -177,7 +177,8 @@ def _write_folder(folder: Path, name: str | None, version: str | None, write_ima
 def _write_fleet(
     uri: str, name: str, numbers: Sequence[int], write_image: WriteImage, settings: InstanceSettings
 ) -> list[dict[str, object]]:
-    from rfork.engines.model_ranks import fetch, sources_by_rank
+    from rfork.engines.model_ranks import sources_by_rank
+    from rfork.receiver.session import fetch
     from rfork.storage.snapshots.entry import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:

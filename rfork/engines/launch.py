@@ -1,17 +1,23 @@
-"""Rewrites a command that starts SGLang or vLLM so that the server forks its weights.
+"""Runs an engine's command so that the server forks its weights, and drains it before a SIGTERM reaches it.
 
-Runs before the engine, in rfork's own process (`rfork launch`). No file of the engine is modified.
+Runs in rfork's own process (`rfork launch`), also as process 1 of a container. No file of the engine is
+modified. Only the engine itself is waited for; its orphaned children are not reaped.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import socket
+import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
 from typing import Final
 from uuid import uuid4
 
@@ -27,8 +33,78 @@ from rfork.engine_command import (
     plugin_allowlist,
 )
 from rfork.engines.flags import variable
-from rfork.errors import SettingsError
+from rfork.errors import RforkError, SettingsError
+from rfork.logs import logger
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.drain import drain_replica
 from rfork.settings import InstanceSettings
+from rfork.shutdown import get_interruptible
+
+log = logger(__name__)
+
+FORWARDED: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals forwarded unchanged. SIGTERM is forwarded after the drain."""
+
+Drain = Callable[[threading.Event], None]
+"""Returns when the engine may exit or the event is set. Runs on its own thread and must not raise."""
+
+
+class _Exited(int):
+    """Exit code of the engine."""
+
+
+class _DrainDone:
+    """The drain has finished: the engine may exit."""
+
+
+_Event = signal.Signals | _Exited | _DrainDone
+
+
+def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Drain) -> int:
+    """Run the command until it exits. Returns its exit code, or 128 + n if signal n ended it.
+
+    The first SIGTERM starts `drain` and is forwarded after it; the second is forwarded immediately. Must be
+    called on the main thread. Raises SettingsError if the command cannot be started.
+    """
+    events: SimpleQueue[_Event] = SimpleQueue()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        events.put(signal.Signals(number))
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, *FORWARDED)}
+    stop = threading.Event()
+
+    def drain_and_stop() -> None:
+        drain(stop)
+        events.put(_DrainDone())
+
+    try:
+        # In its own session, so that a terminal's Ctrl-C reaches only this process, which forwards it once.
+        engine = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+        threading.Thread(target=lambda: events.put(_Exited(engine.wait())), name="rfork-engine", daemon=True).start()
+        terminated = 0
+        while True:
+            event = get_interruptible(events)
+            if isinstance(event, _Exited):
+                return int(event) if event >= 0 else 128 - event
+            if isinstance(event, _DrainDone):
+                engine.send_signal(signal.SIGTERM)
+            elif event is not signal.SIGTERM:
+                engine.send_signal(event)
+            elif terminated == 0:
+                terminated = 1
+                threading.Thread(target=drain_and_stop, name="rfork-drain", daemon=True).start()
+            else:
+                stop.set()  # the drain thread will also send SIGTERM, which is harmless
+                engine.send_signal(signal.SIGTERM)
+    except OSError as error:
+        hint = "install the engine in this environment, or pass the program's path"
+        raise SettingsError(f"cannot start {command[0]}: {error.strerror}", hint=hint) from None
+    finally:
+        stop.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 FILES_MODULE: Final = "_files"
 """Module that exists only in a copied rfork (see deploy/docker/files.py); its functions are entry points."""
@@ -130,3 +206,26 @@ def _strip_env_prefix(command: Sequence[str], environment: Mapping[str, str]) ->
                 hint="set the variables in front of `rfork launch`, or as `env NAME=VALUE …` without options",
             )
     return words, variables
+
+
+def drain_server(settings: InstanceSettings, *, remove: bool = False, stop: threading.Event | None = None) -> None:
+    """Drain all seeds of a server and wait until they have no readers, or `stop` is set. Failures are logged.
+
+    `remove`: the seeds are killed afterwards, before they could unregister, so they are unregistered here.
+    """
+    if settings.planner is None or settings.replica is None:
+        return
+    log.info("draining before the server exits", replica=settings.replica, timeout_s=settings.drain_timeout_s)
+    try:
+        with PlannerClient.of(settings) as planner:
+            drained = drain_replica(planner, settings.replica, wait_s=settings.drain_timeout_s, force=True, stop=stop)
+            for each in drained:
+                log.info("drained", instance_id=each.instance_id, can_exit=each.can_exit, reason=each.reason)
+                if remove:
+                    planner.remove(each.instance_id)
+    except RforkError as error:
+        log.warning("failed to drain the seeds", reason=str(error), hint=error.hint)
+    except Exception:  # a bug must not stop the engine from exiting
+        log.exception("failed to drain the seeds")
+    else:
+        log.info("seeds drained", seeds=len(drained), in_use=sum(not each.can_exit for each in drained))

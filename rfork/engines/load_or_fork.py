@@ -19,9 +19,8 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
-from rfork.engines.replica import replica_of
+from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
-from rfork.engines.version_selection import CurrentVersion, choose_version, version_of_files
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,
@@ -276,3 +275,20 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def cap_deadline(settings: InstanceSettings, load_timeout_s: float, hint: str = "") -> InstanceSettings:
+    """Limit a fork's deadline to half of the time that the engine grants for loading.
+
+    If the fork fails at its deadline, the engine's own loader needs the other half.
+    """
+    max_deadline_s = load_timeout_s / 2
+    if settings.deadline_s <= max_deadline_s:
+        return settings
+    log.info(
+        "deadline reduced to half of the engine's timeout for loading",
+        deadline_s=max_deadline_s,
+        requested_s=settings.deadline_s,
+        hint=hint,
+    )
+    return settings.model_copy(update={"deadline_s": max_deadline_s})

@@ -9,7 +9,6 @@ from collections import Counter
 
 from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.session import fetch as fetch
 from rfork.schema import InstanceReport, Rank
 
 

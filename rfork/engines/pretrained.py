@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,9 @@ from torch import nn
 
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
-from rfork.engines.meta_model import MetaModel
-from rfork.engines.model_name import canonical_model_name
-from rfork.engines.pretrained_config import SAFETENSORS
-from rfork.engines.version_selection import version_of_files
+from rfork.engines.arguments import canonical_model_name
+from rfork.engines.identity import version_of_files
+from rfork.engines.meta_model import SAFETENSORS, MetaModel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
@@ -95,14 +94,19 @@ def fork_pretrained(
         model = blueprint.empty()
     except ModelError as error:
         return _load_unforked(blueprint, chosen, error)
-    loader = _TransformersLoader(blueprint)
+    loaded: list[PreTrainedModel] = []
+
+    def load() -> nn.Module:
+        loaded.append(blueprint.loaded())
+        return loaded[-1]
+
     try:
         report = fork_with_fallbacks(
             model,
             model=name or chosen.model or canonical_model_name(source),
             rank=rank,
             snapshot=snapshot,
-            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, loader),
+            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, load),
             files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
@@ -111,7 +115,7 @@ def fork_pretrained(
     except UnsupportedTensor as error:
         del model
         return _load_unforked(blueprint, chosen, error)
-    model = loader.model or model
+    model = loaded[-1] if loaded else model
     _attach_seed(model, report)
     return model
 
@@ -133,26 +137,10 @@ def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: Rfor
     return blueprint.loaded()
 
 
-class _TransformersLoader:
-    """The last fallback: `from_pretrained`, and the model it built."""
-
-    def __init__(self, blueprint: MetaModel) -> None:
-        self.model: PreTrainedModel | None = None
-        self._blueprint = blueprint
-
-    def load(self) -> nn.Module:
-        """Build and load the model."""
-        self.model = self._blueprint.loaded()
-        return self.model
-
-    def check(self) -> None:
-        """Nothing to check: everything that needs no call to the hub was checked before."""
-
-
-def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, loader: _TransformersLoader) -> list[Fallback]:
+def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], nn.Module]) -> list[Fallback]:
     if not blueprint.loadable:
         return []
-    fallbacks = [engine_fallback(loader.load, loader.check)]
+    fallbacks = [engine_fallback(load, lambda: None)]  # what needs no call to the hub was checked before
     if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks

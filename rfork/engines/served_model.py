@@ -6,9 +6,8 @@ and when weights change, are released, or return.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -67,17 +66,6 @@ class ServedModel:
     def serving(self) -> AbstractContextManager[object]:
         """Wrap one step of the engine's own work: readers are throttled while steps become slower."""
         return self.seed.measure_step()
-
-    @contextlib.contextmanager
-    def updating(self, version: str | None = None) -> Iterator[None]:
-        """Wrap an in-place change of the weights: reads stop before it and resume after it.
-
-        `version` names the new weights, if known. If the block raises, the weights are undefined and nothing
-        is served until the next change.
-        """
-        self.begin_update()
-        yield
-        self.renew(updated=True, version=version)
 
     def begin_update(self) -> None:
         """Fence before the weights are overwritten, and count the update whether it succeeds or not."""

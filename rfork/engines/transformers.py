@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.meta_model import MetaModel
-from rfork.engines.pretrained_config import model_errors
+from rfork.engines.meta_model import MetaModel, model_errors
 from rfork.errors import CheckpointError, ModelError
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
 from rfork.settings import StorageSettings

@@ -8,9 +8,26 @@ Does not import torch, and never blocks: spans wait in a bounded queue, and are 
 not accept them.
 """
 
-from rfork.tracing.api import NO_SPAN, NOOP_TRACER, Span, Tracer, Value
-from rfork.tracing.context import TRACEPARENT, TraceContext, current_context, inject, use_context
-from rfork.tracing.tracer import PLANNER, get_tracer
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from rfork import settings as options
+from rfork.errors import MissingExtra
+from rfork.settings import TracingSettings
+from rfork.tracing.api import (
+    NO_SPAN,
+    NOOP_TRACER,
+    TRACEPARENT,
+    Span,
+    TraceContext,
+    Tracer,
+    Value,
+    current_context,
+    inject,
+    use_context,
+)
 
 __all__ = [
     "NOOP_TRACER",
@@ -26,3 +43,22 @@ __all__ = [
     "inject",
     "use_context",
 ]
+
+INSTANCE: Final = "rfork-instance"
+PLANNER: Final = "rfork-planner"
+
+
+@functools.cache
+def get_tracer(service: str = INSTANCE) -> Tracer:
+    """Return the tracer of a service in this process. It is created once and lasts until the process exits.
+
+    Raises SettingsError for unusable settings, and MissingExtra without OpenTelemetry's packages.
+    """
+    settings = options.load(TracingSettings)
+    if settings.endpoint is None:
+        return NOOP_TRACER
+    try:
+        from rfork.tracing.sdk import otlp_tracer
+    except ImportError as error:
+        raise MissingExtra("tracing (RFORK_TRACING_ENDPOINT)", extra="tracing", reason=str(error)) from None
+    return otlp_tracer(settings.endpoint, settings, service)

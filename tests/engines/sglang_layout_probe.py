@@ -19,8 +19,8 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from rfork.engines.hidden_state import HiddenState
+from rfork.engines.sglang.identity import identity_of
 from rfork.engines.sglang.loader import RforkLoader, SglangEngine
-from rfork.engines.sglang.ranks import identity_of
 from rfork.image.capture import capture
 from rfork.image.layout import Layout
 from rfork.settings import InstanceSettings

@@ -11,10 +11,10 @@ PROBE = """
 import json
 from types import SimpleNamespace as Some
 from vllm import __version__
-from rfork.engines.vllm import hook_targets, plugin, unsupported
+from rfork.engines.vllm import compat, identity, plugin
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
-hook_targets.check(__version__)
+compat.check(__version__)
 plugin.register()
 first = loaders["rfork"]
 plugin.register()
@@ -32,10 +32,10 @@ def reason(device="cuda", quantization=None, is_moe=False, method=None, gigabyte
         speculative_config=Some(method=method, draft_model_config=model) if method else None,
         quant_config=None,
     )
-    return unsupported.unsupported_config(config, model)
+    return identity.unsupported_config(config, model)
 
 result = {
-    "incompatible": [mismatch for _, mismatch in hook_targets.find_incompatible(hook_targets.HOOK_TARGETS)],
+    "incompatible": [mismatch for _, mismatch in compat.find_incompatible(compat.HOOK_TARGETS)],
     "same": loaders["rfork"] is first,
     "supported": [
         reason(), reason("cpu"), reason(quantization="fp8"), reason(is_moe=True), reason(method="draft_model"),
@@ -61,7 +61,7 @@ def test_the_installed_vllm_is_compatible() -> None:
     assert result["same"]
     assert [None] * 5 == result["supported"]
     words = {
-        "worker": "worker class", "device": "xpu", "quantised": "packed", "experts": "experts",
+        "worker": "worker class", "device": "xpu", "quantised": "packed", "experts": "expert weights",
         "offload": "offloaded", "eplb": "balancing", "elastic": "elastic", "context": "context parallelism",
         "draft": "eagle",
     }  # fmt: skip

@@ -166,13 +166,14 @@ class EngineProcess:
             case "proof":
                 return {"proof": cast(ToyModel, self._models[value or "target"]).checksum()}
             case "update":
-                with self._instance.updating():
-                    model = cast(ToyModel, self._models["target"])
-                    other = ToyModel(self._options.size)
-                    other.fill(int(value))
-                    other.post_process()
-                    for destination, source in zip(model.layers, other.layers, strict=True):
-                        self._copy(cast(ToyLayer, destination), cast(ToyLayer, source))
+                self._instance.begin_update()
+                model = cast(ToyModel, self._models["target"])
+                other = ToyModel(self._options.size)
+                other.fill(int(value))
+                other.post_process()
+                for destination, source in zip(model.layers, other.layers, strict=True):
+                    self._copy(cast(ToyLayer, destination), cast(ToyLayer, source))
+                self._instance.renew(updated=True)
                 return {}
             case "suspend":
                 self._instance.suspend()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONAL_MODULES = {
     "triton": ["rfork.image.xxh3_triton"],
-    "uvicorn": ["rfork.engines.sglang_bridge.http_servers", "rfork.engines.sglang_bridge.sidecar"],
+    "uvicorn": ["rfork.engines.sglang_bridge.sidecar"],
 }
 """Packages of extras, with the modules that import them when they are imported."""
 OWNERS = (

@@ -16,7 +16,7 @@ from planner.integrations.kubernetes.controller.controller import Controller
 from planner.integrations.planner_api import AsyncPlannerClient
 from planner.integrations.runner import CONTROLLER
 from rfork.settings import InstanceSettings, KubernetesSettings, TracingSettings
-from rfork.tracing import span_processor
+from rfork.tracing import sdk
 from rfork.tracing.sdk import otlp_tracer
 from tests.conftest import StartRfork
 from tests.integration.test_integration_runner import (
@@ -39,7 +39,7 @@ async def test_a_scale_up_is_one_trace_across_controller_and_planner(
     rfork_process: StartRfork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trace begins in the controller and continues in the planner's process."""
-    monkeypatch.setattr(span_processor, "CLOSE_S", 60.0)
+    monkeypatch.setattr(sdk, "CLOSE_S", 60.0)
     with running_collector() as collector:
         environment = {
             "RFORK_TRACING_ENDPOINT": collector.url,

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rfork.engines.sglang_bridge.engine import StockEngine, WeightInfo
-from rfork.engines.sglang_bridge.http_servers import InfoClient
 from rfork.engines.sglang_bridge.identity import STOCK_TRANSPORT
+from rfork.engines.sglang_bridge.sidecar import InfoClient
 from rfork.schema import Lease, Placement, Route
 from rfork.settings import TlsSettings
 from tests.fake_sglang_server import TENSORS

@@ -169,7 +169,7 @@ def _disable_sglang_plugin() -> None:
     def flags(_: None, parser: Any) -> None:
         _extend_path()
         try:
-            from rfork.engines.sglang.flags import add
+            from rfork.engines.sglang.launcher import add
         except Exception:  # if anything is too old, there are no flags
             return
         finally:

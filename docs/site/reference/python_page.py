@@ -32,7 +32,7 @@ MEMBERS = {
         "gb_per_s", "storage_bytes", "resumed_bytes", "to_dict", "line",
     ),
     "rfork.storage.module_io.load.LoadReport": ("gb_per_s",),
-    "rfork.artifacts.report.ArtifactReport": ("to_dict", "line"),
+    "rfork.artifacts.client.ArtifactReport": ("to_dict", "line"),
     "rfork.errors.RforkError": ("kind",),
     "rfork.schema.Rank": ("key",),
 }  # fmt: skip

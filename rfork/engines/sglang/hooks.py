@@ -9,21 +9,218 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rfork.engines.monkeypatch import call_after, call_before
+from rfork.engine_command import LOAD_FORMAT
+from rfork.engines.hook_targets import call_after, call_before
+from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
-from rfork.engines.sglang import hook_targets
-from rfork.engines.sglang.weight_updates import WeightUpdateHooks
-from rfork.errors import EngineMismatch, RforkError
+from rfork.engines.sglang import compat
+from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of
+from rfork.errors import EngineMismatch, RforkError, SettingsError
 from rfork.logs import logger
+from rfork.storage.versions.version import checked_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
 
 log = logger(__name__)
+
+PARTIAL_UPDATE_PREFIX = "Failed to update weights"
+"""Start of SGLang's message for an update from disk that failed after weights were written."""
+
+NO_VERSION = "default"
+"""SGLang's weight version if the user set none."""
+MAIN_RUNNER = "target"
+"""SGLang's name for the runner of the main model, as opposed to its drafts."""
+DUMMY = "dummy"
+"""SGLang's load format that reads no files."""
+
+Updated = tuple[bool, str]
+Tag = str
+
+
+class WeightUpdateHooks:
+    """Wraps the methods that change a process's weights in place."""
+
+    def __init__(self) -> None:
+        self._requested: str | None = None
+        """Version of the weights in the current request."""
+        self._step_versions: WeakKeyDictionary[WeightLifecycle, str] = WeakKeyDictionary()
+        """Versions that the steps of an update requested."""
+
+    def request(self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+        """Wrap an SGLang request to update weights. All ranks of the server receive it."""
+        self._requested = _new_version(recv_req)
+        try:
+            return update(manager, recv_req)
+        finally:
+            self._requested = None
+
+    def _requested_version(self) -> str | None:
+        return self._requested
+
+    def from_disk(
+        self,
+        update: Callable[..., Updated],
+        runner: WeightUpdater,
+        model_path: str,
+        load_format: str,
+        *args: object,
+        **kwargs: object,
+    ) -> Updated:
+        """Wrap an update from files.
+
+        If the caller sets no load format, SGLang passes its own; files are then read as ``auto``.
+        """
+        load_format_used = "auto" if load_format == LOAD_FORMAT else load_format
+        filtered = bool(args) or kwargs.get("weight_name_filter") is not None
+        version: CurrentVersion = self._requested_version
+        if self._requested is None and load_format_used != DUMMY and not filtered:
+            version = version_of_reload(model_path, _revision(runner))
+        return self._full_update(
+            runner, lambda: update(runner, model_path, load_format_used, *args, **kwargs), version=version
+        )
+
+    def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
+        """Wrap an update of all weights by another process of the host. Some may be written if it fails."""
+        return self._full_update(
+            runner, lambda: update(runner, recv_req), version=self._requested_version, fails_before_writing=False
+        )
+
+    def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
+        """Wrap the start of an update: until `end`, weights are written in any number of steps."""
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return begin(runner)
+        lifecycle.abandon_updates()
+        lifecycle.begin_update()
+        self._step_versions.pop(lifecycle, None)
+        try:
+            begin(runner)
+        except BaseException:
+            lifecycle.fail_update()
+            raise
+
+    def within(self, update: Callable[..., Updated], runner: WeightUpdater, *args: object, **kwargs: object) -> Updated:
+        """Wrap one step of an update."""
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return update(runner, *args, **kwargs)
+        try:
+            done = update(runner, *args, **kwargs)
+        except BaseException:
+            lifecycle.fail_step()
+            raise
+        if not done[0]:
+            lifecycle.fail_step()
+        elif self._requested is not None:
+            self._step_versions[lifecycle] = self._requested
+        return done
+
+    def end(self, end: Callable[..., None], runner: WeightUpdater, **kwargs: object) -> None:
+        """Wrap the end of an update. The weights are complete unless a step failed."""
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return end(runner, **kwargs)
+        try:
+            end(runner, **kwargs)
+        except BaseException:
+            lifecycle.fail_update()
+            raise
+        lifecycle.end_update(self._step_versions.pop(lifecycle, None))
+
+    def release(self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+        """Wrap a release of memory: stop serving the weights first."""
+        lifecycles = [lifecycle for _, lifecycle in _lifecycles(manager)] if _of_weights(recv_req.tags) else []
+        for lifecycle in lifecycles:
+            lifecycle.sleep(kept=True)  # `resume` checks whether SGLang has kept a copy
+        try:
+            return release(manager, recv_req)
+        except BaseException:
+            for lifecycle in lifecycles:
+                lifecycle.wake()
+            raise
+
+    def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
+        """Handle the return of released memory. Its content is restored only if SGLang kept a copy."""
+        if not _of_weights(recv_req.tags):
+            return
+        from sglang.srt.runtime_context import get_exec
+
+        features = get_exec().features
+        kept = features.enable_weights_cpu_backup or not features.enable_memory_saver
+        for role, lifecycle in _lifecycles(manager):
+            if lifecycle.asleep:
+                lifecycle.wake(kept or (role != MAIN_RUNNER and features.enable_draft_weights_cpu_backup))
+
+    def _full_update(
+        self,
+        runner: WeightUpdater,
+        update: Callable[[], Updated],
+        *,
+        version: CurrentVersion,
+        fails_before_writing: bool = True,
+    ) -> Updated:
+        """Run one self-contained update, after which the weights have `version`.
+
+        `fails_before_writing`: a failed update normally fails before it writes anything.
+        """
+        lifecycle = lifecycle_of(runner.get_model())
+        if lifecycle is None:
+            return update()
+        lifecycle.begin_update()
+        try:
+            done = update()
+        except BaseException:
+            lifecycle.fail_update()
+            raise
+        if done[0]:
+            lifecycle.end_update(version())
+        elif fails_before_writing and not done[1].startswith(PARTIAL_UPDATE_PREFIX):
+            lifecycle.cancel_update()
+        else:
+            lifecycle.fail_update()
+        return done
+
+
+def _new_version(recv_req: Any) -> str | None:
+    """Return the weight version of a request; None if it has none or an unchanged one."""
+    from sglang.srt.runtime_context import get_serving
+
+    version: str | None = getattr(recv_req, "weight_version", None)
+    if version in (None, NO_VERSION, get_serving().weight_version):
+        return None
+    try:
+        return checked_version(str(version))
+    except SettingsError as error:
+        log.warning("weight_version of the update ignored: it is not a valid version", reason=str(error))
+        return None
+
+
+def _revision(runner: WeightUpdater) -> str | None:
+    """Return the hub revision that SGLang uses, also for a hub id that it was not started with."""
+    revision: str | None = getattr(getattr(runner, "model_config", None), "revision", None)
+    return revision
+
+
+def _of_weights(tags: list[Tag] | None) -> bool:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+
+
+def _lifecycles(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, WeightLifecycle]]:
+    for role, runner in manager._select_runners():
+        if (lifecycle := lifecycle_of(runner.model)) is not None:
+            yield role, lifecycle
+
 
 EXIT_TIMEOUT_S = 10.0
 """Maximum seconds that readers have to finish once the server stops its schedulers. It kills them
@@ -35,28 +232,26 @@ STARTED_ATTR = "rfork_began"
 @cache
 def install() -> None:
     """Install the hooks in this process. Idempotent. Raises EngineMismatch if this SGLang is incompatible."""
-    if incompatible := hook_targets.find_incompatible(hook_targets.SCHEDULING):
-        raise EngineMismatch(
-            hook_targets.format_incompatibility(incompatible), hint="install a tested version of SGLang"
-        )
+    if incompatible := compat.find_incompatible(compat.SCHEDULING):
+        raise EngineMismatch(compat.format_incompatibility(incompatible), hint="install a tested version of SGLang")
     updates = WeightUpdateHooks()
-    for request in hook_targets.REQUESTS:
-        hook_targets.hook(request, updates.request)
+    for request in compat.REQUESTS:
+        compat.hook(request, updates.request)
     for path, wrapper in (
-        (hook_targets.FROM_DISK, updates.from_disk),
-        (hook_targets.FROM_IPC, updates.from_ipc),
-        (hook_targets.FROM_TENSOR, updates.within),
-        (hook_targets.FROM_DISTRIBUTED, updates.within),
-        (hook_targets.BEGIN_UPDATE, updates.begin),
-        (hook_targets.END_UPDATE, updates.end),
-        (hook_targets.RELEASE_MEMORY, updates.release),
-        (hook_targets.RESUME_MEMORY, call_after(updates.resume)),
-        (hook_targets.RUN_BATCH, _run_batch),
-        (hook_targets.PROCESS_RESULT, call_before(_process_result)),
-        (hook_targets.RUN_LOOP, call_before(_on_ready)),
-        (hook_targets.RELEASE_HOST, call_before(_on_exit)),
+        (compat.FROM_DISK, updates.from_disk),
+        (compat.FROM_IPC, updates.from_ipc),
+        (compat.FROM_TENSOR, updates.within),
+        (compat.FROM_DISTRIBUTED, updates.within),
+        (compat.BEGIN_UPDATE, updates.begin),
+        (compat.END_UPDATE, updates.end),
+        (compat.RELEASE_MEMORY, updates.release),
+        (compat.RESUME_MEMORY, call_after(updates.resume)),
+        (compat.RUN_BATCH, _run_batch),
+        (compat.PROCESS_RESULT, call_before(_process_result)),
+        (compat.RUN_LOOP, call_before(_on_ready)),
+        (compat.RELEASE_HOST, call_before(_on_exit)),
     ):
-        hook_targets.hook(path, wrapper)
+        compat.hook(path, wrapper)
 
 
 def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:

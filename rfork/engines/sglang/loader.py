@@ -11,9 +11,11 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.load_or_fork import load_or_fork
-from rfork.engines.sglang import unsupported
-from rfork.engines.sglang.ranks import cap_deadline, identity_of
+from rfork.engines.load_or_fork import cap_deadline, load_or_fork
+from rfork.engines.served_model import served_model
+from rfork.engines.sglang import identity
+from rfork.engines.sglang.identity import identity_of
+from rfork.engines.weight_lifecycle import attach_lifecycle
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
@@ -37,14 +39,21 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
         """Return the model with its weights and make it a seed. Raises the exceptions of `load_or_fork`."""
+        from sglang.srt.model_executor.model_runner_components import load_model_utils
+
+        # The time that the server's ranks wait for one that is loading.
+        load_timeout_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S
         try:
-            settings = cap_deadline(options.load(InstanceSettings))
+            settings = cap_deadline(options.load(InstanceSettings), load_timeout_s)
             own = _without_rfork(self.load_config, model_config)
-            return load_or_fork(
-                SglangEngine(own, model_config, device_config, unsupported.unsupported_config(model_config)),
+            module = load_or_fork(
+                SglangEngine(own, model_config, device_config, identity.unsupported_config(model_config)),
                 lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
             )
+            if (served := served_model(module)) is not None:
+                attach_lifecycle(module, served)
+            return module
         except RforkError as error:
             # SGLang reports it as a traceback, in which this line must be easy to find.
             log.error("cannot start the server: no weights", reason=str(error), hint=error.hint)
@@ -86,7 +95,7 @@ class SglangEngine:
         with own.set_default_torch_dtype(self._model_config.dtype):
             with self._device:
                 model = own._initialize_model(self._model_config, self._config, quantization)
-            if reason := unsupported.unsupported_model(model):
+            if reason := identity.unsupported_model(model):
                 raise ModelError(reason)
             if quantization is not None:
                 initialize_dummy_weights(model)  # quantisation reads the values, so they must be finite

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rfork.engine_command import LOAD_FORMAT
-from rfork.engines.sglang import hook_targets
+from rfork.engines.sglang import compat
 
 if TYPE_CHECKING:
     import argparse
@@ -31,40 +31,40 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    incompatible = hook_targets.find_incompatible(hook_targets.EARLY)
+    incompatible = compat.find_incompatible(compat.EARLY)
     if incompatible:
-        log.error("rfork is disabled: %s", hook_targets.format_incompatibility(incompatible))
-        if not any(hook_target.path == hook_targets.ADD_CLI_ARGS for hook_target, _ in incompatible):
-            HookRegistry.register(hook_targets.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
+        log.error("rfork is disabled: %s", compat.format_incompatibility(incompatible))
+        if not any(hook_target.path == compat.ADD_CLI_ARGS for hook_target, _ in incompatible):
+            HookRegistry.register(compat.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
         return
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
 
     if LOAD_FORMAT not in LOAD_FORMAT_CHOICES:
         add_load_format_choices([LOAD_FORMAT])
-    HookRegistry.register(hook_targets.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
-    HookRegistry.register(hook_targets.FROM_CLI_ARGS, _apply_flags, HookType.BEFORE)
-    HookRegistry.register(hook_targets.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
+    HookRegistry.register(compat.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
+    HookRegistry.register(compat.FROM_CLI_ARGS, _apply_flags, HookType.BEFORE)
+    HookRegistry.register(compat.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
 
 
 def _add_flags(_: None, parser: argparse.ArgumentParser) -> None:
-    from rfork.engines.sglang import flags
+    from rfork.engines.sglang import launcher
 
-    flags.add(parser)
+    launcher.add(parser)
 
 
 def _refuse_flags(_: None, parser: argparse.ArgumentParser) -> None:
-    from rfork.engines.sglang import flags
+    from rfork.engines.sglang import launcher
 
-    flags.add(
+    launcher.add(
         parser,
-        unavailable_reason=hook_targets.format_incompatibility(hook_targets.find_incompatible(hook_targets.EARLY)),
+        unavailable_reason=compat.format_incompatibility(compat.find_incompatible(compat.EARLY)),
     )
 
 
 def _apply_flags(_: type, arguments: argparse.Namespace) -> None:
-    from rfork.engines.sglang import flags
+    from rfork.engines.sglang import launcher
 
-    flags.apply_flags(arguments)
+    launcher.apply_flags(arguments)
 
 
 def _make_loader(config: LoadConfig) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from rfork import weights_version
+from rfork.engines.identity import version_of_files
 from rfork.engines.sglang_bridge.engine import EngineDescription, Version, WeightInfo
-from rfork.engines.version_selection import version_of_files
 from rfork.errors import StorageError
 from rfork.logs import logger
 from rfork.schema import InstanceReport, Placement, Rank

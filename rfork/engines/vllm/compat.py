@@ -1,19 +1,156 @@
-"""Facts that distinguish vLLM models of equal names and shapes, and patterns of non-weight tensors.
+"""vLLM's private names, and what rfork reads from vLLM's configuration.
 
-Nothing here imports vLLM.
+The names are the functions that are hooked or called, the quantisation methods whose kernels can be rebuilt,
+tensors that are no weights, and options that select kernels. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from difflib import get_close_matches
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from rfork import settings as options
+from rfork.engines.arguments import canonical_model_name
+from rfork.engines.hook_targets import HookTarget, find_incompatible, format_incompatibility
+from rfork.errors import EngineMismatch, SettingsError
+from rfork.logs import logger
+from rfork.settings import InstanceSettings
+
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+
+TESTED: Final = ("0.32.0",)
+"""Versions of vLLM tested with forks."""
+
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+LOADERS = "vllm.model_executor.model_loader"
+HOOK_TARGETS: Final = (
+    HookTarget(f"{LOADERS}.register_model_loader", ("load_format",)),
+    HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.__init__", ("load_config",)),
+    HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
+    HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.load_weights", ("model", "model_config")),
+    HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader.get_all_weights", ("model_config", "model")),
+    HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader.download_model", ("model_config",)),
+    HookTarget(f"{LOADERS}.dummy_loader.DummyModelLoader._process_online_quant_layer", ("layer", "info")),
+    HookTarget(f"{LOADERS}.reload.layerwise.get_layerwise_info", ("layer",)),
+    HookTarget(f"{LOADERS}.reload.utils.get_layer_tensors", ("layer",)),
+    HookTarget(f"{LOADERS}.weight_utils.initialize_single_dummy_weight", ("param",)),
+    HookTarget("vllm.model_executor.utils.weights_already_processed"),
+    HookTarget("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    HookTarget("vllm._custom_ops._supports_onednn"),
+    HookTarget("vllm.distributed.parallel_state.get_tp_group"),
+    HookTarget("vllm.distributed.parallel_state.get_pp_group"),
+    HookTarget("vllm.distributed.parallel_state.get_ep_group"),
+    HookTarget(f"{WORKER}.execute_model", ("scheduler_output",)),
+    HookTarget(f"{WORKER}.get_model"),
+    HookTarget(f"{WORKER}.get_draft_model"),
+    HookTarget(f"{WORKER}.sleep", ("level",)),
+    HookTarget(f"{WORKER}.wake_up", ("tags",)),
+    HookTarget(f"{WORKER}.discard", ("tags",)),
+    HookTarget(f"{WORKER}.reset_weights"),
+    HookTarget(f"{WORKER}.reload_weights"),
+    HookTarget(f"{WORKER}.start_weight_update"),
+    HookTarget(f"{WORKER}.start_draft_weight_update"),
+    HookTarget(f"{WORKER}.update_weights", ("update_info",)),
+    HookTarget(f"{WORKER}.finish_weight_update"),
+    HookTarget(f"{WORKER}.shutdown"),
+    HookTarget("vllm.v1.engine.utils.CoreEngineProcManager.__init__", ("vllm_config",)),
+    HookTarget("vllm.v1.engine.utils.CoreEngineProcManager.shutdown", ("timeout",)),
+)
+
+
+def check(version: str, hook_targets: tuple[HookTarget, ...] = HOOK_TARGETS, tested: tuple[str, ...] = TESTED) -> None:
+    """Raise EngineMismatch with one line if a hook target differs from the tested versions.
+
+    `version` is that of the running engine. An untested version is a warning.
+    """
+    if incompatible := find_incompatible(hook_targets):
+        raise EngineMismatch(
+            format_incompatibility("vLLM", version, incompatible, tested),
+            hint="use a tested version, or a newer rfork; other load formats work",
+        )
+    if version.partition("+")[0] not in tested:
+        from rfork.logs import logger  # late import, see `plugin`
+
+        logger(__name__).warning("untested vLLM version", version=version, tested=", ".join(tested))
+
+
+STEP: Final = "process_weights_after_loading"
+REBUILDABLE: Final = frozenset(
+    f"vllm.model_executor.layers.{name}"
+    for name in (
+        "linear.UnquantizedLinearMethod",
+        "vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+        "fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+        "quantization.fp8.Fp8LinearMethod",
+        "quantization.fp8.Fp8MoEMethod",
+        "quantization.kv_cache.BaseKVCacheMethod",
+    )
+)
+"""Classes that define the rebuild step."""
+WITHOUT_STEP: Final = "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase"
+
+
+def can_be_rebuilt(method: object) -> bool:
+    """Return True if the method has no rebuild step, or the class that defines the step is listed."""
+    for base_class in type(method).__mro__:
+        if STEP in vars(base_class):
+            name = f"{base_class.__module__}.{base_class.__qualname__}"
+            return name in REBUILDABLE or name == WITHOUT_STEP
+    return True
+
+
+def model_name(model: str, setting: str | None, draft: bool) -> str:
+    """Return the configured name (`setting`), else the model's own name.
+
+    A draft appends its own name to the configured one, because two servers may have different drafts.
+    """
+    name = canonical_model_name(model)
+    if setting is not None:
+        return f"{setting}/{name}" if draft else setting
+    return name
+
+
+log = logger(__name__)
+
+
+def settings_of(load_config: LoadConfig) -> InstanceSettings:
+    """Return the environment's settings, overridden by those of the load configuration.
+
+    Raises SettingsError with one line.
+    """
+    extra = load_config.model_loader_extra_config or {}
+    if not isinstance(extra, dict):
+        raise SettingsError(
+            "--model-loader-extra-config must be a JSON object of rfork settings",
+            hint="""e.g. '{"planner": "http://planner:8700"}'""",
+        )
+    if unknown := sorted(extra.keys() - InstanceSettings.model_fields.keys()):
+        near = get_close_matches(unknown[0], InstanceSettings.model_fields, 1)
+        raise SettingsError(
+            f"--model-loader-extra-config: unknown rfork setting {', '.join(map(repr, unknown))}",
+            hint=f"did you mean {near[0]!r}?"
+            if near
+            else "the settings are the RFORK_* variables in lower case, without the prefix",
+        )
+    return options.load(InstanceSettings, **extra)
+
+
+def attach_log_handler(level: str) -> None:
+    """Send rfork's log lines to vLLM's handlers, unless rfork's logger is already configured."""
+    own, vllm = logging.getLogger("rfork"), logging.getLogger("vllm")
+    if not own.hasHandlers() and vllm.handlers:
+        own.handlers = list(vllm.handlers)
+        own.setLevel(level.upper())
+        own.propagate = False
+
 
 NON_WEIGHT_PATTERNS: Final = (
     # KV caches, and rotary tables, which each server computes itself and widens or casts while serving.

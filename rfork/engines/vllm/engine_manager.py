@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from rfork.engine_command import LOAD_FORMAT
-from rfork.engines.monkeypatch import patch_method
+from rfork.engines.hook_targets import patch_method
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,7 +75,7 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
     """
     if config.load_config.load_format != LOAD_FORMAT:
         return None
-    from rfork.engines.vllm.options import attach_log_handler, settings_of
+    from rfork.engines.vllm.compat import attach_log_handler, settings_of
     from rfork.planner_client.ownership import owner_secret
 
     settings = settings_of(config.load_config)
@@ -90,27 +90,7 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
 def _stop(method: Method, manager: Manager, timeout: float | None = None) -> None:
     settings: InstanceSettings | None = vars(manager).pop(SETTINGS, None)
     if settings is not None and not manager.finished_processes():
-        drain_server(settings)
+        from rfork.engines.launch import drain_server
+
+        drain_server(settings, remove=True)
     method(manager, timeout)
-
-
-def drain_server(settings: InstanceSettings) -> None:
-    """Drain all seeds of this server and wait until they have no readers. Failures are logged."""
-    from rfork.errors import RforkError
-    from rfork.logs import logger
-    from rfork.planner_client.client import PlannerClient
-    from rfork.planner_client.drain import drain_replica
-
-    log = logger(__name__)
-    if settings.planner is None or settings.replica is None:
-        return
-    try:
-        with PlannerClient.of(settings) as planner:
-            ended = drain_replica(planner, settings.replica, wait_s=settings.drain_timeout_s, force=True)
-            for each in ended:
-                log.info("drained", instance_id=each.instance_id, reason=each.reason)
-                planner.remove(each.instance_id)  # the engines are killed before they could unregister
-    except RforkError as error:
-        log.warning("failed to drain the seeds", reason=str(error))
-    else:
-        log.info("seeds drained", seeds=len(ended), in_use=sum(not each.can_exit for each in ended))

@@ -13,13 +13,16 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
-from rfork.engines.monkeypatch import patch_method
-from rfork.engines.version_selection import version_of_reload
+from rfork.engines.hook_targets import patch_method
+from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
-from rfork.engines.vllm.weight_lifecycle import WeightLifecycle, lifecycle_of
+from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of
 
 LIFECYCLE_ATTRIBUTE: Final = "rfork_main_lifecycle"
 """Attribute of a worker: the WeightLifecycle of its model, set by its first step."""
+
+WORKER_DRAIN_S: Final = 4.0
+"""A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
 
 
 class Worker(Protocol):
@@ -172,7 +175,9 @@ def _finish(method: Method, worker: Worker) -> object:
 
 def _shutdown(method: Method, worker: Worker) -> object:
     for lifecycle in _lifecycles(worker):
-        lifecycle.close()
+        settings = lifecycle.served.seed.settings
+        # A named replica was already drained by `engine_manager`.
+        lifecycle.served.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
     return method(worker)
 
 

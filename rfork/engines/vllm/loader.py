@@ -15,7 +15,7 @@ from vllm import __version__, envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from rfork.engines.vllm import hook_targets
+from rfork.engines.vllm import compat
 from rfork.errors import ForkFailed
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     """vLLM model loader. Raises EngineMismatch for an incompatible vLLM and SettingsError for invalid options."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        from rfork.engines.vllm.options import (  # not needed to register the format
-            attach_log_handler,
-            cap_deadline,
-            settings_of,
-        )
+        from rfork.engines.load_or_fork import cap_deadline
+        from rfork.engines.vllm.compat import attach_log_handler, settings_of
 
         super().__init__(load_config)
-        hook_targets.check(__version__)
-        self.settings: InstanceSettings = cap_deadline(settings_of(load_config), envs.VLLM_ENGINE_READY_TIMEOUT_S)
+        compat.check(__version__)
+        self.settings: InstanceSettings = cap_deadline(
+            settings_of(load_config),
+            envs.VLLM_ENGINE_READY_TIMEOUT_S,
+            "raise VLLM_ENGINE_READY_TIMEOUT_S",
+        )
         attach_log_handler(self.settings.log_level)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
@@ -42,15 +43,15 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         # Imported only in a process that loads: vLLM imports the plug-in in all of its processes.
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
-        from rfork.engines.vllm import unsupported
+        from rfork.engines.vllm import identity
         from rfork.engines.vllm.hooks import install
+        from rfork.engines.vllm.identity import identity_of
         from rfork.engines.vllm.model_builder import VllmEngine, keep_weights_on_cpu
-        from rfork.engines.vllm.ranks import identity_of
-        from rfork.engines.vllm.weight_lifecycle import attach_lifecycle
+        from rfork.engines.weight_lifecycle import attach_lifecycle
         from rfork.logs import logger
 
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
-        if reason := unsupported.unsupported_config(vllm_config, model_config):
+        if reason := identity.unsupported_config(vllm_config, model_config):
             if self.settings.fail_if_not_forked:
                 raise ForkFailed(
                     f"this server cannot be forked: {reason}",
@@ -69,7 +70,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             engine.rebuild,
         )
         if (served := served_model(module)) is not None:
-            attach_lifecycle(module, served)
+            attach_lifecycle(module, served, observe_loads=True)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:

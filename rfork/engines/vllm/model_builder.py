@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.weight_utils import (
 )
 from vllm.model_executor.utils import weights_already_processed
 
-from rfork.engines.vllm import unsupported
+from rfork.engines.vllm import identity
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 
@@ -55,7 +55,7 @@ class VllmEngine:
         """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
         with _gc_frozen():
             module = self._load_with(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
-        if reason := unsupported.unsupported_model(module):
+        if reason := identity.unsupported_model(module):
             raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
 
@@ -76,7 +76,7 @@ class VllmEngine:
     def rebuild(self, module: nn.Module) -> None:
         """Rebuild what kernels derived from the weights, which are now present.
 
-        Uses vLLM's own path for pre-processed weights. It changes no tensor: `unsupported.unsupported_model`
+        Uses vLLM's own path for pre-processed weights. It changes no tensor: `identity.unsupported_model`
         accepts only methods for which that is known.
         """
         if self._model_config.quantization is None and not self._model_config.is_moe:

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir
-from rfork.artifacts.file_names import METADATA_TENSOR
 from rfork.artifacts.key import ArtifactKey
-from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata, read_metadata
+from rfork.artifacts.metadata import MAX_FILES, METADATA_TENSOR, ArtifactMetadata, read_metadata
 from rfork.artifacts.pack import Packed, pack
 from rfork.artifacts.unpack import Unpacked, unpack
 from rfork.image.capture import image_from_tensors

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from rfork.artifacts.cache_types import CACHE_TYPES
-from rfork.artifacts.client import install_image
-from rfork.artifacts.file_names import METADATA_TENSOR
-from rfork.artifacts.metadata import check_layout
-from rfork.artifacts.report import ArtifactReport
+from rfork.artifacts.client import ArtifactReport, install_image
+from rfork.artifacts.metadata import METADATA_TENSOR, check_layout
 from rfork.errors import LayoutMismatch, SourceCorrupt
 from rfork.image.capture import image_from_tensors
 from rfork.image.layout import Layout, TensorSpec

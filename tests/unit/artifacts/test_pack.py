@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rfork.artifacts.cache_types import CACHE_TYPES, cache_dirs
-from rfork.artifacts.file_names import METADATA_TENSOR
-from rfork.artifacts.metadata import MAX_FILES, check_layout
+from rfork.artifacts.metadata import MAX_FILES, METADATA_TENSOR, check_layout
 from rfork.settings import ArtifactSettings, load
 from tests.unit.artifacts.file_trees import cache_dir, pack_tree, read_tree, unpack_tree, write_tree
 

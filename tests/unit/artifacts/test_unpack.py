@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rfork.artifacts.client import _with_timeout, install_image
+from rfork.artifacts.client import ArtifactReport, _with_timeout, install_image
 from rfork.artifacts.metadata import bytes_of, read_metadata
 from rfork.artifacts.pack import pack
-from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.staging_dir import remove_stale
-from rfork.artifacts.unpack import unpack
+from rfork.artifacts.unpack import remove_stale, unpack
 from rfork.errors import DeadlineExceeded
 from rfork.image.capture import image_from_tensors
 from rfork.image.layout import allocate_buffer

@@ -1,10 +1,111 @@
-"""Hook targets that an engine version does not have, and the message about them."""
+"""Functions of an engine: incompatible ones, and methods that are wrapped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from rfork.engines.hook_targets import HookTarget, find_incompatible, format_incompatibility
+from rfork.engines.hook_targets import (
+    HookTarget,
+    call_after,
+    call_before,
+    find_incompatible,
+    format_incompatibility,
+    patch_method,
+)
+from rfork.engines.sglang import compat
+
+
+class Engine:
+    """An engine that records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def step(self, size: int, *, dry: bool = False) -> int:
+        """Return the requested number of tokens."""
+        self.calls.append(f"step {size}{' dry' if dry else ''}")
+        return size
+
+
+@pytest.fixture
+def engine_class() -> type[Engine]:
+    """Return a class that only this test wraps."""
+    return type("Engine", (Engine,), dict(vars(Engine)))
+
+
+def test_a_wrapper_replaces_the_method(engine_class: type[Engine]) -> None:
+    """It receives the method and all arguments, and its return value is returned."""
+
+    def twice(method: Callable[..., int], engine: Engine, size: int, **named: bool) -> int:
+        return 2 * method(engine, size, **named)
+
+    patch_method(engine_class, "step", twice)
+    engine = engine_class()
+    assert 6 == engine.step(3)
+    assert 8 == engine.step(size=4, dry=True)
+    assert ["step 3", "step 4 dry"] == engine.calls
+
+
+def test_a_method_is_wrapped_once(engine_class: type[Engine]) -> None:
+    """A second wrapper is not applied, and the method keeps its name."""
+    for _ in range(2):
+        patch_method(engine_class, "step", call_before(lambda engine, size: engine.calls.append("hook")))
+    engine = engine_class()
+    engine.step(1)
+    assert ["hook", "step 1"] == engine.calls
+    assert "step" == engine_class.step.__name__
+
+
+def test_a_callback_before_the_method_receives_the_arguments(engine_class: type[Engine]) -> None:
+    """If it raises, the method is not called."""
+
+    def refuse(engine: Engine, size: int) -> None:
+        raise ValueError(size)
+
+    patch_method(engine_class, "step", call_before(refuse))
+    engine = engine_class()
+    with pytest.raises(ValueError, match="5"):
+        engine.step(5)
+    assert [] == engine.calls
+
+
+def test_a_callback_after_the_method_receives_the_result(engine_class: type[Engine]) -> None:
+    """The result is its first argument and is returned unchanged."""
+
+    def record_result(result: int, engine: Engine, size: int) -> None:
+        engine.calls.append(f"{result} of {size}")
+
+    patch_method(engine_class, "step", call_after(record_result))
+    engine = engine_class()
+    assert 7 == engine.step(7)
+    assert ["step 7", "7 of 7"] == engine.calls
+
+
+def test_a_method_wrapped_by_another_plug_in_is_wrapped_too(engine_class: type[Engine]) -> None:
+    """Both wrappers are called."""
+    unpatched_step = engine_class.step
+
+    def other(engine: Engine, size: int) -> int:
+        engine.calls.append("other")
+        return unpatched_step(engine, size)
+
+    engine_type: type = engine_class
+    setattr(engine_type, "step", other)  # noqa: B010  # as plug-ins do
+    patch_method(engine_class, "step", call_before(lambda engine, size: engine.calls.append("ours")))
+    engine = engine_class()
+    engine.step(1)
+    assert ["ours", "other", "step 1"] == engine.calls
+
+
+def test_methods_are_wrapped_by_their_paths(engine_class: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class is found by its dotted path, as in the plug-in's hook targets."""
+    monkeypatch.setattr(f"{__name__}.Engine", engine_class)
+    compat.hook(f"{__name__}.Engine.step", call_before(lambda engine, size: engine.calls.append("hook")))
+    engine = engine_class()
+    engine.step(2)
+    assert ["hook", "step 2"] == engine.calls
 
 
 @pytest.mark.parametrize(

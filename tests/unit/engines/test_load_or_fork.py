@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rfork.engines.hidden_state import HiddenState
-from rfork.engines.load_or_fork import ModelIdentity, load_or_fork
+from rfork.engines.load_or_fork import ModelIdentity, cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
 from rfork.errors import AllSourcesFailed, CheckpointError, SettingsError
 from rfork.schema import Rank
@@ -141,3 +141,12 @@ def test_required_kernels_that_cannot_be_rebuilt_are_an_error(toy: Toy, snapshot
     chosen = InstanceSettings(snapshot=snapshot, fail_if_not_forked=True, transports=("http",))
     with pytest.raises(AllSourcesFailed, match="failed to rebuild the engine's kernels: RuntimeError: pre-processed"):
         load_or_fork(toy, lambda: IDENTITY, chosen, broken)
+
+
+def test_the_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
+    """It is at most half of the engine's timeout, and a reduction is logged; a shorter one is kept."""
+    caplog.set_level("INFO", "rfork")
+    assert 300.0 == cap_deadline(InstanceSettings(deadline_s=600), 600).deadline_s
+    assert 1 == len(caplog.messages)
+    assert 200.0 == cap_deadline(InstanceSettings(deadline_s=200), 600).deadline_s
+    assert 1 == len(caplog.messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -25,6 +26,14 @@ def join_renewals(instance: ServedModel) -> None:
     for thread in threading.enumerate():
         if thread.name == "rfork-renew":
             thread.join(30)
+
+
+@contextlib.contextmanager
+def updating(instance: ServedModel, version: str | None = None) -> Iterator[None]:
+    """Change the weights in place inside the block, to `version`."""
+    instance.begin_update()
+    yield
+    instance.renew(updated=True, version=version)
 
 
 def current(module: nn.Module, instance: ServedModel) -> bool:
@@ -63,7 +72,7 @@ def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
 
 def test_an_update_is_served_after_the_block(module: nn.Module, instance: ServedModel) -> None:
     """Nothing is served inside the block; afterwards the new weights and floats are."""
-    with instance.updating():
+    with updating(instance):
         within = instance.seed.manifest
         with torch.no_grad():
             module.get_parameter("weight").fill_(3.0)
@@ -125,7 +134,7 @@ def test_tensors_attached_to_the_model_later_are_ignored(
     module.unread = torch.empty(2, device="meta")
     if suspends:
         instance.suspend()
-    with instance.updating(), torch.no_grad():
+    with updating(instance), torch.no_grad():
         module.get_parameter("weight").fill_(3.0)
     join_renewals(instance)
     served_image, manifest = instance.seed.image, instance.seed.manifest
@@ -174,7 +183,7 @@ def test_a_seed_that_still_serves_after_a_failure_is_closed(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Seed, "fence", broken)
-    with instance.updating():
+    with updating(instance):
         ended = instance.seed._exports.is_shut_down
     assert ended
 
@@ -205,7 +214,7 @@ def of_bytes(module: nn.Module) -> str:
 
 def update(module: nn.Module, instance: ServedModel, value: float, version: str | None = None) -> str | None:
     """Update the weights in place and return the version served afterwards."""
-    with instance.updating(version):
+    with updating(instance, version):
         fill(module, value)
     join_renewals(instance)
     return instance.seed.version
@@ -224,7 +233,7 @@ def test_an_unnamed_update_is_named_by_its_bytes(module: nn.Module, instance: Se
 
 def test_an_update_with_the_same_bytes_keeps_the_version(module: nn.Module, instance: ServedModel) -> None:
     """New servers on the same files can still fork from it."""
-    with instance.updating():
+    with updating(instance):
         pass
     join_renewals(instance)
     assert "files:old" == instance.seed.version
@@ -250,7 +259,7 @@ def test_failed_updates_count(module: nn.Module, instance: ServedModel) -> None:
 @several
 def test_an_update_is_named_by_its_number_at_the_start(module: nn.Module, instance: ServedModel) -> None:
     """An update that begins on other ranks meanwhile has its own number on all ranks."""
-    with instance.updating():
+    with updating(instance):
         instance.count_update()
         fill(module, 3.0)
     join_renewals(instance)

@@ -14,7 +14,6 @@ from safetensors.torch import save
 
 from planner.app import create_app
 from rfork.engines.sglang_bridge.engine import EngineDescription, StockEngine, Version, WeightInfo
-from rfork.engines.sglang_bridge.http_servers import InfoClient
 from rfork.engines.sglang_bridge.identity import (
     STOCK_PREFIX,
     client_report,
@@ -25,6 +24,7 @@ from rfork.engines.sglang_bridge.identity import (
     weights_id,
 )
 from rfork.engines.sglang_bridge.publisher import Publisher
+from rfork.engines.sglang_bridge.sidecar import InfoClient
 from rfork.errors import (
     LeaseRejected,
     RforkError,

@@ -12,8 +12,7 @@ from planner.app import create_app
 from rfork.engines.sglang_bridge import lease_manager
 from rfork.engines.sglang_bridge.engine import EngineDescription, Version, WeightInfo
 from rfork.engines.sglang_bridge.identity import STOCK_PREFIX, seed_report
-from rfork.engines.sglang_bridge.lease_manager import LeaseManager
-from rfork.engines.sglang_bridge.seed_selector import SeedSelector
+from rfork.engines.sglang_bridge.lease_manager import LeaseManager, SeedSelector
 from rfork.errors import (
     LayoutMismatch,
     NoSource,

@@ -11,9 +11,10 @@ from typing import cast
 
 import pytest
 
+from rfork.engines import launch
 from rfork.engines.served_model import ServedModel
-from rfork.engines.sglang import compat, drain_on_sigterm, hooks, ranks, weight_updates
-from rfork.engines.sglang.ranks import identity_of
+from rfork.engines.sglang import compat, hooks, identity, launcher
+from rfork.engines.weight_lifecycle import WeightLifecycle
 from rfork.errors import SourceBusy
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -56,8 +57,13 @@ class RecordingServedModel:
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
     """The served model of every model here: a model is its own served model."""
-    for module in (hooks, weight_updates):
-        monkeypatch.setattr(module, "served_model", lambda model: cast(ServedModel, model))
+    lifecycles: dict[int, WeightLifecycle] = {}
+
+    def lifecycle_of(model: ServedModel) -> WeightLifecycle:
+        return lifecycles.setdefault(id(model), WeightLifecycle(model))
+
+    monkeypatch.setattr(hooks, "served_model", lambda model: cast(ServedModel, model))
+    monkeypatch.setattr(hooks, "lifecycle_of", lifecycle_of)
     return RecordingServedModel()
 
 
@@ -131,7 +137,7 @@ def test_released_memory_is_not_served(
     install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=features))
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
     request = SimpleNamespace(tags=tags)
-    updates = weight_updates.WeightUpdateHooks()
+    updates = hooks.WeightUpdateHooks()
     assert "released" == updates.release(lambda *_: "released", manager, request)
     updates.resume(None, manager, request)
     assert expected == instance.calls
@@ -149,7 +155,7 @@ def test_a_backup_of_drafts_does_not_restore_the_main_model(
     draft = RecordingServedModel()
     runners = [("target", SimpleNamespace(model=instance)), ("draft", SimpleNamespace(model=draft))]
     manager, request = SimpleNamespace(_select_runners=lambda: runners), SimpleNamespace(tags=["weights"])
-    updates = weight_updates.WeightUpdateHooks()
+    updates = hooks.WeightUpdateHooks()
     updates.release(lambda *_: None, manager, request)
     updates.resume(None, manager, request)
     assert ["suspend"] == instance.calls
@@ -167,7 +173,7 @@ def test_weights_are_served_again_if_the_release_fails(
         raise AssertionError("only when the server is idle")
 
     with pytest.raises(AssertionError, match="idle"):
-        weight_updates.WeightUpdateHooks().release(busy, manager, SimpleNamespace(tags=["weights"]))
+        hooks.WeightUpdateHooks().release(busy, manager, SimpleNamespace(tags=["weights"]))
     assert ["suspend", "renew"] == instance.calls
 
 
@@ -208,9 +214,9 @@ def test_ranks_follow_the_engines_own_state(
         "sglang.srt.arg_groups.overrides",
         resolving_view=lambda _: SimpleNamespace(kv_cache_dtype="fp8_e4m3"),
     )
-    monkeypatch.setattr(ranks, "version", lambda _: "0.5.23")
-    monkeypatch.setattr(ranks, "type_name", lambda _: "Model")
-    identity = identity_of(
+    monkeypatch.setattr(identity, "version", lambda _: "0.5.23")
+    monkeypatch.setattr(identity, "type_name", lambda _: "Model")
+    found = identity.identity_of(
         SimpleNamespace(
             model_path="org/draft" if draft else "org/model",
             revision=None,
@@ -223,14 +229,14 @@ def test_ranks_follow_the_engines_own_state(
         SimpleNamespace(device="cpu"),
         settings,
     )
-    assert expected == (identity.model, identity.rank.role)
+    assert expected == (found.model, found.rank.role)
     assert Rank(
-        tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=identity.rank.role
-    ) == identity.rank  # fmt: skip
+        tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=found.rank.role
+    ) == found.rank  # fmt: skip
     assert {
         "engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8",
         f"config {compat.digest({'rope_theta': 1e4})}", "kv_cache_dtype fp8_e4m3",
-    } < set(identity.facts)  # fmt: skip
+    } < set(found.facts)  # fmt: skip
 
 
 def test_readers_may_finish_before_the_schedulers_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,15 +246,13 @@ def test_readers_may_finish_before_the_schedulers_exit(monkeypatch: pytest.Monke
     class ShutdownReq:
         """SGLang's message."""
 
-    def drain(client: object, replica: str, *, wait_s: float, force: bool) -> list[object]:
+    def drain(client: object, replica: str, *, wait_s: float, force: bool, stop: object) -> list[object]:
         drained.append(f"{replica} {wait_s:g} {force}")
         return []
 
     install_fake_module(monkeypatch, "sglang.srt.managers.io_struct", ShutdownReq=ShutdownReq)
-    monkeypatch.setattr(drain_on_sigterm, "drain_replica", drain)
-    one = drain_on_sigterm.SigtermDrain(
-        InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1", drain_timeout_s=30)
-    )
+    monkeypatch.setattr(launch, "drain_replica", drain)
+    one = launcher.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1", drain_timeout_s=30))
     one.before_dispatch(SimpleNamespace(), ShutdownReq())
     one.on_sigterm(None, SimpleNamespace())
     one.on_sigterm(None, SimpleNamespace())
@@ -264,12 +268,12 @@ def test_a_failed_drain_does_not_prevent_the_exit(
     def busy(*_: object, **__: object) -> list[object]:
         raise SourceBusy("still read")
 
-    monkeypatch.setattr(drain_on_sigterm, "drain_replica", busy)
-    one = drain_on_sigterm.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1"))
+    monkeypatch.setattr(launch, "drain_replica", busy)
+    one = launcher.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1"))
     with caplog.at_level(logging.INFO, "rfork"):
         one._drain()
     assert one._drained.is_set()
-    assert 1 == caplog.text.count("failed to drain the seeds, exiting reason=")
+    assert 1 == caplog.text.count("failed to drain the seeds reason=")
 
 
 def install_fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:

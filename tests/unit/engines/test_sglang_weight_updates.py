@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from rfork.engines.served_model import ServedModel
-from rfork.engines.sglang import weight_updates
-from rfork.engines.sglang.weight_updates import WeightUpdateHooks
+from rfork.engines.sglang import hooks
+from rfork.engines.sglang.hooks import WeightUpdateHooks
+from rfork.engines.weight_lifecycle import WeightLifecycle
 from rfork.storage.versions.version import version_of
 
 
@@ -57,8 +58,10 @@ class Runner:
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingInstance:
     """The served model of the runner."""
-    monkeypatch.setattr(weight_updates, "served_model", lambda model: cast(ServedModel, model))
-    return RecordingInstance()
+    served = RecordingInstance()
+    lifecycle = WeightLifecycle(cast(ServedModel, served))
+    monkeypatch.setattr(hooks, "lifecycle_of", lambda model: lifecycle if model is not None else None)
+    return served
 
 
 def update_returning(done: bool, message: str = "") -> Callable[..., tuple[bool, str]]:

@@ -9,13 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from rfork.engines import launch
 from rfork.engines.hook_targets import HookTarget
-from rfork.engines.vllm import compat, engine_manager, hook_targets
-from rfork.engines.vllm.model_name import model_name
-from rfork.engines.vllm.options import cap_deadline, settings_of
-from rfork.engines.vllm.rebuild_support import can_be_rebuilt
+from rfork.engines.vllm import compat, engine_manager
+from rfork.engines.vllm.compat import can_be_rebuilt, model_name, settings_of
 from rfork.errors import EngineMismatch, SettingsError
-from rfork.settings import InstanceSettings
 
 
 @pytest.mark.parametrize(
@@ -42,15 +40,6 @@ def test_command_line_options_are_settings() -> None:
     assert "did you mean 'planner'?" == caught.value.hint
     with pytest.raises(SettingsError, match="RFORK_DRAIN_TIMEOUT_S"):
         settings_of(SimpleNamespace(model_loader_extra_config={"drain_timeout_s": -1}))
-
-
-def test_the_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
-    """It is at most half of vLLM's timeout, and a reduction is logged; a shorter one is kept."""
-    caplog.set_level("INFO", "rfork")
-    assert 300.0 == cap_deadline(InstanceSettings(deadline_s=600), 600).deadline_s
-    assert 1 == len(caplog.messages)
-    assert 200.0 == cap_deadline(InstanceSettings(deadline_s=200), 600).deadline_s
-    assert 1 == len(caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +116,20 @@ def test_kernel_options_are_facts() -> None:
 
 def test_incompatible_hook_targets_are_reported_on_one_line() -> None:
     """The message contains the version, the tested versions, and exactly the incompatible targets."""
-    known = HookTarget("rfork.engines.vllm.model_name.model_name", ("model", "draft"))
+    known = HookTarget("rfork.engines.vllm.compat.model_name", ("model", "draft"))
     wrong = (
         known,
-        HookTarget("rfork.engines.vllm.model_name.model_name", ("path",)),
-        HookTarget("rfork.engines.vllm.model_name.Worker.sleep"),
+        HookTarget("rfork.engines.vllm.compat.model_name", ("path",)),
+        HookTarget("rfork.engines.vllm.compat.Worker.sleep"),
         HookTarget("rfork.no_such_module.Worker"),
     )
-    hook_targets.check("1.2.3", (known,), tested=("1.2.3",))
+    compat.check("1.2.3", (known,), tested=("1.2.3",))
     with pytest.raises(EngineMismatch) as caught:
-        hook_targets.check("9.9.9", wrong, tested=("1.2.3",))
+        compat.check("9.9.9", wrong, tested=("1.2.3",))
     assert (
         "vLLM 9.9.9 is incompatible with this rfork (tested: 1.2.3): "
-        "rfork.engines.vllm.model_name.model_name has no parameter path; rfork.engines.vllm.model_name.Worker.sleep "
-        "does not exist (module 'rfork.engines.vllm.model_name' has no attribute 'Worker'); "
+        "rfork.engines.vllm.compat.model_name has no parameter path; rfork.engines.vllm.compat.Worker.sleep "
+        "does not exist (module 'rfork.engines.vllm.compat' has no attribute 'Worker'); "
         "rfork.no_such_module.Worker does not exist (module 'rfork' has no attribute 'no_such_module')"
     ) == str(caught.value)
 
@@ -167,7 +156,7 @@ def test_a_servers_seeds_are_drained_before_its_engines_exit(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     monkeypatch.setenv("RFORK_REPLICA", "")
     seen: list[str | None] = []
-    monkeypatch.setattr(engine_manager, "drain_server", lambda settings: seen.append(settings.replica))
+    monkeypatch.setattr(launch, "drain_server", lambda settings, remove: seen.append(settings.replica))
     engine_manager.hook_engine_manager()
     engine_manager.hook_engine_manager()
 
@@ -199,7 +188,7 @@ def test_the_drain_survives_an_unreachable_planner() -> None:
         "replica": "mine",
         "drain_timeout_s": 0,
     }
-    engine_manager.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
+    launch.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
 
 
 def method(module: str, *bases: type, step: bool = True, name: str = "Method") -> type:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rfork.engines.vllm import hooks
-from rfork.engines.vllm.weight_lifecycle import WeightLifecycle, attach_lifecycle, lifecycle_of
+from rfork.engines.weight_lifecycle import WeightLifecycle, attach_lifecycle, lifecycle_of
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity
@@ -69,8 +69,8 @@ class Worker:
         self.model_runner = SimpleNamespace()
         self.model, self.draft = Model(), Model()
         self.instances = {"target": FakeInstance(), "draft": FakeInstance()}
-        attach_lifecycle(self.model, self.instances["target"])  # type: ignore[arg-type]
-        attach_lifecycle(self.draft, self.instances["draft"])  # type: ignore[arg-type]
+        attach_lifecycle(self.model, self.instances["target"], observe_loads=True)  # type: ignore[arg-type]
+        attach_lifecycle(self.draft, self.instances["draft"], observe_loads=True)  # type: ignore[arg-type]
         self._weight_update_active = self._weight_update_is_draft = False
         self.fails = False
         self.model_config = SimpleNamespace(model="no such folder", model_weights="", revision=None)
@@ -292,7 +292,7 @@ def test_a_failed_sleep_is_logged(worker: Worker, caplog: pytest.LogCaptureFixtu
     worker.fails = True
     with pytest.raises(OSError, match="more memory"):
         worker.sleep()
-    assert 2 * ["not seeding until the weights wake up: vLLM failed to put them to sleep"] == caplog.messages
+    assert 2 * ["not seeding until the weights wake up: the engine failed to put them to sleep"] == caplog.messages
     worker.fails = False
     worker.wake_up()
     assert 2 * (["suspend", "renew"],) == worker.pop_calls()

@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from planner.integrations.kubernetes.webhook import NodeTopology, admission_app
 from rfork.tracing import NOOP_TRACER, TraceContext, Tracer
-from rfork.tracing.sdk import SdkTracer
-from rfork.tracing.span_processor import MAX_QUEUE, BoundedSpanProcessor
+from rfork.tracing.sdk import MAX_QUEUE, BoundedSpanProcessor, SdkTracer
 from tests.unit.planner.integrations.kubernetes.pod_documents import PLANNER, pod, webhook_settings
 from tests.unit.planner.integrations.kubernetes.test_reviews import BINDING, review
 from tests.unit.tracing.span_recorder import SpanRecorder

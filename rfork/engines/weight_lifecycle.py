@@ -1,4 +1,4 @@
-"""State of one served model in a vLLM worker, which decides when its weights may be served."""
+"""State of one served model in an engine's process, which decides when its weights may be served."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ log = logger(__name__)
 ATTRIBUTE = "rfork_lifecycle"
 """Attribute of the model that refers to its WeightLifecycle."""
 
-WORKER_DRAIN_S = 4.0
-"""A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
-
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class WeightLifecycle:
-    """Tracks changes to the weights. Called on the worker's only thread."""
+    """Tracks changes to the weights. Called on the only thread of the engine's process."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
@@ -34,13 +31,16 @@ class WeightLifecycle:
         """True if the weights have changed since they were last served."""
         self._version: str | None = None
         """Version of the changed weights, if known."""
+        self._failed = False
+        """True if a part of the update has failed."""
         self._broken = False
-        self._asleep = False
+        self.asleep = False
+        """True while the weights' memory is released."""
         self._update_depth = 0
 
     @contextlib.contextmanager
     def updating(self, version: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        """Wrap an in-place change of the weights. Of nested changes, only the outermost counts.
+        """Wrap an in-place change of the weights. After nested changes, weights are served at the outermost end.
 
         `version` returns the version of the new weights after the change. If the block raises, the weights
         are undefined.
@@ -57,20 +57,36 @@ class WeightLifecycle:
         """Stop serving before the weights change. Returns after the last read has ended."""
         self._update_depth += 1
         if self._update_depth == 1:
-            self._call_served(self.served.begin_update)
+            self._failed = False
+        self._call_served(self.served.begin_update)
 
     def end_update(self, version: str | None = None) -> None:
-        """Serve the updated, complete weights, of `version` if known."""
+        """Serve the updated, complete weights, of `version` if known, unless a part of the update has failed."""
         self._update_depth = max(self._update_depth - 1, 0)
-        if self._update_depth == 0:
+        if self._update_depth == 0 and not self._failed:
             self._lost = False
             self._updated, self._version = True, version
             self._publish()
 
     def fail_update(self) -> None:
-        """Record that the weights are undefined."""
+        """End an update that has failed after it had changed weights: they are undefined."""
         self._update_depth = max(self._update_depth - 1, 0)
-        self._lost = True
+        self.fail_step()
+
+    def fail_step(self) -> None:
+        """Record that a part of an update has failed after it had changed weights. The update itself continues."""
+        if not self._lost:
+            log.error("not seeding until the next weight update: the last one failed after it had changed weights")
+        self._lost = self._failed = True
+
+    def cancel_update(self) -> None:
+        """End an update that has changed nothing: serve the previous weights, if they were served."""
+        self._update_depth = max(self._update_depth - 1, 0)
+        self._publish()
+
+    def abandon_updates(self) -> None:
+        """Forget updates that have begun and will never end."""
+        self._update_depth = 0
 
     def mark_lost(self) -> None:
         """Stop serving until a complete update: the weights are about to be overwritten."""
@@ -99,40 +115,39 @@ class WeightLifecycle:
         try:
             yield
         except BaseException:
-            log.warning("not seeding until the weights wake up: vLLM failed to put them to sleep")
+            log.warning("not seeding until the weights wake up: the engine failed to put them to sleep")
             raise
 
     def sleep(self, kept: bool) -> None:
         """Stop serving before the memory is released. `kept`: the content will be restored."""
-        self._asleep = True
+        self.asleep = True
         self._lost = self._lost or not kept
         self._call_served(self.served.suspend)
 
     @contextlib.contextmanager
     def waking(self) -> Iterator[None]:
-        """Wrap the restoration of the memory. If the block raises, the weights stay asleep."""
+        """Wrap the restoration of the memory, with its content. If the block raises, the weights stay asleep."""
         try:
             yield
         except BaseException:
-            log.warning("not seeding: vLLM failed to wake up its weights")
+            log.warning("not seeding: the engine failed to wake up its weights")
             raise
         self.wake()
 
-    def wake(self) -> None:
-        """Serve the weights again: their memory is back."""
-        self._asleep = False
+    def wake(self, kept: bool = True) -> None:
+        """Serve the weights again: their memory is back. Without `kept`, only after the next update."""
+        self.asleep = False
+        if not kept:
+            self._lost = True
+            log.info("not seeding until the next weight update: the engine released the weights without a backup")
         self._publish()
 
-    def close(self) -> None:
-        """Close the served model as the worker exits. A named replica was already drained by `engine_manager`."""
-        settings = self.served.seed.settings
-        self.served.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
-
     def _publish(self) -> None:
-        if self._lost or self._broken or self._asleep or self._update_depth:
+        if self._lost or self._broken or self.asleep or self._update_depth:
             return
-        updated, self._updated = self._updated, False
-        self._call_served(functools.partial(self.served.renew, updated=updated, version=self._version))
+        renew = functools.partial(self.served.renew, updated=self._updated, version=self._version)
+        self._updated, self._version = False, None
+        self._call_served(renew)
 
     def _call_served(self, call: Callable[[], None]) -> None:
         """Call the served model. The engine must proceed whatever happens to its seed."""
@@ -151,15 +166,15 @@ class WeightLifecycle:
             log.exception("failed to close the seed")
 
 
-def attach_lifecycle(module: nn.Module, served: ServedModel) -> WeightLifecycle:
-    """Attach a lifecycle to a model, and from then on detect every call that loads weights into it.
+def attach_lifecycle(module: nn.Module, served: ServedModel, *, observe_loads: bool = False) -> WeightLifecycle:
+    """Attach a lifecycle to a model. `observe_loads`: detect every call of its `load_weights` from then on.
 
     vLLM users make these calls from their own extensions (in reinforcement learning, for example), where no
     worker method is involved.
     """
     lifecycle = WeightLifecycle(served)
     setattr(module, ATTRIBUTE, lifecycle)
-    load: LoadWeights | None = getattr(module, "load_weights", None)
+    load: LoadWeights | None = getattr(module, "load_weights", None) if observe_loads else None
     if load is not None:
         vars(module)["load_weights"] = functools.wraps(load)(functools.partial(_observe_load, lifecycle, load))
     return lifecycle

@@ -1,4 +1,7 @@
-"""Model and rank that an SGLang scheduler loads, from SGLang's own state."""
+"""Model and rank that an SGLang scheduler loads, and the models that cannot be forked.
+
+SGLang loads those itself and they are not seeds.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from rfork.engines.arguments import canonical_model_name
 from rfork.engines.load_or_fork import ModelIdentity
-from rfork.engines.model_name import canonical_model_name
-from rfork.engines.sglang import compat, unsupported
-from rfork.logs import logger
+from rfork.engines.sglang import compat
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 
@@ -19,7 +22,35 @@ if TYPE_CHECKING:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
 
-log = logger(__name__)
+
+def unsupported_config(model_config: ModelConfig) -> str | None:
+    """Return why this model cannot be forked with the resolved server arguments, or None if it can."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_server_args
+
+    view = resolving_view(get_server_args())
+    if reason := compat.unsupported_reason(
+        {name: getattr(view, name) for name in compat.UNSUPPORTED if hasattr(view, name)}
+    ):
+        return reason
+    return unsupported_draft(model_config.is_draft_model, view.speculative_algorithm)
+
+
+def unsupported_draft(is_draft: bool, algorithm: str | None) -> str | None:
+    """Return why a draft model of this algorithm cannot be forked: it shares tensors with the main model."""
+    if is_draft and (algorithm or "").upper() != "STANDALONE":
+        return f"a draft model for {algorithm or 'an unnamed algorithm'} shares tensors with its main model"
+    return None
+
+
+def unsupported_model(module: nn.Module) -> str | None:
+    """Return why a built model cannot be forked: `load_weights` would set more than its tensors."""
+    for submodule in module.modules():
+        for base_class in type(submodule).__mro__:
+            if extra_state := compat.SET_BY_WEIGHTS.get(base_class.__name__):
+                return f"loading the weights of {base_class.__name__} sets more than tensors: {extra_state}"
+    return None
+
 
 PACKAGES = ("sglang",)
 
@@ -46,28 +77,10 @@ def identity_of(
         _facts(model_config, device_config),
         PACKAGES,
         compat.HELPER_ATTRIBUTES,
-        unsupported.SCRATCH,
+        compat.SCRATCH,
         path,
         revision,
     )
-
-
-def cap_deadline(settings: InstanceSettings) -> InstanceSettings:
-    """Limit the fork's deadline to half the time that the server's ranks wait for one that is loading.
-
-    If the fork fails at its deadline, SGLang's own loader needs the other half.
-    """
-    from sglang.srt.model_executor.model_runner_components import load_model_utils
-
-    max_deadline_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S / 2
-    if settings.deadline_s <= max_deadline_s:
-        return settings
-    log.info(
-        "deadline reduced to half of the time that SGLang's ranks wait for each other",
-        deadline_s=max_deadline_s,
-        requested_s=settings.deadline_s,
-    )
-    return settings.model_copy(update={"deadline_s": max_deadline_s})
 
 
 def _rank(*, draft: bool) -> Rank:

@@ -1,4 +1,9 @@
-"""`--rfork-*` flags of SGLang's launcher, passed on to its processes as RFORK_* variables."""
+"""SGLang's launcher process: `--rfork-*` flags, passed on to its processes as RFORK_* variables, and the drain
+on SIGTERM.
+
+On SIGTERM, SGLang first finishes its running requests, then stops its schedulers. In that time the instances
+accept no new readers, and current readers may finish before the schedulers exit.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +11,29 @@ import argparse
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
 from rfork import settings as options
 from rfork.engine_command import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
-from rfork.engines.sglang import hook_targets
+from rfork.engines.hook_targets import call_after, call_before
+from rfork.engines.sglang import compat
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
+
 
 log = logging.getLogger(__name__)
 
 NOT_FLAGS: Final = common.NOT_FLAGS | {"replica"}
 """The launcher names the replica."""
-UNSUPPORTED: Final = {
-    "weight_cache_mode": "off",
-    "cpu_offload_gb": 0,
-    "offload_group_size": -1,
-    "ple_offload_embedding": None,
-    "dwdp_size": 1,
-    "enable_eplb": False,
-    "elastic_ep_backend": None,
-    "enable_elastic_expert_backup": False,
-    "enable_paged_experts": False,
-    "kt_weight_path": None,
-    "startup_weight_load_mode": "serial",
-    "encoder_only": False,
-    "use_ray": False,
-}
-"""Options that move weights or create processes in ways rfork does not support, with the value that disables
-each.
-"""
-Value = str | int | float | bool | None
 
 
 class _UnavailableFlag(argparse.Action):
@@ -87,22 +80,12 @@ def apply_flags(arguments: argparse.Namespace) -> None:
         settings.tls  # noqa: B018  # its files are settings, too
     except SettingsError as error:
         _exit(_rename_to_flag(str(error), flags))
-    if reason := unsupported_reason(vars(arguments)) or _ignored_load_format_reason(str(arguments.model_path)):
+    if reason := compat.unsupported_reason(vars(arguments)) or _ignored_load_format_reason(str(arguments.model_path)):
         _exit(reason)
-    if incompatible := hook_targets.find_incompatible((*hook_targets.LAUNCHING, *hook_targets.SCHEDULING)):
-        _exit(hook_targets.format_incompatibility(incompatible))
+    if incompatible := compat.find_incompatible((*compat.LAUNCHING, *compat.SCHEDULING)):
+        _exit(compat.format_incompatibility(incompatible))
     if settings.planner is not None:
-        from rfork.engines.sglang import drain_on_sigterm
-
-        drain_on_sigterm.install(settings)
-
-
-def unsupported_reason(arguments: Mapping[str, Value]) -> str | None:
-    """Return why a server with these arguments cannot be forked, or None if it can."""
-    for name, off in UNSUPPORTED.items():
-        if (value := arguments.get(name, off)) != off and (value or off):
-            return f"--{name.replace('_', '-')} cannot be used with --load-format {LOAD_FORMAT}"
-    return None
+        install_drain(settings)
 
 
 def _ignored_load_format_reason(model: str) -> str | None:
@@ -134,3 +117,44 @@ def _rename_to_flag(message: str, flags: Mapping[str, str]) -> str:
 def _exit(reason: str) -> NoReturn:
     sys.stderr.write(f"sglang: error: {reason}\n")
     raise SystemExit(2)
+
+
+def install_drain(settings: InstanceSettings) -> None:
+    """Drain the server's seeds on SIGTERM."""
+    drain = SigtermDrain(settings)
+    compat.hook(compat.ON_SIGTERM, call_after(drain.on_sigterm))
+    compat.hook(compat.DISPATCH, call_before(drain.before_dispatch))
+
+
+class SigtermDrain:
+    """Drains the instances of one server through the planner, once and for a limited time."""
+
+    def __init__(self, settings: InstanceSettings) -> None:
+        # Imported only in servers that use rfork.
+        from rfork.engines.launch import drain_server
+        from rfork.planner_client.ownership import owner_secret
+
+        self._settings = settings
+        self._drain_server = drain_server
+        owner_secret(settings)  # read now: the file may be removed before the server exits
+        self._drained = threading.Event()
+        self._until: float | None = None
+
+    def on_sigterm(self, _: None, handler: SignalHandler, *args: object, **kwargs: object) -> None:
+        """Start draining on a thread. Called on the server's event loop, so it must not block."""
+        if self._until is None:
+            self._until = time.monotonic() + self._settings.drain_timeout_s
+            threading.Thread(target=self._drain, name="rfork-drain", daemon=True).start()
+
+    def before_dispatch(self, manager: TokenizerManager, obj: object) -> None:
+        """Wait for the drain before the schedulers are stopped. All requests have finished by then."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        if isinstance(obj, ShutdownReq) and self._until is not None:
+            self._drained.wait(max(self._until - time.monotonic(), 0.0))
+
+    def _drain(self) -> None:
+        try:
+            self._drain_server(self._settings)
+        finally:
+            self._drained.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from fnmatch import fnmatchcase
 from types import ModuleType, SimpleNamespace
@@ -12,10 +11,8 @@ import torch
 from torch import nn
 
 from rfork.engines.hidden_state import HiddenState
-from rfork.engines.sglang import compat, unsupported
-from rfork.engines.sglang.ranks import cap_deadline
+from rfork.engines.sglang import compat, identity
 from rfork.image.capture import capture
-from rfork.settings import InstanceSettings
 
 
 class RadioModel(nn.Module):
@@ -28,8 +25,8 @@ class Vision(RadioModel):
 
 def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
     """They are rejected by class name, wherever the class or a subclass occurs in the model."""
-    assert unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2))) is None
-    reason = unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Vision())))
+    assert identity.unsupported_model(nn.Sequential(nn.Linear(2, 2))) is None
+    reason = identity.unsupported_model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Vision())))
     assert "loading the weights of RadioModel sets more than tensors: whether it embeds videos" == reason
 
 
@@ -46,7 +43,7 @@ def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
 )
 def test_drafts_that_share_tensors_are_rejected(is_draft: bool, algorithm: str | None, is_rejected: bool) -> None:
     """Only a standalone draft is forked: an update of the main model would change the tensors of other drafts."""
-    assert is_rejected == (unsupported.unsupported_draft(is_draft, algorithm) is not None)
+    assert is_rejected == (identity.unsupported_draft(is_draft, algorithm) is not None)
 
 
 def test_scratch_is_excluded_from_images() -> None:
@@ -65,7 +62,7 @@ def test_scratch_is_excluded_from_images() -> None:
     vars(module[0])["quant_method"] = Fp8MoEMethod()
     vars(module[0])["workspace"] = torch.zeros(8)
     HiddenState(module, (), ("sglang",))
-    names = [spec.name for spec in capture(module, exclude=unsupported.SCRATCH).layout.tensors]
+    names = [spec.name for spec in capture(module, exclude=compat.SCRATCH).layout.tensors]
     kept = {name.rpartition(".")[2] for name in names if name.startswith(("0.", "rfork.hidden."))}
     assert {"weight", "bias", "ab_strides1"} == kept
 
@@ -73,7 +70,7 @@ def test_scratch_is_excluded_from_images() -> None:
 def test_weights_are_not_scratch() -> None:
     """Names of weights in models match no pattern."""
     for name in ("model.layers.0.mlp.experts.w13_weight_scale_inv", "lm_head.weight", "a.g_idx", "a.w_kc"):
-        assert not any(fnmatchcase(name, pattern) for pattern in unsupported.SCRATCH)
+        assert not any(fnmatchcase(name, pattern) for pattern in compat.SCRATCH)
 
 
 class Config:
@@ -117,18 +114,3 @@ def test_the_quantisation_method_and_kernel_options_are_compared(monkeypatch: py
         f"quantization_config {compat.digest({'bits': 4})}",
         "fp8_gemm_runner_backend deep_gemm",
     ] == facts
-
-
-def test_a_deadline_beyond_the_wait_of_other_ranks_is_reduced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A fork takes at most half of the time that SGLang's ranks wait for each other, and this is logged."""
-    name = "sglang.srt.model_executor.model_runner_components"
-    module = ModuleType(name)
-    module.__dict__["load_model_utils"] = SimpleNamespace(UNBALANCED_MODEL_LOADING_TIMEOUT_S=480)
-    monkeypatch.setitem(sys.modules, name, module)
-    with caplog.at_level(logging.INFO, "rfork"):
-        assert 100 == cap_deadline(InstanceSettings(deadline_s=100)).deadline_s
-        assert "" == caplog.text
-        assert 240 == cap_deadline(InstanceSettings(deadline_s=600)).deadline_s
-    assert 1 == caplog.text.count("ranks wait for each other deadline_s=240")

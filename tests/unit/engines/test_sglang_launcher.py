@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from rfork.engines.hook_targets import HookTarget
-from rfork.engines.sglang import drain_on_sigterm, flags, hook_targets
+from rfork.engines.sglang import compat, launcher
 from rfork.settings import InstanceSettings
 
 
@@ -19,8 +19,8 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     """A parser like SGLang's. Changes to the environment end with the test."""
     for name in InstanceSettings.model_fields:
         # Set each variable first so that it is restored: the fixture does not know what `apply_flags` sets.
-        monkeypatch.setenv(flags.variable(name), "")
-        monkeypatch.delenv(flags.variable(name))
+        monkeypatch.setenv(launcher.variable(name), "")
+        monkeypatch.delenv(launcher.variable(name))
     common, files, storage = (
         ModuleType(f"sglang.srt.utils.{name}") for name in ("common", "hf_transformers_utils", "runai_utils")
     )
@@ -29,20 +29,20 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     storage.__dict__["is_runai_obj_uri"] = lambda model: model.startswith("s3://")
     for module in (common, files, storage):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [])
-    monkeypatch.setattr(drain_on_sigterm, "install", lambda settings: None)
+    monkeypatch.setattr(compat, "find_incompatible", lambda _: [])
+    monkeypatch.setattr(launcher, "install_drain", lambda settings: None)
     parser = argparse.ArgumentParser()
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--model-path", default="org/model")
     parser.add_argument("--cpu-offload-gb", type=int, default=0)
-    flags.add(parser)
+    launcher.add(parser)
     return parser
 
 
 def parse_flags(parser: argparse.ArgumentParser, *arguments: str) -> argparse.Namespace:
     """Return the arguments that SGLang continues with."""
     namespace = parser.parse_args(arguments)
-    flags.apply_flags(namespace)
+    launcher.apply_flags(namespace)
     return namespace
 
 
@@ -115,21 +115,21 @@ def test_incompatible_hook_targets_end_the_launch(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An incompatible SGLang is rejected before any of its processes starts."""
-    missing_target = HookTarget(hook_targets.RUN_BATCH)
-    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [(missing_target, "does not exist")])
+    missing_target = HookTarget(compat.RUN_BATCH)
+    monkeypatch.setattr(compat, "find_incompatible", lambda _: [(missing_target, "does not exist")])
     monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
     with pytest.raises(SystemExit):
         parse_flags(parser, "--rfork-planner", "http://planner:8700")
     assert (
         "sglang: error: SGLang 9.9 is incompatible with this rfork (tested: 0.5.23): "
-        f"{hook_targets.RUN_BATCH} does not exist\n" == capsys.readouterr().err
+        f"{compat.RUN_BATCH} does not exist\n" == capsys.readouterr().err
     )
 
 
 def test_unavailable_flags_report_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """If rfork is disabled, its flags end the launch; a launch without them is unaffected."""
     parser = argparse.ArgumentParser()
-    flags.add(parser, unavailable_reason="SGLang changed by 100%")
+    launcher.add(parser, unavailable_reason="SGLang changed by 100%")
     assert argparse.Namespace() == parser.parse_args([])
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--rfork-planner", "http://planner:8700"])
@@ -140,7 +140,7 @@ def test_unavailable_flags_report_the_reason(capsys: pytest.CaptureFixture[str])
 def test_help_names_the_variable_of_every_option(parser: argparse.ArgumentParser) -> None:
     """Secrets have no flag."""
     output = " ".join(parser.format_help().split())
-    for name in set(InstanceSettings.model_fields) - flags.NOT_FLAGS:
+    for name in set(InstanceSettings.model_fields) - launcher.NOT_FLAGS:
         assert f"--rfork-{name.replace('_', '-')}" in output
-        assert f"[{flags.variable(name)}]" in output
+        assert f"[{launcher.variable(name)}]" in output
     assert "--rfork-token " not in output

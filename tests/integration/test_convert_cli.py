@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing(rfork_process: StartRfork, source: Path, sma
     assert [] == [path for path in small_disk.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow  # logic: tests/unit/storage/convert/test_convert.py
+@pytest.mark.slow  # logic: tests/unit/storage/test_convert.py
 def test_s3_round_trip(rfork_process: StartRfork, s3: SeaweedServer, source: Path, tmp_path: Path) -> None:
     """To S3 as a stream, from there to a set of files, a snapshot, and back to this disk."""
     environment = s3.environment()

@@ -195,7 +195,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
 
-@pytest.mark.slow  # logic: tests/unit/storage/object_store/test_store.py
+@pytest.mark.slow  # logic: tests/unit/storage/test_object_store.py
 def test_snapshots_in_s3(s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str) -> None:
     """Both formats in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"

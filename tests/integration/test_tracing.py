@@ -68,7 +68,7 @@ def test_one_trace_across_three_processes(rfork_process: StartRfork, tiny_model:
     assert report["trace_id"] in planner.stderr
 
 
-@pytest.mark.slow  # logic: tests/unit/tracing/test_span_processor.py
+@pytest.mark.slow  # logic: tests/unit/tracing/test_sdk.py
 def test_a_hanging_collector_costs_only_spans(rfork_process: StartRfork, tiny_model: Path) -> None:
     """The fork and its process end, and the number of dropped spans is logged."""
     with running_collector(hangs=True) as collector:

@@ -88,14 +88,16 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Dra
             if isinstance(event, _Exited):
                 return int(event) if event >= 0 else 128 - event
             if isinstance(event, _DrainDone):
-                engine.send_signal(signal.SIGTERM)
+                # A server that gets another SIGTERM during its shutdown may exit immediately.
+                if not stop.is_set():
+                    engine.send_signal(signal.SIGTERM)
             elif event is not signal.SIGTERM:
                 engine.send_signal(event)
             elif terminated == 0:
                 terminated = 1
                 threading.Thread(target=drain_and_stop, name="rfork-drain", daemon=True).start()
             else:
-                stop.set()  # the drain thread will also send SIGTERM, which is harmless
+                stop.set()
                 engine.send_signal(signal.SIGTERM)
     except OSError as error:
         hint = "install the engine in this environment, or pass the program's path"

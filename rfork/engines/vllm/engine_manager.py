@@ -33,7 +33,7 @@ Method = Callable[..., None]
 class Manager(Protocol):
     """The part of vLLM's engine process manager that is used here."""
 
-    def finished_processes(self) -> dict[str, int]:
+    def finished_procs(self) -> dict[str, int]:
         """Return the processes that have exited."""
         ...
 
@@ -89,7 +89,7 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
 
 def _stop(method: Method, manager: Manager, timeout: float | None = None) -> None:
     settings: InstanceSettings | None = vars(manager).pop(SETTINGS, None)
-    if settings is not None and not manager.finished_processes():
+    if settings is not None and not manager.finished_procs():
         from rfork.engines.launch import drain_server
 
         drain_server(settings, remove=True)

@@ -141,7 +141,7 @@ class Manager:
         self.stopped: list[float | None] = []
         self.name_of_children = os.environ.get("RFORK_REPLICA")
 
-    def finished_processes(self) -> dict[str, int]:
+    def finished_procs(self) -> dict[str, int]:
         return {}
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -219,7 +219,7 @@ def test_rejected_pods_start_with_an_event(
     assert 3 == len(seen.pods())
 
 
-OK_SERVER_COMMAND: Final = [sys.executable, str(Path(__file__).with_name("answers.py"))]
+OK_SERVER_COMMAND: Final = [sys.executable, str(Path(__file__).with_name("ok_server.py"))]
 """A server that is no engine and returns 200 for every request."""
 UNUSED_RULES: Final[dict[Component, set[tuple[str, str, str]]]] = {
     "controller": {

@@ -281,8 +281,8 @@ class Image:
     def digest(self, chunk: int) -> bytes:
         """Return the 16-byte digest of chunk `chunk`, computed on its device: on CUDA on its own stream.
 
-        If the bytes of a chunk are on several devices, they are copied to the first one that is not the CPU,
-        so never from a GPU to the host.
+        If the bytes of a chunk are on several devices, they are copied to the first one that is not the CPU.
+        Without a kernel for that device, the host hashes a copy: see `rfork.image.digest`.
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:

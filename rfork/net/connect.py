@@ -91,7 +91,11 @@ def open_connection(origin: HttpOrigin, context: ssl.SSLContext | None, timeout_
     failed: OSError | None = None
     addresses = _addresses(origin, timeout_s)
     for position, (family, socket_type, protocol, _, address) in enumerate(addresses):
-        connecting = socket.socket(family, socket_type, protocol)
+        try:
+            connecting = socket.socket(family, socket_type, protocol)
+        except OSError as error:  # for example an IPv6 address without IPv6 in the kernel
+            failed = error
+            continue
         try:
             share_s = (deadline - time.monotonic()) / (len(addresses) - position)
             connecting.settimeout(max(share_s, 0.001))

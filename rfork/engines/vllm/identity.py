@@ -142,7 +142,7 @@ def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> 
 
 
 def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, ...]:
-    """Return the facts besides shapes that define the meaning of a model's bytes; see `rfork.image.compat_tags`."""
+    """Return the facts besides shapes that define the meaning of a model's bytes; see `rfork.image.layout`."""
     parallel = vllm_config.parallel_config
     facts = [
         f"engine vllm {__version__.partition('+')[0]}",

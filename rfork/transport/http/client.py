@@ -88,6 +88,8 @@ class HttpReader:
         self._lock = threading.Lock()
         self._scope = CancelScope()
         self._pool = HttpConnectionPool(tls_context)
+        self.answered = False
+        """True once the server has begun to send bytes of the image: until then, its packets may be lost."""
 
     def open(self, deadline: float) -> None:
         """Open the first connection, to detect an unreachable server early. Raises as `read`."""
@@ -150,6 +152,7 @@ class HttpReader:
                 if response.head.status != 206:
                     raise self._refusal(response)
                 self._check(response.head, first, first + count)
+                self.answered = True
                 response.fill(cursor, count)
         except Cancelled:
             raise self._closed_error() from None

@@ -24,6 +24,10 @@ from typing import Final, NoReturn
 
 import torch
 
+# Forks import these when they first need them, and the growth of memory would be reported as a leak.
+import rfork.storage.checkpoint
+import rfork.storage.local
+import rfork.storage.snapshots.snapshot  # noqa: F401
 from benchmarks.chaos import node
 from benchmarks.chaos.messages import SPAWN_ADAPTER, SpawnRequest
 from benchmarks.fanout.node import connect

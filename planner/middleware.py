@@ -83,7 +83,7 @@ class RequestLog:
         bound = structlog.contextvars.bind_contextvars(request_id=request_id)
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception:
+        except Exception:  # answered and logged with its traceback by `http_errors`, outside this middleware
             status = 500
             raise
         finally:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 from planner.clock import Clock
@@ -299,10 +300,12 @@ class PlanService:
         if batch not in self._plans:
             self._plans[batch] = loop.create_future()
         plans_of_batch = self._plans[batch]
-        if batch.is_scaleup:
-            # Published only now: the last expected replica must be part of the batch.
-            await self._publish_arrival(context, batch)
-        self._plan_due_batches()
+        try:
+            if batch.is_scaleup:
+                # Published only now: the last expected replica must be part of the batch.
+                await self._publish_arrival(context, batch)
+        finally:  # also if the caller disconnects meanwhile: the batch needs its timer
+            self._plan_due_batches()
         # Shielded: a caller that disconnects must not cancel the others' plan.
         return _plan_for(context, await asyncio.shield(plans_of_batch))
 
@@ -317,7 +320,6 @@ class PlanService:
         except StoreUnavailable:
             if batch.requests.get(name) is context:
                 del batch.requests[name]
-            self._plan_due_batches()
             raise
         if not context.known:
             self._log_new(context.request.instance)
@@ -538,7 +540,16 @@ class PlanService:
 
     def scaleups(self) -> list[ScaleUpInfo]:
         """Return all scale-ups in progress, ordered by id."""
-        return [self._scaleup_info(tracked) for tracked in self.state.scaleups.live(self.now())]
+        now, forecast = self.now(), cache(self.state.forecast)  # a forecast visits all instances of its model
+        return [
+            scaleup_info(
+                tracked.record,
+                tracked.arrived_since,
+                now,
+                forecast(tracked.record.scaleup.model, tracked.record.scaleup.version),
+            )
+            for tracked in self.state.scaleups.live(now)
+        ]
 
     def _scaleup_info(self, tracked: ExpectedReplicas) -> ScaleUpInfo:
         scaleup = tracked.record.scaleup

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import httpx
 
@@ -13,6 +16,9 @@ from rfork.errors import NetworkError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo, ScaleUp, ScaleUpInfo
 from rfork.settings import InstanceSettings
+
+MAX_CALLS: Final = 16
+"""Maximum concurrent calls to the planner; more wait, within their timeout."""
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -51,8 +57,9 @@ class PlannerApi(Protocol):
 
 
 class AsyncPlannerClient:
-    """Implements `PlannerApi`: runs each call of a `PlannerClient` on a thread of the event loop's executor.
+    """Implements `PlannerApi`: runs each call of a `PlannerClient` on a thread of its own pool.
 
+    Not on the event loop's pool, which resolves names: a planner that does not respond would delay other servers.
     A cancelled call ends on its thread by its deadline, or when the client is closed. The constructor raises
     SettingsError as `PlannerClient.of`. `transport` replaces the network in tests.
     """
@@ -60,6 +67,8 @@ class AsyncPlannerClient:
     def __init__(self, settings: InstanceSettings, transport: httpx.BaseTransport | None = None) -> None:
         self._client = PlannerClient.of(settings, transport=transport)
         self._timeout_s = settings.planner_timeout_s
+        self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rfork-planner-api")
+        self._closed = False
 
     async def instances(self, *, model: str | None = None) -> tuple[InstanceInfo, ...]:
         """See `PlannerApi`."""
@@ -93,12 +102,17 @@ class AsyncPlannerClient:
 
     async def close(self) -> None:
         """Close all connections. Later calls raise PlannerUnavailable."""
+        self._closed = True
         self._client.close()
+        self._threads.shutdown(wait=False)
 
     async def _run(self, request: str, call: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:
+        if self._closed:
+            raise PlannerUnavailable(f"{request}: the client of planner {self._client.url} is closed")
+        call_in_context = partial(copy_context().run, call, *arguments, **options)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await asyncio.to_thread(call, *arguments, **options)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call_in_context)
         except TimeoutError:
             reason = f"no response within {self._timeout_s:g} s"
             raise PlannerUnavailable(f"{request}: planner {self._client.url} is unreachable: {reason}") from None

@@ -109,7 +109,7 @@ class RedisStore:
     def __init__(
         self, url: str, clock: Clock, *, max_finished_forks: int, timeout_s: float, prefix: str = "rfork"
     ) -> None:
-        """Does not connect yet. Raises SettingsError for an invalid URL, MissingExtra without `redis`."""
+        """Does not connect yet. Raises SettingsError for an invalid URL."""
         self._client = RedisClient(url, timeout_s=timeout_s, max_finished_forks=max_finished_forks, prefix=prefix)
         self._replica = Replica(
             clock, max_finished_forks=max_finished_forks, max_staleness_s=TIMEOUT_FACTOR * self._client.block_s

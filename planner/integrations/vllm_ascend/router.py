@@ -1,4 +1,4 @@
-"""vLLM-Ascend's RFork planner protocol (`--load-format rfork` there), on the planner's own registry.
+"""vLLM-Ascend's RFork planner protocol (`--load-format rfork` there), on the planner's own service.
 
 All data is in headers of requests and responses; bodies are empty. Only `SEED_KEY` is matched: the client
 puts model, deployment, topology and its ranks into it, so `SEED_RANK` only distinguishes seeds of one
@@ -70,9 +70,9 @@ LEASE_RESPONSES: Final[Responses] = {
 }
 
 
-def ascend_router(registry: PlanService) -> APIRouter:
-    """Return the router with the five routes of the protocol, over the seeds and leases of `registry`."""
-    lease_service = AscendLeaseService(registry)
+def ascend_router(service: PlanService) -> APIRouter:
+    """Return the router with the five routes of the protocol, over the seeds and leases of `service`."""
+    lease_service = AscendLeaseService(service)
     router = APIRouter(
         tags=["vllm-ascend"],
         route_class=HeaderRoute,

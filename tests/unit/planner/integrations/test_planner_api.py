@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,6 +26,7 @@ URL = "http://planner:8700"
 SCALEUP = ScaleUp(scaleup_id="up", model="m", replicas=3)
 EMPTY: dict[str, object] = {"items": [], "next": None}
 ResponseHandler = Callable[[httpx.Request], httpx.Response]
+MakeClient = Callable[..., AsyncPlannerClient]
 
 
 def settings(**changes: object) -> InstanceSettings:
@@ -30,9 +34,18 @@ def settings(**changes: object) -> InstanceSettings:
     return InstanceSettings.model_validate({"planner": URL, "token": "rule", **changes})
 
 
-def client_with_handler(handler: ResponseHandler, **changes: object) -> AsyncPlannerClient:
-    """Return a client whose requests are handled by `handler`."""
-    return AsyncPlannerClient(settings(**changes), httpx.MockTransport(handler))
+@pytest.fixture
+async def client_with_handler() -> AsyncIterator[MakeClient]:
+    """A function that returns a client with this handler of requests and these settings; closed after the test."""
+    clients: list[AsyncPlannerClient] = []
+
+    def make(handler: ResponseHandler, **changes: object) -> AsyncPlannerClient:
+        clients.append(AsyncPlannerClient(settings(**changes), httpx.MockTransport(handler)))
+        return clients[-1]
+
+    yield make
+    for each in clients:
+        await each.close()
 
 
 @pytest.fixture
@@ -74,7 +87,7 @@ async def test_every_call_reaches_the_planner(planner_api: PlannerApi, monkeypat
     assert ["b", "t"] == left
 
 
-async def test_names_are_quoted() -> None:
+async def test_names_are_quoted(client_with_handler: MakeClient) -> None:
     """Any id is one part of a path."""
     paths: list[bytes] = []
 
@@ -124,14 +137,16 @@ UNAVAILABLE_CASES: list[tuple[ResponseHandler, str]] = [
 
 
 @pytest.mark.parametrize(("handler", "expected"), UNAVAILABLE_CASES)
-async def test_an_unavailable_planner_is_reported_in_one_line(handler: ResponseHandler, expected: str) -> None:
+async def test_an_unavailable_planner_is_reported_in_one_line(
+    client_with_handler: MakeClient, handler: ResponseHandler, expected: str
+) -> None:
     """It names the request and the cause."""
     with pytest.raises(PlannerUnavailable) as unavailable:
         await client_with_handler(handler).instances()
     assert f"GET /v1/instances: {expected}" == str(unavailable.value)
 
 
-async def test_the_timeout_covers_all_pages_of_a_call() -> None:
+async def test_the_timeout_covers_all_pages_of_a_call(client_with_handler: MakeClient) -> None:
     """It applies to the call, not to each page."""
     request_count = 0
 
@@ -144,11 +159,33 @@ async def test_the_timeout_covers_all_pages_of_a_call() -> None:
         await client_with_handler(handler, planner_timeout_s=0.05).forks()
 
 
-async def test_a_closed_client_is_unavailable() -> None:
+async def test_a_planner_that_does_not_respond_delays_no_other_thread_of_the_loop(
+    client_with_handler: MakeClient,
+) -> None:
+    """The event loop's own pool resolves the names of engines and of the API server."""
+    released = threading.Event()
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        released.wait(10)
+        return httpx.Response(200, json=EMPTY)
+
+    planner_api = client_with_handler(handler, planner_timeout_s=10)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    call = asyncio.create_task(planner_api.instances())
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.to_thread(int)
+    finally:
+        released.set()
+    assert () == await call
+
+
+async def test_a_closed_client_is_unavailable(client_with_handler: MakeClient) -> None:
     """It raises no other error."""
     planner_api = client_with_handler(lambda _: httpx.Response(200, json=EMPTY))
     await planner_api.close()
-    with pytest.raises(PlannerUnavailable, match="the client has been closed"):
+    with pytest.raises(PlannerUnavailable, match=f"GET /v1/instances: the client of planner {URL} is closed"):
         await planner_api.instances()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from planner import plan_service
 from planner.core.problems import ProblemError
+from planner.core.scaleups import ScaleUpForecast
 from planner.plan_service import PlanService
 from rfork.schema import ExitCheck, Rank, ScaleUpInfo
 from tests.unit.planner.builders import CHUNKS, FakeTime, accuse, report, seed_report
@@ -108,6 +109,26 @@ async def test_the_forecast_counts_the_seeds_of_the_rarest_rank(
         reason=reason,
     )
     assert expected == await service.announce(scaleup(3))
+
+
+async def test_a_list_makes_one_forecast_for_each_model_and_version(
+    service: PlanService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forecast visits all instances of a model, which may have many scale-ups."""
+    for name in ("a", "b", "c"):
+        await service.announce(scaleup(1, name))
+    await service.announce(scaleup(1, "other", model="other"))
+    models: list[str] = []
+    forecast = service.state.forecast
+
+    def counted(model: str, version: str | None) -> ScaleUpForecast:
+        models.append(model)
+        return forecast(model, version)
+
+    monkeypatch.setattr(service.state, "forecast", counted)
+    listed = [view.scaleup.scaleup_id for view in service.scaleups()]
+    assert ["a", "b", "c", "other"] == listed
+    assert ["m", "other"] == models
 
 
 async def test_a_quarantined_source_is_not_a_seed(service: PlanService) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from planner.core.problems import ProblemError
+from planner.core.records import StoreChange
 from planner.plan_service import PlanService
 from rfork.schema import ForkResult, Plan, Rank
 from tests.unit.planner.builders import FakeTime, fork_request, make_service, seed_report
@@ -54,6 +55,35 @@ async def test_the_scale_up_wait_is_limited(time: FakeTime, store: CountingStore
     await asyncio.gather(service.plan(fork_request("a")), service.plan(fork_request("b")))
     await service.plan(fork_request("c"))
     assert [2, 1] == store.plans
+
+
+class SilentStore(CountingStore):
+    """Never responds to the publication of an arrival, and notifies of plans."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time)
+        self.planned = asyncio.Event()
+
+    async def commit(self, change: StoreChange) -> None:
+        """Apply the change, unless it is an arrival."""
+        if change.instances and change.group is None:
+            await asyncio.Event().wait()
+        await super().commit(change)
+        if change.forks:
+            self.planned.set()
+
+
+async def test_a_caller_that_disconnects_while_its_arrival_is_published_leaves_a_timer(time: FakeTime) -> None:
+    """Otherwise its batch would stay open until another request arrives."""
+    store = SilentStore(time)
+    service = make_service(time, store, scaleup_wait_s=0.05)
+    await service.announce(scaleup(2))
+    (request,) = start_requests(service.plan(fork_request("a")))
+    await run_until_idle()
+    request.cancel()
+    async with asyncio.timeout(10):
+        await store.planned.wait()
+    assert [1] == store.plans
 
 
 async def test_a_wait_of_zero_disables_scale_up_batches(time: FakeTime, store: CountingStore) -> None:

@@ -1,8 +1,9 @@
 """Engine functions that a plug-in calls or wraps: checks of their signatures, and wrappers of methods.
 
 Each engine package has its own table of functions. Methods are wrapped where an engine has no suitable
-extension point. Each wrapper is called in place of the method, as ``wrapper(method, self, …)``. Only the
-standard library is imported here, because plug-ins are loaded in every process of an engine.
+extension point. Each wrapper is called in place of the method, as ``wrapper(method, self, …)``. The engine
+proceeds whatever fails in a wrapper. Only the standard library is imported here, because plug-ins are loaded
+in every process of an engine.
 """
 
 from __future__ import annotations
@@ -20,18 +21,76 @@ WRAPPED: Final = "rfork_wrapped"
 Method = Callable[..., Any]
 
 
-def patch_method(owner: type, name: str, wrapper: Method) -> None:
-    """Replace a method of a class by a call of `wrapper`. Idempotent."""
+class _MethodCall:
+    """The call of the engine's method that a wrapper makes, and how it ended."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.failed = False
+        """True if the engine's method has raised an exception."""
+        self.returned = False
+        self.result: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.result = self._method(*args, **kwargs)
+        except BaseException:
+            self.failed = True
+            raise
+        self.returned = True
+        return self.result
+
+
+def patch_method(
+    owner: type,
+    name: str,
+    wrapper: Method,
+    *,
+    on_failure: Callable[[], None] | None = None,
+    may_refuse: bool = False,
+) -> None:
+    """Replace a method of a class by a call of `wrapper`. Idempotent.
+
+    An exception of the wrapper itself is logged and not raised: the engine's method runs, if it has not, and
+    its result is returned. Afterwards `on_failure` is called; without it, the wrapper is not called again.
+    With `may_refuse`, exceptions of the wrapper are raised. Those of the engine's method are always raised.
+    """
     method: Method = getattr(owner, name)
     if hasattr(method, WRAPPED):
         return
+    enabled = True
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(method, *args, **kwargs)
+        nonlocal enabled
+        if not enabled:
+            return method(*args, **kwargs)
+        method_call = _MethodCall(method)
+        try:
+            return wrapper(method_call, *args, **kwargs)
+        except Exception as error:
+            if may_refuse or method_call.failed:
+                raise
+            _log_failure(f"{owner.__name__}.{name}", error)
+            if on_failure is not None:
+                on_failure()
+            else:
+                enabled = False
+        return method_call.result if method_call.returned else method(*args, **kwargs)
 
     setattr(call, WRAPPED, method)
     setattr(owner, name, call)
+
+
+def _log_failure(method: str, error: Exception) -> None:
+    from rfork.logs import logger  # structlog would dominate the cost of loading a plug-in
+
+    logger(__name__).error(
+        "rfork's hook failed, the engine proceeds without it",
+        method=method,
+        reason=f"{type(error).__name__}: {error}",
+        exc_info=error,
+    )
 
 
 def call_before(callback: Method) -> Method:

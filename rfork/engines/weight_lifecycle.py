@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ ATTRIBUTE = "rfork_lifecycle"
 """Attribute of the model that refers to its WeightLifecycle."""
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+_attached: WeakSet[WeightLifecycle] = WeakSet()
+"""Lifecycles of the models of this process."""
 
 
 class WeightLifecycle:
@@ -155,9 +159,13 @@ class WeightLifecycle:
             if not self._broken:
                 call()
         except Exception:
-            self._broken = True
             log.exception("no longer seeding: failed to update the seed's state")
-            self._end()
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop serving for good: the state of the weights is unknown."""
+        self._broken = True
+        self._end()
 
     def _end(self) -> None:
         try:
@@ -173,6 +181,7 @@ def attach_lifecycle(module: nn.Module, served: ServedModel, *, observe_loads: b
     worker method is involved.
     """
     lifecycle = WeightLifecycle(served)
+    _attached.add(lifecycle)
     setattr(module, ATTRIBUTE, lifecycle)
     load: LoadWeights | None = getattr(module, "load_weights", None) if observe_loads else None
     if load is not None:
@@ -184,6 +193,12 @@ def lifecycle_of(module: nn.Module | None) -> WeightLifecycle | None:
     """Return the lifecycle of a model managed by rfork; None for any other model."""
     found = vars(module).get(ATTRIBUTE) if module is not None else None
     return found if isinstance(found, WeightLifecycle) else None
+
+
+def stop_seeding() -> None:
+    """Stop serving all models of this process: a change of their weights may have been missed."""
+    for lifecycle in list(_attached):
+        lifecycle.stop()
 
 
 def _observe_load(

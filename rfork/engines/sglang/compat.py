@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
@@ -97,15 +97,15 @@ LAUNCHING = (
 """Functions hooked in the launcher."""
 
 
-def hook(method: str, wrapper: Method) -> None:
-    """Wrap the method with this dotted path; see `rfork.engines.hook_targets`.
+def hook(method: str, wrapper: Method, on_failure: Callable[[], None] | None = None) -> None:
+    """Wrap the method with this dotted path; see `rfork.engines.hook_targets.patch_method`.
 
     SGLang's `HookRegistry` is not used for hooks that it has not applied yet: it searches every module of the
     process for each function, which takes a third of a second for a dozen, and skips functions that another
     plug-in has hooked.
     """
     owner, _, name = method.rpartition(".")
-    patch_method(pkgutil.resolve_name(owner), name, wrapper)
+    patch_method(pkgutil.resolve_name(owner), name, wrapper, on_failure=on_failure)
 
 
 def format_incompatibility(incompatible: Incompatible, tested: Sequence[str] = TESTED) -> str:

@@ -18,7 +18,7 @@ from rfork.engines.hook_targets import call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
-from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of
+from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 from rfork.errors import EngineMismatch, RforkError, SettingsError
 from rfork.logs import logger
 from rfork.storage.versions.version import checked_version
@@ -236,7 +236,7 @@ def install() -> None:
         raise EngineMismatch(compat.format_incompatibility(incompatible), hint="install a tested version of SGLang")
     updates = WeightUpdateHooks()
     for request in compat.REQUESTS:
-        compat.hook(request, updates.request)
+        compat.hook(request, updates.request, stop_seeding)
     for path, wrapper in (
         (compat.FROM_DISK, updates.from_disk),
         (compat.FROM_IPC, updates.from_ipc),
@@ -246,12 +246,13 @@ def install() -> None:
         (compat.END_UPDATE, updates.end),
         (compat.RELEASE_MEMORY, updates.release),
         (compat.RESUME_MEMORY, call_after(updates.resume)),
-        (compat.RUN_BATCH, _run_batch),
-        (compat.PROCESS_RESULT, call_before(_process_result)),
         (compat.RUN_LOOP, call_before(_on_ready)),
         (compat.RELEASE_HOST, call_before(_on_exit)),
     ):
-        compat.hook(path, wrapper)
+        compat.hook(path, wrapper, stop_seeding)
+    # These two only measure: without them the weights may still be served.
+    compat.hook(compat.RUN_BATCH, _run_batch)
+    compat.hook(compat.PROCESS_RESULT, call_before(_process_result))
 
 
 def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:

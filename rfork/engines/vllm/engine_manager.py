@@ -43,7 +43,7 @@ def hook_engine_manager() -> None:
     module = sys.modules.get("vllm.v1.engine.utils")
     manager: Any = getattr(module, "CoreEngineProcManager", None)
     if manager is not None:
-        patch_method(manager, "__init__", _start)
+        patch_method(manager, "__init__", _start, may_refuse=True)
         patch_method(manager, "shutdown", _stop)
 
 

@@ -16,10 +16,13 @@ from torch import nn
 from rfork.engines.hook_targets import patch_method
 from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
-from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of
+from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 
 LIFECYCLE_ATTRIBUTE: Final = "rfork_main_lifecycle"
 """Attribute of a worker: the WeightLifecycle of its model, set by its first step."""
+
+MEASURED: Final = "execute_model"
+"""Method whose wrapper only measures."""
 
 WORKER_DRAIN_S: Final = 4.0
 """A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
@@ -46,7 +49,8 @@ Method = Callable[..., object]
 def install(worker_class: type) -> None:
     """Wrap the methods of vLLM's worker class. Idempotent."""
     for name, wrapper in WRAPPERS.items():
-        patch_method(worker_class, name, wrapper)
+        # Without measured steps the weights may still be served; without any other wrapper they may not.
+        patch_method(worker_class, name, wrapper, on_failure=stop_seeding if name != MEASURED else None)
 
 
 def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
@@ -193,7 +197,7 @@ def _updated(worker: Worker) -> WeightLifecycle | None:
 
 
 WRAPPERS: Final[dict[str, Method]] = {
-    "execute_model": _execute_model,
+    MEASURED: _execute_model,
     "sleep": _sleep,
     "wake_up": _wake_up,
     "discard": _discard,

@@ -59,16 +59,66 @@ def test_a_method_is_wrapped_once(engine_class: type[Engine]) -> None:
 
 
 def test_a_callback_before_the_method_receives_the_arguments(engine_class: type[Engine]) -> None:
-    """If it raises, the method is not called."""
+    """If it raises and may refuse, the method is not called."""
 
     def refuse(engine: Engine, size: int) -> None:
         raise ValueError(size)
 
-    patch_method(engine_class, "step", call_before(refuse))
+    patch_method(engine_class, "step", call_before(refuse), may_refuse=True)
     engine = engine_class()
     with pytest.raises(ValueError, match="5"):
         engine.step(5)
     assert [] == engine.calls
+
+
+def fail(*_: object) -> None:
+    """Raise what a renamed attribute of an engine causes."""
+    raise AttributeError("no attribute 'steps'")
+
+
+@pytest.mark.parametrize("moment", [call_before, call_after])
+def test_a_failing_hook_never_reaches_the_engine(
+    engine_class: type[Engine], moment: Callable[..., Callable[..., object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's method runs exactly once, its result is returned, and one log line names the method."""
+    patch_method(engine_class, "step", moment(fail))
+    engine = engine_class()
+    assert 5 == engine.step(5)
+    assert 6 == engine.step(6, dry=True)
+    assert ["step 5", "step 6 dry"] == engine.calls
+    assert 1 == caplog.text.count("hook failed")
+    assert "Engine.step" in caplog.text
+    assert "no attribute 'steps'" in caplog.text
+
+
+def test_every_failure_of_a_required_hook_is_handled(engine_class: type[Engine]) -> None:
+    """`on_failure` is called each time, and the engine proceeds."""
+    failures: list[str] = []
+    patch_method(engine_class, "step", call_before(fail), on_failure=lambda: failures.append("failed"))
+    engine = engine_class()
+    assert 5 == engine.step(5)
+    assert 6 == engine.step(6)
+    assert ["failed", "failed"] == failures
+
+
+def test_an_exception_of_the_engine_is_raised(engine_class: type[Engine]) -> None:
+    """The method is not called again, and the hook stays in use."""
+    failures: list[str] = []
+
+    def raise_error(engine: Engine, size: int, *, dry: bool = False) -> int:
+        engine.calls.append("failed step")
+        raise RuntimeError("out of memory")
+
+    engine_type: type = engine_class
+    setattr(engine_type, "step", raise_error)  # noqa: B010  # as plug-ins do
+    callback = call_before(lambda engine, size: engine.calls.append("hook"))
+    patch_method(engine_class, "step", callback, on_failure=lambda: failures.append("failed"))
+    engine = engine_class()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step(1)
+    assert ["hook", "failed step"] * 2 == engine.calls
+    assert [] == failures
 
 
 def test_a_callback_after_the_method_receives_the_result(engine_class: type[Engine]) -> None:

@@ -180,6 +180,26 @@ def test_a_servers_seeds_are_drained_before_its_engines_exit(monkeypatch: pytest
     assert "" == os.environ["RFORK_REPLICA"]
 
 
+def test_the_engines_exit_whatever_fails_in_the_drain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A manager of another vLLM, which lacks a method, still stops its engines; invalid options still end the start."""
+    utils = ModuleType("vllm.v1.engine.utils")
+    content = {name: vars(Manager)[name] for name in ("__init__", "shutdown")}
+    manager_class = type("CoreEngineProcManager", (), content)
+    vars(utils)["CoreEngineProcManager"] = manager_class
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    engine_manager.hook_engine_manager()
+    load = SimpleNamespace(load_format="rfork", model_loader_extra_config={})
+    manager = manager_class(vllm_config=SimpleNamespace(load_config=load))
+    manager.shutdown(timeout=2.0)
+    assert [2.0] == manager.stopped
+    assert "finished_procs" in caplog.text
+    load.model_loader_extra_config = {"drain_timeout_s": -1}
+    with pytest.raises(SettingsError, match="RFORK_DRAIN_TIMEOUT_S"):
+        manager_class(vllm_config=SimpleNamespace(load_config=load))
+
+
 def test_the_drain_survives_an_unreachable_planner() -> None:
     """A server exits whether or not its planner responds."""
     extra_config = {

@@ -307,6 +307,25 @@ def test_the_engine_sleeps_whatever_happens_to_its_seed(worker: Worker) -> None:
     assert (["close 0.0"], ["suspend", "renew"]) == worker.pop_calls()
 
 
+def test_a_change_that_cannot_be_followed_ends_seeding(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """If a hook fails, as with another vLLM, the engine proceeds, and no weights of unknown state are served."""
+    vars(worker)["get_draft_model"] = None
+    worker.sleep()
+    assert (["close 0.0"], ["close 0.0"]) == worker.pop_calls()
+    assert "Worker.sleep" in caplog.text
+    worker.wake_up()
+    worker.reload_weights([])
+    assert "renew" not in str(worker.pop_calls())
+
+
+def test_steps_that_cannot_be_measured_do_not_end_seeding(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """They run, and the failure is logged once."""
+    vars(worker)["get_model"] = None
+    assert [2, 3, 4] == [worker.execute_model(step) for step in (1, 2, 3)]
+    assert ([], []) == worker.pop_calls()
+    assert 1 == caplog.text.count("hook failed")
+
+
 def test_the_shutdown_closes_both_models(worker: Worker) -> None:
     """It does not wait if the API server has drained them, else at most as long as vLLM waits for its worker."""
     worker.instances["draft"].seed.settings = InstanceSettings()

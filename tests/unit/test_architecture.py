@@ -36,7 +36,7 @@ BASE = {
     "net",
     "weights_version",
 }
-MIDDLE = BASE | {"image", "transport", "storage", "planner_client", "peer"}
+MIDDLE = BASE | {"cuda", "image", "transport", "storage", "planner_client", "peer"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "addresses": set(),
@@ -49,9 +49,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine_command": {"errors"},
     "weights_version": {"schema"},
     "net": {"errors", "logs", "settings"},
-    "image": BASE,
-    "transport": BASE | {"image"},
-    "storage": BASE | {"image"},
+    "cuda": {"errors"},
+    "image": BASE | {"cuda"},
+    "transport": BASE | {"cuda", "image"},
+    "storage": BASE | {"cuda", "image"},
     "planner_client": BASE | {"image"},
     "peer": BASE | {"image", "transport", "planner_client"},
     "testing": MIDDLE,

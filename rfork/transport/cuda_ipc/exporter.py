@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from rfork.cuda.library import DriverError
 from rfork.errors import LeaseRejected, SourceBusy, SourceCorrupt, SourceWeightsChanged
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -22,7 +23,7 @@ from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import host_ranges, shareable_allocations
-from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, CudaDriver, DriverError, IpcHandle
+from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, IpcDriver, IpcHandle
 from rfork.transport.same_host.connection import (
     Message,
     UnixSocketConnection,
@@ -54,7 +55,7 @@ class CudaIpcExporter(StatelessExporter):
     socket directory.
     """
 
-    def __init__(self, image: Image, gate: AccessGate, driver: CudaDriver, settings: InstanceSettings) -> None:
+    def __init__(self, image: Image, gate: AccessGate, driver: IpcDriver, settings: InstanceSettings) -> None:
         self._allocations = shareable_allocations(driver, image)
         self._devices = self._allocations.devices
         uuids = ",".join(driver.uuid(device) for device in self._devices)

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from rfork.cuda.device import CopyOp, CudaStream
+from rfork.cuda.library import DriverError
 from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import AllocationTable, CopyPlan, plan_copies
-from rfork.transport.cuda_ipc.driver import CopyOp, CudaCopyStream, CudaDriver, DriverError
+from rfork.transport.cuda_ipc.driver import IpcDriver
 from rfork.transport.cuda_ipc.source_memory import SourceMemory
 from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
 from rfork.transport.same_host.client import ConnectionPool
@@ -37,7 +39,7 @@ class CudaIpcReader:
 
     def __init__(
         self,
-        driver: CudaDriver,
+        driver: IpcDriver,
         connections: ConnectionPool,
         image: Image,
         token: TokenSource,
@@ -202,14 +204,14 @@ class _StreamCopier:
     """
 
     def __init__(
-        self, driver: CudaDriver, memory: SourceMemory, broken: threading.Event, check: Callable[[], None]
+        self, driver: IpcDriver, memory: SourceMemory, broken: threading.Event, check: Callable[[], None]
     ) -> None:
         self._driver = driver
         self._memory = memory
         self._broken = broken
         self._check = check
         self._lock = threading.Lock()
-        self._idle: dict[int, list[CudaCopyStream]] = {}
+        self._idle: dict[int, list[CudaStream]] = {}
 
     def close(self) -> None:
         """Destroy the streams, after the last `copy`."""
@@ -221,13 +223,13 @@ class _StreamCopier:
 
     def copy(self, plan: CopyPlan, deadline: float) -> None:
         """Run the copies. Raises SourceTimeout at the deadline, TargetError if a device fails, or as `check`."""
-        streams: list[tuple[int, CudaCopyStream]] = []
+        streams: list[tuple[int, CudaStream]] = []
         address = self._memory.address
         try:
             for device in plan.allocations_needed:
                 stream = self._stream(device)
                 streams.append((device, stream))
-                stream.queue(
+                stream.copy(
                     [
                         CopyOp(address(copy.allocation, device) + copy.offset, copy.local, copy.length)
                         for copy in plan.copies
@@ -240,7 +242,7 @@ class _StreamCopier:
         finally:
             self._drain(streams)
 
-    def _wait(self, streams: Sequence[CudaCopyStream], deadline: float) -> None:
+    def _wait(self, streams: Sequence[CudaStream], deadline: float) -> None:
         """Return when all copies have finished.
 
         Raises SourceTimeout at the deadline, DriverError, or as `check`.
@@ -253,7 +255,7 @@ class _StreamCopier:
                 raise SourceTimeout("copies from the source's GPU did not finish before the deadline")
             wait = min(wait * 1.5, MAX_WAIT_S)
 
-    def _drain(self, streams: Sequence[tuple[int, CudaCopyStream]]) -> None:
+    def _drain(self, streams: Sequence[tuple[int, CudaStream]]) -> None:
         """Return the streams to the pool once nothing runs on them; drop those that failed."""
         for device, stream in streams:
             try:
@@ -272,14 +274,14 @@ class _StreamCopier:
                 with self._lock:
                     self._idle.setdefault(device, []).append(stream)
 
-    def _stream(self, device: int) -> CudaCopyStream:
+    def _stream(self, device: int) -> CudaStream:
         with self._lock:
             if self._idle.get(device):
                 return self._idle[device].pop()
         return self._driver.copy_stream(device)
 
 
-def _close(stream: CudaCopyStream) -> None:
+def _close(stream: CudaStream) -> None:
     try:
         stream.close()
     except DriverError as error:

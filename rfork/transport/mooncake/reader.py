@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import torch
 
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
-from rfork.image.memory import CPU, Image
+from rfork.image.memory import Image
+from rfork.image.staging import CPU
 from rfork.net.token_bucket import SLICE_S, TokenBucket
 from rfork.transport.mooncake.engine import MooncakeEngine, TransferState, ping_handshake_port
 from rfork.transport.mooncake.read_plan import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import pytest
@@ -17,12 +17,12 @@ from rfork.image import digest
 from rfork.image.digest import (
     DIGEST_BYTES,
     LEAF_BYTES,
-    HashBackend,
     RunningDigest,
     digest_bytes,
     digest_tensors,
-    hash_on_host,
-    leaf_hasher,
+    digest_views,
+    gpu_kernel,
+    hash_host_leaves,
     self_test,
 )
 
@@ -39,6 +39,10 @@ def host(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.tolist()))
 
 
+def host_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
+    return hash_host_leaves(map(host, pieces), leaf_bytes)
+
+
 def reference_digest(data: bytes) -> bytes:
     """Return the digest computed directly from its definition."""
     leaves = [xxhash.xxh3_128_digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
@@ -47,12 +51,12 @@ def reference_digest(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)
-def test_host_and_device_digests_match_the_definition(length: int) -> None:
+def test_digests_match_the_definition(length: int) -> None:
     """They match at every boundary of the algorithm."""
     data = noise(length)
     expected = reference_digest(bytes(host(data)))
     assert expected == digest_bytes([host(data)])
-    assert expected == digest_tensors([data])
+    assert expected == digest_tensors([data], host_hashes)
     assert DIGEST_BYTES == len(expected)
 
 
@@ -77,31 +81,36 @@ def test_the_digest_does_not_depend_on_pieces(sizes: list[int], seed: int, shift
     pieces = list(torch.split(full, sizes))
     expected = reference_digest(bytes(host(full)))
     assert expected == digest_bytes([host(piece) for piece in pieces])
-    assert expected == digest_tensors(pieces)
+    assert expected == digest_tensors(pieces, host_hashes)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300_000), st.integers(0, 99))
-def test_device_hash_is_xxh3(length: int, seed: int) -> None:
+def test_the_hash_of_a_leaf_is_xxh3(length: int, seed: int) -> None:
     """The hash of a leaf is XXH3-128 for every length."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
-    assert b"".join(expected) == digest.hash_on_host([data], LEAF_BYTES)
+    assert b"".join(expected) == host_hashes([data], LEAF_BYTES)
 
 
-def test_the_hash_does_not_depend_on_the_slab_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest is equal for any number of bytes copied to the host at once."""
-    data = noise(5 * LEAF_BYTES + 999)
-    expected = digest_tensors([data])
-    monkeypatch.setattr(digest, "SLAB_BYTES", LEAF_BYTES + 7)
-    assert expected == digest_tensors([data[:300_000], data[300_000:]])
+def test_each_view_is_hashed_before_the_next_is_requested() -> None:
+    """So a buffer may be reused for the next view."""
+    data, buffer = bytes(host(noise(5 * LEAF_BYTES + 999))), bytearray(LEAF_BYTES + 7)
+
+    def views() -> Iterator[memoryview]:
+        for low in range(0, len(data), len(buffer)):
+            part = data[low : low + len(buffer)]
+            buffer[: len(part)] = part
+            yield memoryview(buffer)[: len(part)]
+
+    assert reference_digest(data) == digest_views(len(data), views())
 
 
 def test_extreme_words_wrap_as_unsigned_ones() -> None:
     """All-ones and all-zero bytes, which have the longest carries, have the hashes of xxhash."""
     for value in (0, 255):
         data = torch.full((2 * LEAF_BYTES + 1000,), value, dtype=torch.uint8)
-        assert digest_bytes([host(data)]) == digest_tensors([data])
+        assert digest_bytes([host(data)]) == digest_tensors([data], host_hashes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,26 +162,19 @@ CPU = torch.device("cpu")
 
 def test_hashing_on_the_host_passes_the_self_test() -> None:
     """The fallback computes the hashes that the kernel must match."""
-    self_test(hash_on_host, CPU)
+    self_test(host_hashes, CPU)
 
 
 def test_wrong_hashes_fail_the_self_test() -> None:
     """One wrong bit in one hash is enough."""
 
     def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        hashes = bytearray(hash_on_host(pieces, leaf_bytes))
+        hashes = bytearray(host_hashes(pieces, leaf_bytes))
         hashes[-1] ^= 1
         return bytes(hashes)
 
     with pytest.raises(RuntimeError, match="wrong hashes"):
         self_test(wrong_hashes, CPU)
-
-
-def test_a_device_has_one_hash_backend() -> None:
-    """Every call returns the same backend; on the CPU it uses no kernel."""
-    backend = leaf_hasher(CPU)
-    assert backend is leaf_hasher(torch.device("cpu"))
-    assert not backend.wait_until_ready()
 
 
 class FailingKernelModule(ModuleType):
@@ -199,11 +201,12 @@ class FailingKernelModule(ModuleType):
 def test_a_kernel_that_cannot_be_imported_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
 ) -> None:
-    """The host is used whatever the import raises; a missing Triton is not logged as a warning."""
+    """The host hashes whatever the import raises; a missing Triton is not logged as a warning."""
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
-    backend = HashBackend(torch.device("cuda"))
-    data = torch.zeros(5000, dtype=torch.uint8)
-    assert not backend.wait_until_ready()
-    assert hash_on_host([data], 2048) == backend([data], 2048)
+    digest._kernel_of.cache_clear()
+    kernel = gpu_kernel(torch.device("cuda", 0))
+    assert kernel is gpu_kernel(torch.device("cuda", 0))
+    assert not kernel.wait_until_ready()
+    assert kernel.hash_leaves is None
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert is_logged == any("hash kernel failed" in message for message in warnings)

@@ -32,19 +32,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import xxhash
 
 from rfork.image.host_memory import host_view
+from rfork.image.leaf_plan import LeafPlan, leaf_plan
 from rfork.logs import logger
 
 log = logger(__name__)
 
-HashLeaves = Callable[[Sequence[torch.Tensor], int], bytes]
-"""Returns the joined canonical XXH3-128 of each leaf of some pieces (uint8, 1-D, one device), in order.
-
-The second argument is the number of bytes in a leaf, a multiple of 1024; the last one may be shorter.
-"""
+HashLeaves = Callable[[LeafPlan, torch.device], bytes]
+"""Returns the joined canonical XXH3-128 of each leaf of a plan, whose memory is on this device, in order."""
 
 SELF_TEST_LEAF_BYTES = 2048
 SLAB_BYTES = 8 << 20
@@ -58,7 +57,7 @@ HASH_DOMAIN = b"rfork-chunk-v1"
 
 
 class HashBackend:
-    """Hashes leaves on one device. Thread-safe.
+    """The kernel that hashes leaves on one device, if it has one. Thread-safe.
 
     On CUDA devices the kernel is compiled in the background, which takes a second or two unless this user's
     cache has it; until then, and on other devices, the bytes are copied to the host. The kernel is used only
@@ -68,22 +67,19 @@ class HashBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hash: HashLeaves = hash_on_host
+        self.hash_leaves: HashLeaves | None = None
+        """The kernel; None until it is ready, and without one."""
         self._preparing: threading.Thread | None = None
         if device.type == "cuda":
             # Not a daemon thread: the process waits for the compilation at exit, or it would crash.
             self._preparing = threading.Thread(target=self._prepare, name="rfork-compile")
             self._preparing.start()
 
-    def __call__(self, pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        """See `HashLeaves`."""
-        return self._hash(pieces, leaf_bytes)
-
     def wait_until_ready(self) -> bool:
         """Wait until the kernel is ready or has failed. Returns True if it is used."""
         if self._preparing is not None:
             self._preparing.join()
-        return self._hash is not hash_on_host
+        return self.hash_leaves is not None
 
     def _prepare(self) -> None:
         try:
@@ -101,7 +97,7 @@ class HashBackend:
                 reason=f"{type(error).__name__}: {error}",
             )
             return
-        self._hash = leaf_hashes
+        self.hash_leaves = leaf_hashes
 
 
 def leaf_hasher(device: torch.device) -> HashBackend:
@@ -116,21 +112,30 @@ def _cached_backend(device: torch.device) -> HashBackend:
 
 
 def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
-    """Compare the hashes with xxhash's, for aligned and odd addresses and a short last leaf. Raises RuntimeError."""
+    """Compare the hashes with xxhash's. Raises RuntimeError.
+
+    Covers aligned and odd addresses, leaves that span pieces, and last leaves of at most and more than 240
+    bytes, and so all that is compiled separately.
+    """
     data = torch.arange(3 * SELF_TEST_LEAF_BYTES + 777).mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.uint8)
     device_data = data.to(device)
-    for begin in (0, 4, 5):
-        content = bytes(data[begin:].tolist())
+    gap_begin, gap_end = SELF_TEST_LEAF_BYTES + 1000, SELF_TEST_LEAF_BYTES + 1064
+    for begin, end in ((0, len(data)), (4, len(data)), (5, len(data) - 700)):
+        content = bytes(data[begin:gap_begin].tolist() + data[gap_end:end].tolist())
         expected = b"".join(
             xxhash.xxh3_128_digest(content[low : low + SELF_TEST_LEAF_BYTES])
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
-        if expected != hash_leaves([device_data[begin:]], SELF_TEST_LEAF_BYTES):
+        pieces = device_data[begin:gap_begin], device_data[gap_end:end]
+        if expected != hash_leaves(plan_of(pieces, SELF_TEST_LEAF_BYTES), device):
             raise RuntimeError("the kernel computes wrong hashes")
 
 
 def hash_on_host(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """See `HashLeaves`. Copies bytes of other devices to the host, on the current stream, and waits for them."""
+    """Return the joined canonical XXH3-128 of each leaf of some pieces (uint8, 1-D), in order.
+
+    Copies bytes of other devices to the host, on the current stream, and waits for them.
+    """
 
     def views() -> Iterator[memoryview]:
         for piece in pieces:
@@ -142,7 +147,7 @@ def hash_on_host(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
 
 
 def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
-    """Like `HashLeaves`, for host views (format 'B') in order. Each view is used before the next is requested."""
+    """Like `hash_on_host`, for host views (format 'B') in order. Each view is used before the next is requested."""
     leaves: list[bytes] = []
     leaf, leaf_remaining = xxhash.xxh3_128(), leaf_bytes  # of the current leaf: its state and its remaining bytes
     for view in views:
@@ -201,8 +206,24 @@ def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
     Computed on that device, on its current stream, and waited for: the host receives 16 bytes per leaf, and a
     last leaf of at most 240 bytes unhashed. Without a kernel for the device, computed on the host.
     """
-    length = sum(piece.numel() for piece in pieces)
-    return _combine(length, leaf_hasher(pieces[0].device)(pieces, LEAF_BYTES) if pieces else b"")
+    if not pieces:
+        return digest_bytes([])
+    device = pieces[0].device
+    hash_leaves = leaf_hasher(device).hash_leaves
+    if hash_leaves is None:
+        return _combine(sum(piece.numel() for piece in pieces), hash_on_host(pieces, LEAF_BYTES))
+    return digest_plan(plan_of(pieces, LEAF_BYTES), device, hash_leaves)
+
+
+def digest_plan(plan: LeafPlan, device: torch.device, hash_leaves: HashLeaves) -> bytes:
+    """Return the digest of a chunk by this plan, with leaves of `LEAF_BYTES`. See `HashLeaves`."""
+    return _combine(plan.length, hash_leaves(plan, device))
+
+
+def plan_of(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> LeafPlan:
+    """Return the plan for these tensors (uint8, 1-D, contiguous, one device), in order."""
+    addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+    return leaf_plan(addresses, np.array([piece.numel() for piece in pieces], dtype=np.int64), leaf_bytes)
 
 
 def _combine(length: int, leaves: bytes) -> bytes:

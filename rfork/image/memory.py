@@ -23,13 +23,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar, overload
 
+import numpy as np
 import torch
 
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
-from rfork.image.digest import digest_bytes, digest_tensors
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_tensors, leaf_hasher
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, Manifest
+from rfork.image.leaf_plan import Column, LeafPlan, leaf_plan
 from rfork.image.staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
 from rfork.logs import logger
 
@@ -68,6 +70,11 @@ class StorageTable(Sequence[torch.Tensor]):
             [tensor.data_ptr() for tensor in kept],
             [tensor.numel() for tensor in kept],
         )
+
+    @cached_property
+    def columns(self) -> tuple[Column, Column]:
+        """The addresses and the lengths as arrays."""
+        return np.array(self.addresses, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
@@ -190,6 +197,7 @@ class Image:
         # creating all of them would dominate the cost of the constructor.
         self._views: list[memoryview | None] = [None] * len(self.runs)
         self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
+        self._leaf_plans: dict[int, LeafPlan] = {}  # by chunk
 
     @classmethod
     def without_memory(cls, layout: Layout) -> Image:
@@ -287,6 +295,11 @@ class Image:
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
             return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
+        hash_leaves = leaf_hasher(self.device).hash_leaves if len(self.devices) == 1 else None
+        if hash_leaves is not None:
+            plan = self.leaf_plan(chunk)
+            with torch.cuda.stream(self._streams[self.device]):
+                return digest_plan(plan, self.device, hash_leaves)
         memories = self.tensor_slices(begin, end)
         devices = {memory.device for memory in memories if memory.device.type != "cpu"}
         if not devices:
@@ -294,6 +307,20 @@ class Image:
         device = min(devices, key=str)
         with torch.cuda.stream(self._streams[device]):
             return digest_tensors([memory.to(device) for memory in memories])
+
+    def leaf_plan(self, chunk: int) -> LeafPlan:
+        """Return how a kernel hashes chunk `chunk`, all of whose bytes are on one device. Cached."""
+        begin, end = self.layout.chunks[chunk]
+        first, stop = self._segments_covering(begin, end)
+        plan = self._leaf_plans.get(chunk)
+        if plan is None:
+            addresses, lengths = (column[first:stop].copy() for column in self.runs.columns)
+            lengths[-1] = end - self._begins[stop - 1]
+            cut = begin - self._begins[first]
+            addresses[0] += cut
+            lengths[0] -= cut
+            plan = self._leaf_plans[chunk] = leaf_plan(addresses, lengths, LEAF_BYTES)
+        return plan
 
     def manifest(self, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Manifest:
         """Digest all chunks on `threads` threads.
@@ -332,7 +359,7 @@ class Image:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
         self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
         self._streams, self._staging = other._streams, other._staging
-        self._views, self._memories = other._views, other._memories
+        self._views, self._memories, self._leaf_plans = other._views, other._memories, other._leaf_plans
         self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
@@ -20,11 +19,14 @@ from rfork.image.digest import (
     HashBackend,
     RunningDigest,
     digest_bytes,
+    digest_plan,
     digest_tensors,
-    hash_on_host,
     leaf_hasher,
+    plan_of,
     self_test,
 )
+from rfork.image.leaf_plan import LeafPlan
+from tests.unit.image.planned_leaves import planned_leaves
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
               1087, 1088, 1089, 2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1,
@@ -151,16 +153,31 @@ def test_digest_is_stable_across_releases() -> None:
 CPU = torch.device("cpu")
 
 
-def test_hashing_on_the_host_passes_the_self_test() -> None:
-    """The fallback computes the hashes that the kernel must match."""
-    self_test(hash_on_host, CPU)
+def planned_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+    """Hash the leaves of host memory with xxhash."""
+    assert CPU == device
+    return b"".join(map(xxhash.xxh3_128_digest, planned_leaves(plan)))
+
+
+def test_correct_hashes_pass_the_self_test() -> None:
+    """A kernel that computes the hashes of xxhash is used."""
+    self_test(planned_hashes, CPU)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 90_000), min_size=1, max_size=12), st.integers(0, 7))
+def test_the_digest_by_a_plan_is_that_of_the_bytes(sizes: list[int], shift: int) -> None:
+    """The digest of a kernel's hashes is the digest that the host computes."""
+    full = noise(sum(sizes) + shift)[shift:]
+    plan = plan_of(torch.split(full, sizes), LEAF_BYTES)
+    assert reference_digest(bytes(host(full))) == digest_plan(plan, CPU, planned_hashes)
 
 
 def test_wrong_hashes_fail_the_self_test() -> None:
     """One wrong bit in one hash is enough."""
 
-    def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        hashes = bytearray(hash_on_host(pieces, leaf_bytes))
+    def wrong_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+        hashes = bytearray(planned_hashes(plan, device))
         hashes[-1] ^= 1
         return bytes(hashes)
 
@@ -202,8 +219,7 @@ def test_a_kernel_that_cannot_be_imported_falls_back(
     """The host is used whatever the import raises; a missing Triton is not logged as a warning."""
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
     backend = HashBackend(torch.device("cuda"))
-    data = torch.zeros(5000, dtype=torch.uint8)
     assert not backend.wait_until_ready()
-    assert hash_on_host([data], 2048) == backend([data], 2048)
+    assert backend.hash_leaves is None
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert is_logged == any("hash kernel failed" in message for message in warnings)

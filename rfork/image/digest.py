@@ -32,19 +32,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import xxhash
 
 from rfork.cuda.device import cuda_driver
+from rfork.image.leaf_plan import LeafPlan, leaf_plan
 from rfork.logs import logger
 
 log = logger(__name__)
 
-HashLeaves = Callable[[Sequence[torch.Tensor], int], bytes]
-"""Returns the joined canonical XXH3-128 of each leaf of some pieces (uint8, 1-D, one device), in order.
-
-The second argument is the number of bytes in a leaf, a multiple of 1024; the last one may be shorter.
-"""
+HashLeaves = Callable[[LeafPlan, torch.device], bytes]
+"""Returns the joined canonical XXH3-128 of each leaf of a plan, whose memory is on this device, in order."""
 
 SELF_TEST_LEAF_BYTES = 2048
 
@@ -108,21 +107,30 @@ def gpu_kernel(device: torch.device) -> GpuKernel:
 
 
 def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
-    """Compare the hashes with xxhash's, for aligned and odd addresses and a short last leaf. Raises RuntimeError."""
+    """Compare the hashes with xxhash's. Raises RuntimeError.
+
+    Covers aligned and odd addresses, leaves that span pieces, and last leaves of at most and more than 240
+    bytes, and so all that is compiled separately.
+    """
     data = torch.arange(3 * SELF_TEST_LEAF_BYTES + 777).mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.uint8)
     device_data = data.to(device)
-    for begin in (0, 4, 5):
-        content = bytes(data[begin:].tolist())
+    gap_begin, gap_end = SELF_TEST_LEAF_BYTES + 1000, SELF_TEST_LEAF_BYTES + 1064
+    for begin, end in ((0, len(data)), (4, len(data)), (5, len(data) - 700)):
+        content = bytes(data[begin:gap_begin].tolist() + data[gap_end:end].tolist())
         expected = b"".join(
             xxhash.xxh3_128_digest(content[low : low + SELF_TEST_LEAF_BYTES])
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
-        if expected != hash_leaves([device_data[begin:]], SELF_TEST_LEAF_BYTES):
+        pieces = device_data[begin:gap_begin], device_data[gap_end:end]
+        if expected != hash_leaves(plan_of(pieces, SELF_TEST_LEAF_BYTES), device):
             raise RuntimeError("the kernel computes wrong hashes")
 
 
 def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
-    """Like `HashLeaves`, for host views (format 'B') in order. Each view is used before the next is requested."""
+    """Return the joined canonical XXH3-128 of each leaf of some host views (format 'B'), in order.
+
+    Each view is used before the next is requested.
+    """
     leaves: list[bytes] = []
     leaf, leaf_remaining = xxhash.xxh3_128(), leaf_bytes  # of the current leaf: its state and its remaining bytes
     for view in views:
@@ -180,14 +188,18 @@ class RunningDigest:
         return _combine(self._length, b"".join(self._leaves))
 
 
-def digest_tensors(pieces: Sequence[torch.Tensor], hash_leaves: HashLeaves) -> bytes:
-    """Return the digest of a chunk whose bytes are these tensors (uint8, 1-D, one device), in order.
+def digest_plan(plan: LeafPlan, device: torch.device, hash_leaves: HashLeaves) -> bytes:
+    """Return the digest of a chunk by this plan, with leaves of `LEAF_BYTES`.
 
-    Computed on that device, on its current stream, and waited for: the host receives 16 bytes per leaf, and a
-    last leaf of at most 240 bytes unhashed.
+    Computed on the device, on this thread's current stream, and waited for: the host receives 16 bytes per leaf.
     """
-    length = sum(piece.numel() for piece in pieces)
-    return _combine(length, hash_leaves(pieces, LEAF_BYTES) if pieces else b"")
+    return _combine(plan.length, hash_leaves(plan, device))
+
+
+def plan_of(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> LeafPlan:
+    """Return the plan for these tensors (uint8, 1-D, contiguous, one device), in order."""
+    addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+    return leaf_plan(addresses, np.array([piece.numel() for piece in pieces], dtype=np.int64), leaf_bytes)
 
 
 def _combine(length: int, leaves: bytes) -> bytes:

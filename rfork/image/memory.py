@@ -22,14 +22,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeVar, overload
 
+import numpy as np
 import torch
 
 from rfork.cuda.device import TorchDevices, cuda_driver, device_of
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
-from rfork.image.digest import digest_bytes, digest_tensors, digest_views, gpu_kernel
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_views, gpu_kernel
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, Manifest
+from rfork.image.leaf_plan import Column, LeafPlan, leaf_plan
 from rfork.image.staging import CPU, STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
 from rfork.logs import logger
 
@@ -66,6 +68,11 @@ class StorageTable(Sequence[torch.Tensor]):
             [tensor.data_ptr() for tensor in kept],
             [tensor.numel() for tensor in kept],
         )
+
+    @cached_property
+    def columns(self) -> tuple[Column, Column]:
+        """The addresses and the lengths as arrays."""
+        return np.array(self.addresses, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
@@ -185,6 +192,7 @@ class Image:
         # creating all of them would dominate the cost of the constructor.
         self._views: list[memoryview | None] = [None] * len(self.runs)
         self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
+        self._leaf_plans: dict[int, tuple[torch.device | None, LeafPlan]] = {}  # by chunk
 
     @classmethod
     def without_memory(cls, layout: Layout) -> Image:
@@ -287,15 +295,30 @@ class Image:
         begin, end = self.layout.chunks[chunk]
         if self.devices <= {CPU}:
             return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
-        memories = self.tensor_slices(begin, end)
-        device, *others = {device_of(memory) for memory in memories} or {CPU}
-        hash_leaves = None if others or device == CPU else gpu_kernel(device).hash_leaves
-        if hash_leaves is not None:
-            driver = cuda_driver()
-            with driver.on_device(device.index), driver.streams(device.index).digest.as_torch_stream():
-                return digest_tensors(memories, hash_leaves)
-        with self.reading(begin, end) as steps:
-            return digest_views(end - begin, (view for views in steps for view in views))
+        gpu, plan = self.leaf_plan(chunk)
+        hash_leaves = None if gpu is None else gpu_kernel(gpu).hash_leaves
+        if gpu is None or hash_leaves is None:
+            with self.reading(begin, end) as steps:
+                return digest_views(end - begin, (view for views in steps for view in views))
+        driver = cuda_driver()
+        with driver.on_device(gpu.index), driver.streams(gpu.index).digest.as_torch_stream():
+            return digest_plan(plan, gpu, hash_leaves)
+
+    def leaf_plan(self, chunk: int) -> tuple[torch.device | None, LeafPlan]:
+        """Return the GPU that has all bytes of chunk `chunk`, if one has, and how its kernel hashes them. Cached."""
+        begin, end = self.layout.chunks[chunk]
+        first, stop = self._segments_covering(begin, end)
+        found = self._leaf_plans.get(chunk)
+        if found is None:
+            addresses, lengths = (column[first:stop].copy() for column in self.runs.columns)
+            lengths[-1] = end - self._begins[stop - 1]
+            cut = begin - self._begins[first]
+            addresses[0] += cut
+            lengths[0] -= cut
+            devices = set(map(device_of, self.runs.storages[first:stop]))
+            gpu = devices.pop() if len(devices) == 1 and devices != {CPU} else None
+            found = self._leaf_plans[chunk] = gpu, leaf_plan(addresses, lengths, LEAF_BYTES)
+        return found
 
     def manifest(self, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Manifest:
         """Digest all chunks on `threads` threads.
@@ -334,7 +357,7 @@ class Image:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
         self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
         self._staging = other._staging
-        self._views, self._memories = other._views, other._memories
+        self._views, self._memories, self._leaf_plans = other._views, other._memories, other._leaf_plans
         self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:

@@ -19,12 +19,16 @@ from rfork.image.digest import (
     LEAF_BYTES,
     RunningDigest,
     digest_bytes,
-    digest_tensors,
+    digest_plan,
     digest_views,
     gpu_kernel,
     hash_host_leaves,
+    plan_of,
     self_test,
 )
+from rfork.image.leaf_plan import LeafPlan
+from rfork.image.staging import CPU
+from tests.unit.image.planned_leaves import planned_leaves
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
               1087, 1088, 1089, 2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1,
@@ -39,8 +43,15 @@ def host(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.tolist()))
 
 
-def host_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    return hash_host_leaves(map(host, pieces), leaf_bytes)
+def planned_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+    """Hash the leaves of host memory with xxhash."""
+    assert CPU == device
+    return b"".join(map(xxhash.xxh3_128_digest, planned_leaves(plan)))
+
+
+def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
+    """Return the digest that `planned_hashes` as kernel yields."""
+    return digest_plan(plan_of(pieces, LEAF_BYTES), CPU, planned_hashes)
 
 
 def reference_digest(data: bytes) -> bytes:
@@ -56,7 +67,7 @@ def test_digests_match_the_definition(length: int) -> None:
     data = noise(length)
     expected = reference_digest(bytes(host(data)))
     assert expected == digest_bytes([host(data)])
-    assert expected == digest_tensors([data], host_hashes)
+    assert expected == digest_tensors([data])
     assert DIGEST_BYTES == len(expected)
 
 
@@ -81,7 +92,7 @@ def test_the_digest_does_not_depend_on_pieces(sizes: list[int], seed: int, shift
     pieces = list(torch.split(full, sizes))
     expected = reference_digest(bytes(host(full)))
     assert expected == digest_bytes([host(piece) for piece in pieces])
-    assert expected == digest_tensors(pieces, host_hashes)
+    assert expected == digest_tensors(pieces)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,7 +101,7 @@ def test_the_hash_of_a_leaf_is_xxh3(length: int, seed: int) -> None:
     """The hash of a leaf is XXH3-128 for every length."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
-    assert b"".join(expected) == host_hashes([data], LEAF_BYTES)
+    assert b"".join(expected) == hash_host_leaves([host(data)], LEAF_BYTES)
 
 
 def test_each_view_is_hashed_before_the_next_is_requested() -> None:
@@ -110,7 +121,7 @@ def test_extreme_words_wrap_as_unsigned_ones() -> None:
     """All-ones and all-zero bytes, which have the longest carries, have the hashes of xxhash."""
     for value in (0, 255):
         data = torch.full((2 * LEAF_BYTES + 1000,), value, dtype=torch.uint8)
-        assert digest_bytes([host(data)]) == digest_tensors([data], host_hashes)
+        assert digest_bytes([host(data)]) == digest_tensors([data])
 
 
 @settings(max_examples=100, deadline=None)
@@ -157,19 +168,16 @@ def test_digest_is_stable_across_releases() -> None:
     assert "b923196e44753e9744b00450b2df040c" == digest_bytes([memoryview(bytes(range(256)) * 2048)]).hex()
 
 
-CPU = torch.device("cpu")
-
-
-def test_hashing_on_the_host_passes_the_self_test() -> None:
-    """The fallback computes the hashes that the kernel must match."""
-    self_test(host_hashes, CPU)
+def test_correct_hashes_pass_the_self_test() -> None:
+    """A kernel that computes the hashes of xxhash is used."""
+    self_test(planned_hashes, CPU)
 
 
 def test_wrong_hashes_fail_the_self_test() -> None:
     """One wrong bit in one hash is enough."""
 
-    def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        hashes = bytearray(host_hashes(pieces, leaf_bytes))
+    def wrong_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+        hashes = bytearray(planned_hashes(plan, device))
         hashes[-1] ^= 1
         return bytes(hashes)
 

@@ -16,7 +16,7 @@ import torch
 
 from rfork.cuda import library as cuda
 from rfork.cuda.library import CudaDriverLibrary, DriverError
-from rfork.errors import GpuDirectUnavailable
+from rfork.errors import GpuDirectUnavailable, TargetError
 
 
 class TorchDevices:
@@ -116,28 +116,6 @@ class CudaDriver:
         with self.on_device(device):
             self.library.call("cuMemFreeHost", address)
 
-    def flush_rdma_writes(self, device: int) -> None:
-        """Make bytes that network cards have written to this device visible to its kernels and copies.
-
-        Devices that order such writes themselves need nothing. Raises GpuDirectUnavailable for a device that neither
-        orders nor can flush them.
-        """
-        ordering = self.attribute(device, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
-        if ordering >= cuda.GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER:
-            return
-        options = self.attribute(device, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
-        if not options & cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST:
-            raise GpuDirectUnavailable(
-                f"GPU {device} neither orders the writes of network cards nor can flush them",
-                hint="use RFORK_TRANSPORTS=http",
-            )
-        with self.on_device(device):
-            self.library.call(
-                "cuFlushGPUDirectRDMAWrites",
-                cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
-                cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
-            )
-
     def ordinal(self, device: int) -> int:
         """Return the driver's handle of a device."""
         found = c_int()
@@ -170,6 +148,43 @@ class CudaDriver:
 def cuda_driver() -> CudaDriver:
     """Return this process's driver. Raises TransportUnavailable or a subclass without a suitable one."""
     return CudaDriver()
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Run all CUDA work of the block on a GPU: see `CudaDriver.on_device`. Does nothing for another device."""
+    if device.type != "cuda":
+        yield
+        return
+    with cuda_driver().on_device(device.index):
+        yield
+
+
+def flush_rdma_writes(device: torch.device) -> None:
+    """Make bytes that network cards have written to a GPU visible to its kernels and copies. Runs on the target.
+
+    GPUs that order such writes themselves need nothing. Raises GpuDirectUnavailable for one that neither orders nor
+    can flush them, and TargetError if it fails.
+    """
+    driver, index = cuda_driver(), device.index
+    try:
+        ordering = driver.attribute(index, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+        if ordering >= cuda.GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER:
+            return
+        options = driver.attribute(index, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
+        if not options & cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST:
+            raise GpuDirectUnavailable(
+                f"{device} neither orders the writes of network cards nor can flush them",
+                hint="use RFORK_TRANSPORTS=http",
+            )
+        with driver.on_device(index):
+            driver.library.call(
+                "cuFlushGPUDirectRDMAWrites",
+                cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+            )
+    except DriverError as error:
+        raise TargetError(f"{device} failed to complete the writes of network cards: {error}") from error
 
 
 class CudaEvent:

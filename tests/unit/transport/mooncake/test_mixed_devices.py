@@ -15,6 +15,7 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.registration import Region
 from rfork.transport.mooncake import exporter as exporter_module
+from rfork.transport.mooncake import reader as reader_module
 from rfork.transport.mooncake.engine import TransferState, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
 from rfork.transport.mooncake.read_plan import AddressMap
@@ -69,8 +70,12 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize(("image_devices", "reads"), [({CPU}, 1), ({CPU, CUDA}, 16)])
-def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.device], reads: int) -> None:
-    """The CPU cannot copy to a device address, so each piece is then a separate read."""
+def test_small_pieces_are_staged_only_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, image_devices: set[torch.device], reads: int
+) -> None:
+    """The CPU cannot copy to a device address, so each piece is then a separate read. GPUs flush network writes."""
+    flushed: list[torch.device] = []
+    monkeypatch.setattr(reader_module, "flush_rdma_writes", flushed.append)
     source, target, engine = image_on({CPU}, 7), image_on(image_devices), FakeEngine()
     size = source.layout.image_bytes
     remote = AddressMap(source.segments(0, size), size)
@@ -79,6 +84,7 @@ def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.de
     with target.readable(0, size) as views:
         assert bytes([7]) * size == b"".join(views)
         assert reads == len(engine.reads)
+    assert flushed == [device for device in image_devices if device != CPU]
     reader.close()
 
 

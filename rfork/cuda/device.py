@@ -20,7 +20,7 @@ from rfork.errors import GpuDirectUnavailable, TargetError
 
 
 class TorchDevices:
-    """What torch knows about memory and threads. Tests replace both functions for the memory of a fake GPU."""
+    """Devices of memory and streams of threads, from torch. Tests replace both functions for a fake GPU."""
 
     @staticmethod
     def device_of(memory: torch.Tensor | torch.UntypedStorage) -> torch.device:

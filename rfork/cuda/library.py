@@ -21,7 +21,7 @@ HANDLE_BYTES: Final = 64
 MIN_VERSION: Final = 11040
 """CUDA 11.4, driver R470: the first with all functions used here."""
 
-# Constants of cuda.h, with the prefix of their enumeration only where it is needed to tell them apart.
+# Constants of cuda.h, without the prefix CU or CUDA_ERROR.
 SUCCESS: Final = 0
 INVALID_VALUE: Final = 1
 INVALID_DEVICE: Final = 101
@@ -62,7 +62,7 @@ EVENT_DISABLE_TIMING: Final = 2
 class DriverError(RuntimeError):
     """A driver call failed: its name, and the driver's error code and text.
 
-    A RuntimeError like the errors of torch's own CUDA calls. A caller that can tell which side is at fault converts
+    A RuntimeError like the errors of torch's own CUDA calls. A caller that knows which side is at fault converts
     it to one of rfork's errors.
     """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,6 +49,8 @@ class ServedModel:
     ) -> None:
         """`seed` serves the image of `module`, without the tensors matching `exclude`."""
         self.seed = seed
+        self.steps = seed.track_steps()
+        """Steps of the engine's own work: readers are throttled while they become slower."""
         self.report = report
         self._module = module
         self._hidden_state = hidden_state
@@ -62,10 +63,6 @@ class ServedModel:
         """Number of the latest update that began on this rank."""
         self._unversioned_update: _Update | None = None
         """The latest update whose weights have no version yet."""
-
-    def serving(self) -> AbstractContextManager[object]:
-        """Wrap one step of the engine's own work: readers are throttled while steps become slower."""
-        return self.seed.measure_step()
 
     def begin_update(self) -> None:
         """Fence before the weights are overwritten, and count the update whether it succeeds or not."""

@@ -20,7 +20,7 @@ from rfork.transport.cuda_ipc.driver import IpcDriver
 from rfork.transport.cuda_ipc.source_memory import SourceMemory
 from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
 from rfork.transport.same_host.client import ConnectionPool
-from rfork.transport.same_host.connection import Message, close_all, get_int
+from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all, get_int, raise_error
 from rfork.transport.same_host.memory_file import fill
 
 MIN_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
@@ -34,7 +34,7 @@ class CudaIpcReader:
 
     Parameters: `parameters`, those of the source's endpoint; `remote`, the source's addresses; `target`, this
     side's allocations. A running copy cannot be cancelled, so leaving a read always waits for running copies:
-    at most 64 MiB.
+    at most one slice.
     """
 
     def __init__(
@@ -81,9 +81,22 @@ class CudaIpcReader:
         """
         self._image.segments(begin, end)
         with self._in_use():
-            at = begin
-            while at < end:
-                at += self._read_slice(at, min(end, at + protocol.SLICE_BYTES), deadline)
+            # Before the first slice is granted: a fence would wait for the opening.
+            for device, allocations in self._plan(begin, end, deadline).allocations_needed.items():
+                self._open(allocations, device, deadline)
+            received, lost_at = begin, -1
+            while received < end:
+                try:
+                    for slice_end in self._read_slices(received, end, deadline):
+                        received = slice_end
+                except SourceUnavailable as error:
+                    # A lost connection is replaced once: a source that disconnected the reader reports the reason
+                    # on the next request.
+                    self._check()
+                    if received == lost_at:
+                        raise
+                    lost_at = received
+                    log.info("connection replaced", reason=str(error), missing=end - received)
 
     def set_rate_limit(self, rate: int | None) -> None:
         """Does nothing: the source throttles. See `Reader.set_rate_limit`."""
@@ -93,22 +106,6 @@ class CudaIpcReader:
         self._fail(SourceUnavailable("the reader was closed"))
         self._released.wait()
 
-    def _read_slice(self, begin: int, end: int, deadline: float) -> int:
-        """Copy the first bytes of a range; return how many.
-
-        A lost connection is replaced once: a source that disconnected the reader reports the reason on the
-        next request.
-        """
-        plan = self._plan(begin, end, deadline)
-        for device, allocations in plan.allocations_needed.items():
-            self._open(allocations, device, deadline)
-        try:
-            return self._request_range(begin, end, plan, deadline)
-        except SourceUnavailable as first:
-            self._check()
-            log.info("connection replaced", reason=str(first), missing=end - begin)
-            return self._request_range(begin, end, plan, deadline)
-
     def _open(self, allocations: Sequence[int], device: int, deadline: float) -> None:
         """Open allocations. After the transport has been selected, a failure is the source's."""
         try:
@@ -116,27 +113,61 @@ class CudaIpcReader:
         except TransportUnavailable as error:
             raise SourceUnavailable(f"cannot open more of the source's memory: {error}", hint=error.hint) from error
 
-    def _request_range(self, begin: int, end: int, plan: CopyPlan, deadline: float) -> int:
+    def _read_slices(self, begin: int, end: int, deadline: float) -> Iterator[int]:
+        """Copy a range slice by slice over one connection. Yield the end of what has been received after each.
+
+        The request for a slice releases the previous one, whose bytes count once the reply confirms that.
+        """
         reply_deadline = self._connections.reply_deadline
         with self._connections.lease(deadline) as connection:
-            request: Message = {"operation": "acquire", "token": self._token(), "begin": begin, "end": end}
-            reply, descriptors = connection.exchange(request, reply_deadline(deadline))
-            try:
-                granted = get_int(reply, "granted")
-                if not 0 < granted <= end - begin:
-                    raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
-                if granted < end - begin:
-                    plan = self._plan(begin, begin + granted, deadline)
-                self._copy_range(plan, descriptors, deadline)
-            except SourceCorrupt:
-                if not connection.is_idle:
-                    raise SourceUnavailable("the source revoked the granted range") from None
-                raise
-            finally:
-                close_all(descriptors)
+            at = begin
+            while at < end:
+                slice_end, release = min(end, at + protocol.SLICE_BYTES), int(at > begin)
+                plan = self._plan(at, slice_end, deadline)
+                request: Message = {
+                    "operation": "acquire",
+                    "token": self._token(),
+                    "begin": at,
+                    "end": slice_end,
+                    "release": release,
+                }
+                connection.send(request, deadline=reply_deadline(deadline))
+                reply, descriptors = connection.receive(reply_deadline(deadline))
+                try:
+                    if release:
+                        _check_released(reply)
+                        yield at
+                    raise_error(reply)
+                    at += self._copy_granted(connection, reply, descriptors, at, slice_end, plan, deadline)
+                finally:
+                    close_all(descriptors)
             reply, descriptors = connection.exchange({"operation": "release"}, reply_deadline(deadline))
             close_all(descriptors)
-            get_int(reply, "released")
+            _check_released(reply)
+        yield end
+
+    def _copy_granted(
+        self,
+        connection: UnixSocketConnection,
+        reply: Message,
+        descriptors: Sequence[int],
+        begin: int,
+        end: int,
+        plan: CopyPlan,
+        deadline: float,
+    ) -> int:
+        """Copy what the source granted of a slice with this `plan`; return how many bytes."""
+        try:
+            granted = get_int(reply, "granted")
+            if not 0 < granted <= end - begin:
+                raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
+            if granted < end - begin:
+                plan = self._plan(begin, begin + granted, deadline)
+            self._copy_range(plan, descriptors, deadline)
+        except SourceCorrupt:
+            if not connection.is_idle:
+                raise SourceUnavailable("the source revoked the granted range") from None
+            raise
         return granted
 
     def _copy_range(self, plan: CopyPlan, descriptors: Sequence[int], deadline: float) -> None:
@@ -194,6 +225,13 @@ class CudaIpcReader:
             self._memory.close()
         finally:
             self._released.set()
+
+
+def _check_released(reply: Message) -> None:
+    """Raise the error in the reply, or SourceCorrupt, unless it confirms the release of the granted range."""
+    if reply.get("released") != 1:
+        raise_error(reply)
+        raise SourceCorrupt("the source did not confirm that a range was released")
 
 
 class _StreamCopier:

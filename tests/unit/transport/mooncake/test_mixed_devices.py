@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,12 +14,19 @@ from rfork.errors import GpuDirectUnavailable, TransportUnavailable
 from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.registration import Region
+from rfork.settings import InstanceSettings
+from rfork.transport.base import Endpoint
 from rfork.transport.mooncake import exporter as exporter_module
 from rfork.transport.mooncake import reader as reader_module
+from rfork.transport.mooncake import topology
+from rfork.transport.mooncake import transport as transport_module
 from rfork.transport.mooncake.engine import TransferState, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
+from rfork.transport.mooncake.library import LibraryState
 from rfork.transport.mooncake.read_plan import AddressMap
 from rfork.transport.mooncake.reader import TransferEngineReader
+from rfork.transport.mooncake.topology import RdmaDevice
+from rfork.transport.mooncake.transport import TransferEngineTransport
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -114,3 +121,59 @@ def test_a_failed_registration_of_gpu_memory_is_a_gpu_direct_error(
         register(engine, image_on(image_devices), [(1, 1)])  # type: ignore[arg-type]
     assert error is type(raised.value)
     assert (error is GpuDirectUnavailable) == ("rfork doctor" in raised.value.hint)
+
+
+@pytest.fixture
+def started_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Protocol of each engine that was started, on a machine without RDMA whose wheel supports CUDA."""
+    protocols: list[str] = []
+
+    def engine(host: str, protocol: str, devices: str) -> FakeEngine:
+        protocols.append(protocol)
+        return FakeEngine()
+
+    def connected(session: str, remote: int, protocol: str, *rest: object) -> FakeEngine:
+        return engine("", protocol, "")
+
+    monkeypatch.setattr(transport_module, "library_state", lambda: LibraryState(("a wheel",), cuda=True))
+    monkeypatch.setattr(topology, "rdma_devices", lambda root: (RdmaDevice("mlx5_0", state="DOWN"),))
+    monkeypatch.setattr(exporter_module, "MooncakeEngine", engine)
+    monkeypatch.setattr(transport_module, "connect_engine", connected)
+    return protocols
+
+
+def _export(transport: TransferEngineTransport, image: Image) -> None:
+    exporter = transport.export(image, None)  # type: ignore[arg-type]
+    exporter.ready(time.monotonic() + 60)
+    exporter.close()
+
+
+def _connect(transport: TransferEngineTransport, image: Image) -> None:
+    segments = tuple(image.segments(0, image.layout.image_bytes))
+    endpoint = Endpoint("transfer_engine", {"session": "127.0.0.1:1", "protocol": "tcp"}, segments)
+    transport.connect(endpoint, image, lambda: "token", math.inf).close()
+
+
+@pytest.mark.parametrize("begin", [_export, _connect], ids=["source", "target"])
+@pytest.mark.parametrize("image_devices", [{CUDA}, {CPU, CUDA}], ids=["gpu", "mixed"])
+def test_gpu_memory_is_refused_over_tcp(
+    started_engines: list[str],
+    begin: Callable[[TransferEngineTransport, Image], None],
+    image_devices: set[torch.device],
+) -> None:
+    """Neither side starts an engine, so nothing is registered; the error names the device and the alternatives."""
+    transport = TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True))
+    with pytest.raises(TransportUnavailable, match="cuda:0") as raised:
+        begin(transport, image_on(image_devices))
+    assert "RDMA" in raised.value.hint
+    assert "http" in raised.value.hint
+    assert [] == started_engines
+
+
+@pytest.mark.parametrize("begin", [_export, _connect], ids=["source", "target"])
+def test_host_memory_is_transferred_over_tcp(
+    started_engines: list[str], begin: Callable[[TransferEngineTransport, Image], None]
+) -> None:
+    """The same machine starts an engine for it."""
+    begin(TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True)), image_on({CPU}))
+    assert ["tcp"] == started_engines

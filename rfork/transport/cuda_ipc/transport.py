@@ -50,6 +50,7 @@ class CudaIpcTransport:
 
     name = "cuda_ipc"
     one_sided = False
+    connect_timeout_s = 0.0
 
     def __init__(self, settings: InstanceSettings, driver: Callable[[], CudaDriver] = CudaDriver) -> None:
         self._settings = settings

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from torch.distributed import BroadcastOptions, Work
 
-from rfork.errors import RforkError, SourceTimeout, SourceUnavailable, TransportUnavailable
+from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.collective.backend import TorchProcessGroup, group_error
@@ -229,11 +229,10 @@ class NcclGroup:
                 if self._aborted.wait(POLL_S):
                     raise SourceUnavailable("the nccl group was aborted")
             work.wait()  # `is_completed` is also true after an error, which only this raises
-        except RuntimeError as error:
+        except Exception as error:
             self._abort_and_wait(work)
-            raise group_error(error, "nccl") from None
-        except RforkError:
-            self._abort_and_wait(work)
+            if isinstance(error, RuntimeError):
+                raise group_error(error, "nccl") from None
             raise
 
     def _abort_and_wait(self, work: Work | None) -> None:

@@ -7,7 +7,7 @@ callers for half an hour. A seed must survive both, so this module
 - lets each group end its watchdog before it is used (`_create_process_group`),
 - polls for completion, and calls NCCL only on the thread that forms the group or transfers.
 
-Notes on torch and NCCL name functions of torch 2.6 to 2.13.
+Notes on torch name functions of its C++ sources from 2.6 to 2.13. None of this has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -307,5 +307,10 @@ def _coalesced(group: TorchProcessGroup, begin: Callable[[], Work]) -> Work:
     ranks.
     """
     group._start_coalescing()
-    begin()
+    try:
+        begin()
+    except Exception:
+        with suppress(RuntimeError):  # otherwise NCCL would collect this thread's next calls in the same batch
+            group._end_coalescing()
+        raise
     return group._end_coalescing()

@@ -64,6 +64,7 @@ class FakeProcessGroup:
         self.aborts.set()
         self.on_block: Callable[[], None] = lambda: None
         self.fails_to_begin = ""
+        self.batches = 0
         self.store: PrefixStore | None = None
         self._work = FakeWork(self.calls, clock, completes=completes, error=error)
 
@@ -77,9 +78,10 @@ class FakeProcessGroup:
         return self._begin(f"recv {rank}")
 
     def _start_coalescing(self) -> None:
-        return
+        self.batches += 1
 
     def _end_coalescing(self) -> FakeWork:
+        self.batches -= 1
         return self._work
 
     def abort(self) -> None:
@@ -189,6 +191,16 @@ def test_a_transfer_that_does_not_begin_aborts_the_group(clock: FakeClock, monke
     assert ["broadcast", "abort", "record on current stream", "wait for the event"] == fake.calls
     with pytest.raises(SourceUnavailable, match="closed"):
         group.broadcast(BLOCK, clock.now + 2.0)
+
+
+def test_a_send_that_does_not_begin_ends_its_batch(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL counts open batches for each thread, and would not start this thread's next transfer."""
+    fake = FakeProcessGroup(clock)
+    fake.fails_to_begin = "NCCL error: invalid usage"
+    record_cuda(monkeypatch, fake.calls)
+    with pytest.raises(SourceUnavailable):
+        group_of(fake).send(BLOCK, 1, clock.now + 2.0)
+    assert 0 == fake.batches
 
 
 def test_abort_ends_a_transfer_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:

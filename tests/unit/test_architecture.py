@@ -93,7 +93,6 @@ ENVIRONMENT_WRITERS = {
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
     "rfork/engines/sglang/launcher.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
-    "rfork/transport/collective/nccl.py": "sets variables that NCCL reads",
     "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",
 }
 """Modules outside `rfork.settings` that access the environment, with the reason: none of them is configured by it."""

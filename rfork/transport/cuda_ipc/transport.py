@@ -51,6 +51,7 @@ class CudaIpcTransport:
 
     name = "cuda_ipc"
     one_sided = False
+    connect_timeout_s = 0.0
 
     def __init__(self, settings: InstanceSettings, driver: Callable[[], IpcDriver] = IpcDriver) -> None:
         self._settings = settings

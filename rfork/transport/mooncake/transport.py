@@ -47,6 +47,7 @@ class TransferEngineTransport:
 
     name = "transfer_engine"
     one_sided = True
+    connect_timeout_s = 0.0
 
     def __init__(self, settings: InstanceSettings, root: Path = Path("/")) -> None:
         self._settings = settings

@@ -31,7 +31,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_set_version": (None, c_int),
     "fake_set_peer_access": (None, c_int),
     "fake_set_capturing": (None, c_int),
-    "fake_set_held": (None, c_int),
+    "fake_set_paused": (None, c_int),
     "fake_set_handle_types": (None, c_int),
     "fake_set_read_only": (None, c_int),
     "fake_set_delay_us": (None, c_int),
@@ -134,13 +134,13 @@ class FakeGpu:
             self.library.fake_set_capturing(0)
 
     @contextlib.contextmanager
-    def held_copies(self) -> Iterator[None]:
+    def paused_copies(self) -> Iterator[None]:
         """Within the context, copies stay queued."""
-        self.library.fake_set_held(1)
+        self.library.fake_set_paused(1)
         try:
             yield
         finally:
-            self.library.fake_set_held(0)
+            self.library.fake_set_paused(0)
 
     @contextlib.contextmanager
     def failing_copies(self, when: CopyFailure) -> Iterator[None]:

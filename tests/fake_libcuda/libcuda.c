@@ -151,7 +151,7 @@ static struct texts violations, forbidden_calls;
 static long pageable_copies, completed_copies, queued_copies, flushes[MAX_DEVICES];
 
 static struct {
-    int devices, version, peer_access, capturing, held, fail_copies, open_error, open_error_types, handle_types;
+    int devices, version, peer_access, capturing, paused, fail_copies, open_error, open_error_types, handle_types;
     int read_only, delay_us;
     uint64_t random;
     CUuuid uuids[MAX_DEVICES];
@@ -415,7 +415,7 @@ static uint64_t next_random(void) {
 static bool is_runnable(const struct CUstream_st *stream) {
     const struct operation *one = stream->first;
     if (!one) return false;
-    if (one->type == COPY) return !settings.held;
+    if (one->type == COPY) return !settings.paused;
     return one->type == RECORD || one->event->completed >= one->number;
 }
 
@@ -505,7 +505,7 @@ static void read_settings(void) {
     settings.version = environment("FAKE_CUDA_VERSION", 13010);
     settings.peer_access = environment("FAKE_CUDA_PEER_ACCESS", 1);
     settings.capturing = environment("FAKE_CUDA_CAPTURING", 0);
-    settings.held = environment("FAKE_CUDA_HOLD_COPIES", 0);
+    settings.paused = environment("FAKE_CUDA_PAUSE_COPIES", 0);
     settings.fail_copies = environment("FAKE_CUDA_FAIL_COPIES", 0);
     settings.open_error = environment("FAKE_CUDA_OPEN_ERROR", 0);
     settings.open_error_types = environment("FAKE_CUDA_OPEN_ERROR_TYPES", 1 | 8 | LEGACY_HANDLE);
@@ -1295,7 +1295,7 @@ SWITCH(fake_set_devices, devices)
 SWITCH(fake_set_version, version)
 SWITCH(fake_set_peer_access, peer_access)
 SWITCH(fake_set_capturing, capturing)
-SWITCH(fake_set_held, held)
+SWITCH(fake_set_paused, paused)
 SWITCH(fake_set_handle_types, handle_types)
 SWITCH(fake_set_read_only, read_only)
 SWITCH(fake_set_delay_us, delay_us)

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch.distributed import BroadcastOptions, Work
 
+from rfork.cuda.device import CudaStream, cuda_driver
 from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -85,9 +86,11 @@ class NcclBackend:
 
     @contextmanager
     def transfer_context(self, device: torch.device) -> Iterator[None]:
-        """Use a separate stream, so that transfers do not wait for the engine's kernels."""
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            yield
+        """Use a stream of its own, so that transfers wait neither for the engine's kernels nor for other groups."""
+        driver = cuda_driver()
+        with driver.on_device(device.index), closing(CudaStream(driver, device.index)) as stream:
+            with stream.as_torch_stream():
+                yield
 
     def form(
         self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float

@@ -88,9 +88,9 @@ class NcclBackend:
     def transfer_context(self, device: torch.device) -> Iterator[None]:
         """Use a stream of its own, so that transfers wait neither for the engine's kernels nor for other groups."""
         driver = cuda_driver()
-        with driver.on_device(device.index), closing(CudaStream(driver, device.index)) as stream:
-            with stream.as_torch_stream():
-                yield
+        index = device.index
+        with driver.on_device(index), closing(CudaStream(driver, index)) as stream, stream.as_torch_stream():
+            yield
 
     def form(
         self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float

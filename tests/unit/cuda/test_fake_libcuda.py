@@ -10,7 +10,8 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
 
 import pytest
 
-from rfork.transport.cuda_ipc.driver import CudaDriverLibrary, IpcMemHandle, MemAccessDesc, MemLocation
+from rfork.cuda import library
+from rfork.cuda.library import CudaDriverLibrary, IpcMemHandle, MemAccessDesc, MemLocation
 from tests.fake_libcuda.build import library_path
 from tests.fake_libcuda.fake_gpu import GRANULARITY, CopyFailure, FakeGpu
 
@@ -23,7 +24,9 @@ class Program:
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
-        self.bindings = CudaDriverLibrary(gpu.path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "LIBRARY_PATH", gpu.path)
+            self.bindings = CudaDriverLibrary()
         assert self.run("cuInit", 0) == 0
 
     def run(self, name: str, *arguments: object) -> int:

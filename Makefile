@@ -148,7 +148,7 @@ $(STAMP): pyproject.toml constraints.txt | system
 
 # Libraries of mooncake.engine, and programs that tests start, as FILE:PACKAGE of Debian and Ubuntu.
 LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libssl.so.3:libssl3
-PROGRAMS := redis-server:redis-server promtool:prometheus chromium:chromium
+PROGRAMS := cc:build-essential redis-server:redis-server promtool:prometheus chromium:chromium
 
 .PHONY: system
 system: ## install missing system libraries of the transfer_engine transport

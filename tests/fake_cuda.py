@@ -11,22 +11,20 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from rfork.cuda.device import CopyOp, CudaStream
+from rfork.cuda.library import HANDLE_BYTES, DriverError
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
 from rfork.transport.cuda_ipc.driver import (
-    HANDLE_BYTES,
     Allocation,
-    CopyOp,
-    CudaCopyStream,
-    CudaDriver,
-    DriverError,
     HandleType,
     ImportedAllocation,
+    IpcDriver,
     IpcHandle,
 )
 
@@ -82,7 +80,7 @@ class FakeMemory:
 
 
 @dataclass
-class FakeDriver(CudaDriver):
+class FakeDriver(IpcDriver):
     """Driver on top of `FakeMemory`, with faults on demand."""
 
     memory: FakeMemory
@@ -95,7 +93,7 @@ class FakeDriver(CudaDriver):
     queued: threading.Event = field(default_factory=threading.Event)
     """Set once copies have been queued."""
     streams: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """Released for each `queue` of copies."""
+    """Released for each `copy`."""
     rejected_handle_types: Sequence[HandleType] = ("legacy", "descriptor", "fabric")
     """Handle types for which `open_error_code` is raised."""
     copies_fail: bool = False
@@ -177,15 +175,15 @@ class FakeDriver(CudaDriver):
             self.violations.append(f"a copy from {request.source:#x}, where nothing is mapped")
 
 
-class FakeCopyStream(CudaCopyStream):
-    """Copy stream on a thread that runs from one `queue` to the last copy."""
+class FakeCopyStream(CudaStream):
+    """Copy stream on a thread that runs from one `copy` to the last copy."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._fake = driver
         self._pending: deque[CopyOp] = deque()
         self._thread: threading.Thread | None = None
 
-    def queue(self, copies: Sequence[CopyOp]) -> None:
+    def copy(self, copies: Iterable[CopyOp]) -> None:
         if self._fake.copies_fail:
             raise DriverError("cuMemcpyAsync", 700, "an illegal memory access was encountered")
         self._pending.extend(copies)

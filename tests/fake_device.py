@@ -46,7 +46,7 @@ class FakeDeviceCopier:
     def host_to_device(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> FakePendingCopy:
         return self._begin(memory, host)
 
-    def synchronize(self) -> None:
+    def finish_earlier_work(self) -> None:
         return
 
     def _begin(self, destination: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakePendingCopy:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import nn
 
+from rfork.cuda.device import current_work
 from rfork.engines.hidden_state import HiddenState
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.image.capture import capture
@@ -50,6 +50,8 @@ class ServedModel:
     ) -> None:
         """`seed` serves the image of `module`, without the tensors matching `exclude`."""
         self.seed = seed
+        self.steps = seed.track_steps()
+        """Steps of the engine's own work: readers are throttled while they become slower."""
         self.report = report
         self._module = module
         self._hidden_state = hidden_state
@@ -57,15 +59,12 @@ class ServedModel:
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
+        self._gpus = seed.image.gpus
         self._updates = 0
         self._update = 0
         """Number of the latest update that began on this rank."""
         self._unversioned_update: _Update | None = None
         """The latest update whose weights have no version yet."""
-
-    def serving(self) -> AbstractContextManager[object]:
-        """Wrap one step of the engine's own work: readers are throttled while steps become slower."""
-        return self.seed.measure_step()
 
     def begin_update(self) -> None:
         """Fence before the weights are overwritten, and count the update whether it succeeds or not."""
@@ -106,7 +105,8 @@ class ServedModel:
             self.fence()  # the caller did not fence: the served bytes no longer match the manifest
         if updated:
             self._unversioned_update = _Update(self._update, version)
-        arguments = (self.seed.generation,)
+        # Kernels on the engine's stream may still write the weights, and the other thread has another stream.
+        arguments = (self.seed.generation, current_work(self._gpus))
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
     def recapture(self) -> Image:
@@ -162,11 +162,12 @@ class ServedModel:
         except Exception:
             log.exception("failed to close the seed")
 
-    def _renew(self, generation: int) -> None:
+    def _renew(self, generation: int, finish_engine_work: Callable[[], None]) -> None:
         with self._renewing:
             try:
                 if generation != self.seed.generation:
                     return  # the weights are changing again
+                finish_engine_work()
                 self._hidden_state.save()
                 self.seed.resume(self.recapture(), generation, self._version_of())
             except LayoutMismatch as error:

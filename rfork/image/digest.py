@@ -29,26 +29,23 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import xxhash
 
-from rfork.image.host_memory import host_view
+from rfork.cuda.device import cuda_driver
+from rfork.image.leaf_plan import LeafPlan, leaf_plan
 from rfork.logs import logger
 
 log = logger(__name__)
 
-HashLeaves = Callable[[Sequence[torch.Tensor], int], bytes]
-"""Returns the joined canonical XXH3-128 of each leaf of some pieces (uint8, 1-D, one device), in order.
-
-The second argument is the number of bytes in a leaf, a multiple of 1024; the last one may be shorter.
-"""
+HashLeaves = Callable[[LeafPlan, torch.device], bytes]
+"""Returns the joined canonical XXH3-128 of each leaf of a plan, whose memory is on this device, in order."""
 
 SELF_TEST_LEAF_BYTES = 2048
-SLAB_BYTES = 8 << 20
-"""Bytes that are copied to the host at a time if no kernel hashes on the device."""
 
 _init_lock = threading.Lock()
 
@@ -57,39 +54,33 @@ LEAF_BYTES = 128 << 10
 HASH_DOMAIN = b"rfork-chunk-v1"
 
 
-class HashBackend:
-    """Hashes leaves on one device. Thread-safe.
+class GpuKernel:
+    """The hash kernel of one CUDA device. Thread-safe.
 
-    On CUDA devices the kernel is compiled in the background, which takes a second or two unless this user's
-    cache has it; until then, and on other devices, the bytes are copied to the host. The kernel is used only
+    It is compiled in the background, which takes a second or two unless this user's cache has it, and used only
     after it has computed correct hashes on this device. If it cannot be compiled or run, or its results are
     wrong, this is logged once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hash: HashLeaves = hash_on_host
-        self._preparing: threading.Thread | None = None
-        if device.type == "cuda":
-            # Not a daemon thread: the process waits for the compilation at exit, or it would crash.
-            self._preparing = threading.Thread(target=self._prepare, name="rfork-compile")
-            self._preparing.start()
-
-    def __call__(self, pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        """See `HashLeaves`."""
-        return self._hash(pieces, leaf_bytes)
+        self.hash_leaves: HashLeaves | None = None
+        """The kernel, once it is ready: call it on the device's digest stream."""
+        # Not a daemon thread: the process waits for the compilation at exit, or it would crash.
+        self._preparing = threading.Thread(target=self._prepare, name="rfork-compile")
+        self._preparing.start()
 
     def wait_until_ready(self) -> bool:
         """Wait until the kernel is ready or has failed. Returns True if it is used."""
-        if self._preparing is not None:
-            self._preparing.join()
-        return self._hash is not hash_on_host
+        self._preparing.join()
+        return self.hash_leaves is not None
 
     def _prepare(self) -> None:
         try:
             from rfork.image.xxh3_triton import leaf_hashes
 
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            driver, index = cuda_driver(), self._device.index
+            with driver.on_device(index), driver.streams(index).digest.as_torch_stream():
                 self_test(leaf_hashes, self._device)
         except ImportError as error:
             log.debug("Triton not available, hashing on the host", reason=str(error))
@@ -101,48 +92,45 @@ class HashBackend:
                 reason=f"{type(error).__name__}: {error}",
             )
             return
-        self._hash = leaf_hashes
-
-
-def leaf_hasher(device: torch.device) -> HashBackend:
-    """Return the hash backend of a device of this process."""
-    with _init_lock:  # two concurrent calls must not create two backends
-        return _cached_backend(device)
+        self.hash_leaves = leaf_hashes
 
 
 @cache
-def _cached_backend(device: torch.device) -> HashBackend:
-    return HashBackend(device)
+def _kernel_of(index: int) -> GpuKernel:
+    return GpuKernel(torch.device("cuda", index))
+
+
+def gpu_kernel(device: torch.device) -> GpuKernel:
+    """Return the hash kernel of a CUDA device of this process; its compilation may still be under way."""
+    with _init_lock:  # two concurrent calls must not compile it twice
+        return _kernel_of(device.index)
 
 
 def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
-    """Compare the hashes with xxhash's, for aligned and odd addresses and a short last leaf. Raises RuntimeError."""
+    """Compare the hashes with xxhash's. Raises RuntimeError.
+
+    Covers aligned and odd addresses, leaves that span pieces, and last leaves of at most and more than 240
+    bytes, and so all that is compiled separately.
+    """
     data = torch.arange(3 * SELF_TEST_LEAF_BYTES + 777).mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.uint8)
     device_data = data.to(device)
-    for begin in (0, 4, 5):
-        content = bytes(data[begin:].tolist())
+    gap_begin, gap_end = SELF_TEST_LEAF_BYTES + 1000, SELF_TEST_LEAF_BYTES + 1064
+    for begin, end in ((0, len(data)), (4, len(data)), (5, len(data) - 700)):
+        content = bytes(data[begin:gap_begin].tolist() + data[gap_end:end].tolist())
         expected = b"".join(
             xxhash.xxh3_128_digest(content[low : low + SELF_TEST_LEAF_BYTES])
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
-        if expected != hash_leaves([device_data[begin:]], SELF_TEST_LEAF_BYTES):
+        pieces = device_data[begin:gap_begin], device_data[gap_end:end]
+        if expected != hash_leaves(plan_of(pieces, SELF_TEST_LEAF_BYTES), device):
             raise RuntimeError("the kernel computes wrong hashes")
 
 
-def hash_on_host(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """See `HashLeaves`. Copies bytes of other devices to the host, on the current stream, and waits for them."""
-
-    def views() -> Iterator[memoryview]:
-        for piece in pieces:
-            for begin in range(0, piece.numel(), SLAB_BYTES):
-                slab = piece[begin : begin + SLAB_BYTES].cpu()
-                yield host_view(slab.data_ptr(), slab.numel())
-
-    return hash_host_leaves(views(), leaf_bytes)
-
-
 def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
-    """Like `HashLeaves`, for host views (format 'B') in order. Each view is used before the next is requested."""
+    """Return the joined canonical XXH3-128 of each leaf of some host views (format 'B'), in order.
+
+    Each view is used before the next is requested.
+    """
     leaves: list[bytes] = []
     leaf, leaf_remaining = xxhash.xxh3_128(), leaf_bytes  # of the current leaf: its state and its remaining bytes
     for view in views:
@@ -168,7 +156,12 @@ def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
 
 def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
     """Return the digest of a chunk whose bytes are these host views (format 'B'), in order. Copies nothing."""
-    return _combine(sum(map(len, pieces)), hash_host_leaves(pieces, LEAF_BYTES))
+    return digest_views(sum(map(len, pieces)), pieces)
+
+
+def digest_views(length: int, views: Iterable[memoryview]) -> bytes:
+    """Like `digest_bytes`, for `length` bytes in views that are each used before the next is requested."""
+    return _combine(length, hash_host_leaves(views, LEAF_BYTES))
 
 
 class RunningDigest:
@@ -195,14 +188,18 @@ class RunningDigest:
         return _combine(self._length, b"".join(self._leaves))
 
 
-def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
-    """Return the digest of a chunk whose bytes are these tensors (uint8, 1-D, one device), in order.
+def digest_plan(plan: LeafPlan, device: torch.device, hash_leaves: HashLeaves) -> bytes:
+    """Return the digest of a chunk by this plan, with leaves of `LEAF_BYTES`.
 
-    Computed on that device, on its current stream, and waited for: the host receives 16 bytes per leaf, and a
-    last leaf of at most 240 bytes unhashed. Without a kernel for the device, computed on the host.
+    Computed on the device, on this thread's current stream, and waited for: the host receives 16 bytes per leaf.
     """
-    length = sum(piece.numel() for piece in pieces)
-    return _combine(length, leaf_hasher(pieces[0].device)(pieces, LEAF_BYTES) if pieces else b"")
+    return _combine(plan.length, hash_leaves(plan, device))
+
+
+def plan_of(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> LeafPlan:
+    """Return the plan for these tensors (uint8, 1-D, contiguous, one device), in order."""
+    addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+    return leaf_plan(addresses, np.array([piece.numel() for piece in pieces], dtype=np.int64), leaf_bytes)
 
 
 def _combine(length: int, leaves: bytes) -> bytes:

@@ -19,21 +19,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar, overload
 
+import numpy as np
 import torch
 
+from rfork.cuda.device import TorchDevices, cuda_driver, current_work, device_of
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
-from rfork.image.digest import digest_bytes, digest_tensors
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_views, gpu_kernel
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, Manifest
-from rfork.image.staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
+from rfork.image.leaf_plan import Column, LeafPlan, leaf_plan
+from rfork.image.staging import CPU, STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
 from rfork.logs import logger
-
-CPU = torch.device("cpu")
 
 MAX_DIGEST_THREADS = 8
 """With more threads, memory bandwidth limits a manifest, not hashing."""
@@ -70,9 +70,14 @@ class StorageTable(Sequence[torch.Tensor]):
         )
 
     @cached_property
+    def columns(self) -> tuple[Column, Column]:
+        """The addresses and the lengths as arrays."""
+        return np.array(self.addresses, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+
+    @cached_property
     def devices(self) -> frozenset[torch.device]:
         """The devices of the storages."""
-        return frozenset(map(attrgetter("device"), self.storages))
+        return frozenset(map(TorchDevices.device_of, self.storages))
 
     @cached_property
     def device(self) -> torch.device:
@@ -81,7 +86,7 @@ class StorageTable(Sequence[torch.Tensor]):
             return CPU
         share: Counter[torch.device] = Counter()
         for storage, length in zip(self.storages, self.lengths, strict=True):
-            share[storage.device] += length
+            share[device_of(storage)] += length
         return share.most_common(1)[0][0]
 
     def __len__(self) -> int:
@@ -141,7 +146,8 @@ class StorageTable(Sequence[torch.Tensor]):
 
 
 def _is_adjacent(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    return one.device == other.device and (one.device == CPU or one.data_ptr() == other.data_ptr())
+    device = device_of(one)
+    return device == device_of(other) and (device == CPU or one.data_ptr() == other.data_ptr())
 
 
 class Segment(NamedTuple):
@@ -158,9 +164,10 @@ class Image:
     `regions` are the image's storages in image order: uint8 tensors, 1-D, contiguous, with
     `layout.image_bytes` bytes in total. The image references them, so addresses stay valid while it exists.
 
-    CUDA: bytes are copied and digested on the image's own streams, which do not wait for running kernels. The
-    constructor waits for running kernels once; a caller that later changes weights in place must synchronise
-    first. Methods that copy or digest return after completion, so the caller may continue on any stream.
+    CUDA: bytes are copied and digested on this process's own streams, which do not wait for other work. The
+    constructor waits once for the work on the calling thread's current streams; a caller that later changes
+    weights in place must wait for that work first. Methods that copy or digest return after completion, so the
+    caller may continue on any stream.
 
     `copier` defaults to a copier for the devices of the bytes.
     """
@@ -174,15 +181,10 @@ class Image:
         *self._begins, total_bytes = accumulate(self.runs.lengths, initial=0)
         if total_bytes != layout.image_bytes:
             raise ValueError(f"the regions have {total_bytes} bytes, the layout {layout.image_bytes}")
-        self._streams = {
-            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for device in self.devices
-            if device.type == "cuda"
-        }
-        for device in self._streams:
-            torch.cuda.synchronize(device)
-        if copier is None and self._streams:
-            copier = CudaCopier(self._streams)
+        gpus = self.gpus
+        if copier is None and gpus:
+            copier = CudaCopier(gpus)
+            copier.finish_earlier_work()
         self._staging = None if copier is None else PinnedStaging(copier)
         self.is_released = False
         """True if its memory was released: its bytes cannot be accessed."""
@@ -190,6 +192,7 @@ class Image:
         # creating all of them would dominate the cost of the constructor.
         self._views: list[memoryview | None] = [None] * len(self.runs)
         self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
+        self._leaf_plans: dict[int, tuple[torch.device | None, LeafPlan]] = {}  # by chunk
 
     @classmethod
     def without_memory(cls, layout: Layout) -> Image:
@@ -207,6 +210,11 @@ class Image:
     def devices(self) -> frozenset[torch.device]:
         """All devices of the bytes."""
         return self.regions.devices
+
+    @property
+    def gpus(self) -> list[torch.device]:
+        """The CUDA devices of the bytes, in order."""
+        return sorted((device for device in self.devices if device.type == "cuda"), key=lambda device: device.index)
 
     def shares_memory_with(self, other: Image) -> bool:
         """Return True if the other image has the same layout over the same addresses."""
@@ -281,19 +289,36 @@ class Image:
     def digest(self, chunk: int) -> bytes:
         """Return the 16-byte digest of chunk `chunk`, computed on its device: on CUDA on its own stream.
 
-        If the bytes of a chunk are on several devices, they are copied to the first one that is not the CPU.
-        Without a kernel for that device, the host hashes a copy: see `rfork.image.digest`.
+        The host hashes bytes in its own memory, those of a chunk on several devices, and all others while the
+        device has no kernel: see `rfork.image.digest`.
         """
         begin, end = self.layout.chunks[chunk]
-        if not self._streams:
+        if self.devices <= {CPU}:
             return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
-        memories = self.tensor_slices(begin, end)
-        devices = {memory.device for memory in memories if memory.device.type != "cpu"}
-        if not devices:
-            return digest_bytes([_view(memory) for memory in memories])
-        device = min(devices, key=str)
-        with torch.cuda.stream(self._streams[device]):
-            return digest_tensors([memory.to(device) for memory in memories])
+        gpu, plan = self.leaf_plan(chunk)
+        hash_leaves = None if gpu is None else gpu_kernel(gpu).hash_leaves
+        if gpu is None or hash_leaves is None:
+            with self.reading(begin, end) as steps:
+                return digest_views(end - begin, (view for views in steps for view in views))
+        driver = cuda_driver()
+        with driver.on_device(gpu.index), driver.streams(gpu.index).digest.as_torch_stream():
+            return digest_plan(plan, gpu, hash_leaves)
+
+    def leaf_plan(self, chunk: int) -> tuple[torch.device | None, LeafPlan]:
+        """Return the GPU that has all bytes of chunk `chunk`, if one has, and how its kernel hashes them. Cached."""
+        begin, end = self.layout.chunks[chunk]
+        first, stop = self._segments_covering(begin, end)
+        found = self._leaf_plans.get(chunk)
+        if found is None:
+            addresses, lengths = (column[first:stop].copy() for column in self.runs.columns)
+            lengths[-1] = end - self._begins[stop - 1]
+            cut = begin - self._begins[first]
+            addresses[0] += cut
+            lengths[0] -= cut
+            devices = set(map(device_of, self.runs.storages[first:stop]))
+            gpu = devices.pop() if len(devices) == 1 and devices != {CPU} else None
+            found = self._leaf_plans[chunk] = gpu, leaf_plan(addresses, lengths, LEAF_BYTES)
+        return found
 
     def manifest(self, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Manifest:
         """Digest all chunks on `threads` threads.
@@ -302,7 +327,7 @@ class Image:
         on the calling thread after each chunk, with that chunk's size in bytes.
         """
         chunks = self.layout.chunks
-        min_threads = MIN_CUDA_DIGEST_THREADS if self._streams else 1
+        min_threads = MIN_CUDA_DIGEST_THREADS if self.gpus else 1
         threads = threads or max(min_threads, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
         digests: list[bytes] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
@@ -331,8 +356,8 @@ class Image:
         if other.layout.layout_id != self.layout.layout_id:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
         self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
-        self._streams, self._staging = other._streams, other._staging
-        self._views, self._memories = other._views, other._memories
+        self._staging = other._staging
+        self._views, self._memories, self._leaf_plans = other._views, other._memories, other._leaf_plans
         self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
@@ -374,11 +399,15 @@ def _view(memory: torch.Tensor) -> memoryview:
 
 
 def compute_manifest(image: Image) -> Manifest:
-    """Digest a complete image once no kernel writes it; logs the duration."""
+    """Digest a complete image; logs the duration.
+
+    First waits for the work on this thread's current streams, which may still write the weights, and for the
+    compilation of hash kernels: a source should not hash a complete image on the host.
+    """
     began = time.monotonic()
-    for device in image.devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    current_work(image.gpus)()
+    for device in image.gpus:
+        gpu_kernel(device).wait_until_ready()
     manifest = image.manifest()
     log.info(
         "weights digested",
@@ -398,7 +427,7 @@ def check_writable(image: Image) -> None:
     host = [
         (address, address + length)
         for storage, address, length in zip(runs.storages, runs.addresses, runs.lengths, strict=True)
-        if storage.device.type == "cpu"
+        if device_of(storage) == CPU
     ]
     read_only_address = first_overlap(ranges.normalise(host), read_only_mappings())
     if read_only_address is None:

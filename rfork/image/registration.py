@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from rfork.image.memory import CPU, Image
+from rfork.image.memory import Image
+from rfork.image.staging import CPU
 
 Region = tuple[int, int]
 """Address and length in bytes."""

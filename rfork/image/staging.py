@@ -15,23 +15,31 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
+from rfork.cuda.device import CopyOp, CudaDriver, CudaEvent, CudaStream, cuda_driver, device_of
+from rfork.cuda.library import DriverError
 from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
 
 STEP_BYTES = 2 << 20
 """Size of a step in bytes. The first copy of a pass overlaps with nothing: 80 us at PCIe 4's 25 GB/s."""
 MAX_POOLED_STEPS = 16
 """Maximum number of cached buffers: 32 MiB per image, enough for eight concurrent passes."""
+MAX_POOLED_BLOCKS = 2
+"""Maximum number of cached buffers for steps of up to `BUFFER_BYTES`, such as blocks of storage. Allocated on demand,
+because page-locking costs more than a copy.
+"""
 BUFFER_BYTES = 16 << 20
 """Size of most reads of storage: larger is not faster, and smaller is slower on striped disks."""
 BUFFER_ALIGNMENT = 4096
 """Sufficient alignment for direct reads on every device."""
-CUDA_SUCCESS = 0
+CPU = torch.device("cpu")
 
 
 class PendingCopy(Protocol):
@@ -61,7 +69,7 @@ class DeviceCopier(Protocol):
         """Start copying each host tensor to the device tensor at its position. If it raises, no copy is in progress."""
         ...
 
-    def synchronize(self) -> None:
+    def finish_earlier_work(self) -> None:
         """Wait until memory of the devices may be written without `host_to_device`."""
         ...
 
@@ -96,12 +104,10 @@ class BufferPool:
         memory: int,
         buffer_bytes: int = BUFFER_BYTES,
         make: Callable[[int], torch.Tensor] = allocate_host,
-        free: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """At most `memory` bytes, but at least one buffer; `make` allocates a buffer, `free` releases it."""
+        """At most `memory` bytes, but at least one buffer; `make` allocates a buffer."""
         self.buffer_bytes = min(buffer_bytes, memory)
         self._make = make
-        self._free = free
         self._left = memory // self.buffer_bytes
         self._spare: list[torch.Tensor] = []
         self._changed = threading.Condition()
@@ -135,12 +141,9 @@ class BufferPool:
     def close(self) -> None:
         """Free the memory of unused buffers; new ones may be allocated later."""
         with self._changed:
-            spare, self._spare = self._spare, []
-            self._left += len(spare)
+            self._left += len(self._spare)
+            self._spare.clear()
             self._changed.notify_all()
-        if self._free is not None:
-            for buffer in spare:
-                self._free(buffer)
 
     def _pop_or_allocate(self) -> torch.Tensor:
         if self._spare:
@@ -150,42 +153,39 @@ class BufferPool:
         return buffer
 
 
-def pinned_buffers(memory: int, buffer_bytes: int) -> BufferPool:
-    """Return page-locked buffers in huge pages: the GPU's copy engine reads it directly, and disks write
-    fastest to it.
+def pinned_memory(nbytes: int, device: int) -> torch.Tensor:
+    """Return page-locked host memory (uint8, 1-D), unlocked when nothing refers to it any more.
+
+    In huge pages: a GPU's copy engine accesses it directly, and disks write fastest to it. `device`: whose context
+    locks it; it serves every device. Raises DriverError if it cannot be locked.
     """
-    pinned = _Pinned()
-    return BufferPool(memory, buffer_bytes, pinned.make, pinned.free)
+    driver = cuda_driver()
+    memory = allocate_host(max(nbytes, HUGE_PAGE))  # complete pages: no two buffers may share a locked one
+    address = memory.data_ptr()
+    try:
+        driver.register_host(address, memory.numel(), device)
+        release = partial(_unlock, driver, memory, device)  # refers to the memory, which must outlive its lock
+    except DriverError:  # some sandboxes and file systems forbid it
+        address = driver.allocate_host(nbytes, device)
+        release = partial(_free, driver, address, device)
+    locked = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(locked, release).atexit = False  # at exit the end of the process releases it
+    return torch.frombuffer(locked, dtype=torch.uint8)
 
 
-class _Pinned:
-    """Allocates page-locked memory: registered with CUDA where that succeeds, otherwise from the driver.
-    Thread-safe.
-    """
+def _unlock(driver: CudaDriver, memory: torch.Tensor, device: int) -> None:
+    with suppress(DriverError):  # the device failed: its memory is lost anyway
+        driver.unregister_host(memory.data_ptr(), device)
 
-    def __init__(self) -> None:
-        self._registered: set[int] = set()
 
-    def make(self, nbytes: int) -> torch.Tensor:
-        memory = allocate_host(nbytes)
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
-        if code == CUDA_SUCCESS:
-            self._registered.add(memory.data_ptr())
-            return memory
-        with suppress(RuntimeError):
-            # CUDA keeps the error and would report it at the next kernel launch: let this one absorb it.
-            torch.zeros(1, device="cuda")
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def free(self, memory: torch.Tensor) -> None:
-        if memory.data_ptr() in self._registered:
-            self._registered.remove(memory.data_ptr())
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+def _free(driver: CudaDriver, address: int, device: int) -> None:
+    with suppress(DriverError):
+        driver.free_host(address, device)
 
 
 class _Step(NamedTuple):
     buffer: torch.Tensor
-    is_pooled: bool
+    pool: BufferPool | None
     views: list[memoryview]
     memory: list[torch.Tensor]  # tensors on a device,
     host: list[torch.Tensor]  # and their slices of the buffer
@@ -200,7 +200,10 @@ class PinnedStaging:
 
     def __init__(self, copier: DeviceCopier) -> None:
         self._copier = copier
-        self._pool = BufferPool(MAX_POOLED_STEPS * STEP_BYTES, STEP_BYTES, copier.pinned)
+        self._pools = (
+            BufferPool(MAX_POOLED_STEPS * STEP_BYTES, STEP_BYTES, copier.pinned),
+            BufferPool(MAX_POOLED_BLOCKS * BUFFER_BYTES, BUFFER_BYTES, copier.pinned),
+        )
 
     def reading(self, steps: Iterable[Sequence[torch.Tensor]]) -> Generator[Sequence[memoryview], None, None]:
         """Yield the bytes of each step as host views, valid until the next step is requested.
@@ -254,7 +257,8 @@ class PinnedStaging:
         staged = [self._copier.needs_staging(part) for part in parts]
         nbytes = sum(part.numel() for part, is_staged in zip(parts, staged, strict=True) if is_staged)
         # Allocate another buffer if all are in use: a pass that waits for its second could cause a deadlock.
-        pooled = self._pool.try_acquire() if 0 < nbytes <= STEP_BYTES else None
+        pool = next((pool for pool in self._pools if 0 < nbytes <= pool.buffer_bytes), None)
+        pooled = None if pool is None else pool.try_acquire()
         buffer = self._allocate(nbytes) if pooled is None else pooled
         memory: list[torch.Tensor] = []
         host: list[torch.Tensor] = []
@@ -272,7 +276,7 @@ class PinnedStaging:
             views.append(_view(part))
         if begin < used:
             views.append(_view(buffer[begin:used]))
-        return _Step(buffer, pooled is not None, views, memory, host)
+        return _Step(buffer, None if pooled is None else pool, views, memory, host)
 
     def _first(self, pending: list[tuple[_Step, PendingCopy]]) -> _Step:
         """Wait for the first pending copy and return its step. On failure, wait for and drop all pending copies."""
@@ -296,88 +300,78 @@ class PinnedStaging:
         return self._copier.pinned(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def _release(self, step: _Step) -> None:
-        if step.is_pooled:
-            self._pool.release(step.buffer)
+        if step.pool is not None:
+            step.pool.release(step.buffer)
 
 
 class CudaCopier:
-    """`DeviceCopier` for CUDA, with one stream per direction: neither waits for the other or for kernels.
+    """`DeviceCopier` for CUDA, on this process's streams: one per direction, so neither waits for the other.
 
     Copies to a device begin after all work queued so far on the calling thread's current streams: kernels of
     the previous owner may still write to freshly allocated memory.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        streams = [
-            (device, torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-            for device in devices
-        ]
-        self._from = {device: stream for device, stream, _ in streams}
-        self._to = {device: stream for device, _, stream in streams}
-        for device, stream in self._to.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
+        self._driver = cuda_driver()
+        self._earlier_work: dict[int, CudaEvent] = {}
+        for device in devices:
+            event = self._earlier_work[device.index] = self._driver.current_work(device.index)
+            self._driver.streams(device.index).to_device.after(event)
 
     def needs_staging(self, memory: torch.Tensor) -> bool:
         """See `DeviceCopier`."""
-        return memory.device.type != "cpu"
+        return device_of(memory) != CPU
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """See `DeviceCopier`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        """See `DeviceCopier`. Raises DriverError."""
+        return pinned_memory(nbytes, min(self._earlier_work))
 
     def device_to_host(self, host: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> PendingCopy:
-        """See `DeviceCopier`."""
-        return _begin(self._from, host, memory, memory)
+        """See `DeviceCopier`. Raises DriverError."""
+        return _begin(lambda device: self._driver.streams(device).to_host, host, memory, memory)
 
     def host_to_device(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> PendingCopy:
-        """See `DeviceCopier`."""
-        return _begin(self._to, memory, host, memory)
+        """See `DeviceCopier`. Raises DriverError."""
+        return _begin(lambda device: self._driver.streams(device).to_device, memory, host, memory)
 
-    def synchronize(self) -> None:
-        """See `DeviceCopier`."""
-        for stream in self._to.values():
-            stream.synchronize()
+    def finish_earlier_work(self) -> None:
+        """See `DeviceCopier`. Raises DriverError."""
+        wait_all([event.wait for event in self._earlier_work.values()])
 
 
 class _CudaCopy:
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[CudaEvent] = []
 
-    def record(self, stream: torch.cuda.Stream) -> None:
-        # A blocking event: the thread sleeps instead of occupying a core that sockets could use.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        self._events.append(event)
+    def record(self, stream: CudaStream) -> None:
+        self._events.append(stream.record())
 
     def wait(self) -> None:
-        wait_all([event.synchronize for event in self._events])
+        wait_all([event.wait for event in self._events])
 
 
 def _begin(
-    streams: dict[torch.device, torch.cuda.Stream],
+    stream_of: Callable[[int], CudaStream],
     into: Sequence[torch.Tensor],
     source: Sequence[torch.Tensor],
     memory: Sequence[torch.Tensor],
 ) -> _CudaCopy:
     """Start copies on the streams of the devices; `memory` is the device side of the copies."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(memory):
-        by_device.setdefault(tensor.device, []).append(index)
+    by_device: dict[int, list[CopyOp]] = {}
+    for target, origin, on_device in zip(into, source, memory, strict=True):
+        device = device_of(on_device).index
+        copy = CopyOp(origin.data_ptr(), target.data_ptr(), target.numel())
+        by_device.setdefault(device, []).append(copy)
     copying = _CudaCopy()
-    begun: list[torch.cuda.Stream] = []
+    begun: list[CudaStream] = []
     try:
-        for device, chosen in by_device.items():
-            begun.append(streams[device])
-            with torch.cuda.stream(streams[device]):
-                # One call per step: a copy per small tensor would be slow.
-                torch._foreach_copy_(
-                    [into[index] for index in chosen],
-                    [source[index] for index in chosen],
-                    non_blocking=True,
-                )
-            copying.record(streams[device])
+        for device, copies in by_device.items():
+            stream = stream_of(device)
+            begun.append(stream)
+            stream.copy(copies)
+            copying.record(stream)
     except BaseException:
-        wait_all([stream.synchronize for stream in begun])
+        wait_all([stream.record().wait for stream in begun])
         raise
     return copying
 

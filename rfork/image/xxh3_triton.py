@@ -16,23 +16,21 @@ instructions per KiB, 64 registers and 8 KiB of shared memory, 20 to 28 programs
 bandwidth stays the limit: an SM that issues 4 instructions per cycle consumes about 45 bytes in each.
 
 Leaves are addressed by a table, so a chunk of many tensors is one launch. Leaves that span tensors, or whose
-address is not a multiple of 4, are joined first, at most `MAX_LAUNCH_BYTES` at a time.
+address is not a multiple of 4, are joined first by a second kernel: see `rfork.image.leaf_plan`.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import threading
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 import xxhash
 
-from rfork.image.host_memory import host_view
+from rfork.image.leaf_plan import LeafPlan
 
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -47,18 +45,12 @@ START = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME
 """Initial values of the accumulators."""
 LAST_OFFSET, LOW_OFFSET, HIGH_OFFSET = len(SECRET) - 64 - 7, 11, len(SECRET) - 64 - 11
 """Offsets in the secret of the keys for the last 64 bytes and for both merges."""
-BLOCK_BYTES = 1024
-MAX_SHORT_INPUT = 240
-"""Maximum number of bytes for which XXH3 has other formulas; they are hashed on the host."""
-
+WORD_BYTES = 8
 STAGES = 8
-MAX_LAUNCH_BYTES = 64 << 20
-ALIGNMENT, WIDE_ALIGNMENT = 4, 16
-"""Minimum alignment of a leaf's address, and the alignment at which the widest loads are used."""
-TAIL_STRIPE_BYTES = 64
-
-Run = tuple[int, int]
-"""Address and number of consecutive leaves."""
+GATHER_BYTES = 4096
+"""Bytes that one program copies."""
+MIN_STAGING_WORDS = 8192
+"""Enough for a chunk of 256 MiB in one run of memory."""
 
 
 def to_int64(value: int) -> int:
@@ -67,171 +59,120 @@ def to_int64(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-# Head of the kernel's table, as int64 words: the secret, the keys of the last stripe, those of the two
-# merges, and the initial accumulators.
-HEAD = torch.tensor(
+HEAD = np.array(
     [
         *struct.unpack("<24q", SECRET),
         *struct.unpack_from("<8q", SECRET, LAST_OFFSET),
         *struct.unpack_from("<8q", SECRET, LOW_OFFSET),
         *struct.unpack_from("<8q", SECRET, HIGH_OFFSET),
         *map(to_int64, START),
-    ]
+    ],
+    dtype=np.int64,
 )
+"""Head of the kernels' table: the secret, the keys of the last stripe, those of both merges, the accumulators."""
 
 
-def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """See `rfork.image.digest.HashLeaves`. On the current stream; waits only for its own work."""
-    length = sum(piece.numel() for piece in pieces)
-    count, rest = divmod(length, leaf_bytes)
-    with torch.cuda.device_of(pieces[0]):  # type: ignore[no-untyped-call]
-        hashes = pieces[0].new_empty(count + (rest > MAX_SHORT_INPUT), 2, dtype=torch.int64)
-        done = 0
-        for runs in _groups(pieces, length - rest, leaf_bytes):
-            found = sum(leaves for _, leaves in runs)
-            _launch(runs, hashes[done : done + found], leaf_bytes, leaf_bytes - TAIL_STRIPE_BYTES)
-            done += found
-        short = b""
-        if rest:
-            (last,) = _aligned_leaves(pieces, [length - rest, length])
-            if rest > MAX_SHORT_INPUT:
-                # The last 64 bytes may be at an odd address, so an aligned copy of them is appended.
-                padding_start = -(-rest // WIDE_ALIGNMENT) * WIDE_ALIGNMENT
-                padded = last.new_empty(padding_start + TAIL_STRIPE_BYTES)
-                padded[:rest] = last
-                padded[padding_start:] = last[rest - TAIL_STRIPE_BYTES :]
-                _launch([(padded.data_ptr(), 1)], hashes[count:], rest, padding_start)
-            else:
-                short = xxhash.xxh3_128_digest(bytes(last.tolist()))
-        return _canonical(_to_host(hashes)) + short
+class _Staging(threading.local):
+    """Host memory of a thread for tables and hashes, int64, pinned on CUDA: to pin memory takes longer than to hash."""
+
+    def __init__(self) -> None:
+        self._words: torch.Tensor | None = None
+
+    def acquire(self, words: int, device: torch.device) -> torch.Tensor:
+        """Return at least this number of words. The caller releases them if no copy of them is in progress."""
+        acquired, self._words = self._words, None
+        if acquired is None or len(acquired) < words:
+            size = max(1 << (words - 1).bit_length(), MIN_STAGING_WORDS)
+            acquired = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return acquired
+
+    def release(self, words: torch.Tensor) -> None:
+        """Keep them for the next call of this thread."""
+        self._words = words
 
 
-def _aligned_leaves(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Return the bytes between consecutive bounds as tensors aligned to 8 bytes, copied if necessary."""
-    begin = 0
-    remaining = iter(pieces)
-    piece = next(remaining)
-    for low, high in pairwise(bounds):
-        parts: list[torch.Tensor] = []
-        while low < high:
-            while begin + piece.numel() <= low:
-                begin, piece = begin + piece.numel(), next(remaining)
-            part = piece[low - begin : high - begin]
-            parts.append(part)
-            low += part.numel()
-        if len(parts) == 1 and parts[0].data_ptr() % 8 == 0 and parts[0].storage_offset() % 8 == 0:
-            yield parts[0]
-        else:
-            yield torch.cat(parts)
+_staging = _Staging()
 
 
-def _groups(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[list[Run]]:
-    """Yield the leaves of the first `total_bytes` bytes, in order, as runs for one launch each.
+def leaf_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+    """See `rfork.image.digest.HashLeaves`. On the current device and stream; waits only for its own work."""
+    leaves = len(plan.addresses)
+    columns = HEAD, plan.addresses, plan.range_begins, plan.range_bases
+    table_end = sum(map(len, columns))
+    table_words = _aligned(table_end)
+    result_words = _aligned(2 * leaves + -(-plan.short_bytes // WORD_BYTES))
+    sizes = [table_words, result_words, -(-plan.scratch_bytes // WORD_BYTES)]
+    table, results, scratch = torch.split(torch.empty(sum(sizes), dtype=torch.int64, device=device), sizes)
 
-    Joined tensors are kept until the next group is requested. Tensors joined later may reuse their memory,
-    because the stream processes them later.
-    """
-    max_bytes = max(MAX_LAUNCH_BYTES // leaf_bytes, 1) * leaf_bytes
-    runs: list[Run] = []
-    joined: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []  # of a run to be joined
-    remaining = max_bytes
-
-    def join() -> None:
-        if parts:
-            joined.append(torch.cat(parts))
-            runs.append((joined[-1].data_ptr(), joined[-1].numel() // leaf_bytes))
-            parts.clear()
-
-    for part, readable in _parts(pieces, total_bytes, leaf_bytes):
-        if readable:
-            join()
-            runs.append((part.data_ptr(), part.numel() // leaf_bytes))
-            continue
-        left = part
-        while left.numel():
-            parts.append(left[:remaining])
-            remaining -= parts[-1].numel()
-            left = left[parts[-1].numel() :]
-            if not remaining:
-                join()
-                yield runs
-                runs, remaining = [], max_bytes
-                joined.clear()
-    join()
-    if runs:
-        yield runs
-
-
-def _parts(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the first `total_bytes` bytes in order, each part with whether the kernel can read it in place."""
-    begin = 0
-    for piece in pieces:
-        kept = piece[: total_bytes - begin]
-        size, before = kept.numel(), -begin % leaf_bytes
-        begin += size
-        leaves = max(size - before, 0) // leaf_bytes * leaf_bytes
-        if leaves and (kept.data_ptr() + before) % ALIGNMENT == 0:
-            yield kept[:before], False
-            yield kept[before : before + leaves], True
-            yield kept[before + leaves :], False
-        else:
-            yield kept, False
+    staging = _staging.acquire(table_words + result_words, device)
+    words = staging.numpy()
+    np.concatenate(columns, out=words[:table_end])
+    words[len(HEAD) : len(HEAD) + leaves][plan.gathered] += scratch.data_ptr()
+    table.copy_(staging[:table_words], non_blocking=True)
+    for launch in plan.launches:
+        if launch.gather_begin < launch.gather_end:
+            _gather(plan, table, scratch, launch.gather_begin, launch.gather_end)
+        _hash_leaves[(launch.leaves,)](
+            table,
+            results,
+            launch.first,
+            launch.leaf_bytes,
+            launch.last_stripe,
+            WIDE=plan.is_wide,
+            STAGES=STAGES,
+            num_warps=1,
+        )
+    if plan.short_bytes:
+        gathered_bytes = int(plan.range_begins[-1])
+        _gather(plan, table, results[2 * leaves :], gathered_bytes - plan.short_bytes, gathered_bytes)
+    staging[table_words : table_words + result_words].copy_(results, non_blocking=True)
+    if device.type == "cuda":
+        # An event instead of the stream, which may have more work queued by now; blocking, so that the thread
+        # sleeps.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+    hashes_end = table_words + 2 * leaves
+    hashes = words[table_words:hashes_end].astype(">i8").tobytes()  # the canonical form is big-endian
+    short = words[hashes_end:].view(np.uint8)[: plan.short_bytes].tobytes()
+    _staging.release(staging)
+    return hashes + (xxhash.xxh3_128_digest(short) if short else b"")
 
 
-def _launch(runs: Sequence[Run], hashes: torch.Tensor, length: int, last: int) -> None:
-    """Hash the leaves of `length` bytes of these runs; their last stripe starts at byte `last`."""
-    starts = to_int64(length * PRIME64_1), to_int64(~(length * PRIME64_2))
-    leaf_addresses = [torch.arange(address, address + leaves * length, length) for address, leaves in runs]
-    table = torch.cat((HEAD, torch.tensor(starts), *leaf_addresses))
-    if hashes.device.type == "cuda":
-        table = table.pin_memory().to(hashes.device, non_blocking=True)
-    _hash_leaves[(len(hashes),)](
+def _aligned(words: int) -> int:
+    """Return the number of words after which a kernel's argument has the alignment that it was compiled for."""
+    return -(-words // 2) * 2
+
+
+def _gather(plan: LeafPlan, table: torch.Tensor, target: torch.Tensor, begin: int, end: int) -> None:
+    """Copy gathered bytes [begin, end) to the target."""
+    _copy_ranges[(-(-(end - begin) // GATHER_BYTES),)](
         table,
-        hashes,
-        (length - 1) // BLOCK_BYTES,
-        (length - 1) % BLOCK_BYTES // TAIL_STRIPE_BYTES,
-        last,
-        WIDE=all(address % WIDE_ALIGNMENT == 0 for address, _ in runs),
-        STAGES=STAGES,
-        num_warps=1,
+        target,
+        len(HEAD) + len(plan.addresses),
+        len(plan.range_bases),
+        begin,
+        end,
+        BYTES=GATHER_BYTES,
+        num_warps=4,
     )
 
 
-def _to_host(hashes: torch.Tensor) -> torch.Tensor:
-    if hashes.device.type != "cuda":
-        return hashes
-    host = torch.empty(hashes.shape, dtype=hashes.dtype, pin_memory=True)
-    host.copy_(hashes, non_blocking=True)
-    # An event instead of the stream, which may have more work queued by now; blocking, so that the thread
-    # sleeps.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    event.synchronize()
-    return host
-
-
-def _canonical(hashes: torch.Tensor) -> bytes:
-    """Return hashes [leaves, (high, low)] (int64, CPU) as joined canonical big-endian bytes."""
-    words = array("q")
-    words.frombytes(host_view(hashes.data_ptr(), hashes.numel() * words.itemsize))
-    if sys.byteorder == "little":
-        words.byteswap()
-    return words.tobytes()
-
-
-@triton.jit(do_not_specialize=["blocks", "stripes", "last"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first", "length", "last"])  # type: ignore[untyped-decorator]
 def _hash_leaves(  # type: ignore[no-untyped-def]
-    table, hashes, blocks, stripes, last, WIDE: tl.constexpr, STAGES: tl.constexpr
+    table, hashes, first, length, last, WIDE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Hash one leaf: `blocks` blocks of 16 stripes, then `stripes` stripes, then the 64 bytes at byte `last`.
+    """Hash one leaf: blocks of 16 stripes of 64 bytes, then the remaining stripes, then the 64 bytes at byte `last`.
 
-    table: int64 [24 + 8 + 8 + 8 + 8 + 2 + leaves], see `HEAD`. hashes: int64 [leaves, (high, low)]. The
-    accumulators are two tensors, of even and odd lanes, because each lane's word is added to its neighbour.
+    table: int64 [24 + 8 + 8 + 8 + 8 + leaves], see `HEAD`. hashes: int64 [leaves, (high, low)]. first: leaf of
+    program 0. length: number of bytes of the leaf, more than 240. The accumulators are two tensors, of even
+    and odd lanes, because each lane's word is added to its neighbour.
     """
-    leaf = tl.program_id(0)
+    leaf = first + tl.program_id(0)
+    blocks = (length - 1) // 1024
+    stripes = (length - 1) % 1024 // 64
     table = table.to(tl.pointer_type(tl.uint64))
-    address = tl.load(table + 58 + leaf)
+    address = tl.load(table + 56 + leaf)
     words = address.to(tl.pointer_type(tl.uint32))  # as 32-bit halves, so that an alignment of 4 bytes suffices
     if WIDE:
         words = tl.multiple_of(words, 16)
@@ -261,8 +202,9 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
     odd_keys = tl.load(table + 25 + pairs)[None, :]
     even, odd = _accumulate(even, odd, halves, even_keys, odd_keys, 1)
 
-    low = tl.load(table + 56) + _merge(even, odd, table + 32 + pairs)
-    high = tl.load(table + 57) + _merge(even, odd, table + 40 + pairs)
+    length = length.to(tl.uint64)
+    low = length * 0x9E3779B185EBCA87 + _merge(even, odd, table + 32 + pairs)
+    high = (length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _merge(even, odd, table + 40 + pairs)
     tl.store(hashes + 2 * leaf, _avalanche(high).to(tl.int64, bitcast=True))
     tl.store(hashes + 2 * leaf + 1, _avalanche(low).to(tl.int64, bitcast=True))
 
@@ -289,3 +231,44 @@ def _merge(even, odd, keys):  # type: ignore[no-untyped-def]
 def _avalanche(total):  # type: ignore[no-untyped-def]
     total = (total ^ (total >> 37)) * 0x165667919E3779F9
     return total ^ (total >> 32)
+
+
+@triton.jit(do_not_specialize=["ranges_at", "ranges", "begin", "end"])  # type: ignore[untyped-decorator]
+def _copy_ranges(  # type: ignore[no-untyped-def]
+    table, target, ranges_at, ranges, begin, end, BYTES: tl.constexpr
+):
+    """Copy `BYTES` gathered bytes, of `[begin, end)`, whose first goes to `target`.
+
+    table: int64, from `ranges_at`: begins of the ranges in the gathered bytes [ranges + 1], then their
+    addresses minus their begins [ranges].
+    """
+    begins = table + ranges_at
+    bases = begins + ranges + 1
+    at = (begin + tl.program_id(0) * BYTES).to(tl.int64)
+    stop = tl.minimum(at + BYTES, end)
+    index = ranges_at * 0
+    above = ranges
+    while above - index > 1:
+        middle = (index + above) // 2
+        is_before = tl.load(begins + middle) <= at
+        index = tl.where(is_before, middle, index)
+        above = tl.where(is_before, above, middle)
+    target_base = target.to(tl.int64) - begin
+    while at < stop:
+        range_stop = tl.minimum(tl.load(begins + index + 1), stop)
+        size = range_stop - at
+        source_address = tl.load(bases + index) + at
+        target_address = target_base + at
+        if (source_address | target_address | size) & 3 == 0:
+            words = tl.arange(0, BYTES // 4)
+            source = source_address.to(tl.pointer_type(tl.uint32)) + words
+            kept = words < size // 4
+            tl.store(target_address.to(tl.pointer_type(tl.uint32)) + words, tl.load(source, kept), kept)
+        else:
+            for done in range(0, size, BYTES // 4):  # not all at once: that would need twice the registers
+                offsets = done + tl.arange(0, BYTES // 4)
+                source = source_address.to(tl.pointer_type(tl.uint8)) + offsets
+                kept = offsets < size
+                tl.store(target_address.to(tl.pointer_type(tl.uint8)) + offsets, tl.load(source, kept), kept)
+        at = range_stop
+        index += 1

@@ -214,9 +214,10 @@ class PeerSource:
                 )
             self._transport = endpoint.transport
             self._message_at = time.monotonic()
-            self._connecting_until = step
+            transport = self._transports[endpoint.transport]
+            step = self._connecting_until = self._step_deadline(transport.connect_timeout_s)
             try:
-                self._reader = self._transports[endpoint.transport].connect(
+                self._reader = transport.connect(
                     endpoint,
                     self._image,
                     lambda: self._token,
@@ -244,9 +245,11 @@ class PeerSource:
         self._emit(events.SourceConnected(self._connection, self._transport))
         self._watch_progress(peer, channel_id)
 
-    def _step_deadline(self) -> float:
-        """Return the deadline of one request to the source."""
-        return min(time.monotonic() + self._settings.source_idle_timeout_s, self._timer.deadline)
+    def _step_deadline(self, timeout_s: float = 0.0) -> float:
+        """Return the deadline of one request to the source, which may take `timeout_s` if that is longer than
+        the time without a byte.
+        """
+        return min(time.monotonic() + max(self._settings.source_idle_timeout_s, timeout_s), self._timer.deadline)
 
     def _close_channel(self, peer: Peer, channel_id: str) -> None:
         """Release the reader slot explicitly: without a progress stream, the source would keep it until the

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from rfork.image.chunks import MIB
+from rfork.source.step_sequence import StepSequence
 
 FIRST_RATE: Final = 64 * MIB
 """Initial rate in bytes per second for an instance that was serving without readers."""
@@ -151,6 +152,10 @@ class LatencyController:
     def measure_step(self) -> StepTimer:
         """Return a context manager that measures one step. A block that raises is not counted."""
         return StepTimer(self._clock, self._running, self.record_step)
+
+    def track_steps(self) -> StepTracker:
+        """Return a tracker of steps that one device executes one after another."""
+        return StepTracker(self._clock, self._running, self.record_step)
 
     # -- called by sending threads ----------------------------------------------------------------
 
@@ -281,3 +286,52 @@ class StepTimer:
         self._running.pop(id(self), None)
         if exc_type is None:
             self._observe(self._clock() - self._began)
+
+
+class StepTracker:
+    """Steps that one device executes one after another, reported by their launches and ends. Thread-safe.
+
+    See `rfork.source.step_sequence`.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], running: dict[int, float], record_step: Callable[[float], None]
+    ) -> None:
+        self._clock = clock
+        self._running = running
+        self._record_step = record_step
+        self._lock = threading.Lock()
+        self._steps = StepSequence()
+
+    def begin(self) -> int:
+        """Return the number of a step that is launched now."""
+        with self._lock:
+            step = self._steps.begin(self._clock())
+            self._update_running()
+        return step
+
+    def end(self, step: int, *, counted: bool = True) -> None:
+        """Record that a step has ended now. Its duration is used only if it is `counted`."""
+        with self._lock:
+            seconds = self._steps.end(step, self._clock())
+            self._update_running()
+        if seconds is not None and counted:
+            self._record_step(seconds)
+
+    def cancel(self, step: int) -> None:
+        """Forget a step that failed or launched no work."""
+        with self._lock:
+            self._steps.cancel(step)
+            self._update_running()
+
+    def clear(self) -> None:
+        """Forget all running steps."""
+        with self._lock:
+            self._steps.clear()
+            self._update_running()
+
+    def _update_running(self) -> None:
+        if (since := self._steps.running_since) is None:
+            self._running.pop(id(self), None)
+        else:
+            self._running[id(self)] = since

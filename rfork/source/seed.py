@@ -36,7 +36,7 @@ from rfork.settings import InstanceSettings
 from rfork.source.channels import ChannelTable, InflightReads, ServingSpans
 from rfork.source.egress_limiter import EgressLimiter, ReaderRateAdvisor
 from rfork.source.exporters import STATELESS_TRANSPORTS, ExporterSet
-from rfork.source.latency_controller import MIN_RATE, LatencyController, StepTimer
+from rfork.source.latency_controller import MIN_RATE, LatencyController, StepTimer, StepTracker
 from rfork.source.served_image import InstanceIdentity as InstanceIdentity
 from rfork.source.served_image import ServedImage, VersionOf
 from rfork.tracing import Tracer
@@ -629,6 +629,13 @@ class Seed:
         count.
         """
         return self._latency.measure_step()
+
+    def track_steps(self) -> StepTracker:
+        """Return a tracker of steps that one device executes one after another although they are launched earlier.
+
+        For engines whose calls return before the device has finished.
+        """
+        return self._latency.track_steps()
 
     @property
     def _readers(self) -> tuple[str, ...]:

@@ -214,6 +214,8 @@ class InMemoryTransport:
     `one_sided`: its exporters do not acquire egress budget, like a transport that reads remote memory.
     """
 
+    connect_timeout_s = 0.0
+
     def __init__(
         self, network: InMemoryNetwork, faults: FaultInjection | None = None, *, one_sided: bool = False
     ) -> None:

@@ -215,6 +215,11 @@ class Transport(Protocol):
         """True if reads run no code on the source, which then requests its readers to limit their own rate."""
         ...
 
+    @property
+    def connect_timeout_s(self) -> float:
+        """Time that `connect` may need in the worst case; it always has at least `source_idle_timeout_s`."""
+        ...
+
     def availability(self) -> Availability:
         """Report if the transport can run on this machine. Never raises, never opens a port."""
         ...

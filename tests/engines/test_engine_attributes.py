@@ -18,6 +18,7 @@ from tests.engines.engine_server import ROOT, engine_python
 
 VLLM = {
     "worker": ("vllm.v1.worker.gpu_worker.Worker",),
+    "output": ("vllm.v1.outputs.ModelRunnerOutput", "vllm.v1.outputs.AsyncModelRunnerOutput"),
     "manager": ("vllm.v1.engine.utils.CoreEngineProcManager",),
     "vllm_config": ("vllm.config.VllmConfig",),
     "_vllm_config": ("vllm.config.VllmConfig",),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rfork.cuda.device import CopyOp
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
 from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image, Segment
@@ -20,7 +21,7 @@ from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.driver import CopyOp, CudaDriver
+from rfork.transport.cuda_ipc.driver import IpcDriver
 from tests.transport_contract import TOKEN, FakeGate, content, soon
 
 pytestmark = [
@@ -239,7 +240,7 @@ def test_a_deadline_that_has_passed(start: StartSource) -> None:
 @pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
 def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: bool) -> None:
     """A source on the second GPU is read into the first one, whether or not the source sees the first one."""
-    driver = CudaDriver()
+    driver = IpcDriver()
     if not driver.can_access_peer(0, 1):
         pytest.skip("these two GPUs are not peers")
     source = start(SIZES, device=0 if visible else 1, visible=visible, expandable=expandable)
@@ -255,7 +256,7 @@ def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: b
 
 def test_devices_have_names() -> None:
     """Each device is found by its UUID, and no device by another name."""
-    driver = CudaDriver()
+    driver = IpcDriver()
     count = torch.cuda.device_count()
     assert list(range(count)) == [driver.device_index(driver.uuid(device)) for device in range(count)]
     assert driver.device_index("00" * 16) is None
@@ -263,7 +264,7 @@ def test_devices_have_names() -> None:
 
 def test_allocations_hold_their_tensors() -> None:
     """The found allocations contain the bytes of every tensor, and are few."""
-    driver, image = CudaDriver(), target_of([4096] * 1000)
+    driver, image = IpcDriver(), target_of([4096] * 1000)
     areas = allocations_of(driver, image)
     for address, length in zip(image.regions.addresses, image.regions.lengths, strict=True):
         assert areas.index(address) is not None
@@ -273,12 +274,12 @@ def test_allocations_hold_their_tensors() -> None:
 
 def test_copies_leave_the_thread_as_it_was() -> None:
     """Copies do not change the thread's current device, and do not wait for its streams."""
-    driver = CudaDriver()
+    driver = IpcDriver()
     one, two = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.current_device()
     stream = driver.copy_stream(0)
-    stream.queue([CopyOp(one.data_ptr(), two.data_ptr(), one.nbytes)])
+    stream.copy([CopyOp(one.data_ptr(), two.data_ptr(), one.nbytes)])
     while not stream.done():
         pass
     stream.close()
@@ -288,7 +289,7 @@ def test_copies_leave_the_thread_as_it_was() -> None:
 
 def test_queries_do_not_break_a_graph_capture() -> None:
     """Queries to the driver on one thread do not break a graph capture on another."""
-    driver, image = CudaDriver(), target_of(SIZES)
+    driver, image = IpcDriver(), target_of(SIZES)
     found: list[int] = []
     line = torch.zeros(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -319,7 +320,7 @@ def _serve(sizes: Sequence[int], device: str, on_host: Sequence[int]) -> None:
     description = {
         "parameters": dict(endpoint.parameters),
         "segments": [list(segment) for segment in endpoint.segments],
-        "kinds": sorted({area.handle_type for area in allocations_of(CudaDriver(), image).table}),
+        "kinds": sorted({area.handle_type for area in allocations_of(IpcDriver(), image).table}),
     }
     print(json.dumps(description), flush=True)
     for _ in sys.stdin:

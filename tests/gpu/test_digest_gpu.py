@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from rfork.cuda.device import cuda_driver
 from rfork.image.capture import image_from_tensors
-from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors, leaf_hasher
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, gpu_kernel, plan_of
 from rfork.image.registration import regions_to_register
 
 pytestmark = [
@@ -17,18 +19,35 @@ pytestmark = [
 ]
 
 
+def on_this_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def kernel_digest(pieces: Sequence[torch.Tensor]) -> bytes:
+    """Return the digest that the kernel computes for tensors on the GPU."""
+    device, driver = on_this_gpu(), cuda_driver()
+    hash_leaves = gpu_kernel(device).hash_leaves
+    assert hash_leaves is not None
+    driver.current_work(device.index).wait()
+    with driver.on_device(device.index), driver.streams(device.index).digest.as_torch_stream():
+        return digest_plan(plan_of(pieces, LEAF_BYTES), device, hash_leaves)
+
+
 @pytest.mark.parametrize("length", [1, 240, 241, 1025, LEAF_BYTES, 3 * LEAF_BYTES + 77, 5 << 20])
 def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
-    """A chunk has the same digest on GPU and CPU."""
+    """A chunk has the same digest on GPU and CPU, whether or not the kernel is ready."""
     data = torch.randint(0, 256, (length,), dtype=torch.uint8)
-    assert digest_bytes([memoryview(bytes(data.tolist()))]) == digest_tensors([data.cuda()])
+    image = image_from_tensors({"a": data.cuda()})
+    for _ in range(2):
+        assert digest_bytes([memoryview(data.numpy().tobytes())]) == image.digest(0)
+        gpu_kernel(on_this_gpu()).wait_until_ready()
 
 
 @pytest.fixture
 def kernel() -> None:
     """Compile the device's kernel, which is used afterwards."""
     pytest.importorskip("triton", reason="Triton is not installed: hashes are computed on the host")
-    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).wait_until_ready()
+    assert gpu_kernel(on_this_gpu()).wait_until_ready()
 
 
 @pytest.mark.usefixtures("kernel")
@@ -38,7 +57,7 @@ def test_kernel_digest_is_the_cpu_digest(length: int, shift: int) -> None:
     """The kernel's hash equals the CPU's at any address."""
     data = torch.randint(0, 256, (length + shift,), dtype=torch.uint8)
     expected = digest_bytes([memoryview(data[shift:].numpy().tobytes())])
-    assert expected == digest_tensors([data.cuda()[shift:]])
+    assert expected == kernel_digest([data.cuda()[shift:]])
 
 
 @pytest.mark.usefixtures("kernel")
@@ -47,33 +66,26 @@ def test_the_kernel_hashes_pieces(sizes: list[int]) -> None:
     """Leaves that span tensors are joined, others are read in place."""
     data = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
     pieces = [piece.cuda() for piece in torch.split(data, sizes)]
-    assert digest_bytes([memoryview(data.numpy().tobytes())]) == digest_tensors(pieces)
+    assert digest_bytes([memoryview(data.numpy().tobytes())]) == kernel_digest(pieces)
 
 
 @pytest.mark.usefixtures("kernel")
 def test_concurrent_digests_do_not_interfere() -> None:
-    """Many chunks, digested concurrently by threads on their own streams, have the digests that each has
-    alone.
-    """
+    """Many chunks, digested concurrently by threads, have the digests that each has alone."""
     chunks = [torch.randint(0, 256, ((2 << 20) + index,), dtype=torch.uint8) for index in range(24)]
     on_gpu = [chunk.cuda() for chunk in chunks]
-    torch.cuda.synchronize()
-
-    def digest(chunk: torch.Tensor) -> bytes:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return digest_tensors([chunk])
-
     with ThreadPoolExecutor(6) as pool:
         assert [digest_bytes([memoryview(chunk.numpy().tobytes())]) for chunk in chunks] == list(
-            pool.map(digest, on_gpu)
+            pool.map(lambda chunk: kernel_digest([chunk]), on_gpu)
         )
 
 
+@pytest.mark.usefixtures("kernel")
 def test_odd_pieces_on_the_gpu() -> None:
     """Pieces at odd addresses and of odd lengths have the same bytes."""
     data = torch.randint(0, 256, (700_001,), dtype=torch.uint8)
     pieces = torch.split(data.cuda()[3:], [5, 130_000, 1, 400_000, 169_992])
-    assert digest_bytes([memoryview(bytes(data[3:].tolist()))]) == digest_tensors(pieces)
+    assert digest_bytes([memoryview(bytes(data[3:].tolist()))]) == kernel_digest(pieces)
 
 
 def test_bytes_written_by_the_host_are_in_the_tensors() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rfork.image.capture import image_from_tensors
-from rfork.image.digest import leaf_hasher
+from rfork.image.digest import gpu_kernel
 from rfork.image.memory import Image
 from rfork.image.staging import STEP_BYTES
 from rfork.settings import InstanceSettings
@@ -92,7 +92,7 @@ def test_a_copy_waits_for_no_kernel() -> None:
     """Bytes are read and digested while the engine's stream has seconds of queued work."""
     image, tensors = on_gpu(filled=True)
     expected = content(tensors)
-    leaf_hasher(tensors["t0"].device).wait_until_ready()
+    gpu_kernel(tensors["t0"].device).wait_until_ready()
     for _ in range(2):  # create everything first whose creation may wait for the device
         image.digest(0)
         with image.readable(0, image.layout.image_bytes):

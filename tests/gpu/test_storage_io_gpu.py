@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.image.staging import CudaCopier, pinned_buffers
+from rfork.image.staging import BufferPool, CudaCopier
 from rfork.settings import StorageSettings
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.reader import Extent, fill
@@ -78,25 +78,29 @@ def test_copies_follow_earlier_work_of_the_device(folder: Path) -> None:
     assert (folder / "data").read_bytes() == line.cpu().numpy().tobytes()
 
 
-def test_staging_is_pinned_and_released() -> None:
-    """Buffers are pinned; once closed, others can be allocated."""
-    staging = pinned_buffers(32 * MIB, 16 * MIB)
+def test_pinned_memory_is_unlocked_when_it_is_released() -> None:
+    """Buffers are page-locked, and their memory can be locked again after the pool was closed."""
+    copier = CudaCopier([torch.device("cuda", torch.cuda.current_device())])
+    staging = BufferPool(32 * MIB, 16 * MIB, copier.pinned)
     for _ in range(2):
         with staging.lease() as buffer:
             assert buffer.is_pinned()
+        del buffer
         staging.close()
 
 
 def test_a_copier_uses_its_own_stream() -> None:
     """A copy does not wait for kernels queued after the copier was created."""
     device = torch.device("cuda", torch.cuda.current_device())
-    staging, into = pinned_buffers(16 * MIB, 16 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
-    copier = CudaCopier([device])
-    with staging.lease() as buffer:
-        buffer[:MIB].fill_(7)
-        copier.host_to_device([into], [buffer[:MIB]]).wait()
-    staging.close()
+    into, copier = torch.zeros(MIB, dtype=torch.uint8, device=device), CudaCopier([device])
+    torch.cuda._sleep(1 << 32)
+    busy = torch.cuda.Event()
+    busy.record()
+    buffer = copier.pinned(MIB).fill_(7)
+    copier.host_to_device([into], [buffer]).wait()
+    still_busy = not busy.query()
     assert 7 * MIB == int(into.sum())
+    assert still_busy
 
 
 def test_gpudirect_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

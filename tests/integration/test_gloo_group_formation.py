@@ -21,6 +21,7 @@ class FailingKeyStore:
     def __init__(self, fails: str, error: RforkError) -> None:
         self._fails = fails
         self._error = error
+        self.closed = False
 
     def put(self, key: str, value: bytes) -> None:
         if self._fails == "put":

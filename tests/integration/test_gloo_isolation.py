@@ -191,6 +191,10 @@ class RecordingKeyStore(KeyValueStore):
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
+    @property
+    def closed(self) -> bool:
+        return False
+
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
 

@@ -36,7 +36,7 @@ BASE = {
     "net",
     "weights_version",
 }
-MIDDLE = BASE | {"image", "transport", "storage", "planner_client", "peer"}
+MIDDLE = BASE | {"cuda", "image", "transport", "storage", "planner_client", "peer"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "addresses": set(),
@@ -49,9 +49,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine_command": {"errors"},
     "weights_version": {"schema"},
     "net": {"errors", "logs", "settings"},
-    "image": BASE,
-    "transport": BASE | {"image"},
-    "storage": BASE | {"image"},
+    "cuda": {"errors"},
+    "image": BASE | {"cuda"},
+    "transport": BASE | {"cuda", "image"},
+    "storage": BASE | {"cuda", "image"},
     "planner_client": BASE | {"image"},
     "peer": BASE | {"image", "transport", "planner_client"},
     "testing": MIDDLE,
@@ -92,7 +93,6 @@ ENVIRONMENT_WRITERS = {
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
     "rfork/engines/sglang/launcher.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
-    "rfork/transport/collective/nccl.py": "sets variables that NCCL reads",
     "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",
 }
 """Modules outside `rfork.settings` that access the environment, with the reason: none of them is configured by it."""

@@ -5,7 +5,6 @@ Runs on the source, in a scheduler process that uses load format ``rfork``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -226,7 +225,8 @@ EXIT_TIMEOUT_S = 10.0
 """Maximum seconds that readers have to finish once the server stops its schedulers. It kills them
 after 15.
 """
-STARTED_ATTR = "rfork_began"
+STEP_ATTRIBUTE = "rfork_step"
+"""Attribute of a batch and of its result: the number of its step."""
 
 
 @cache
@@ -252,36 +252,52 @@ def install() -> None:
         compat.hook(path, wrapper, stop_seeding)
     # These two only measure: without them the weights may still be served.
     compat.hook(compat.RUN_BATCH, _run_batch)
-    compat.hook(compat.PROCESS_RESULT, call_before(_process_result))
+    compat.hook(compat.PROCESS_RESULT, _process_result)
 
 
 def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
-    """Measure decode steps, which are comparable units of work.
+    """Begin the step of a batch. SGLang launches its kernels here and waits for them when it processes the result.
 
-    In overlap mode a step ends when its result is processed.
+    The last of several launches of a split prefill is processed, concurrently with decode steps, and a prebuilt
+    batch launches nothing: neither is a step.
     """
     served = served_model(scheduler.tp_worker.model_runner.model)
-    if served is None or not (batch.forward_mode.is_decode() or _never_decodes(scheduler)):
+    if served is None or batch.forward_mode.is_prebuilt() or batch.forward_mode.is_split_prefill():
         return run(scheduler, batch, *args, **kwargs)
-    if not scheduler.enable_overlap:
-        with served.serving():
-            return run(scheduler, batch, *args, **kwargs)
-    began = time.monotonic()
-    result = run(scheduler, batch, *args, **kwargs)
-    setattr(result, STARTED_ATTR, began)
+    step = served.steps.begin()
+    try:
+        result = run(scheduler, batch, *args, **kwargs)
+    except BaseException:
+        served.steps.cancel(step)
+        raise
+    # In overlap mode the batch is copied, and with pipeline stages the result is replaced: one of them remains.
+    setattr(result, STEP_ATTRIBUTE, step)
+    setattr(batch, STEP_ATTRIBUTE, step)
     return result
 
 
-def _process_result(scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> None:
-    began = getattr(result, STARTED_ATTR, None)
-    if began is None:
-        return
+def _process_result(
+    process: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """End the step of a batch. Only decode steps count, because they are comparable units of work.
+
+    The other steps end too, because a decode step that follows begins when they have ended.
+    """
+    step = getattr(result, STEP_ATTRIBUTE, getattr(batch, STEP_ATTRIBUTE, None))
+    served = served_model(scheduler.tp_worker.model_runner.model)
+    if served is None or step is None:
+        return process(scheduler, batch, result, *args, **kwargs)
+    counted = batch.forward_mode.is_decode() or _never_decodes(scheduler)
     event = getattr(result, "copy_done", None)
     if event is not None:
-        event.synchronize()  # SGLang does this next; it marks the end of the step
-    served = served_model(scheduler.tp_worker.model_runner.model)
-    if served is not None:
-        served.seed.record_step_latency(time.monotonic() - began)
+        # SGLang does this first. No graph is captured meanwhile: this thread captures them.
+        event.synchronize()
+        served.steps.end(step, counted=counted)
+        return process(scheduler, batch, result, *args, **kwargs)
+    try:
+        return process(scheduler, batch, result, *args, **kwargs)  # waits for the device
+    finally:
+        served.steps.end(step, counted=counted)
 
 
 def _on_ready(scheduler: Scheduler) -> None:

@@ -49,6 +49,8 @@ HOOK_TARGETS: Final = (
     HookTarget("vllm.distributed.parallel_state.get_pp_group"),
     HookTarget("vllm.distributed.parallel_state.get_ep_group"),
     HookTarget(f"{WORKER}.execute_model", ("scheduler_output",)),
+    HookTarget(f"{WORKER}.sample_tokens", ("grammar_output",)),
+    HookTarget("vllm.v1.outputs.AsyncModelRunnerOutput.get_output"),
     HookTarget(f"{WORKER}.get_model"),
     HookTarget(f"{WORKER}.get_draft_model"),
     HookTarget(f"{WORKER}.sleep", ("level",)),

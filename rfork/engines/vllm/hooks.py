@@ -11,18 +11,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
+import torch
 from torch import nn
 
 from rfork.engines.hook_targets import patch_method
 from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
+from rfork.engines.vllm.worker_steps import DeviceTimer, WorkerSteps
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 
-LIFECYCLE_ATTRIBUTE: Final = "rfork_main_lifecycle"
-"""Attribute of a worker: the WeightLifecycle of its model, set by its first step."""
+STEPS_ATTRIBUTE: Final = "rfork_steps"
+"""Attribute of a worker: its WorkerSteps, or None if its model has no lifecycle. Set by its first step."""
 
-MEASURED: Final = "execute_model"
-"""Method whose wrapper only measures."""
+MEASURED: Final = frozenset({"execute_model", "sample_tokens"})
+"""Methods whose wrappers only measure."""
 
 WORKER_DRAIN_S: Final = 4.0
 """A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
@@ -33,6 +35,8 @@ class Worker(Protocol):
 
     model_config: Any
     """vLLM's configuration of the served model."""
+    device: torch.device | None
+    """Device of the worker, once initialized."""
 
     def get_model(self) -> nn.Module:
         """Return the served model."""
@@ -50,7 +54,7 @@ def install(worker_class: type) -> None:
     """Wrap the methods of vLLM's worker class. Idempotent."""
     for name, wrapper in WRAPPERS.items():
         # Without measured steps the weights may still be served; without any other wrapper they may not.
-        patch_method(worker_class, name, wrapper, on_failure=stop_seeding if name != MEASURED else None)
+        patch_method(worker_class, name, wrapper, on_failure=stop_seeding if name not in MEASURED else None)
 
 
 def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
@@ -66,15 +70,36 @@ def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
 
 
 def _execute_model(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    """Measure the first part of a step. vLLM calls `sample_tokens` next if the result is None."""
     state = vars(worker)
-    try:
-        lifecycle = state[LIFECYCLE_ATTRIBUTE]
-    except KeyError:
-        lifecycle = state[LIFECYCLE_ATTRIBUTE] = lifecycle_of(worker.get_model())
+    if STEPS_ATTRIBUTE not in state:
+        state[STEPS_ATTRIBUTE] = _steps_of(worker)
+    steps: WorkerSteps | None = state[STEPS_ATTRIBUTE]
+    if steps is None:
+        return method(worker, *args, **kwargs)
+    with steps.launching(begins=True):
+        output = method(worker, *args, **kwargs)
+    if output is not None:
+        steps.on_executed(output)
+    return output
+
+
+def _sample_tokens(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    steps: WorkerSteps | None = vars(worker).get(STEPS_ATTRIBUTE)
+    if steps is None:
+        return method(worker, *args, **kwargs)
+    with steps.launching():
+        output = method(worker, *args, **kwargs)
+    steps.on_sampled(output)
+    return output
+
+
+def _steps_of(worker: Worker) -> WorkerSteps | None:
+    lifecycle = _main_lifecycle(worker)
     if lifecycle is None:
-        return method(worker, *args, **kwargs)
-    with lifecycle.served.serving():
-        return method(worker, *args, **kwargs)
+        return None
+    on_gpu = worker.device is not None and worker.device.type == "cuda"
+    return WorkerSteps(lifecycle.served, DeviceTimer() if on_gpu else None)
 
 
 def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
@@ -197,7 +222,8 @@ def _updated(worker: Worker) -> WeightLifecycle | None:
 
 
 WRAPPERS: Final[dict[str, Method]] = {
-    MEASURED: _execute_model,
+    "execute_model": _execute_model,
+    "sample_tokens": _sample_tokens,
     "sleep": _sleep,
     "wake_up": _wake_up,
     "discard": _discard,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from rfork.cuda.device import device_of
 from rfork.image.host_memory import host_view
-from rfork.image.staging import BUFFER_BYTES
+from rfork.image.staging import BUFFER_BYTES, CPU
 from rfork.storage.blob import Blob
 
 MIN_BLOCK_BYTES = 4 << 20
@@ -17,7 +18,6 @@ MIN_BLOCK_BYTES = 4 << 20
 BLOCK_STEP = 1 << 20
 MAX_GAP_BYTES = 64 << 10
 """Largest gap in bytes between two extents that is read and discarded: cheaper than another read."""
-CPU = torch.device("cpu")
 
 
 class Extent(NamedTuple):
@@ -91,13 +91,13 @@ class ReadPlan:
         for position, index in enumerate(self._order):
             extent, offset, length = self._extents[index], self._offsets[index], self._lengths[index]
             end = offset + length
-            if not (extent.blob is blob and at <= offset <= at + MAX_GAP_BYTES and offset < limit) or (
-                not (extent.into.is_cpu and device is CPU) and extent.into.device != device
-            ):
+            memory_device = device_of(extent.into)
+            continues = extent.blob is blob and at <= offset <= at + MAX_GAP_BYTES and offset < limit
+            if not continues or memory_device != device:
                 if blob is not None and at > begin:
                     yield ReadBlock(blob, device, begin, at, wanted, first, position)
                 blob, begin, first, wanted = extent.blob, offset, position, 0
-                device = CPU if extent.into.is_cpu else extent.into.device
+                device = memory_device
                 limit = (offset // self._size + 1) * self._size
             wanted += length
             while end > limit:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from rfork.cuda.device import on_device
 from rfork.errors import StorageError
 from rfork.logs import logger
 from rfork.settings import StorageSettings
@@ -75,7 +76,7 @@ class DirectStorage:
         if self._broken or not isinstance(file, LocalFile) or file.cached(block.begin, block.end - block.begin):
             return False
         try:
-            with file.reading() as descriptor:
+            with file.reading() as descriptor, on_device(block.device):
                 handle = self._handle(file, descriptor)
                 for offset, into in pieces:
                     count = handle.raw_read(into, into.numel(), offset)

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from rfork.cuda.device import device_of
 from rfork.errors import StorageError
-from rfork.image.staging import CudaCopier, pinned_buffers
+from rfork.image.staging import CPU, BufferPool, CudaCopier
 from rfork.settings import StorageSettings
 from rfork.storage.io.device_writer import DeviceWriter
 from rfork.storage.io.extents import Extent, ReadBlock, ReadPlan, block_bytes
@@ -63,14 +64,14 @@ class _FillJob:
         self._on_filled = on_filled
         self._progress = progress
         total = sum(extent.into.nbytes for extent in extents)
-        devices = {extent.into.device for extent in extents if not extent.into.is_cpu}
+        devices = {device_of(extent.into) for extent in extents} - {CPU}
         size = block_bytes(total, settings.concurrency, settings.staging_bytes)
         self._streams = min(settings.concurrency, max(1, total // size + len(extents)))
-        self._staging = pinned_buffers(settings.staging_bytes, size) if devices else None
         self._copier = CudaCopier(devices) if devices else None
+        self._staging = None if self._copier is None else BufferPool(settings.staging_bytes, size, self._copier.pinned)
         self._direct_storage = DirectStorage.find(settings) if devices else None
         if self._copier is not None and self._direct_storage is not None:
-            self._copier.synchronize()  # GPUDirect Storage does not synchronise with streams
+            self._copier.finish_earlier_work()  # GPUDirect Storage does not synchronise with streams
         self._plan = ReadPlan(extents, size)
         self._blocks = self._plan.blocks()
         self._planning = threading.Lock()

@@ -68,6 +68,8 @@ class Backend(Protocol):
     name: str
     block_bytes: int
     """Maximum size of one transfer."""
+    form_timeout_s: float
+    """Maximum time for forming a group; the remaining readers then join the next one."""
     open_to: str
     """Clients that can join a group without authentication, and so read the weights or crash the process; for
     the warning.
@@ -88,14 +90,16 @@ class Backend(Protocol):
         ...
 
     def transfer_context(self, device: torch.device) -> AbstractContextManager[None]:
-        """Context for all work of a thread on a group and its blocks."""
+        """Context for all work of a thread on a group and its blocks: the only place that sets the thread's
+        device and stream.
+        """
         ...
 
     def form(
         self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> CollectiveGroup:
         """Join a group as `rank`; return when all ranks have joined. Raises SourceUnavailable or
-        SourceTimeout.
+        SourceTimeout, soon after the deadline or after `keys` was closed.
 
         `readers`: on the source, the IP address of the readers' host; on a reader, empty.
         """

@@ -25,7 +25,11 @@ class BlockTensors:
         self._staging: torch.Tensor | None = None
 
     def gather(self, begin: int, end: int) -> torch.Tensor:
-        """Return the bytes of `[begin, end)` for sending. On the source, within `AccessGate.read_guard`."""
+        """Return the bytes of `[begin, end)` for sending. On the source, within `AccessGate.read_guard`.
+
+        The copies run on the current stream; NCCL's stream waits for it before it sends. They need not wait for the
+        engine's streams: an image is served once its digest is known, which waits for the weights.
+        """
         parts = self._image.tensor_slices(begin, end)
         if self._is_direct(parts):
             return parts[0]

@@ -64,6 +64,11 @@ class FirewalledStore:
         """See `KeyValueStore.get_values`."""
         return self._keys.get_values(keys, deadline, wait=wait)
 
+    @property
+    def closed(self) -> bool:
+        """See `KeyValueStore.closed`."""
+        return self._keys.closed
+
     def _install_filter(self, value: bytes) -> None:
         own_address = self._read(value)
         self.port.add(own_address.port)
@@ -122,6 +127,7 @@ class GlooBackend:
 
     name = "gloo"
     block_bytes = BLOCK_BYTES
+    form_timeout_s = 5.0
     open_to = "every process on a reader's host"
 
     def __init__(self, address: str) -> None:

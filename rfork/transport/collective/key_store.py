@@ -35,6 +35,11 @@ class KeyValueStore(Protocol):
         """
         ...
 
+    @property
+    def closed(self) -> bool:
+        """True once the group is closed; then every call that waits raises SourceUnavailable."""
+        ...
+
 
 class Rendezvous:
     """Key-value store of one group, on the source; see `KeyValueStore`."""
@@ -60,6 +65,11 @@ class Rendezvous:
     def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
         """See `KeyValueStore.get_values`."""
         return _result(self.request(keys, wait=wait), deadline)
+
+    @property
+    def closed(self) -> bool:
+        """See `KeyValueStore.closed`."""
+        return self._closed
 
     def request(self, keys: Sequence[str], *, wait: bool) -> Future[list[bytes | None]]:
         """Non-blocking `get_values`. The reply is cancelled if the group is closed. Raises SourceBusy."""
@@ -122,6 +132,11 @@ class RemoteKeyStore:
             with self._lock:
                 self._replies.pop(call, None)
 
+    @property
+    def closed(self) -> bool:
+        """See `KeyValueStore.closed`."""
+        return bool(self._closed)
+
     def on_reply(self, message: StoreValues) -> None:
         """Handle a reply."""
         with self._lock:
@@ -151,8 +166,9 @@ class KeyStore(Store):
     """Adapts `KeyValueStore` to `torch.distributed.Store`; only the methods that gloo and NCCL use to form a
     group.
 
-    torch calls it from C++, also on its own threads. Its errors are raised by the call that forms the group:
-    unchanged, or as a RuntimeError if raised on another thread.
+    torch calls it from C++, also on its own threads, but keeps only the C++ part alive: the creator of a group holds a
+    reference to this object for as long as the group may call it. Its errors are raised by the call that forms the
+    group: unchanged, or as a RuntimeError if raised on another thread.
     """
 
     def __init__(self, keys: KeyValueStore, deadline: float) -> None:

@@ -46,7 +46,6 @@ MAX_CONCURRENT = 2
 MAX_ATTEMPTS = 3
 """Consecutive groups that may fail without a byte received before the source counts as unavailable."""
 RECEIVE_TIMEOUT_S = 3600.0
-FORM_TIMEOUT_S = 5.0
 GRACE_S = 2.0
 REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
 
@@ -148,7 +147,7 @@ class CollectiveReader:
         self._stream.close()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(FORM_TIMEOUT_S + GRACE_S)
+                thread.join(self._backend.form_timeout_s + GRACE_S)
         atexit.unregister(self.close)
 
     # -- reads: on the threads of the caller ---------------------------------------------------------------
@@ -290,7 +289,7 @@ class CollectiveReader:
         keys = self._keys
         if keys is None or not 0 < message.rank < message.size <= 64:
             raise SourceCorrupt(f"the source assigned an invalid rank, {message.rank} of {message.size}")
-        deadline = time.monotonic() + min(FORM_TIMEOUT_S, self._idle_timeout_s)
+        deadline = time.monotonic() + self._backend.form_timeout_s
         group = self._backend.form(keys, message.rank, message.size, "", self._device, deadline)
         with self._changed:
             self._group, self._formed = group, True

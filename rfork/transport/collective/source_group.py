@@ -40,8 +40,6 @@ FORM_WINDOW_S = 0.05
 BROADCAST_WINDOW_S = 0.02
 """Maximum time that a block waits for the other readers to request it too, if the last block was broadcast."""
 MAX_MEMBERS = 8
-FORM_TIMEOUT_S = 5.0
-"""Timeout for forming a group; the remaining readers then join the next one."""
 
 log = logger(__name__)
 
@@ -201,7 +199,7 @@ class SourceGroup:
         self._blocks = BlockTensors(self._image, self._backend.block_bytes, device)
         for member in self._members:
             member.send(GroupFormed(group=self.number, rank=member.rank, size=self.size))
-        deadline = time.monotonic() + min(FORM_TIMEOUT_S, self._idle_timeout_s)
+        deadline = time.monotonic() + self._backend.form_timeout_s
         group = self._backend.form(self.rendezvous, 0, self.size, self.address, device, deadline)
         with self._changed:
             self._group = group

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # imports torch.distributed, which some builds of torch lack
     from rfork.transport.collective.backend import Backend
 
 WILDCARD_ADDRESSES = frozenset({"", "0.0.0.0", "::"})
+NCCL_CONNECT_TIMEOUT_S = 50.0
+"""`NcclBackend.form_timeout_s`, and the time in which the source collects a group's readers and reports a failure."""
 
 
 class CollectiveTransport:
@@ -45,8 +47,11 @@ class CollectiveTransport:
         settings: InstanceSettings,
         availability: Callable[[], Availability],
         backend: Callable[[InstanceSettings], Backend],
+        *,
+        connect_timeout_s: float = 0.0,
     ) -> None:
         self.name = name
+        self.connect_timeout_s = connect_timeout_s
         self._settings = settings
         self._availability = availability
         self._create_backend = backend
@@ -130,7 +135,9 @@ def nccl_transport(settings: InstanceSettings) -> CollectiveTransport:
     Uses one GPU per process, that of the image. Parts of the image in host memory go through a staging tensor
     on that GPU.
     """
-    return CollectiveTransport("nccl", settings, _nccl_availability, _nccl_backend)
+    return CollectiveTransport(
+        "nccl", settings, _nccl_availability, _nccl_backend, connect_timeout_s=NCCL_CONNECT_TIMEOUT_S
+    )
 
 
 def _gloo_availability() -> Availability:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rfork.cuda.library import DriverError
 from rfork.errors import SourceCorrupt, TransportUnavailable
 from rfork.image.memory import Image, Segment
-from rfork.transport.cuda_ipc.driver import Allocation, CudaDriver, DriverError
+from rfork.transport.cuda_ipc.driver import Allocation, IpcDriver
 from rfork.transport.mooncake.read_plan import ContiguousPiece
 
 MAX_ALLOCATIONS = 1 << 17
@@ -47,7 +48,7 @@ class AllocationTable:
         return sorted({allocation.device for allocation in self.table})
 
 
-def allocations_of(driver: CudaDriver, image: Image) -> AllocationTable:
+def allocations_of(driver: IpcDriver, image: Image) -> AllocationTable:
     """Return the device allocations that contain `image`. Raises DriverError.
 
     Queries the driver once per allocation: torch puts many tensors into one.
@@ -68,7 +69,7 @@ def allocations_of(driver: CudaDriver, image: Image) -> AllocationTable:
     return AllocationTable(found)
 
 
-def shareable_allocations(driver: CudaDriver, image: Image) -> AllocationTable:
+def shareable_allocations(driver: IpcDriver, image: Image) -> AllocationTable:
     """Return the allocations of the source's image. Raises TransportUnavailable if there are none or they
     cannot be shared.
     """

@@ -1,7 +1,7 @@
 """Source side: shares its allocations with readers that have a lease, and grants ranges one by one.
 
-Bytes are copied between GPUs without this process: it answers a few small requests per 64 MiB and runs no
-kernel. But it authorizes, meters and fences each read, and the reader reports when it has finished.
+Bytes are copied between GPUs without this process: it answers one small request per slice and runs no kernel.
+But it authorizes, meters and fences each slice, and the reader reports when it has finished.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from rfork.cuda.library import DriverError
 from rfork.errors import LeaseRejected, SourceBusy, SourceCorrupt, SourceWeightsChanged
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -22,7 +23,7 @@ from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import host_ranges, shareable_allocations
-from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, CudaDriver, DriverError, IpcHandle
+from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, IpcDriver, IpcHandle
 from rfork.transport.same_host.connection import (
     Message,
     UnixSocketConnection,
@@ -54,7 +55,7 @@ class CudaIpcExporter(StatelessExporter):
     socket directory.
     """
 
-    def __init__(self, image: Image, gate: AccessGate, driver: CudaDriver, settings: InstanceSettings) -> None:
+    def __init__(self, image: Image, gate: AccessGate, driver: IpcDriver, settings: InstanceSettings) -> None:
         self._allocations = shareable_allocations(driver, image)
         self._devices = self._allocations.devices
         uuids = ",".join(driver.uuid(device) for device in self._devices)
@@ -102,7 +103,7 @@ class CudaIpcExporter(StatelessExporter):
         """Handle one request; return True if another may follow."""
         operation, token = get_str(request, "operation"), get_str(request, "token")
         if operation == "acquire":
-            self._grant_range(connection, token, get_int(request, "begin"), get_int(request, "end"))
+            self._grant_ranges(connection, request)
             return True
         fork_id = self._gate.authorize(token, 0, 0)
         if operation == "pin":
@@ -205,36 +206,69 @@ class CudaIpcExporter(StatelessExporter):
                 self._reply(connection, encode_error(error))
                 return
 
-    def _grant_range(self, connection: UnixSocketConnection, token: str, begin: int, end: int) -> None:
-        """Grant the first bytes of a range until the reader releases them, the read is aborted, or it times out."""
+    def _grant_ranges(self, connection: UnixSocketConnection, request: Message) -> None:
+        """Grant ranges one after the other, until the reader releases one without requesting another.
+
+        A refusal of the next range still confirms the release of the previous one: its guard has ended.
+        """
+        released = 0
+        while get_str(request, "operation") == "acquire":
+            if request.get("release", 0) != released:
+                raise SourceCorrupt("a reader requested another range before releasing its range, or released none")
+            try:
+                request = self._grant_range(connection, request, released)
+            except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
+                self._reply(connection, {**encode_error(error), "released": released})
+                return
+            released = 1
+        if get_str(request, "operation") != "release":
+            raise SourceCorrupt("a reader sent another request before releasing its range")
+        self._reply(connection, {"released": 1})
+
+    def _grant_range(self, connection: UnixSocketConnection, request: Message, released: int) -> Message:
+        """Grant the first bytes of a range until the reader sends its next request, which releases them.
+
+        Return that request: it arrived while the bytes were granted, so the reader has read them. Raises if the
+        read is aborted or times out. No guard is kept while the range waits for the egress budget.
+        """
+        token, begin, end = get_str(request, "token"), get_int(request, "begin"), get_int(request, "end")
         if not 0 <= begin < end <= self._image.layout.image_bytes:
             raise SourceCorrupt(f"a reader requested [{begin}, {end}), which is not within the image")
         fork_id = self._gate.authorize(token, begin, end)
         self._acquire_slot(connection, fork_id)
-        granted_end = begin + self._gate.acquire_bytes(min(end - begin, protocol.SLICE_BYTES), fork_id)
+        granted_end = begin + self._gate.acquire_bytes(self._slice_bytes(begin, end), fork_id)
         with (
             self._gate.read_guard(token, begin, granted_end, connection.abort),
             self._host_bytes(begin, granted_end) as descriptors,
         ):
             try:
-                self._reply(connection, {"granted": granted_end - begin}, descriptors)
-                reply, received = connection.receive(time.monotonic() + self._idle_timeout_s)
+                self._reply(connection, {"released": released, "granted": granted_end - begin}, descriptors)
+                next_request, received = connection.receive(time.monotonic() + self._idle_timeout_s)
             except BaseException:
                 # Abort before the guard ends: a later release must not be accepted.
                 connection.abort()
                 raise
         close_all(received)
-        if get_str(reply, "operation") != "release":
-            raise SourceCorrupt("a reader sent another request before releasing its range")
-        # The read was not aborted, so the reader read the granted bytes.
-        self._reply(connection, {"released": 1})
+        return next_request
+
+    def _slice_bytes(self, begin: int, end: int) -> int:
+        """Return the maximum number of bytes to grant of a range."""
+        size = min(end - begin, protocol.SLICE_BYTES)
+        on_host = sum(last - first for first, last in self._host_ranges(begin, begin + size))
+        return size if on_host <= protocol.HOST_SLICE_BYTES else protocol.HOST_SLICE_BYTES
+
+    def _host_ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the parts of a range that are in host memory."""
+        if self._all_on_devices:
+            return []
+        return list(host_ranges(self._allocations, self._image.segments(begin, end)))
 
     @contextlib.contextmanager
     def _host_bytes(self, begin: int, end: int) -> Iterator[list[int]]:
         """Yield a file with the range's bytes that are in host memory, if any: models keep small tensors
         there.
         """
-        ranges = [] if self._all_on_devices else host_ranges(self._allocations, self._image.segments(begin, end))
+        ranges = self._host_ranges(begin, end)
         if not ranges:
             yield []
             return

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from rfork.cuda.device import CopyOp, CudaStream
+from rfork.cuda.library import DriverError
 from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import AllocationTable, CopyPlan, plan_copies
-from rfork.transport.cuda_ipc.driver import CopyOp, CudaCopyStream, CudaDriver, DriverError
+from rfork.transport.cuda_ipc.driver import IpcDriver
 from rfork.transport.cuda_ipc.source_memory import SourceMemory
 from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
 from rfork.transport.same_host.client import ConnectionPool
-from rfork.transport.same_host.connection import Message, close_all, get_int
+from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all, get_int, raise_error
 from rfork.transport.same_host.memory_file import fill
 
 MIN_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
@@ -32,12 +34,12 @@ class CudaIpcReader:
 
     Parameters: `parameters`, those of the source's endpoint; `remote`, the source's addresses; `target`, this
     side's allocations. A running copy cannot be cancelled, so leaving a read always waits for running copies:
-    at most 64 MiB.
+    at most one slice.
     """
 
     def __init__(
         self,
-        driver: CudaDriver,
+        driver: IpcDriver,
         connections: ConnectionPool,
         image: Image,
         token: TokenSource,
@@ -79,9 +81,22 @@ class CudaIpcReader:
         """
         self._image.segments(begin, end)
         with self._in_use():
-            at = begin
-            while at < end:
-                at += self._read_slice(at, min(end, at + protocol.SLICE_BYTES), deadline)
+            # Before the first slice is granted: a fence would wait for the opening.
+            for device, allocations in self._plan(begin, end, deadline).allocations_needed.items():
+                self._open(allocations, device, deadline)
+            received, lost_at = begin, -1
+            while received < end:
+                try:
+                    for slice_end in self._read_slices(received, end, deadline):
+                        received = slice_end
+                except SourceUnavailable as error:
+                    # A lost connection is replaced once: a source that disconnected the reader reports the reason
+                    # on the next request.
+                    self._check()
+                    if received == lost_at:
+                        raise
+                    lost_at = received
+                    log.info("connection replaced", reason=str(error), missing=end - received)
 
     def set_rate_limit(self, rate: int | None) -> None:
         """Does nothing: the source throttles. See `Reader.set_rate_limit`."""
@@ -91,22 +106,6 @@ class CudaIpcReader:
         self._fail(SourceUnavailable("the reader was closed"))
         self._released.wait()
 
-    def _read_slice(self, begin: int, end: int, deadline: float) -> int:
-        """Copy the first bytes of a range; return how many.
-
-        A lost connection is replaced once: a source that disconnected the reader reports the reason on the
-        next request.
-        """
-        plan = self._plan(begin, end, deadline)
-        for device, allocations in plan.allocations_needed.items():
-            self._open(allocations, device, deadline)
-        try:
-            return self._request_range(begin, end, plan, deadline)
-        except SourceUnavailable as first:
-            self._check()
-            log.info("connection replaced", reason=str(first), missing=end - begin)
-            return self._request_range(begin, end, plan, deadline)
-
     def _open(self, allocations: Sequence[int], device: int, deadline: float) -> None:
         """Open allocations. After the transport has been selected, a failure is the source's."""
         try:
@@ -114,27 +113,61 @@ class CudaIpcReader:
         except TransportUnavailable as error:
             raise SourceUnavailable(f"cannot open more of the source's memory: {error}", hint=error.hint) from error
 
-    def _request_range(self, begin: int, end: int, plan: CopyPlan, deadline: float) -> int:
+    def _read_slices(self, begin: int, end: int, deadline: float) -> Iterator[int]:
+        """Copy a range slice by slice over one connection. Yield the end of what has been received after each.
+
+        The request for a slice releases the previous one, whose bytes count once the reply confirms that.
+        """
         reply_deadline = self._connections.reply_deadline
         with self._connections.lease(deadline) as connection:
-            request: Message = {"operation": "acquire", "token": self._token(), "begin": begin, "end": end}
-            reply, descriptors = connection.exchange(request, reply_deadline(deadline))
-            try:
-                granted = get_int(reply, "granted")
-                if not 0 < granted <= end - begin:
-                    raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
-                if granted < end - begin:
-                    plan = self._plan(begin, begin + granted, deadline)
-                self._copy_range(plan, descriptors, deadline)
-            except SourceCorrupt:
-                if not connection.is_idle:
-                    raise SourceUnavailable("the source revoked the granted range") from None
-                raise
-            finally:
-                close_all(descriptors)
+            at = begin
+            while at < end:
+                slice_end, release = min(end, at + protocol.SLICE_BYTES), int(at > begin)
+                plan = self._plan(at, slice_end, deadline)
+                request: Message = {
+                    "operation": "acquire",
+                    "token": self._token(),
+                    "begin": at,
+                    "end": slice_end,
+                    "release": release,
+                }
+                connection.send(request, deadline=reply_deadline(deadline))
+                reply, descriptors = connection.receive(reply_deadline(deadline))
+                try:
+                    if release:
+                        _check_released(reply)
+                        yield at
+                    raise_error(reply)
+                    at += self._copy_granted(connection, reply, descriptors, at, slice_end, plan, deadline)
+                finally:
+                    close_all(descriptors)
             reply, descriptors = connection.exchange({"operation": "release"}, reply_deadline(deadline))
             close_all(descriptors)
-            get_int(reply, "released")
+            _check_released(reply)
+        yield end
+
+    def _copy_granted(
+        self,
+        connection: UnixSocketConnection,
+        reply: Message,
+        descriptors: Sequence[int],
+        begin: int,
+        end: int,
+        plan: CopyPlan,
+        deadline: float,
+    ) -> int:
+        """Copy what the source granted of a slice with this `plan`; return how many bytes."""
+        try:
+            granted = get_int(reply, "granted")
+            if not 0 < granted <= end - begin:
+                raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
+            if granted < end - begin:
+                plan = self._plan(begin, begin + granted, deadline)
+            self._copy_range(plan, descriptors, deadline)
+        except SourceCorrupt:
+            if not connection.is_idle:
+                raise SourceUnavailable("the source revoked the granted range") from None
+            raise
         return granted
 
     def _copy_range(self, plan: CopyPlan, descriptors: Sequence[int], deadline: float) -> None:
@@ -194,6 +227,13 @@ class CudaIpcReader:
             self._released.set()
 
 
+def _check_released(reply: Message) -> None:
+    """Raise the error in the reply, or SourceCorrupt, unless it confirms the release of the granted range."""
+    if reply.get("released") != 1:
+        raise_error(reply)
+        raise SourceCorrupt("the source did not confirm that a range was released")
+
+
 class _StreamCopier:
     """Runs the copies of reads on streams, which are created on demand and reused.
 
@@ -202,14 +242,14 @@ class _StreamCopier:
     """
 
     def __init__(
-        self, driver: CudaDriver, memory: SourceMemory, broken: threading.Event, check: Callable[[], None]
+        self, driver: IpcDriver, memory: SourceMemory, broken: threading.Event, check: Callable[[], None]
     ) -> None:
         self._driver = driver
         self._memory = memory
         self._broken = broken
         self._check = check
         self._lock = threading.Lock()
-        self._idle: dict[int, list[CudaCopyStream]] = {}
+        self._idle: dict[int, list[CudaStream]] = {}
 
     def close(self) -> None:
         """Destroy the streams, after the last `copy`."""
@@ -221,13 +261,13 @@ class _StreamCopier:
 
     def copy(self, plan: CopyPlan, deadline: float) -> None:
         """Run the copies. Raises SourceTimeout at the deadline, TargetError if a device fails, or as `check`."""
-        streams: list[tuple[int, CudaCopyStream]] = []
+        streams: list[tuple[int, CudaStream]] = []
         address = self._memory.address
         try:
             for device in plan.allocations_needed:
                 stream = self._stream(device)
                 streams.append((device, stream))
-                stream.queue(
+                stream.copy(
                     [
                         CopyOp(address(copy.allocation, device) + copy.offset, copy.local, copy.length)
                         for copy in plan.copies
@@ -240,7 +280,7 @@ class _StreamCopier:
         finally:
             self._drain(streams)
 
-    def _wait(self, streams: Sequence[CudaCopyStream], deadline: float) -> None:
+    def _wait(self, streams: Sequence[CudaStream], deadline: float) -> None:
         """Return when all copies have finished.
 
         Raises SourceTimeout at the deadline, DriverError, or as `check`.
@@ -253,7 +293,7 @@ class _StreamCopier:
                 raise SourceTimeout("copies from the source's GPU did not finish before the deadline")
             wait = min(wait * 1.5, MAX_WAIT_S)
 
-    def _drain(self, streams: Sequence[tuple[int, CudaCopyStream]]) -> None:
+    def _drain(self, streams: Sequence[tuple[int, CudaStream]]) -> None:
         """Return the streams to the pool once nothing runs on them; drop those that failed."""
         for device, stream in streams:
             try:
@@ -272,14 +312,14 @@ class _StreamCopier:
                 with self._lock:
                     self._idle.setdefault(device, []).append(stream)
 
-    def _stream(self, device: int) -> CudaCopyStream:
+    def _stream(self, device: int) -> CudaStream:
         with self._lock:
             if self._idle.get(device):
                 return self._idle[device].pop()
         return self._driver.copy_stream(device)
 
 
-def _close(stream: CudaCopyStream) -> None:
+def _close(stream: CudaStream) -> None:
     try:
         stream.close()
     except DriverError as error:

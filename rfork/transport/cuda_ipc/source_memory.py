@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Final
 
+from rfork.cuda import library as cuda
+from rfork.cuda.library import HANDLE_BYTES, DriverError
 from rfork.errors import (
     NotSameHost,
     PeerAccessUnavailable,
@@ -25,17 +27,14 @@ from rfork.errors import (
 )
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
-from rfork.transport.cuda_ipc import driver as cuda
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import MAX_ALLOCATIONS, AllocationTable
 from rfork.transport.cuda_ipc.driver import (
-    HANDLE_BYTES,
     HANDLE_TYPES,
     Allocation,
-    CudaDriver,
-    DriverError,
     HandleType,
     ImportedAllocation,
+    IpcDriver,
     IpcHandle,
 )
 from rfork.transport.same_host.client import ConnectionPool
@@ -68,7 +67,7 @@ class SourceMemory:
 
     def __init__(
         self,
-        driver: CudaDriver,
+        driver: IpcDriver,
         connections: ConnectionPool,
         token: TokenSource,
         parameters: Mapping[str, str],
@@ -297,7 +296,7 @@ _VISIBILITY_HINT: Final = (
 )
 
 
-def require_peer_access(driver: CudaDriver, uuids: Sequence[str], devices: Sequence[int]) -> None:
+def require_peer_access(driver: IpcDriver, uuids: Sequence[str], devices: Sequence[int]) -> None:
     """Raise PeerAccessUnavailable if a device of the target cannot address one of the source's devices.
 
     A GPU that is not visible here is not checked: if CUDA_VISIBLE_DEVICES hides it, its memory can still be
@@ -314,7 +313,7 @@ def require_peer_access(driver: CudaDriver, uuids: Sequence[str], devices: Seque
 
 
 def explain_open_error(
-    error: DriverError, handle_type: HandleType, uuid: str, driver: CudaDriver, parameters: Mapping[str, str]
+    error: DriverError, handle_type: HandleType, uuid: str, driver: IpcDriver, parameters: Mapping[str, str]
 ) -> TransportUnavailable:
     """Return the most likely reason for the driver's refusal to open the source's memory on the GPU `uuid`."""
     message = f"the source's GPU memory cannot be opened: {error}"
@@ -336,7 +335,7 @@ def explain_open_error(
     return TransportUnavailable(message, hint="both instances need the same driver, and GPUs with unified addressing")
 
 
-def _is_visible(driver: CudaDriver, uuid: str) -> bool:
+def _is_visible(driver: IpcDriver, uuid: str) -> bool:
     try:
         return driver.device_index(uuid) is not None
     except DriverError:

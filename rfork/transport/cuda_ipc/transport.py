@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import torch
 
+from rfork.cuda.library import MIN_VERSION, CudaDriverLibrary, DriverError
 from rfork.errors import (
     LeaseRejected,
     RforkError,
@@ -31,7 +32,7 @@ from rfork.transport.base import (
 )
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.driver import MIN_VERSION, CudaDriver, CudaDriverLibrary, DriverError
+from rfork.transport.cuda_ipc.driver import IpcDriver
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from rfork.transport.cuda_ipc.reader import CudaIpcReader
 from rfork.transport.cuda_ipc.source_memory import require_peer_access
@@ -50,8 +51,9 @@ class CudaIpcTransport:
 
     name = "cuda_ipc"
     one_sided = False
+    connect_timeout_s = 0.0
 
-    def __init__(self, settings: InstanceSettings, driver: Callable[[], CudaDriver] = CudaDriver) -> None:
+    def __init__(self, settings: InstanceSettings, driver: Callable[[], IpcDriver] = IpcDriver) -> None:
         self._settings = settings
         self._driver = driver
 

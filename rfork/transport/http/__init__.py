@@ -36,6 +36,8 @@ class HttpTransport:
     entity tag that every response must have (default: that of the first response).
     """
 
+    connect_timeout_s = 0.0
+
     def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
 

@@ -6,8 +6,9 @@ import threading
 import time
 
 from rfork.errors import RforkError, SourceBusy, TransportUnavailable
-from rfork.image.memory import CPU, Image
+from rfork.image.memory import Image
 from rfork.image.registration import Region
+from rfork.image.staging import CPU
 from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority
 from rfork.transport.base import Endpoint, StatelessExporter

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 
 import torch
 
+from rfork.cuda.device import flush_rdma_writes
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
-from rfork.image.memory import CPU, Image
+from rfork.image.memory import Image
+from rfork.image.staging import CPU
 from rfork.net.token_bucket import SLICE_S, TokenBucket
 from rfork.transport.mooncake.engine import MooncakeEngine, TransferState, ping_handshake_port
 from rfork.transport.mooncake.read_plan import (
@@ -78,11 +80,15 @@ class TransferEngineReader:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
         Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did
-        not respond or the deadline passed; at most `GRACE_S` plus a ping (2 s) after the deadline.
+        not respond or the deadline passed; at most `GRACE_S` plus a ping (2 s) after the deadline. Raises TargetError
+        if a GPU of this side fails, and GpuDirectUnavailable if it does not order the writes of network cards.
         """
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
         with self._acquire():
             ReadBatch(self, plan_reads(pieces, gather=self._gather, max_bytes=self.sizes.request), deadline).finish()
+        if self.engine.protocol == "rdma":
+            for gpu in self._image.gpus:
+                flush_rdma_writes(gpu)
 
     def set_rate_limit(self, rate: int | None) -> None:
         """Limit reads to `rate` bytes per second. The reader enforces it, because no code of the source runs.

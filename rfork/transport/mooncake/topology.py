@@ -12,7 +12,6 @@ All functions have a parameter for the root of sysfs, or of the file system, so 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Sequence
@@ -22,13 +21,14 @@ from typing import Literal
 
 import torch
 
-from rfork.errors import DeviceDown, GpuDirectUnavailable
+from rfork.cuda.device import cuda_driver
+from rfork.cuda.library import DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, DriverError
+from rfork.errors import DeviceDown, GpuDirectUnavailable, TransportUnavailable
 
 GpuDirectMode = Literal["nvidia-peermem", "dma-buf"]
 PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 OPEN_MODULES = "Open Kernel Module"
 HINT = "modprobe nvidia-peermem, or use NVIDIA's open kernel modules, which support dma-buf"
-_DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, since CUDA 11.7
 
 SYSFS = Path("/sys")
 PORT = 1
@@ -71,16 +71,10 @@ def has_dma_buf(device: torch.device, root: Path = Path("/")) -> bool:
     """Return True if CUDA can export this GPU's memory as a dma-buf; if unknown, if the kernel modules are
     open.
     """
-    value = ctypes.c_int()
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        # The query fails before CUDA is initialized; initializing it twice is harmless.
-        failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(
-            ctypes.byref(value), _DMA_BUF_SUPPORTED, device.index or 0
-        )
-    except (OSError, AttributeError):
+        return bool(cuda_driver().attribute(device.index or 0, DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED))
+    except (TransportUnavailable, DriverError):
         return has_open_modules(root)
-    return bool(value.value) if failed == 0 else has_open_modules(root)
 
 
 def gpu_direct_mode(device: torch.device, root: Path = Path("/")) -> GpuDirectMode:

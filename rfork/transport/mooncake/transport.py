@@ -5,7 +5,9 @@ engine's own thread writes it, so the target exposes no memory.
 
 CUDA images over RDMA use the same code with device addresses; small pieces are then read one by one instead
 of staged. Neither is covered by this project's tests, which have no such devices; device selection and error
-messages are tested on copies of sysfs.
+messages are tested on copies of sysfs. CUDA images over TCP are refused on both sides: the library copies
+their bytes in pieces of 64 KiB through pageable memory on the legacy stream, which waits for the inference
+engine's kernels and delays them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class TransferEngineTransport:
 
     name = "transfer_engine"
     one_sided = True
+    connect_timeout_s = 0.0
 
     def __init__(self, settings: InstanceSettings, root: Path = Path("/")) -> None:
         self._settings = settings
@@ -81,7 +84,7 @@ class TransferEngineTransport:
         """Source side: register the image's memory. `gate` is not used: see TransferEngineExporter.
 
         Raises TransportUnavailable or a subclass: DeviceDown, VersionMismatch if the wheel does not support
-        the image's memory, GpuDirectUnavailable.
+        the image's memory, GpuDirectUnavailable. An image on a GPU is refused over TCP.
         """
         protocol, devices = self._select_protocol(image)
         host, nice = self._settings.advertised_host, SERVING_THREAD_NICE
@@ -140,6 +143,12 @@ class TransferEngineTransport:
             error_type = DeviceDown if protocol == "rdma" and not state.error else TransportUnavailable
             raise error_type(f"transfer_engine: {available.reason}", hint=available.hint)
         gpus = sorted((device for device in image.devices if device.type == "cuda"), key=str)
+        if gpus and protocol == "tcp":
+            raise TransportUnavailable(
+                f"transfer_engine over plain TCP cannot transfer GPU memory ({', '.join(map(str, gpus))}): "
+                "its copies would delay the engine's kernels",
+                hint="use RDMA, or RFORK_TRANSPORTS=http",
+            )
         if gpus:
             require_cuda(state, torch.version.cuda)
         if protocol == "tcp":

@@ -32,6 +32,8 @@ class SharedMemoryTransport:
     this class both exports and fills the image.
     """
 
+    connect_timeout_s = 0.0
+
     def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()

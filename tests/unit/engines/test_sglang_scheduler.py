@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -32,14 +31,23 @@ class RecordingServedModel:
         """Return itself."""
         return self
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Record the call."""
-        self.calls.append("serving")
-        return nullcontext()
+    @property
+    def steps(self) -> RecordingServedModel:
+        """Return itself."""
+        return self
 
-    def record_step_latency(self, seconds: float) -> None:
+    def begin(self) -> int:
         """Record the call."""
-        self.calls.append("record_step_latency")
+        self.calls.append("begin")
+        return 7
+
+    def end(self, step: int, *, counted: bool) -> None:
+        """Record the call."""
+        self.calls.append(f"end {step} {'counted' if counted else 'not counted'}")
+
+    def cancel(self, step: int) -> None:
+        """Record the call."""
+        self.calls.append(f"cancel {step}")
 
     def suspend(self) -> None:
         """Record the call."""
@@ -67,7 +75,7 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
     return RecordingServedModel()
 
 
-def scheduler(model: RecordingServedModel, *, overlap: bool = False, generates: bool = True) -> SimpleNamespace:
+def scheduler(model: RecordingServedModel, *, generates: bool = True) -> SimpleNamespace:
     """Return a scheduler that serves the model and a draft of it."""
     runner = SimpleNamespace(model=model)
     worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
@@ -75,35 +83,80 @@ def scheduler(model: RecordingServedModel, *, overlap: bool = False, generates: 
     return SimpleNamespace(
         tp_worker=worker,
         draft_worker=draft,
-        enable_overlap=overlap,
         is_generation=generates,
         disaggregation_mode=SimpleNamespace(value="null"),
     )
 
 
-def batch(*, decode: bool) -> SimpleNamespace:
-    """Return a decode batch or a prefill batch."""
-    return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decode))
+def batch(mode: str) -> SimpleNamespace:
+    """Return a batch with this forward mode."""
+    modes = ("decode", "extend", "prebuilt", "split_prefill")
+    return SimpleNamespace(forward_mode=SimpleNamespace(**{f"is_{name}": (lambda n=name: n == mode) for name in modes}))
 
 
-@pytest.mark.parametrize(
-    ("overlap", "generates", "decode", "expected"),
-    [
-        (False, True, True, ["serving"]),
-        (True, True, True, ["record_step_latency"]),
-        (False, True, False, []),
-        (True, True, False, []),
-        (False, False, False, ["serving"]),
-    ],
-)
-def test_decode_steps_are_measured(
-    overlap: bool, generates: bool, decode: bool, expected: list[str], instance: RecordingServedModel
+@dataclass
+class Event:
+    """Completion of the copy of a result."""
+
+    calls: list[str]
+
+    def synchronize(self) -> None:
+        """Record the call."""
+        self.calls.append("synchronize")
+
+
+STEPS: list[tuple[str, bool, str, list[str]]] = [
+    ("a decode step ends after the wait", True, "decode", ["begin", "run", "synchronize", "end 7 counted", "process"]),
+    ("a prefill ends uncounted", True, "extend", ["begin", "run", "synchronize", "end 7 not counted", "process"]),
+    ("without overlap SGLang waits itself", False, "decode", ["begin", "run", "process", "end 7 counted"]),
+    ("a prebuilt batch is no step", True, "prebuilt", ["run", "process"]),
+    ("a split prefill is no step", False, "split_prefill", ["run", "process"]),
+]
+
+
+@pytest.mark.parametrize(("overlap", "mode", "expected"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS])
+def test_a_step_ends_when_the_device_has_finished(
+    overlap: bool, mode: str, expected: list[str], instance: RecordingServedModel
 ) -> None:
-    """Each decode step is measured; on a server that never decodes, each batch."""
-    serves, step = scheduler(instance, overlap=overlap, generates=generates), batch(decode=decode)
-    result = hooks._run_batch(lambda *_: SimpleNamespace(), serves, step)
-    hooks._process_result(serves, step, result)
+    """Kernels are only launched by `run_batch`; in overlap mode the next batch is launched before the result."""
+    result = SimpleNamespace(copy_done=Event(instance.calls) if overlap else None)
+    serves, step = scheduler(instance), batch(mode)
+
+    def run(*_: object) -> SimpleNamespace:
+        instance.calls.append("run")
+        return result
+
+    assert result is hooks._run_batch(run, serves, step)
+    copied = SimpleNamespace(forward_mode=step.forward_mode)  # SGLang copies batches in overlap mode
+    hooks._process_result(lambda *_: instance.calls.append("process"), serves, copied if overlap else step, result)
     assert expected == instance.calls
+
+
+def test_a_step_ends_if_its_result_is_replaced(instance: RecordingServedModel) -> None:
+    """A pipeline stage processes the result of the last stage."""
+    serves, step = scheduler(instance), batch("decode")
+    hooks._run_batch(lambda *_: SimpleNamespace(), serves, step)
+    hooks._process_result(lambda *_: None, serves, step, SimpleNamespace(copy_done=None))
+    assert ["begin", "end 7 counted"] == instance.calls
+
+
+def test_every_batch_counts_on_a_server_that_never_decodes(instance: RecordingServedModel) -> None:
+    """An embedding server runs only prefills."""
+    serves, step = scheduler(instance, generates=False), batch("extend")
+    result = hooks._run_batch(lambda *_: SimpleNamespace(), serves, step)
+    hooks._process_result(lambda *_: None, serves, step, result)
+    assert ["begin", "end 7 counted"] == instance.calls
+
+
+def test_a_failed_batch_is_no_step(instance: RecordingServedModel) -> None:
+    """Its launch raises."""
+
+    def run(*_: object) -> None:
+        raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="memory"):
+        hooks._run_batch(run, scheduler(instance), batch("decode"))
+    assert ["begin", "cancel 7"] == instance.calls
 
 
 def test_an_exiting_scheduler_waits_briefly_for_readers(instance: RecordingServedModel) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rfork.engines.vllm import hooks
+from rfork.engines.vllm.worker_steps import MAX_UNREAD, DeviceTimer
 from rfork.engines.weight_lifecycle import WeightLifecycle, attach_lifecycle, lifecycle_of
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -26,8 +27,11 @@ class FakeInstance:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.seed = SimpleNamespace(
-            settings=InstanceSettings(replica="mine"), identity=InstanceIdentity("model", Rank(), "mine-1")
+            settings=InstanceSettings(replica="mine"),
+            identity=InstanceIdentity("model", Rank(), "mine-1"),
+            record_step_latency=lambda seconds: self.calls.append(f"{seconds * 1000:g} ms"),
         )
+        self.steps = RecordingSteps(self.calls)
         self.fails = False
 
     def fence(self) -> None:
@@ -51,10 +55,46 @@ class FakeInstance:
     def close(self, drain_s: float | None = None) -> None:
         self.calls.append(f"close {drain_s}")
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        self.calls.append("serving")
-        yield
+
+class RecordingSteps:
+    """Records the steps of the engine."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+        self._count = 0
+
+    def begin(self) -> int:
+        self._count += 1
+        self._calls.append(f"begin {self._count}")
+        return self._count
+
+    def end(self, step: int) -> None:
+        self._calls.append(f"end {step}")
+
+    def cancel(self, step: int) -> None:
+        self._calls.append(f"cancel {step}")
+
+    def clear(self) -> None:
+        self._calls.append("clear")
+
+
+@dataclass
+class Output:
+    """The part of vLLM's ModelRunnerOutput that is read."""
+
+    req_ids: list[str]
+
+
+class AsyncOutput:
+    """The same of an AsyncModelRunnerOutput, as returned with asynchronous scheduling."""
+
+    def __init__(self, output: Output | Exception) -> None:
+        self._output = output
+
+    def get_output(self) -> Output:
+        if isinstance(self._output, Exception):
+            raise self._output
+        return self._output
 
 
 class Model(nn.Module):
@@ -75,6 +115,9 @@ class Worker:
         self.fails = False
         self.model_config = SimpleNamespace(model="no such folder", model_weights="", revision=None)
         self.while_reading = lambda: None
+        self.device: torch.device | None = torch.device("cpu")
+        self.executed: object = None
+        self.sampled: object = Output(["request"])
 
     def pop_calls(self) -> tuple[list[str], list[str]]:
         """Return and clear the recorded calls of the main model and the draft."""
@@ -89,8 +132,22 @@ class Worker:
     def get_draft_model(self) -> nn.Module | None:
         return self.draft
 
-    def execute_model(self, scheduler_output: int) -> int:
-        return scheduler_output + 1
+    def execute_model(self, scheduler_output: str) -> object:
+        return self._launch(self.executed)
+
+    def sample_tokens(self, grammar_output: str | None) -> object:
+        return self._launch(self.sampled)
+
+    @staticmethod
+    def _launch(output: object) -> object:
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def step(self) -> object:
+        """Run one step like vLLM's engine; return its output, which may be asynchronous."""
+        output = self.execute_model(scheduler_output="scheduled")
+        return self.sample_tokens("grammar") if output is None else output
 
     def sleep(self, level: int = 1) -> None:
         if self.fails:
@@ -141,11 +198,149 @@ def worker() -> Worker:
     return created
 
 
-def test_steps_are_measured_as_the_seeds_work(worker: Worker) -> None:
-    """Each step of the engine is measured for its model and returns its result unchanged."""
-    assert 2 == worker.execute_model(1)
-    assert 3 == worker.execute_model(scheduler_output=2)
-    assert (["serving", "serving"], []) == worker.pop_calls()
+def test_a_synchronous_step_ends_with_its_samples(worker: Worker) -> None:
+    """The worker has waited for the device when it returns the tokens."""
+    assert worker.sampled is worker.step()
+    worker.step()
+    assert (["begin 1", "end 1", "begin 2", "end 2"], []) == worker.pop_calls()
+
+
+def test_a_step_without_samples_ends_with_its_output(worker: Worker) -> None:
+    """Pooling models return their output at once."""
+    worker.executed = Output(["request"])
+    assert worker.executed is worker.step()
+    assert (["begin 1", "end 1"], []) == worker.pop_calls()
+
+
+def test_an_asynchronous_step_ends_when_its_output_is_read(worker: Worker) -> None:
+    """The next step is launched before, because the device still works."""
+    outputs = []
+    for _ in range(2):
+        worker.sampled = AsyncOutput(Output(["request"]))
+        outputs.append(worker.step())
+    assert (["begin 1", "begin 2"], []) == worker.pop_calls()
+    assert [["request"]] * 2 == [output.get_output().req_ids for output in outputs]  # type: ignore[attr-defined]
+    assert (["end 1", "end 2"], []) == worker.pop_calls()
+
+
+def test_an_asynchronous_pooling_step_ends_when_its_output_is_read(worker: Worker) -> None:
+    """Its output comes from the first call."""
+    worker.executed = output = AsyncOutput(Output(["request"]))
+    worker.step()
+    output.get_output()
+    assert (["begin 1", "end 1"], []) == worker.pop_calls()
+
+
+def test_a_call_without_scheduled_tokens_is_no_step(worker: Worker) -> None:
+    """vLLM makes such calls to release finished requests."""
+    worker.executed = Output([])
+    worker.step()
+    assert (["begin 1", "cancel 1"], []) == worker.pop_calls()
+
+
+@pytest.mark.parametrize("part", ["executed", "sampled"])
+def test_a_failed_step_is_not_counted(worker: Worker, part: str) -> None:
+    """Either call may raise; the error reaches the engine."""
+    setattr(worker, part, ValueError("out of memory"))
+    with pytest.raises(ValueError, match="memory"):
+        worker.step()
+    assert (["begin 1", "cancel 1"], []) == worker.pop_calls()
+
+
+def test_a_step_whose_output_cannot_be_read_is_not_counted(worker: Worker) -> None:
+    """The error reaches the engine."""
+    worker.sampled = output = AsyncOutput(ValueError("a rank timed out"))
+    worker.step()
+    with pytest.raises(ValueError, match="timed out"):
+        output.get_output()
+    assert (["begin 1", "cancel 1"], []) == worker.pop_calls()
+
+
+class DeviceClock:
+    """A device that reaches events as soon as they are recorded, or not while it is busy."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.is_busy = False
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self)
+
+
+class DeviceEvent:
+    """An event of a `DeviceClock`."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self.at_ms = self._clock.now_ms
+
+    def query(self) -> bool:
+        return not self._clock.is_busy
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
+    """The clock of a GPU whose events the hooks record."""
+    clock = DeviceClock()
+    monkeypatch.setattr(hooks, "DeviceTimer", lambda: DeviceTimer(clock.event))
+    return clock
+
+
+def run_gpu_steps(worker: Worker, gpu: DeviceClock, count: int) -> None:
+    """Run steps that take the device 20 ms each, with a new output each."""
+    sampled = worker.sampled
+    for _ in range(count):
+        worker.sampled = AsyncOutput(Output(["request"])) if isinstance(sampled, AsyncOutput) else sampled
+        worker.execute_model("scheduled")
+        gpu.now_ms += 20
+        worker.sample_tokens(None)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "unnoticed"),
+    [(AsyncOutput(Output(["request"])), MAX_UNREAD + 1), (Output([]), 1)],
+    ids=["tensor-parallel rank", "pipeline stage"],
+)
+def test_steps_whose_output_is_not_read_are_measured_on_the_device(
+    worker: Worker, gpu: DeviceClock, sampled: object, unnoticed: int
+) -> None:
+    """vLLM reads the output of one rank. The others measure with events, without waiting for the device."""
+    worker.device, worker.sampled = torch.device("cuda", 1), sampled
+    run_gpu_steps(worker, gpu, unnoticed)
+    assert "clear" == worker.pop_calls()[0][-1]
+    run_gpu_steps(worker, gpu, 1)
+    gpu.is_busy = True
+    run_gpu_steps(worker, gpu, 1)
+    assert ([], []) == worker.pop_calls()
+    gpu.is_busy = False
+    run_gpu_steps(worker, gpu, 1)
+    assert (["20 ms", "20 ms"], []) == worker.pop_calls()
+
+
+def test_a_rank_whose_output_is_read_again_uses_it(worker: Worker, gpu: DeviceClock) -> None:
+    """The steps of a warm-up are never read."""
+    worker.device, worker.sampled = torch.device("cuda", 1), AsyncOutput(Output(["request"]))
+    run_gpu_steps(worker, gpu, MAX_UNREAD + 2)
+    output = worker.sampled
+    assert isinstance(output, AsyncOutput)
+    output.get_output()
+    worker.pop_calls()
+    run_gpu_steps(worker, gpu, 1)
+    assert [f"begin {MAX_UNREAD + 2}"] == worker.pop_calls()[0]
+
+
+def test_steps_on_a_cpu_end_at_once_if_their_output_is_not_read(worker: Worker) -> None:
+    """A CPU has finished when the call returns."""
+    for _ in range(MAX_UNREAD + 1):
+        worker.sampled = AsyncOutput(Output(["request"]))
+        worker.step()
+    assert f"end {MAX_UNREAD + 1}" == worker.pop_calls()[0][-1]
 
 
 def test_sleeping_weights_are_not_served(worker: Worker) -> None:
@@ -321,7 +516,7 @@ def test_a_change_that_cannot_be_followed_ends_seeding(worker: Worker, caplog: p
 def test_steps_that_cannot_be_measured_do_not_end_seeding(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     """They run, and the failure is logged once."""
     vars(worker)["get_model"] = None
-    assert [2, 3, 4] == [worker.execute_model(step) for step in (1, 2, 3)]
+    assert [worker.sampled] * 3 == [worker.step() for _ in range(3)]
     assert ([], []) == worker.pop_calls()
     assert 1 == caplog.text.count("hook failed")
 

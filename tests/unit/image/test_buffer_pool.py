@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -43,18 +44,20 @@ class CountingAllocator:
         self.alive = self.max_alive = 0
 
     def make(self, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.alive += 1
         self.max_alive = max(self.max_alive, self.alive)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        weakref.finalize(buffer, self._free)
+        return buffer
 
-    def free(self, _: torch.Tensor) -> None:
+    def _free(self) -> None:
         self.alive -= 1
 
 
 def test_the_limit_is_never_exceeded() -> None:
     """Many threads share few buffers: each gets one, and no more are allocated than fit."""
     allocator = CountingAllocator()
-    staging = BufferPool(3 * MIB, MIB, allocator.make, allocator.free)
+    staging = BufferPool(3 * MIB, MIB, allocator.make)
     at_once: list[int] = []
     lock, inside = threading.Lock(), set[int]()
 
@@ -133,7 +136,7 @@ def test_a_failed_allocation_is_not_counted() -> None:
 def test_a_closed_pool_allocates_again() -> None:
     """`close` frees the memory; a later request gets a new buffer."""
     allocator = CountingAllocator()
-    staging = BufferPool(MIB, MIB, allocator.make, allocator.free)
+    staging = BufferPool(MIB, MIB, allocator.make)
     with staging.lease():
         pass
     staging.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import pytest
@@ -17,14 +17,18 @@ from rfork.image import digest
 from rfork.image.digest import (
     DIGEST_BYTES,
     LEAF_BYTES,
-    HashBackend,
     RunningDigest,
     digest_bytes,
-    digest_tensors,
-    hash_on_host,
-    leaf_hasher,
+    digest_plan,
+    digest_views,
+    gpu_kernel,
+    hash_host_leaves,
+    plan_of,
     self_test,
 )
+from rfork.image.leaf_plan import LeafPlan
+from rfork.image.staging import CPU
+from tests.unit.image.planned_leaves import planned_leaves
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
               1087, 1088, 1089, 2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1,
@@ -39,6 +43,17 @@ def host(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.tolist()))
 
 
+def planned_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+    """Hash the leaves of host memory with xxhash."""
+    assert CPU == device
+    return b"".join(map(xxhash.xxh3_128_digest, planned_leaves(plan)))
+
+
+def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
+    """Return the digest that `planned_hashes` as kernel yields."""
+    return digest_plan(plan_of(pieces, LEAF_BYTES), CPU, planned_hashes)
+
+
 def reference_digest(data: bytes) -> bytes:
     """Return the digest computed directly from its definition."""
     leaves = [xxhash.xxh3_128_digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
@@ -47,7 +62,7 @@ def reference_digest(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)
-def test_host_and_device_digests_match_the_definition(length: int) -> None:
+def test_digests_match_the_definition(length: int) -> None:
     """They match at every boundary of the algorithm."""
     data = noise(length)
     expected = reference_digest(bytes(host(data)))
@@ -82,19 +97,24 @@ def test_the_digest_does_not_depend_on_pieces(sizes: list[int], seed: int, shift
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300_000), st.integers(0, 99))
-def test_device_hash_is_xxh3(length: int, seed: int) -> None:
+def test_the_hash_of_a_leaf_is_xxh3(length: int, seed: int) -> None:
     """The hash of a leaf is XXH3-128 for every length."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
-    assert b"".join(expected) == digest.hash_on_host([data], LEAF_BYTES)
+    assert b"".join(expected) == hash_host_leaves([host(data)], LEAF_BYTES)
 
 
-def test_the_hash_does_not_depend_on_the_slab_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest is equal for any number of bytes copied to the host at once."""
-    data = noise(5 * LEAF_BYTES + 999)
-    expected = digest_tensors([data])
-    monkeypatch.setattr(digest, "SLAB_BYTES", LEAF_BYTES + 7)
-    assert expected == digest_tensors([data[:300_000], data[300_000:]])
+def test_each_view_is_hashed_before_the_next_is_requested() -> None:
+    """So a buffer may be reused for the next view."""
+    data, buffer = bytes(host(noise(5 * LEAF_BYTES + 999))), bytearray(LEAF_BYTES + 7)
+
+    def views() -> Iterator[memoryview]:
+        for low in range(0, len(data), len(buffer)):
+            part = data[low : low + len(buffer)]
+            buffer[: len(part)] = part
+            yield memoryview(buffer)[: len(part)]
+
+    assert reference_digest(data) == digest_views(len(data), views())
 
 
 def test_extreme_words_wrap_as_unsigned_ones() -> None:
@@ -148,31 +168,21 @@ def test_digest_is_stable_across_releases() -> None:
     assert "b923196e44753e9744b00450b2df040c" == digest_bytes([memoryview(bytes(range(256)) * 2048)]).hex()
 
 
-CPU = torch.device("cpu")
-
-
-def test_hashing_on_the_host_passes_the_self_test() -> None:
-    """The fallback computes the hashes that the kernel must match."""
-    self_test(hash_on_host, CPU)
+def test_correct_hashes_pass_the_self_test() -> None:
+    """A kernel that computes the hashes of xxhash is used."""
+    self_test(planned_hashes, CPU)
 
 
 def test_wrong_hashes_fail_the_self_test() -> None:
     """One wrong bit in one hash is enough."""
 
-    def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-        hashes = bytearray(hash_on_host(pieces, leaf_bytes))
+    def wrong_hashes(plan: LeafPlan, device: torch.device) -> bytes:
+        hashes = bytearray(planned_hashes(plan, device))
         hashes[-1] ^= 1
         return bytes(hashes)
 
     with pytest.raises(RuntimeError, match="wrong hashes"):
         self_test(wrong_hashes, CPU)
-
-
-def test_a_device_has_one_hash_backend() -> None:
-    """Every call returns the same backend; on the CPU it uses no kernel."""
-    backend = leaf_hasher(CPU)
-    assert backend is leaf_hasher(torch.device("cpu"))
-    assert not backend.wait_until_ready()
 
 
 class FailingKernelModule(ModuleType):
@@ -199,11 +209,12 @@ class FailingKernelModule(ModuleType):
 def test_a_kernel_that_cannot_be_imported_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
 ) -> None:
-    """The host is used whatever the import raises; a missing Triton is not logged as a warning."""
+    """The host hashes whatever the import raises; a missing Triton is not logged as a warning."""
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
-    backend = HashBackend(torch.device("cuda"))
-    data = torch.zeros(5000, dtype=torch.uint8)
-    assert not backend.wait_until_ready()
-    assert hash_on_host([data], 2048) == backend([data], 2048)
+    digest._kernel_of.cache_clear()
+    kernel = gpu_kernel(torch.device("cuda", 0))
+    assert kernel is gpu_kernel(torch.device("cuda", 0))
+    assert not kernel.wait_until_ready()
+    assert kernel.hash_leaves is None
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert is_logged == any("hash kernel failed" in message for message in warnings)

@@ -382,6 +382,32 @@ def test_a_slow_transport_leaves_time_for_the_next(fleet: Fleet) -> None:
         assert ["memory"] == recorder.transports
 
 
+class ColdTransport(CrossHostTransport):
+    """A transport that may need longer to connect than a source may be silent."""
+
+    connect_timeout_s = NEVER_S / 2
+    deadline = 0.0
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
+    ) -> InMemoryReader:
+        self.deadline = deadline
+        raise TransportUnavailable(f"{self._name}: no device")
+
+
+def test_a_transport_has_the_time_that_it_needs_to_connect(fleet: Fleet) -> None:
+    """Its deadline is later than that of other requests to the source."""
+    recorder, cold, began = EventRecorder(), ColdTransport(fleet.network, "nccl"), time.monotonic()
+    with running_peer_source(fleet, recorder, [cold], stall_s=0.5) as (_, peer_source):
+        peer_source.thread.join()
+    assert cold.deadline >= began + NEVER_S / 2
+
+
 @pytest.mark.parametrize("has_second_transport", [True, False])
 def test_a_failed_release_of_a_reader_slot_is_ignored(fleet: Fleet, has_second_transport: bool) -> None:
     """The next transport is used; if there is none, the source ends with the error of the last transport."""

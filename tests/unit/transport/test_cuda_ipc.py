@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from rfork.cuda import library
+from rfork.cuda.library import DriverError
 from rfork.errors import (
     NotSameHost,
     PeerAccessUnavailable,
@@ -18,9 +20,9 @@ from rfork.errors import (
 )
 from rfork.image.memory import Segment
 from rfork.settings import InstanceSettings
-from rfork.transport.cuda_ipc import CudaIpcTransport, driver
+from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.allocations import AllocationTable, PlannedCopy, allocations_of, host_ranges, plan_copies
-from rfork.transport.cuda_ipc.driver import Allocation, DriverError, HandleType
+from rfork.transport.cuda_ipc.driver import Allocation, HandleType
 from rfork.transport.cuda_ipc.protocol import namespaces
 from rfork.transport.cuda_ipc.source_memory import explain_open_error
 from rfork.transport.mooncake.read_plan import ContiguousPiece
@@ -115,14 +117,14 @@ def test_an_invalid_table_is_source_corrupt(table: list[tuple[int, int]]) -> Non
 
 SAME_NAMESPACE, OTHER_NAMESPACE = namespaces()["processes"], "pid:[1]"
 OPEN_ERRORS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
-    (driver.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
-    (driver.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
-    (driver.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
-    (driver.INVALID_CONTEXT, "legacy", "gpu-0", OTHER_NAMESPACE, NotSameHost),
-    (driver.INVALID_CONTEXT, "legacy", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
-    (driver.INVALID_VALUE, "descriptor", "gpu-0", OTHER_NAMESPACE, TransportUnavailable),
-    (driver.INVALID_DEVICE, "legacy", "another", SAME_NAMESPACE, TransportUnavailable),
-    (driver.NOT_PERMITTED, "fabric", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
+    (library.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
+    (library.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
+    (library.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
+    (library.INVALID_CONTEXT, "legacy", "gpu-0", OTHER_NAMESPACE, NotSameHost),
+    (library.INVALID_CONTEXT, "legacy", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
+    (library.INVALID_VALUE, "descriptor", "gpu-0", OTHER_NAMESPACE, TransportUnavailable),
+    (library.INVALID_DEVICE, "legacy", "another", SAME_NAMESPACE, TransportUnavailable),
+    (library.NOT_PERMITTED, "fabric", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
 ]
 
 
@@ -145,26 +147,28 @@ def test_structures_have_the_sizes_of_cuda_h() -> None:
     sizes = [
         ctypes.sizeof(structure)
         for structure in (
-            driver.IpcMemHandle,
-            driver.FabricHandle,
-            driver.Uuid,
-            driver.MemLocation,
-            driver.MemAccessDesc,
+            library.IpcMemHandle,
+            library.FabricHandle,
+            library.Uuid,
+            library.MemLocation,
+            library.MemAccessDesc,
         )
     ]
     assert [64, 64, 16, 8, 12] == sizes
 
 
-def test_without_a_driver_the_transport_is_unavailable() -> None:
+def test_without_a_driver_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library raises TransportUnavailable."""
+    monkeypatch.setattr(library, "LIBRARY_PATH", "libcuda-that-is-not-there.so.1")
     with pytest.raises(TransportUnavailable, match="cannot load"):
-        driver.CudaDriverLibrary("libcuda-that-is-not-there.so.1")
+        library.CudaDriverLibrary()
 
 
-def test_a_driver_without_a_required_function_is_too_old() -> None:
+def test_a_driver_without_a_required_function_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library without one of the functions raises VersionMismatch."""
+    monkeypatch.setattr(library, "LIBRARY_PATH", "libc.so.6")
     with pytest.raises(VersionMismatch, match="no cuInit"):
-        driver.CudaDriverLibrary("libc.so.6")
+        library.CudaDriverLibrary()
 
 
 def test_without_a_gpu_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ class FakeTransport:
     name: str
     usable: bool
     one_sided: bool = False
+    connect_timeout_s: float = 0.0
 
     def availability(self) -> Availability:
         return Availability(self.usable, "present" if self.usable else "missing", "" if self.usable else "install it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,11 +14,19 @@ from rfork.errors import GpuDirectUnavailable, TransportUnavailable
 from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.registration import Region
+from rfork.settings import InstanceSettings
+from rfork.transport.base import Endpoint
 from rfork.transport.mooncake import exporter as exporter_module
+from rfork.transport.mooncake import reader as reader_module
+from rfork.transport.mooncake import topology
+from rfork.transport.mooncake import transport as transport_module
 from rfork.transport.mooncake.engine import TransferState, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
+from rfork.transport.mooncake.library import LibraryState
 from rfork.transport.mooncake.read_plan import AddressMap
 from rfork.transport.mooncake.reader import TransferEngineReader
+from rfork.transport.mooncake.topology import RdmaDevice
+from rfork.transport.mooncake.transport import TransferEngineTransport
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -69,8 +77,12 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize(("image_devices", "reads"), [({CPU}, 1), ({CPU, CUDA}, 16)])
-def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.device], reads: int) -> None:
-    """The CPU cannot copy to a device address, so each piece is then a separate read."""
+def test_small_pieces_are_staged_only_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, image_devices: set[torch.device], reads: int
+) -> None:
+    """The CPU cannot copy to a device address, so each piece is then a separate read. GPUs flush network writes."""
+    flushed: list[torch.device] = []
+    monkeypatch.setattr(reader_module, "flush_rdma_writes", flushed.append)
     source, target, engine = image_on({CPU}, 7), image_on(image_devices), FakeEngine()
     size = source.layout.image_bytes
     remote = AddressMap(source.segments(0, size), size)
@@ -79,6 +91,7 @@ def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.de
     with target.readable(0, size) as views:
         assert bytes([7]) * size == b"".join(views)
         assert reads == len(engine.reads)
+    assert flushed == [device for device in image_devices if device != CPU]
     reader.close()
 
 
@@ -108,3 +121,59 @@ def test_a_failed_registration_of_gpu_memory_is_a_gpu_direct_error(
         register(engine, image_on(image_devices), [(1, 1)])  # type: ignore[arg-type]
     assert error is type(raised.value)
     assert (error is GpuDirectUnavailable) == ("rfork doctor" in raised.value.hint)
+
+
+@pytest.fixture
+def started_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Protocol of each engine that was started, on a machine without RDMA whose wheel supports CUDA."""
+    protocols: list[str] = []
+
+    def engine(host: str, protocol: str, devices: str) -> FakeEngine:
+        protocols.append(protocol)
+        return FakeEngine()
+
+    def connected(session: str, remote: int, protocol: str, *rest: object) -> FakeEngine:
+        return engine("", protocol, "")
+
+    monkeypatch.setattr(transport_module, "library_state", lambda: LibraryState(("a wheel",), cuda=True))
+    monkeypatch.setattr(topology, "rdma_devices", lambda root: (RdmaDevice("mlx5_0", state="DOWN"),))
+    monkeypatch.setattr(exporter_module, "MooncakeEngine", engine)
+    monkeypatch.setattr(transport_module, "connect_engine", connected)
+    return protocols
+
+
+def _export(transport: TransferEngineTransport, image: Image) -> None:
+    exporter = transport.export(image, None)  # type: ignore[arg-type]
+    exporter.ready(time.monotonic() + 60)
+    exporter.close()
+
+
+def _connect(transport: TransferEngineTransport, image: Image) -> None:
+    segments = tuple(image.segments(0, image.layout.image_bytes))
+    endpoint = Endpoint("transfer_engine", {"session": "127.0.0.1:1", "protocol": "tcp"}, segments)
+    transport.connect(endpoint, image, lambda: "token", math.inf).close()
+
+
+@pytest.mark.parametrize("begin", [_export, _connect], ids=["source", "target"])
+@pytest.mark.parametrize("image_devices", [{CUDA}, {CPU, CUDA}], ids=["gpu", "mixed"])
+def test_gpu_memory_is_refused_over_tcp(
+    started_engines: list[str],
+    begin: Callable[[TransferEngineTransport, Image], None],
+    image_devices: set[torch.device],
+) -> None:
+    """Neither side starts an engine, so nothing is registered; the error names the device and the alternatives."""
+    transport = TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True))
+    with pytest.raises(TransportUnavailable, match="cuda:0") as raised:
+        begin(transport, image_on(image_devices))
+    assert "RDMA" in raised.value.hint
+    assert "http" in raised.value.hint
+    assert [] == started_engines
+
+
+@pytest.mark.parametrize("begin", [_export, _connect], ids=["source", "target"])
+def test_host_memory_is_transferred_over_tcp(
+    started_engines: list[str], begin: Callable[[TransferEngineTransport, Image], None]
+) -> None:
+    """The same machine starts an engine for it."""
+    begin(TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True)), image_on({CPU}))
+    assert ["tcp"] == started_engines

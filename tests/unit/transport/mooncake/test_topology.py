@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from rfork.cuda.library import DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, DriverError
 from rfork.errors import DeviceDown, GpuDirectUnavailable
+from rfork.transport.mooncake import topology
 from rfork.transport.mooncake.topology import (
     PciLocation,
     gpu_direct,
@@ -261,21 +262,15 @@ def test_files_that_are_not_text_are_ignored(tmp_path: Path) -> None:
 
 
 class Driver:
-    """A CUDA driver that replies only after initialization; all GPUs except the first support dma-buf."""
+    """A CUDA driver; all GPUs except the first support dma-buf."""
 
-    def __init__(self, *, starts: bool) -> None:
-        self._starts = starts
-        self._initialized = False
+    def attribute(self, device: int, attribute: int) -> int:
+        assert DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED == attribute
+        return int(device > 0)
 
-    def cuInit(self, flags: int) -> int:
-        self._initialized = self._starts
-        return 0 if self._starts else 100
 
-    def cuDeviceGetAttribute(self, value: object, attribute: int, device: int) -> int:
-        if not self._initialized:
-            return 3
-        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = int(device > 0)  # type: ignore[arg-type]
-        return 0
+def failing_driver() -> Driver:
+    raise DriverError("cuInit", 100, "no CUDA-capable device is detected")
 
 
 @pytest.mark.parametrize(
@@ -294,5 +289,5 @@ def test_dma_buf_support_is_detected(
     """The driver reports it; if it cannot be initialized, open kernel modules imply it."""
     (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
     (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(starts=starts))
+    monkeypatch.setattr(topology, "cuda_driver", Driver if starts else failing_driver)
     assert expected == has_dma_buf(torch.device(device), tmp_path)

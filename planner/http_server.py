@@ -41,6 +41,13 @@ CHECK_S: Final = 1.0
 RETRY_S: Final = 0.1
 LOG_S: Final = 60.0
 """Seconds between two log lines about connections that cannot be accepted."""
+KEEPALIVE_OPTIONS: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Accepted connections inherit these: the kernel closes one to a host that disappeared after 25 s of silence."""
 BACKLOG: Final = 2048
 SHUTDOWN_S: Final = 3
 KEEP_ALIVE_S: Final = 120
@@ -62,6 +69,8 @@ def listen(bind: str, port: int, *, prefix: str, port_setting: str) -> socket.so
         listener = socket.socket(family, socket_type, protocol)
         # A restart must not wait for the old process's connections to time out.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for level, option, value in KEEPALIVE_OPTIONS:
+            listener.setsockopt(level, option, value)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

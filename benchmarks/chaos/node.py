@@ -44,6 +44,8 @@ from rfork.storage.snapshots.writer import write_snapshot
 
 SETTLE_S: Final = 3.0
 """Timeout for a process to become idle."""
+PLANNER_SETTLE_S: Final = 30.0
+"""A planner closes a connection to a host that disappeared after 25 s."""
 RECORD_TTL_S: Final = 12.0
 """A planner must have removed an expired record after this time: the TTL of a lease, that of an instance, and
 a margin.
@@ -134,9 +136,18 @@ class Inspector:
         found = [Finding("stale", text) for text in self.stale_records()]
         for store, (pid, before) in self._planners.items():
             if pid == self._cluster.planners[store].pid:
-                texts = find_leaks(before, ProcessResources.of(pid), pooled=POOLED_FILES)
+                texts = self._planner_leaks(pid, before)
                 found += [Finding("leak", f"the planner ({store}): {text}") for text in texts]
         return tuple(found)
+
+    def _planner_leaks(self, pid: int, before: ProcessResources) -> list[str]:
+        """Return what a planner still has once it has closed its connections to hosts that disappeared."""
+        until = time.monotonic() + PLANNER_SETTLE_S
+        while texts := list(find_leaks(before, ProcessResources.of(pid), pooled=POOLED_FILES)):
+            if time.monotonic() >= until:
+                break
+            self._cluster.receive(PAUSE_S)
+        return texts
 
     def _resource_snapshots(self, hosts: Iterable[str]) -> dict[str, ProcessResources]:
         responses = self._cluster.request(hosts, ChaosCommand("measure"))

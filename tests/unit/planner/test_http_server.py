@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from planner.http_server import (
@@ -10,6 +12,7 @@ from planner.http_server import (
     MAX_WAITING,
     ConnectionLimits,
     ConnectionState,
+    listen,
     overdue,
     surplus,
 )
@@ -63,3 +66,15 @@ def test_a_waiting_connection_is_closed_to_accept_one_more(case: str) -> None:
     """Waiting connections are closed before idle ones."""
     seen, expected = SURPLUS[case]
     assert expected == surplus(seen, LIMITS)
+
+
+def test_connections_to_hosts_that_disappear_end() -> None:
+    """An accepted connection is probed by the kernel while it is silent."""
+    with (
+        listen("127.0.0.1", 0, prefix="RFORK_PLANNER_", port_setting="PORT") as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert 10 == accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)

@@ -43,9 +43,11 @@ LOG_S: Final = 60.0
 """Seconds between two log lines about connections that cannot be accepted."""
 KEEPALIVE_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, name)  # not on macOS
+    ),
 )
 """Accepted connections inherit these: the kernel closes one to a host that disappeared after 25 s of silence."""
 BACKLOG: Final = 2048

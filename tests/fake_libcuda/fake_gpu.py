@@ -30,10 +30,12 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_set_devices": (None, c_int),
     "fake_set_version": (None, c_int),
     "fake_set_peer_access": (None, c_int),
+    "fake_set_hidden_access": (None, c_int),
     "fake_set_capturing": (None, c_int),
     "fake_set_paused": (None, c_int),
     "fake_set_handle_types": (None, c_int),
     "fake_set_read_only": (None, c_int),
+    "fake_set_own_handles": (None, c_int),
     "fake_set_delay_us": (None, c_int),
     "fake_set_seed": (None, c_ulonglong),
     "fake_set_uuid": (None, c_int, c_char_p),
@@ -47,6 +49,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_pageable_copies": (c_long,),
     "fake_completed_copies": (c_long,),
     "fake_queued_copies": (c_long,),
+    "fake_exports": (c_long,),
+    "fake_wait_for_queued": (c_int, c_long, c_int),
     "fake_flushes": (c_long, c_int),
     "fake_contexts": (c_int, c_int),
     "fake_thread_depth": (c_int,),
@@ -86,6 +90,7 @@ class FakeGpu:
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(self.library, name)  # cached, unlike library[name]
             function.restype, function.argtypes = result, arguments
+        self._allocated: set[int] = set()
 
     def allocate(
         self,
@@ -100,12 +105,20 @@ class FakeGpu:
         address = int(self.library.fake_allocate(nbytes, device, piece if kind == "expandable" else 0))
         if not address:
             raise MemoryError(f"the fake device {device} cannot allocate {nbytes} bytes")
+        self._allocated.add(address)
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Free memory of `allocate`. Any access to the tensor afterwards crashes, as before."""
-        if not self.library.fake_free(tensor.untyped_storage().data_ptr()):
+        address = tensor.untyped_storage().data_ptr()
+        if not self.library.fake_free(address):
             raise ValueError("the tensor is not in device memory, or it was freed")
+        self._allocated.discard(address)
+
+    def free_all(self) -> None:
+        """Free all memory that this instance allocated."""
+        while self._allocated:
+            self.library.fake_free(self._allocated.pop())
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
         """Write to the contiguous memory of a tensor, without the driver."""
@@ -119,9 +132,11 @@ class FakeGpu:
             raise ValueError("the range is not in device memory")
         return data.raw
 
-    def device_of(self, storage: torch.UntypedStorage) -> torch.device:
-        """Return the device of a storage, freed device memory included."""
-        device = self.library.fake_device_of(storage.data_ptr())
+    def device_of(self, memory: torch.Tensor | torch.UntypedStorage) -> torch.device:
+        """Return the device of memory, freed device memory included."""
+        if memory.device.type != "cpu":
+            return memory.device
+        device = self.library.fake_device_of(memory.data_ptr())
         return torch.device("cpu") if device < 0 else torch.device("cuda", device)
 
     @contextlib.contextmanager
@@ -176,6 +191,10 @@ class FakeGpu:
         """Set an attribute of a device by its name in cuda.h without the prefix CU_DEVICE_ATTRIBUTE_."""
         self.library.fake_set_attribute(device, self.constant(f"CU_DEVICE_ATTRIBUTE_{name}"), value)
 
+    def set_hidden_access(self, enabled: bool) -> None:
+        """Set if devices can address memory of devices that are not visible to this process."""
+        self.library.fake_set_hidden_access(enabled)
+
     def set_peer_access(self, enabled: bool) -> None:
         """Set if devices can address each other's memory."""
         self.library.fake_set_peer_access(enabled)
@@ -191,6 +210,15 @@ class FakeGpu:
     def set_read_only_mappings(self, supported: bool) -> None:
         """Set if memory can be mapped read-only."""
         self.library.fake_set_read_only(supported)
+
+    def set_own_handles(self, openable: bool) -> None:
+        """Set if this process can open legacy handles of its own memory, as if source and target were two processes."""
+        self.library.fake_set_own_handles(openable)
+
+    def wait_for_queued_copies(self, count: int = 1, timeout_s: int = 30) -> None:
+        """Wait until at least `count` copies are queued."""
+        if not self.library.fake_wait_for_queued(count, timeout_s):
+            raise TimeoutError(f"only {self.queued_copies} of {count} copies are queued")
 
     def set_seed(self, seed: int, delay_us: int = 200) -> None:
         """Set the order and delays of the copies that follow."""
@@ -228,6 +256,11 @@ class FakeGpu:
         return int(self.library.fake_queued_copies())
 
     @property
+    def exports(self) -> int:
+        """Number of handles that this process has created for other processes."""
+        return int(self.library.fake_exports())
+
+    @property
     def open_handles(self) -> dict[str, int]:
         """Number of resources that the program has not released, for each type of `RESOURCES` that has any."""
         counts = {name: int(self.library.fake_open_handles(name.encode())) for name in RESOURCES}
@@ -253,6 +286,12 @@ class FakeGpu:
     def thread_capture_mode(self) -> int:
         """Capture mode of the calling thread."""
         return int(self.library.fake_thread_capture_mode())
+
+    def check(self, pageable_copies: int = 0) -> None:
+        """Raise AssertionError if the program broke a rule, or copied pageable host memory more often than this."""
+        assert [] == self.violations
+        assert [] == self.forbidden_calls
+        assert pageable_copies >= self.pageable_copies
 
     def constant(self, name: str) -> int:
         """Return a constant of cuda.h, or the size of a type (`sizeof CUuuid`)."""

@@ -20,7 +20,12 @@ from rfork.errors import GpuDirectUnavailable, TargetError
 
 
 class TorchDevices:
-    """Devices of memory and streams of threads, from torch. Tests replace both functions for a fake GPU."""
+    """Devices of memory and streams of threads, from torch. Tests replace the functions for a fake GPU."""
+
+    @staticmethod
+    def has_gpu() -> bool:
+        """Return True if torch finds an NVIDIA GPU."""
+        return torch.version.cuda is not None and torch.cuda.is_available()
 
     @staticmethod
     def device_of(memory: torch.Tensor | torch.UntypedStorage) -> torch.device:

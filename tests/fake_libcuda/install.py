@@ -37,6 +37,10 @@ def _without_kernel(self: GpuKernel) -> None:
     """Leave a device without a hash kernel: the fake runs no kernels."""
 
 
+def _has_gpu() -> bool:
+    return True
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[FakeGpu]:
     """Within the context, rfork uses the fake driver. At its end, all that rfork should have released must be."""
@@ -44,6 +48,7 @@ def installed() -> Iterator[FakeGpu]:
     gpu.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "LIBRARY_PATH", gpu.path)
+        patch.setattr(TorchDevices, "has_gpu", _has_gpu)
         patch.setattr(TorchDevices, "device_of", gpu.device_of)
         patch.setattr(TorchDevices, "current_stream", streams.current_stream)
         patch.setattr(GpuKernel, "_prepare", _without_kernel)
@@ -79,6 +84,7 @@ def install() -> FakeGpu:
     """Let rfork use the fake driver until this process ends. Its errors are in the file named by FAKE_CUDA_LOG."""
     gpu = FakeGpu()
     library.LIBRARY_PATH = gpu.path
+    TorchDevices.has_gpu = _has_gpu  # type: ignore[method-assign]
     TorchDevices.device_of = gpu.device_of  # type: ignore[method-assign]
     TorchDevices.current_stream = EngineStreams().current_stream  # type: ignore[method-assign, assignment]
     GpuKernel._prepare = _without_kernel  # type: ignore[method-assign]

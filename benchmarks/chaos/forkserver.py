@@ -44,6 +44,7 @@ PR_SET_PDEATHSIG: Final = 1
 DISK: Final = 96 << 20
 """Bytes of each node's disk."""
 REAP_S: Final = 0.5
+M_ARENA_MAX: Final = -8
 
 _kernel = ctypes.CDLL(None, use_errno=True)
 
@@ -54,6 +55,8 @@ def main() -> None:
     """
     path, folder, *hosts = sys.argv[1:]
     torch.set_num_threads(1)  # the hosts of a lab share the cores of one machine
+    # Each of glibc's sixteen heaps keeps a few free megabytes, which would hide a leak, or look like one.
+    _kernel.mallopt(M_ARENA_MAX, 1)
     _own_mounts()
     for host in hosts:
         _mount_disk(Path(folder) / host)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ctypes import byref, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -148,6 +148,20 @@ class CudaDriver:
 def cuda_driver() -> CudaDriver:
     """Return this process's driver. Raises TransportUnavailable or a subclass without a suitable one."""
     return CudaDriver()
+
+
+def current_work(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return a function that waits for all work that this thread has queued so far on its current torch streams.
+
+    Any thread may call it. Raises DriverError, as does the function.
+    """
+    events = [cuda_driver().current_work(device.index) for device in devices]
+
+    def wait() -> None:
+        for event in events:
+            event.wait()
+
+    return wait
 
 
 @contextlib.contextmanager

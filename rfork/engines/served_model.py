@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from rfork.cuda.device import current_work
 from rfork.engines.hidden_state import HiddenState
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.image.capture import capture
@@ -58,6 +59,7 @@ class ServedModel:
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
+        self._gpus = seed.image.gpus
         self._updates = 0
         self._update = 0
         """Number of the latest update that began on this rank."""
@@ -103,7 +105,8 @@ class ServedModel:
             self.fence()  # the caller did not fence: the served bytes no longer match the manifest
         if updated:
             self._unversioned_update = _Update(self._update, version)
-        arguments = (self.seed.generation,)
+        # Kernels on the engine's stream may still write the weights, and the other thread has another stream.
+        arguments = (self.seed.generation, current_work(self._gpus))
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
     def recapture(self) -> Image:
@@ -159,11 +162,12 @@ class ServedModel:
         except Exception:
             log.exception("failed to close the seed")
 
-    def _renew(self, generation: int) -> None:
+    def _renew(self, generation: int, finish_engine_work: Callable[[], None]) -> None:
         with self._renewing:
             try:
                 if generation != self.seed.generation:
                     return  # the weights are changing again
+                finish_engine_work()
                 self._hidden_state.save()
                 self.seed.resume(self.recapture(), generation, self._version_of())
             except LayoutMismatch as error:

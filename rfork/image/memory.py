@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar, overload
 import numpy as np
 import torch
 
-from rfork.cuda.device import TorchDevices, cuda_driver, device_of
+from rfork.cuda.device import TorchDevices, cuda_driver, current_work, device_of
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
 from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_views, gpu_kernel
@@ -405,8 +405,8 @@ def compute_manifest(image: Image) -> Manifest:
     compilation of hash kernels: a source should not hash a complete image on the host.
     """
     began = time.monotonic()
+    current_work(image.gpus)()
     for device in image.gpus:
-        cuda_driver().current_work(device.index).wait()
         gpu_kernel(device).wait_until_ready()
     manifest = image.manifest()
     log.info(

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,10 @@ STEP_BYTES = 2 << 20
 """Size of a step in bytes. The first copy of a pass overlaps with nothing: 80 us at PCIe 4's 25 GB/s."""
 MAX_POOLED_STEPS = 16
 """Maximum number of cached buffers: 32 MiB per image, enough for eight concurrent passes."""
+MAX_POOLED_BLOCKS = 2
+"""Maximum number of cached buffers for steps of up to `BUFFER_BYTES`, such as blocks of storage. Allocated on demand,
+because page-locking costs more than a copy.
+"""
 BUFFER_BYTES = 16 << 20
 """Size of most reads of storage: larger is not faster, and smaller is slower on striped disks."""
 BUFFER_ALIGNMENT = 4096
@@ -157,10 +162,14 @@ def pinned_memory(nbytes: int, device: int) -> torch.Tensor:
     driver = cuda_driver()
     memory = allocate_host(max(nbytes, HUGE_PAGE))  # complete pages: no two buffers may share a locked one
     address = memory.data_ptr()
-    driver.register_host(address, memory.numel(), device)
+    try:
+        driver.register_host(address, memory.numel(), device)
+        release = partial(_unlock, driver, memory, device)  # refers to the memory, which must outlive its lock
+    except DriverError:  # some sandboxes and file systems forbid it
+        address = driver.allocate_host(nbytes, device)
+        release = partial(_free, driver, address, device)
     locked = (ctypes.c_ubyte * nbytes).from_address(address)
-    # The reference to `memory` keeps it until it is unlocked. At exit the process's end unlocks it.
-    weakref.finalize(locked, _unlock, driver, memory, device).atexit = False
+    weakref.finalize(locked, release).atexit = False  # at exit the end of the process releases it
     return torch.frombuffer(locked, dtype=torch.uint8)
 
 
@@ -169,9 +178,14 @@ def _unlock(driver: CudaDriver, memory: torch.Tensor, device: int) -> None:
         driver.unregister_host(memory.data_ptr(), device)
 
 
+def _free(driver: CudaDriver, address: int, device: int) -> None:
+    with suppress(DriverError):
+        driver.free_host(address, device)
+
+
 class _Step(NamedTuple):
     buffer: torch.Tensor
-    is_pooled: bool
+    pool: BufferPool | None
     views: list[memoryview]
     memory: list[torch.Tensor]  # tensors on a device,
     host: list[torch.Tensor]  # and their slices of the buffer
@@ -186,7 +200,10 @@ class PinnedStaging:
 
     def __init__(self, copier: DeviceCopier) -> None:
         self._copier = copier
-        self._pool = BufferPool(MAX_POOLED_STEPS * STEP_BYTES, STEP_BYTES, copier.pinned)
+        self._pools = (
+            BufferPool(MAX_POOLED_STEPS * STEP_BYTES, STEP_BYTES, copier.pinned),
+            BufferPool(MAX_POOLED_BLOCKS * BUFFER_BYTES, BUFFER_BYTES, copier.pinned),
+        )
 
     def reading(self, steps: Iterable[Sequence[torch.Tensor]]) -> Generator[Sequence[memoryview], None, None]:
         """Yield the bytes of each step as host views, valid until the next step is requested.
@@ -240,7 +257,8 @@ class PinnedStaging:
         staged = [self._copier.needs_staging(part) for part in parts]
         nbytes = sum(part.numel() for part, is_staged in zip(parts, staged, strict=True) if is_staged)
         # Allocate another buffer if all are in use: a pass that waits for its second could cause a deadlock.
-        pooled = self._pool.try_acquire() if 0 < nbytes <= STEP_BYTES else None
+        pool = next((pool for pool in self._pools if 0 < nbytes <= pool.buffer_bytes), None)
+        pooled = None if pool is None else pool.try_acquire()
         buffer = self._allocate(nbytes) if pooled is None else pooled
         memory: list[torch.Tensor] = []
         host: list[torch.Tensor] = []
@@ -258,7 +276,7 @@ class PinnedStaging:
             views.append(_view(part))
         if begin < used:
             views.append(_view(buffer[begin:used]))
-        return _Step(buffer, pooled is not None, views, memory, host)
+        return _Step(buffer, None if pooled is None else pool, views, memory, host)
 
     def _first(self, pending: list[tuple[_Step, PendingCopy]]) -> _Step:
         """Wait for the first pending copy and return its step. On failure, wait for and drop all pending copies."""
@@ -282,8 +300,8 @@ class PinnedStaging:
         return self._copier.pinned(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def _release(self, step: _Step) -> None:
-        if step.is_pooled:
-            self._pool.release(step.buffer)
+        if step.pool is not None:
+            step.pool.release(step.buffer)
 
 
 class CudaCopier:

@@ -151,10 +151,11 @@ class HttpConnectionPool:
             raise
         finally:
             complete = response is not None and response.is_complete and is_keep_alive(response.head)
-            self.release(connection, usable=complete and not scope.is_cancelled)
+            # A request without a response must not take effect after its caller has seen it fail.
+            self.release(connection, usable=complete and not scope.is_cancelled, discard=response is None)
 
-    def release(self, connection: PooledConnection, *, usable: bool) -> None:
-        """End the use of a connection; `usable` if its response was read completely."""
+    def release(self, connection: PooledConnection, *, usable: bool, discard: bool = False) -> None:
+        """End the use of a connection; `usable` if its response was read completely. `discard`: see `Stream.close`."""
         changed = self._lock_for_process()
         if connection.process != self._process:
             connection.stream.close()
@@ -168,7 +169,7 @@ class HttpConnectionPool:
                 if len(self._idle) > self._max_in_use or self._users <= 0:
                     unwanted = self._idle.pop()
         if unwanted is not None:
-            unwanted.stream.close()
+            unwanted.stream.close(discard=discard)
         self._free_slot(connection.extra)
 
     def drop_idle(self, origin: HttpOrigin) -> None:

@@ -24,6 +24,7 @@ Bytes = bytes | memoryview
 
 MAX_VIEWS = 1024
 """IOV_MAX on Linux: maximum views of one sendmsg or recvmsg."""
+NO_LINGER = struct.pack("ii", 1, 0)
 SEND_TIMEOUT_S = 1.0
 """Maximum seconds of one sending system call; bounds the delay if the kernel fails to wake it."""
 TLS_PIECE = 256 << 10
@@ -123,10 +124,16 @@ class Stream(ABC):
         with self._close_lock:
             _shut_down(self._raw_socket, socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """Close the socket. Only for the thread that uses the stream."""
+    def close(self, *, discard: bool = False) -> None:
+        """Close the socket. Only for the thread that uses the stream.
+
+        `discard`: the kernel drops sent bytes that the other side has not received. Otherwise it would deliver them
+        once the network works again, perhaps many seconds later.
+        """
         # With the lock, a concurrent `abort` cannot shut down the next socket that gets this descriptor.
         with self._close_lock:
+            if discard:
+                self._raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
             self._raw_socket.close()
 
 

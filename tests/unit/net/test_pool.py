@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from typing import cast
 
@@ -11,6 +12,7 @@ import pytest
 from rfork.net.connect import Cancelled, CancelScope
 from rfork.net.pool import MAX_IDLE_S, HttpConnectionPool, PooledConnection
 from rfork.net.request import HttpOrigin
+from rfork.net.response import ReadTimeout, StalledResponse
 from rfork.net.stream import Stream
 from tests.unit.fake_clock import FakeClock
 
@@ -59,7 +61,7 @@ class FakeStream:
     def __init__(self) -> None:
         self.closed = False
 
-    def close(self) -> None:
+    def close(self, *, discard: bool = False) -> None:
         self.closed = True
 
 
@@ -141,3 +143,28 @@ def test_the_last_user_closes_idle_connections() -> None:
     assert not closed_with_one_user
     assert stream.closed
     assert pooled_stream(pool, FIRST_ORIGIN).closed
+
+
+@pytest.mark.parametrize(("responds", "end"), [(False, ConnectionResetError), (True, None)])
+def test_a_request_without_response_is_discarded(responds: bool, end: type[OSError] | None) -> None:
+    """A connection whose response did not come is reset: the kernel delivers nothing of its request later."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        origin = HttpOrigin(False, "127.0.0.1", server.getsockname()[1])
+        pool, scope = HttpConnectionPool(no_tls), CancelScope()
+        connection = pool.acquire(origin, scope, 5.0)
+        accepted, _ = server.accept()
+        with accepted:
+            if responds:
+                accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+            with (
+                pytest.raises(StalledResponse),
+                pool.exchange(connection, [b"request"], scope, ReadTimeout(0.01)) as response,
+            ):
+                list(response.pieces())
+            assert b"request" == accepted.recv(100)
+            if end is None:
+                assert b"" == accepted.recv(100)
+            else:
+                with pytest.raises(end):
+                    accepted.recv(100)
+        pool.unregister()

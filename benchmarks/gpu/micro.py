@@ -53,6 +53,7 @@ from rfork.cuda.device import cuda_driver
 from rfork.errors import RforkError
 from rfork.image.capture import capture
 from rfork.image.digest import gpu_kernel
+from rfork.image.leaf_plan import LeafPlan
 from rfork.image.memory import Image
 
 DENSE_BYTES, CPU_BYTES, MEMORY_BYTES = 8 << 30, 64 << 20, 1 << 30
@@ -216,9 +217,9 @@ def measure_digest(run: MicroRun) -> None:
         run.results.add(row | {"ranges": sum(len(plan.range_bases) for plan in plans)})
         words = [region[: region.numel() // 8 * 8].view(torch.int64) for region in image.runs if region.numel() >= 8]
         contenders: dict[str, Contender] = {
-            f"{shape}: limit: memory read": run.timed(lambda words=words: [part.sum() for part in words]),
+            f"{shape}: limit: memory read": run.timed(partial(read_all, words)),
             f"{shape}: Image.manifest": run.timed(image.manifest),
-            f"{shape}: Image.manifest, 1 thread": run.timed(lambda image=image: image.manifest(threads=1)),
+            f"{shape}: Image.manifest, 1 thread": run.timed(partial(image.manifest, threads=1)),
         }
         if run.device.type == "cuda":
             if not gpu_kernel(run.device).wait_until_ready():
@@ -230,6 +231,12 @@ def measure_digest(run: MicroRun) -> None:
         del image, words, contenders
 
 
+def read_all(words: Sequence[torch.Tensor]) -> None:
+    """Queue one read of all bytes."""
+    for part in words:
+        part.sum()
+
+
 class BareKernels:
     """The kernels' launches for all chunks of an image, with tables that are on the device already."""
 
@@ -238,7 +245,7 @@ class BareKernels:
 
         self._kernels = xxh3_triton
         self._device = image.device
-        self._chunks: list[tuple[xxh3_triton.LeafPlan, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._chunks: list[tuple[LeafPlan, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         head = len(xxh3_triton.HEAD)
         for chunk in range(len(image.layout.chunks)):
             plan = image.leaf_plan(chunk)[1]

@@ -70,7 +70,7 @@ def build_decoder(device_name: str) -> tuple[Decoder, torch.device]:
     return decoder, device
 
 
-def is_slot_over(elapsed_s: float, tokens: int, slot_s: float) -> bool:
+def is_slot_finished(elapsed_s: float, tokens: int, slot_s: float) -> bool:
     """Return True if a slot of `slot_s` has enough tokens for its rate, or has lasted too long."""
     enough = elapsed_s >= slot_s and tokens >= MIN_TOKENS
     return enough or (tokens > 0 and elapsed_s >= MAX_SLOT_FACTOR * slot_s)
@@ -104,7 +104,7 @@ class GpuSeed:
     def _serve(self, seconds: float) -> SlotResult:
         result = SlotResult()
         began = time.perf_counter()
-        while not is_slot_over(result.seconds, len(result.tokens), seconds):
+        while not is_slot_finished(result.seconds, len(result.tokens), seconds):
             result.tokens.append(self._timed())
             result.seconds = time.perf_counter() - began
         return result

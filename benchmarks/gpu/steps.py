@@ -19,7 +19,7 @@ State = Literal[
 ]
 FAILURES: Final[frozenset[State]] = frozenset({"failed", "timed out", "interrupted", "not run"})
 END_S: Final = 5.0
-"""Seconds that a process that was asked to end may take."""
+"""Seconds in which a process ends after a signal."""
 MIN_STEP_S: Final = 15.0
 """A step starts only if it has at least this time, or its limit if that is shorter."""
 INSTALL_S: Final = 60.0
@@ -32,7 +32,7 @@ PYTEST_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Where and on which device a step runs; `json` is its result file."""
+    """Python and device of a step, and its result file, `json`."""
 
     python: str
     device: str
@@ -60,7 +60,7 @@ class Stage:
     limit_s: float
     steps: tuple[Step, ...]
     installs_loaders: bool = False
-    """Whether the loaders that benchmarks compare are installed too."""
+    """True if the loaders that benchmarks compare are installed too."""
 
 
 def run_module(name: str, *arguments: str) -> Callable[[StepContext], list[str]]:
@@ -124,7 +124,6 @@ SECOND: Final = Stage(
     "second",
     570.0,
     (
-        Step("probes", "what the driver does", 60, run_module("probes")),
         Step("pull", "pull, quick form", 170, run_module("pull", "--quick")),
         Step("disturb", "disturb, quick form", 160, run_module("disturb", "--quick")),
         Step("sanitizer", "compute-sanitizer, kernels", 100, sanitize, program="compute-sanitizer", needs_gpu=True),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rfork.cuda import device, library
+from rfork.cuda import library
 from rfork.cuda.device import CudaStream, TorchDevices, cuda_driver
 from rfork.image import digest
 from rfork.image.digest import GpuKernel
@@ -75,8 +75,7 @@ def _close_driver() -> None:
     if not cuda_driver.cache_info().currsize:
         return
     for streams in cuda_driver()._streams.values():
-        for name in device.DeviceStreams.__slots__:
-            getattr(streams, name).close()
+        streams.close()
 
 
 def install() -> FakeGpu:

@@ -30,12 +30,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_set_devices": (None, c_int),
     "fake_set_version": (None, c_int),
     "fake_set_peer_access": (None, c_int),
-    "fake_set_hidden_access": (None, c_int),
     "fake_set_capturing": (None, c_int),
     "fake_set_paused": (None, c_int),
     "fake_set_handle_types": (None, c_int),
     "fake_set_read_only": (None, c_int),
-    "fake_set_own_handles": (None, c_int),
     "fake_set_delay_us": (None, c_int),
     "fake_set_seed": (None, c_ulonglong),
     "fake_set_uuid": (None, c_int, c_char_p),
@@ -49,8 +47,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_pageable_copies": (c_long,),
     "fake_completed_copies": (c_long,),
     "fake_queued_copies": (c_long,),
-    "fake_exports": (c_long,),
-    "fake_wait_for_queued": (c_int, c_long, c_int),
     "fake_flushes": (c_long, c_int),
     "fake_contexts": (c_int, c_int),
     "fake_thread_depth": (c_int,),
@@ -91,6 +87,7 @@ class FakeGpu:
             function = getattr(self.library, name)  # cached, unlike library[name]
             function.restype, function.argtypes = result, arguments
         self._allocated: set[int] = set()
+        self._devices: set[int] = set()
 
     def allocate(
         self,
@@ -106,6 +103,7 @@ class FakeGpu:
         if not address:
             raise MemoryError(f"the fake device {device} cannot allocate {nbytes} bytes")
         self._allocated.add(address)
+        self._devices.add(device)
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -191,10 +189,6 @@ class FakeGpu:
         """Set an attribute of a device by its name in cuda.h without the prefix CU_DEVICE_ATTRIBUTE_."""
         self.library.fake_set_attribute(device, self.constant(f"CU_DEVICE_ATTRIBUTE_{name}"), value)
 
-    def set_hidden_access(self, enabled: bool) -> None:
-        """Set if devices can address memory of devices that are not visible to this process."""
-        self.library.fake_set_hidden_access(enabled)
-
     def set_peer_access(self, enabled: bool) -> None:
         """Set if devices can address each other's memory."""
         self.library.fake_set_peer_access(enabled)
@@ -210,15 +204,6 @@ class FakeGpu:
     def set_read_only_mappings(self, supported: bool) -> None:
         """Set if memory can be mapped read-only."""
         self.library.fake_set_read_only(supported)
-
-    def set_own_handles(self, openable: bool) -> None:
-        """Set if this process can open legacy handles of its own memory, as if source and target were two processes."""
-        self.library.fake_set_own_handles(openable)
-
-    def wait_for_queued_copies(self, count: int = 1, timeout_s: int = 30) -> None:
-        """Wait until at least `count` copies are queued."""
-        if not self.library.fake_wait_for_queued(count, timeout_s):
-            raise TimeoutError(f"only {self.queued_copies} of {count} copies are queued")
 
     def set_seed(self, seed: int, delay_us: int = 200) -> None:
         """Set the order and delays of the copies that follow."""
@@ -256,11 +241,6 @@ class FakeGpu:
         return int(self.library.fake_queued_copies())
 
     @property
-    def exports(self) -> int:
-        """Number of handles that this process has created for other processes."""
-        return int(self.library.fake_exports())
-
-    @property
     def open_handles(self) -> dict[str, int]:
         """Number of resources that the program has not released, for each type of `RESOURCES` that has any."""
         counts = {name: int(self.library.fake_open_handles(name.encode())) for name in RESOURCES}
@@ -288,10 +268,13 @@ class FakeGpu:
         return int(self.library.fake_thread_capture_mode())
 
     def check(self, pageable_copies: int = 0) -> None:
-        """Raise AssertionError if the program broke a rule, or copied pageable host memory more often than this."""
+        """Raise AssertionError if the program broke a rule, copied pageable host memory more often than this, or
+        created a context on a device without memory of this instance.
+        """
         assert [] == self.violations
         assert [] == self.forbidden_calls
         assert pageable_copies >= self.pageable_copies
+        assert set() == self.contexts - self._devices
 
     def constant(self, name: str) -> int:
         """Return a constant of cuda.h, or the size of a type (`sizeof CUuuid`)."""

@@ -61,8 +61,7 @@ def device_image(
         offset += size
         data = pattern(index, size) if filled else bytes(size)
         if index in on_host:
-            tensors[index] = torch.zeros(size, dtype=torch.uint8)
-            tensors[index].numpy()[:] = memoryview(data)
+            tensors[index] = torch.tensor(list(data), dtype=torch.uint8)
         elif filled and size:
             gpu.write(tensors[index], data)
     return Image(Layout(tuple(specs), offset), tensors)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rfork.cuda import device, library
+from rfork.cuda import library
 from rfork.cuda.device import CudaStream, TorchDevices, cuda_driver
 from rfork.image import digest
 from rfork.image.digest import GpuKernel
@@ -37,8 +37,12 @@ def _without_kernel(self: GpuKernel) -> None:
     """Leave a device without a hash kernel: the fake runs no kernels."""
 
 
-def _has_gpu() -> bool:
-    return True
+def _replace(patch: pytest.MonkeyPatch, gpu: FakeGpu, streams: EngineStreams) -> None:
+    patch.setattr(library, "LIBRARY_PATH", gpu.path)
+    patch.setattr(TorchDevices, "has_gpu", lambda: True)
+    patch.setattr(TorchDevices, "device_of", gpu.device_of)
+    patch.setattr(TorchDevices, "current_stream", streams.current_stream)
+    patch.setattr(GpuKernel, "_prepare", _without_kernel)
 
 
 @contextlib.contextmanager
@@ -47,11 +51,7 @@ def installed() -> Iterator[FakeGpu]:
     gpu, streams = FakeGpu(), EngineStreams()
     gpu.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "LIBRARY_PATH", gpu.path)
-        patch.setattr(TorchDevices, "has_gpu", _has_gpu)
-        patch.setattr(TorchDevices, "device_of", gpu.device_of)
-        patch.setattr(TorchDevices, "current_stream", streams.current_stream)
-        patch.setattr(GpuKernel, "_prepare", _without_kernel)
+        _replace(patch, gpu, streams)
         cuda_driver.cache_clear()
         digest._kernel_of.cache_clear()
         gc.collect()  # of earlier tests
@@ -76,16 +76,11 @@ def _close_driver() -> None:
     if not cuda_driver.cache_info().currsize:
         return
     for streams in cuda_driver()._streams.values():
-        for name in device.DeviceStreams.__slots__:
-            getattr(streams, name).close()
+        streams.close()
 
 
 def install() -> FakeGpu:
     """Let rfork use the fake driver until this process ends. Its errors are in the file named by FAKE_CUDA_LOG."""
     gpu = FakeGpu()
-    library.LIBRARY_PATH = gpu.path
-    TorchDevices.has_gpu = _has_gpu  # type: ignore[method-assign]
-    TorchDevices.device_of = gpu.device_of  # type: ignore[method-assign]
-    TorchDevices.current_stream = EngineStreams().current_stream  # type: ignore[method-assign, assignment]
-    GpuKernel._prepare = _without_kernel  # type: ignore[method-assign]
+    _replace(pytest.MonkeyPatch(), gpu, EngineStreams())
     return gpu

@@ -148,11 +148,11 @@ static struct CUstream_st *streams, legacy_streams[MAX_DEVICES];
 static struct CUctx_st contexts[MAX_DEVICES];
 static CUresult sticky_errors[MAX_DEVICES];
 static struct texts violations, forbidden_calls;
-static long pageable_copies, completed_copies, queued_copies, exports, flushes[MAX_DEVICES];
+static long pageable_copies, completed_copies, queued_copies, flushes[MAX_DEVICES];
 
 static struct {
-    int devices, version, peer_access, hidden_access, capturing, paused, fail_copies, open_error, open_error_types, handle_types;
-    int read_only, own_handles, delay_us;
+    int devices, version, peer_access, capturing, paused, fail_copies, open_error, open_error_types, handle_types;
+    int read_only, delay_us;
     uint64_t random;
     CUuuid uuids[MAX_DEVICES];
     int attributes[MAX_DEVICES][MAX_ATTRIBUTES];
@@ -504,7 +504,6 @@ static void read_settings(void) {
     settings.devices = environment("FAKE_CUDA_DEVICES", 2);
     settings.version = environment("FAKE_CUDA_VERSION", 13010);
     settings.peer_access = environment("FAKE_CUDA_PEER_ACCESS", 1);
-    settings.hidden_access = environment("FAKE_CUDA_HIDDEN_ACCESS", 0);
     settings.capturing = environment("FAKE_CUDA_CAPTURING", 0);
     settings.paused = environment("FAKE_CUDA_PAUSE_COPIES", 0);
     settings.fail_copies = environment("FAKE_CUDA_FAIL_COPIES", 0);
@@ -512,7 +511,6 @@ static void read_settings(void) {
     settings.open_error_types = environment("FAKE_CUDA_OPEN_ERROR_TYPES", 1 | 8 | LEGACY_HANDLE);
     settings.handle_types = environment("FAKE_CUDA_HANDLE_TYPES", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     settings.read_only = environment("FAKE_CUDA_READ_ONLY", 0);
-    settings.own_handles = environment("FAKE_CUDA_OWN_HANDLES", 0);
     settings.delay_us = environment("FAKE_CUDA_DELAY_US", 200);
     settings.random = (uint64_t)environment("FAKE_CUDA_SEED", 1);
     settings.log = getenv("FAKE_CUDA_LOG");
@@ -775,10 +773,7 @@ static CUresult open_error(int handle_type) {
     return settings.open_error_types & handle_type ? (CUresult)settings.open_error : CUDA_SUCCESS;
 }
 
-/* An owner that is not visible to this process is -1. */
-static bool can_access(int device, int owner) {
-    return owner == device || (settings.peer_access && (owner >= 0 || settings.hidden_access));
-}
+static bool can_access(int device, int owner) { return owner == device || (owner >= 0 && settings.peer_access); }
 
 /* "Takes a pointer to the base of an existing device memory allocation created with cuMemAlloc" */
 EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
@@ -788,7 +783,6 @@ EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr ad
     REQUIRE(mapping && mapping->type == ALLOCATED && mapping->base == address, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(mapping->device == current_device(), CUDA_ERROR_INVALID_CONTEXT);
     write_handle(handle, mapping->memory);
-    exports++;
     return CUDA_SUCCESS;
 }
 
@@ -804,7 +798,7 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle 
     REQUIRE(!open_error(LEGACY_HANDLE), open_error(LEGACY_HANDLE));
     REQUIRE(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS && content.magic == MAGIC && content.legacy,
             CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(content.process != getpid() || settings.own_handles, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(content.process != getpid(), CUDA_ERROR_INVALID_CONTEXT);
     for (struct mapping *one = mappings; one; one = one->next)
         if (one->live && one->type == OPENED && one->inode == content.inode && one->device == current_device()) {
             one->opens++;
@@ -893,7 +887,6 @@ EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericA
         *(int *)shared = fcntl(generic->memory->descriptor, F_DUPFD_CLOEXEC, 0);
     else
         write_handle(shared, generic->memory);
-    exports++;
     return CUDA_SUCCESS;
 }
 
@@ -914,7 +907,7 @@ EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHan
     REQUIRE(descriptor >= 0, CUDA_ERROR_INVALID_VALUE);
     struct memory *memory = memory_of(descriptor);
     REQUIRE(memory, CUDA_ERROR_INVALID_VALUE);
-    if (memory->trailer->legacy || (memory->device < 0 && !settings.hidden_access)) {
+    if (memory->trailer->legacy || memory->device < 0) {
         CUresult error = memory->trailer->legacy ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_NOT_SUPPORTED;
         release(memory);
         return error;
@@ -1301,12 +1294,10 @@ EXPORT int fake_device_of(unsigned long long address) {
 SWITCH(fake_set_devices, devices)
 SWITCH(fake_set_version, version)
 SWITCH(fake_set_peer_access, peer_access)
-SWITCH(fake_set_hidden_access, hidden_access)
 SWITCH(fake_set_capturing, capturing)
 SWITCH(fake_set_paused, paused)
 SWITCH(fake_set_handle_types, handle_types)
 SWITCH(fake_set_read_only, read_only)
-SWITCH(fake_set_own_handles, own_handles)
 SWITCH(fake_set_delay_us, delay_us)
 
 EXPORT void fake_set_seed(unsigned long long seed) {
@@ -1350,20 +1341,8 @@ READER(const char *, fake_forbidden_call(int index), text_at(&forbidden_calls, i
 READER(long, fake_pageable_copies(void), pageable_copies)
 READER(long, fake_completed_copies(void), completed_copies)
 READER(long, fake_queued_copies(void), queued_copies)
-READER(long, fake_exports(void), exports)
 READER(long, fake_flushes(int device), flushes[device])
 READER(int, fake_contexts(int device), contexts[device].retained)
-
-/* Wait until so many copies are queued; 0 if they are not in time. */
-EXPORT int fake_wait_for_queued(long count, int timeout_s) {
-    LOCKED();
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += timeout_s;
-    while (queued_copies < count)
-        if (pthread_cond_timedwait(&changed, &lock, &until)) return 0;
-    return 1;
-}
 
 /* Depth of the calling thread's context stack, and its capture mode. */
 EXPORT int fake_thread_depth(void) { return depth; }
@@ -1402,7 +1381,7 @@ EXPORT void fake_reset(void) {
     clear(&forbidden_calls);
     memset(sticky_errors, 0, sizeof sticky_errors);
     memset(flushes, 0, sizeof flushes);
-    pageable_copies = completed_copies = exports = 0;
+    pageable_copies = completed_copies = 0;
     read_settings();
     pthread_cond_broadcast(&changed);
 }

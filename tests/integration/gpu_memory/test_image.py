@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -112,15 +113,32 @@ def test_writes_begin_after_the_engine_s_work(fake_gpu: FakeGpu) -> None:
     other = fake_gpu.allocate(4096)
     fake_gpu.write(other, b"o" * 4096)
     driver, (tensor,) = cuda_driver(), image.tensor_slices(0, 4096)
-    stream, copies = TorchDevices.current_stream(0), driver.library.function("cuMemcpyAsync")
+    stream, copy = TorchDevices.current_stream(0), driver.library.function("cuMemcpyAsync")
     host = pinned_memory(4096, 0)
     host.copy_(torch.frombuffer(bytearray(pattern(0, 4096)), dtype=torch.uint8))
-    with driver.on_device(0), fake_gpu.paused_copies():
-        assert 0 == copies(tensor.data_ptr(), other.data_ptr(), 4096, stream)
-        copier = CudaCopier([torch.device("cuda", 0)])
-        copying = copier.host_to_device([tensor], [host])
-    copying.wait()
-    assert pattern(0, 4096) == fake_gpu.read(tensor)
+    for _ in range(16):  # each order of unordered copies is equally likely
+        with driver.on_device(0), fake_gpu.paused_copies():
+            assert 0 == copy(tensor.data_ptr(), other.data_ptr(), 4096, stream)
+            copying = CudaCopier([torch.device("cuda", 0)]).host_to_device([tensor], [host])
+        copying.wait()
+        with driver.on_device(0):
+            driver.library.call("cuStreamSynchronize", stream)
+        found = fake_gpu.read(tensor)  # not in the assertion: a failure would print the tensor, and so crash
+        assert pattern(0, 4096) == found
+
+
+def test_concurrent_first_uses_share_one_set_of_streams(fake_gpu: FakeGpu) -> None:
+    """Threads that need a device's streams at the same time get the same ones, and no others remain."""
+    fake_gpu.allocate(1)
+    driver, threads = cuda_driver(), 8
+    barrier = Barrier(threads)
+
+    def first_use(_: int) -> object:
+        barrier.wait()
+        return driver.streams(0)
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert 1 == len({id(streams) for streams in pool.map(first_use, range(threads))})
 
 
 class Model(nn.Module):

@@ -107,13 +107,12 @@ bench: venv ## quick form of the benchmarks that need no special hardware; RESUL
 	done
 
 # Uses the Python that has torch for CUDA instead of .venv: see benchmarks/gpu/run.py.
-.PHONY: gpu-test
-gpu-test: ## GPU tests, on a machine with a GPU and PyTorch; PYTHON=… selects its Python
-	@$(PYTHON) -m benchmarks.gpu.run test
-
-.PHONY: gpu-bench
-gpu-bench: ## GPU benchmarks; RESULTS=FOLDER, GPU_BENCH_S=SECONDS, WHEELS=FOLDER
-	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run bench
+.PHONY: gpu-first gpu-second gpu-third
+gpu-first: ## the first ten minutes on a machine with a GPU: tests and measurements; STEPS="NAME …" selects some
+gpu-second: ## the next ten: quick benchmarks, memory checker; PYTHON=, WHEELS=FOLDER, RESULTS=FOLDER as for gpu-first
+gpu-third: ## full benchmarks and engines, up to an hour
+gpu-first gpu-second gpu-third: gpu-%:
+	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run $* $(STEPS)
 
 # $(call protoc,OUTPUT FOLDER,PROTO FOLDER,FILE): generate messages, services and type stubs.
 protoc = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I$(1)=$(2) --python_out=. --grpc_python_out=. \

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -43,6 +44,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
 
+
+if TYPE_CHECKING:
+    from tests.fake_libcuda.fake_gpu import FakeGpu
 
 StartRfork = Callable[..., RforkProcess]
 JOIN_S = 30.0
@@ -109,6 +113,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_tiny_llama(folder)
     return folder
+
+
+@pytest.fixture
+def fake_gpu() -> Iterator[FakeGpu]:
+    """Let rfork use the strict fake of the CUDA driver; the test fails if it breaks a rule or releases too little."""
+    from tests.fake_libcuda.install import installed  # imports torch
+
+    with installed() as gpu:
+        yield gpu
 
 
 @pytest.fixture(name="free_port")

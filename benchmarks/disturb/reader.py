@@ -11,10 +11,9 @@ from typing import Literal
 
 import torch
 
-import rfork
 from benchmarks.disturb.model import BenchModel
 from benchmarks.disturb.seed import broadcasting
-from benchmarks.disturb.workers import LOOPBACK, MODEL, settings_for
+from benchmarks.disturb.workers import LOOPBACK, fork_without_serving, settings_for
 from rfork.errors import RforkError
 from rfork.schema import ForkProgress
 
@@ -87,8 +86,8 @@ class BenchReader:
         def on_progress(progress: ForkProgress, _: int) -> None:
             count(progress.bytes_read)
 
-        options = settings_for(self._planner, order.transport, governed=order.governed, reads=True)
-        report = rfork.fork(self._model, model=MODEL, settings=options, on_progress=on_progress)
+        options = settings_for(self._planner, order.transport, governed=order.governed)
+        report = fork_without_serving(self._model, options, on_progress)
         if report.seed is not None:
             report.seed.close()
         if report.outcome != "forked" or {share.transport for share in report.sources} != {order.transport}:

@@ -88,7 +88,7 @@ class SeedServer:
                 yield contextlib.nullcontext
             return
         transport = "http" if case.transport == "idle" else case.transport
-        options = settings_for(self._planner, transport, governed=case.governed, reads=False)
+        options = settings_for(self._planner, transport, governed=case.governed)
         with rfork.seed(self._model, model=MODEL, settings=options) as seed_handle:
             if not seed_handle.wait_registered(REPLY_TIMEOUT_S):
                 raise RforkError("the planner did not respond to the seed")

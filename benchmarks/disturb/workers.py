@@ -11,8 +11,13 @@ from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from torch import nn
+
 from rfork import logs, settings
+from rfork._api import fork_with_fallbacks
 from rfork.errors import RforkError
+from rfork.receiver.planner_requests import OnProgress
+from rfork.receiver.report import ForkReport
 from rfork.settings import InstanceSettings, PlannerSettings
 
 LOOPBACK = "127.0.0.1"
@@ -33,12 +38,9 @@ def other_cores() -> set[int]:
     return os.sched_getaffinity(0) - seed_cores() or seed_cores()
 
 
-def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -> InstanceSettings:
-    """Return the product's defaults over one transport; without `governed`, the governor is off.
-
-    A process that `reads` does not serve, so that all readers read from the seed.
-    """
-    chosen = settings.load(
+def settings_for(planner: str, transport: str, *, governed: bool) -> InstanceSettings:
+    """Return the product's defaults over one transport; without `governed`, the governor is off."""
+    return settings.load(
         InstanceSettings,
         planner=planner,
         transports=(transport,),
@@ -47,7 +49,24 @@ def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -
         drain_timeout_s=0.0,
         max_latency_ratio=None if governed else 0.0,
     )
-    return chosen.model_copy(update={"max_readers": 0}) if reads else chosen
+
+
+def fork_without_serving(module: nn.Module, chosen: InstanceSettings, on_progress: OnProgress) -> ForkReport:
+    """Fill the module with `MODEL`. Nothing reads from this instance meanwhile: all readers read from the seed.
+
+    `rfork.fork` rejects an instance without reader slots, so this is the function below it.
+    """
+    return fork_with_fallbacks(
+        module,
+        model=MODEL,
+        rank=None,
+        snapshot=None,
+        later_fallbacks=(),
+        files=None,
+        exclude=(),
+        settings=chosen.model_copy(update={"max_readers": 0}),
+        on_progress=on_progress,
+    )
 
 
 class BenchWorker(Generic[OrderT, ReplyT]):

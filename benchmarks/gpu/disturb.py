@@ -79,7 +79,7 @@ def cases_of(options: GpuOptions) -> list[GpuDisturbCase]:
 
 
 def slot_seconds(options: GpuOptions) -> float:
-    """Return the seconds that the seed decodes in one slot."""
+    """Return the minimum of seconds that the seed decodes in one slot."""
     if options.device.type == "cpu":
         return 0.4 if options.common.quick else 1.0
     return 1.0 if options.common.quick else 2.0

@@ -159,7 +159,7 @@ def _capture(step: Callable[[], None]) -> CapturedStep:
             step()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may call CUDA meanwhile; their calls are not captured.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # As vLLM and SGLang capture: a forbidden call of any thread of this process would make it fail.
+    with torch.cuda.graph(graph, capture_error_mode="global"):
         step()
     return CapturedStep(graph, step)

@@ -15,7 +15,7 @@ import torch
 
 import rfork
 from benchmarks.disturb.cases import SlotResult
-from benchmarks.disturb.workers import MODEL, REPLY_TIMEOUT_S, settings_for
+from benchmarks.disturb.workers import MODEL, REPLY_TIMEOUT_S, fork_without_serving, settings_for
 from benchmarks.gpu.common import error_text, synchronized
 from benchmarks.gpu.disturb_model import LARGE, TINY, Decoder, decoder_on, steps_of
 from rfork.errors import RforkError
@@ -25,6 +25,10 @@ from rfork.schema import ForkProgress
 KERNEL_COPIES = "kernel copies"
 """NCCL refuses two ranks on one GPU, so a kernel that copies as many bytes stands in for its traffic."""
 WARM_TOKENS = 20
+MIN_TOKENS = 25
+"""Minimum number of tokens of a slot: a transfer may slow the seed down so much that its seconds contain none."""
+MAX_SLOT_FACTOR = 25
+"""A slot without them lasts at most this multiple of its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,12 @@ def build_decoder(device_name: str) -> tuple[Decoder, torch.device]:
     return decoder, device
 
 
+def is_slot_finished(elapsed_s: float, tokens: int, slot_s: float) -> bool:
+    """Return True if a slot of `slot_s` has enough tokens for its rate, or has lasted too long."""
+    enough = elapsed_s >= slot_s and tokens >= MIN_TOKENS
+    return enough or (tokens > 0 and elapsed_s >= MAX_SLOT_FACTOR * slot_s)
+
+
 class GpuSeed:
     """Executes commands in the seed's process. One case is open at a time."""
 
@@ -94,7 +104,7 @@ class GpuSeed:
     def _serve(self, seconds: float) -> SlotResult:
         result = SlotResult()
         began = time.perf_counter()
-        while (result.seconds < seconds) or not result.tokens:
+        while not is_slot_finished(result.seconds, len(result.tokens), seconds):
             result.tokens.append(self._timed())
             result.seconds = time.perf_counter() - began
         return result
@@ -111,7 +121,7 @@ class GpuSeed:
             yield contextlib.nullcontext
             return
         transport = "http" if case.transport == "idle" else case.transport
-        options = settings_for(self._planner, transport, governed=case.governed, reads=False)
+        options = settings_for(self._planner, transport, governed=case.governed)
         with rfork.seed(self._decoder, model=MODEL, settings=options) as seed_handle:
             if not seed_handle.wait_registered(REPLY_TIMEOUT_S):
                 raise RforkError("the planner did not respond to the seed")
@@ -181,8 +191,8 @@ class GpuTarget:
             self._count(progress.bytes_read - received_bytes)
             received_bytes = max(received_bytes, progress.bytes_read)
 
-        options = settings_for(self._planner, case.transport, governed=case.governed, reads=True)
-        report = rfork.fork(self._decoder, model=MODEL, settings=options, on_progress=on_progress)
+        options = settings_for(self._planner, case.transport, governed=case.governed)
+        report = fork_without_serving(self._decoder, options, on_progress)
         if report.seed is not None:
             report.seed.close()
         if report.outcome != "forked" or {share.transport for share in report.sources} != {case.transport}:

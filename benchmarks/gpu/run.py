@@ -1,45 +1,57 @@
-"""`make gpu-test` and `make gpu-bench`: for any machine with a GPU and a Python that has torch for CUDA.
+"""`make gpu-first`, `gpu-second` and `gpu-third`: for any machine with a GPU and a Python that has torch for CUDA.
 
-`python -m benchmarks.gpu.run test|bench`, with the image's own Python. Missing packages are installed next to
-it if an index (or `WHEELS=FOLDER`) has them, and named otherwise; see `benchmarks.gpu.packages`. The
-benchmarks run first in their quick form and then in full, for `GPU_BENCH_S` seconds in total (370,
-installation included), and leave JSON and text in `benchmarks/results/MACHINE`; the output of one that hit
-the limit is in `….partial.txt`. Uses only the standard library of Python 3.11 or newer.
+`python -m benchmarks.gpu.run first|second|third [STEP…]`, with the image's own Python; STEPs select some. Missing
+packages are installed next to it if an index (or `WHEELS=FOLDER`) has them: see `benchmarks.gpu.packages`. Each step
+is a process with a time limit: see `benchmarks.gpu.steps`. It leaves its output and its JSON in
+`benchmarks/results/MACHINE/STAGE` while it runs, and the summary there is written again after each step. Uses only
+the standard library of Python 3.11 or newer.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
-from benchmarks.gpu.packages import ROOT, TESTS, base, inspect_python, module_of, name_of, prepare_venv
+from benchmarks.gpu.packages import ROOT, inspect_python, prepare_venv
+from benchmarks.gpu.result_file import write_json, write_text
+from benchmarks.gpu.steps import (
+    END_S,
+    INSTALL_S,
+    STAGES,
+    Stage,
+    Step,
+    StepContext,
+    StepResult,
+    exit_status,
+    judged,
+    summary_document,
+    summary_text,
+    time_limit,
+)
 
-BENCHMARKS = ("pull", "disturb")
-TEST_S, BENCH_S = 170.0, 370.0
-"""Seconds from the start, installation included; with twice `END_S` each, to end processes that do not stop,
-ten minutes.
-"""
-INSTALL_S, MIN_REMAINING_S, END_S = 110.0, 60.0, 15.0
 MIN_PYTHON = (3, 11)
 COLUMNS = "180"
-AS_WARNINGS = ("-W", "default")
-"""Some images make torch warn at import (about pynvml), which would be an error here and end the run."""
-BARE_OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib", "-q")
-"""pytest without this repository's configuration, which requires plugins that may be missing."""
-IMPORTED = "import importlib.util as u, sys; s = u.spec_from_file_location('it', sys.argv[1]); \
-m = u.module_from_spec(s); s.loader.exec_module(m)"
+TAIL_LINES = 25
+"""Lines of a failed step's output that are printed."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit status. `DEVICE=cpu` runs everything without a GPU, which proves only that it runs."""
-    if list(arguments) not in (["test"], ["bench"]):
-        print("python -m benchmarks.gpu.run test|bench")
+    stage = STAGES.get(arguments[0]) if arguments else None
+    unknown = set(arguments[1:]) - {step.name for step in stage.steps} if stage else set()
+    if stage is None or unknown:
+        print(f"unknown steps: {', '.join(sorted(unknown))}" if stage else __doc__)
         return 2
     if sys.version_info[:2] < MIN_PYTHON:
         python_version = ".".join(map(str, sys.version_info[:2]))
@@ -47,97 +59,126 @@ def main(arguments: Sequence[str]) -> int:
             f"{sys.executable} is Python {python_version}; Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is required"
         )
         return 1
-    testing = arguments[0] == "test"
-    until = time.monotonic() + (TEST_S if testing else float(os.environ.get("GPU_BENCH_S", BENCH_S)))
+    until = time.monotonic() + stage.limit_s
     device = os.environ.get("DEVICE", "cuda")
     if device == "cuda" and not inspect_python(sys.executable).gpus:
-        gpu_names = inspect_python(sys.executable).torch
-        reason = f"torch {gpu_names} finds no CUDA device" if gpu_names else "it has no torch"
+        torch_version = inspect_python(sys.executable).torch
+        reason = f"torch {torch_version} finds no CUDA device" if torch_version else "it has no torch"
         print(f"{sys.executable}: {reason}; choose another with make PYTHON=/path/to/python")
         return 1
-    installed_by = min(time.monotonic() + INSTALL_S, until - MIN_REMAINING_S)
-    python = prepare_venv(sys.executable, installed_by, loaders=not testing)
-    return test(python, until) if testing else bench(python, device, until)
-
-
-def test(python: str, until: float) -> int:
-    """Run tests/gpu: all, or the files that can be imported here; ended at `until` (monotonic)."""
-    missing = inspect_python(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
-    if not missing:
-        command = [python, "-m", "pytest", *AS_WARNINGS, "-q", "-m", "gpu", "tests/gpu"]
-        return call(command, until - time.monotonic())
-    print(f"missing: {', '.join(missing)}")
-    if "pytest" in missing:
-        print("pytest is missing, so no test can run")
-        return 1
-    files = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if importable(python, path)]
-    if not files:
-        return 1
-    return call([python, "-m", "pytest", *BARE_OPTIONS, *map(str, files)], until - time.monotonic())
-
-
-def importable(python: str, path: Path) -> bool:
-    """Return True if a test file can be imported; prints what it lacks."""
-    done = subprocess.run([python, "-c", IMPORTED, str(path)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{path.relative_to(ROOT)} does not run: {done.stderr.strip().splitlines()[-1]}")
-    return done.returncode == 0
-
-
-def bench(python: str, device: str, until: float) -> int:
-    """Run both benchmarks, quick and then in full as far as time allows, until `until` (monotonic)."""
-    missing = inspect_python(python, [module_of(name_of(line)) for line in base()]).missing
-    if missing:
-        print(f"the benchmarks cannot run; missing: {', '.join(missing)}")
-        return 1
+    stage = replace(stage, steps=tuple(step for step in stage.steps if not arguments[1:] or step.name in arguments))
+    python = prepare_venv(sys.executable, time.monotonic() + INSTALL_S, loaders=stage.installs_loaders)
     folder = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results" / machine_folder(python))
-    folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for quick in (True, False):
-        for name in BENCHMARKS:
-            file = f"gpu_{name}{'_quick' if quick else ''}"
-            left = until - time.monotonic()
-            if left < MIN_REMAINING_S:
-                print(f"{file}: not run, no time left (GPU_BENCH_S)")
-                continue
-            command = [python, "-m", f"benchmarks.gpu.{name}", "--device", device]
-            command += ["--json", str(folder / f"{file}.json"), *(["--quick"] if quick else [])]
-            failed += bool(call(command, left, folder / f"{file}.txt"))
-    print(f"results: {folder}")
-    return 1 if failed else 0
+    return run_stage(stage, python, device, folder / stage.name, until)
 
 
-def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> int:
-    """Run a command and all its children for at most `seconds`; returns its status.
+def run_stage(stage: Stage, python: str, device: str, folder: Path, until: float) -> int:
+    """Run the steps of a stage, which has ended at `until` (monotonic); returns the exit status.
 
-    `keep` receives its output; if it fails or is ended, ``….partial.txt`` next to it does.
+    An interrupt or SIGTERM ends the step that runs; the summary then reports it, and the steps that did not run.
     """
-    environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE if keep else None,
-        text=True,
-        start_new_session=True,
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    results = [StepResult(step) for step in stage.steps]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    write_summary = partial(_write_summary, stage, results, folder)
     try:
-        output, _ = process.communicate(timeout=max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        print(f"{' '.join(command[1:4])}: ended after more than {seconds:.0f} s")
-        _end(process)
-        output, _ = process.communicate()  # all writers have ended
+        for result in results:
+            context = StepContext(python, device, folder / f"{result.step.name}.json")
+            _run_step(result, context, until, write_summary)
+    except KeyboardInterrupt:
+        for result in results:
+            if result.state in ("waiting", "running"):
+                result.state = "interrupted" if result.state == "running" else "not run"
     finally:
-        _end(process)
-    if keep:
-        partial = keep.with_suffix(".partial.txt")
-        partial.unlink(missing_ok=True)
-        (keep if process.returncode == 0 else partial).write_text(output)
-        print(output, end="", flush=True)
-    return process.returncode
+        write_summary()
+        signal.signal(signal.SIGTERM, before)
+    print(f"\n{summary_text(stage.name, results)}results: {folder}", flush=True)
+    return exit_status(results)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _write_summary(stage: Stage, results: Sequence[StepResult], folder: Path) -> None:
+    write_json(folder / "summary.json", summary_document(stage.name, results))
+    write_text(folder / "summary.txt", summary_text(stage.name, results))
+
+
+def _run_step(result: StepResult, context: StepContext, until: float, write_summary: Callable[[], None]) -> None:
+    """Run a step and set its result; the summary is written before and after."""
+    step, output = result.step, context.json.with_suffix(".txt")
+    for path in (context.json, output):  # those of an earlier run
+        path.unlink(missing_ok=True)
+    limit_s = time_limit(step, until - time.monotonic())
+    if reason := unavailable_reason(step, context):
+        result.state, result.note = "unavailable", reason
+    elif limit_s is None:
+        result.state, result.note = "not run", "no time left"
+    else:
+        result.state = "running"
+        write_summary()
+        print(f"{step.name}: {step.title} (at most {limit_s:.0f} s)", flush=True)
+        began = time.monotonic()
+        try:
+            returncode = run_process(step.command(context), output, limit_s)
+        finally:
+            result.seconds = time.monotonic() - began
+        text = output.read_text(errors="replace")
+        result.state, result.note = judged(returncode, rows_of(context.json), text)
+        if result.state not in ("passed", "skipped"):
+            print("\n".join(f"    {line}" for line in text.splitlines()[-TAIL_LINES:]))
+    write_summary()
+    print(f"{step.name}: {result.state}, {result.seconds:.1f} s  {result.note}", flush=True)
+
+
+def unavailable_reason(step: Step, context: StepContext) -> str:
+    """Return why a step cannot run on this machine; "" if it can."""
+    if step.needs_gpu and context.device == "cpu":
+        return "needs a GPU"
+    if step.program and shutil.which(step.program) is None:
+        return f"{step.program} is not installed"
+    missing = inspect_python(context.python, step.modules).missing if step.modules else ()
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def rows_of(path: Path) -> list[Mapping[str, object]]:
+    """Return the rows of a step's result file; none if it wrote no such file."""
+    try:
+        return list(json.loads(path.read_text())["rows"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def run_process(command: Sequence[str], output: Path, limit_s: float) -> int | None:
+    """Run a command with its output in a file; returns its status, None if it was ended at its time limit.
+
+    It is the leader of a process group, of which no process is left afterwards.
+    """
+    environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    with output.open("wb") as file:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            file.write(f"{error}\n".encode())
+            return 127
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -20,7 +20,12 @@ from rfork.errors import GpuDirectUnavailable, TargetError
 
 
 class TorchDevices:
-    """Devices of memory and streams of threads, from torch. Tests replace both functions for a fake GPU."""
+    """Devices of memory and streams of threads, from torch. Tests replace the functions for a fake GPU."""
+
+    @staticmethod
+    def has_gpu() -> bool:
+        """Return True if torch finds an NVIDIA GPU."""
+        return torch.version.cuda is not None and torch.cuda.is_available()
 
     @staticmethod
     def device_of(memory: torch.Tensor | torch.UntypedStorage) -> torch.device:
@@ -88,7 +93,10 @@ class CudaDriver:
             return found
         created = DeviceStreams(*(CudaStream(self, device) for _ in DeviceStreams.__slots__))
         with self._lock:
-            return self._streams.setdefault(device, created)
+            found = self._streams.setdefault(device, created)
+        if found is not created:  # another thread was faster
+            created.close()
+        return found
 
     def current_work(self, device: int) -> CudaEvent:
         """Return an event after all work that this thread has queued so far on its current torch stream."""
@@ -302,3 +310,8 @@ class DeviceStreams:
     to_host: CudaStream
     to_device: CudaStream
     digest: CudaStream
+
+    def close(self) -> None:
+        """Destroy the streams, after their work has finished."""
+        for stream in (self.to_host, self.to_device, self.digest):
+            stream.close()

@@ -86,6 +86,8 @@ class FakeGpu:
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(self.library, name)  # cached, unlike library[name]
             function.restype, function.argtypes = result, arguments
+        self._allocated: set[int] = set()
+        self._devices: set[int] = set()
 
     def allocate(
         self,
@@ -100,12 +102,21 @@ class FakeGpu:
         address = int(self.library.fake_allocate(nbytes, device, piece if kind == "expandable" else 0))
         if not address:
             raise MemoryError(f"the fake device {device} cannot allocate {nbytes} bytes")
+        self._allocated.add(address)
+        self._devices.add(device)
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Free memory of `allocate`. Any access to the tensor afterwards crashes, as before."""
-        if not self.library.fake_free(tensor.untyped_storage().data_ptr()):
+        address = tensor.untyped_storage().data_ptr()
+        if not self.library.fake_free(address):
             raise ValueError("the tensor is not in device memory, or it was freed")
+        self._allocated.discard(address)
+
+    def free_all(self) -> None:
+        """Free all memory that this instance allocated."""
+        while self._allocated:
+            self.library.fake_free(self._allocated.pop())
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
         """Write to the contiguous memory of a tensor, without the driver."""
@@ -119,9 +130,11 @@ class FakeGpu:
             raise ValueError("the range is not in device memory")
         return data.raw
 
-    def device_of(self, storage: torch.UntypedStorage) -> torch.device:
-        """Return the device of a storage, freed device memory included."""
-        device = self.library.fake_device_of(storage.data_ptr())
+    def device_of(self, memory: torch.Tensor | torch.UntypedStorage) -> torch.device:
+        """Return the device of memory, freed device memory included."""
+        if memory.device.type != "cpu":
+            return memory.device
+        device = self.library.fake_device_of(memory.data_ptr())
         return torch.device("cpu") if device < 0 else torch.device("cuda", device)
 
     @contextlib.contextmanager
@@ -253,6 +266,15 @@ class FakeGpu:
     def thread_capture_mode(self) -> int:
         """Capture mode of the calling thread."""
         return int(self.library.fake_thread_capture_mode())
+
+    def check(self, pageable_copies: int = 0) -> None:
+        """Raise AssertionError if the program broke a rule, copied pageable host memory more often than this, or
+        created a context on a device without memory of this instance.
+        """
+        assert [] == self.violations
+        assert [] == self.forbidden_calls
+        assert pageable_copies >= self.pageable_copies
+        assert set() == self.contexts - self._devices
 
     def constant(self, name: str) -> int:
         """Return a constant of cuda.h, or the size of a type (`sizeof CUuuid`)."""

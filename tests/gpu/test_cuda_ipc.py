@@ -301,7 +301,7 @@ def test_queries_do_not_break_a_graph_capture() -> None:
         found.append(len(handles) + stream.done())
         stream.close()
 
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="global"):
         line += 1
         thread = threading.Thread(target=query_driver)
         thread.start()

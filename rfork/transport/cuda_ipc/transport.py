@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
-
+from rfork.cuda.device import TorchDevices
 from rfork.cuda.library import MIN_VERSION, CudaDriverLibrary, DriverError
 from rfork.errors import (
     LeaseRejected,
@@ -62,7 +61,7 @@ class CudaIpcTransport:
         same_host = same_host_availability()
         if not same_host.usable:
             return same_host
-        if torch.version.cuda is None or not torch.cuda.is_available():
+        if not TorchDevices.has_gpu():
             return Availability(False, "torch finds no CUDA device")
         try:
             version = CudaDriverLibrary().version()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from rfork.cuda import library
+from rfork.cuda.device import TorchDevices
 from rfork.cuda.library import DriverError
 from rfork.errors import (
     NotSameHost,
@@ -173,7 +174,7 @@ def test_a_driver_without_a_required_function_is_too_old(monkeypatch: pytest.Mon
 
 def test_without_a_gpu_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a CUDA device in torch, the driver is not loaded."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(TorchDevices, "has_gpu", lambda: False)
     available = CudaIpcTransport(InstanceSettings()).availability()
     assert not available.usable
     assert "torch finds no CUDA device" == available.reason

@@ -1,0 +1,146 @@
+"""Work of rfork and CUDA graphs that another thread captures in global mode, as engines do, leave each other intact."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.cuda.device import CopyOp
+from rfork.image.capture import image_from_tensors
+from rfork.image.memory import Image
+from rfork.image.staging import pinned_memory
+from rfork.settings import StorageSettings
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.local import LocalStore
+from rfork.storage.location import Location
+from rfork.transport.cuda_ipc.driver import IpcDriver
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+MIB = 1 << 20
+ROUNDS = 5
+"""Times that each kind of work must complete while graphs are captured."""
+TIME_LIMIT_S = 40.0
+
+
+def filled_image() -> Image:
+    """Return an image of one large tensor and several small ones, with random bytes."""
+    sizes = [24 * MIB, *(1000 + index for index in range(50))]
+    data = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
+    return image_from_tensors({f"t{index}": tensor for index, tensor in enumerate(data)})
+
+
+def content(image: Image) -> bytes:
+    """Return the bytes of an image."""
+    with image.readable(0, image.layout.image_bytes) as views:
+        return b"".join(views)
+
+
+class Work:
+    """Kinds of rfork's work on a GPU. Each call raises AssertionError if its result is wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self._image = filled_image()
+        self._digests = self._image.manifest().digests
+        self._bytes = content(self._image)
+        self._file = folder / "data"
+        self._file.write_bytes(self._bytes)
+        self._device = torch.cuda.current_device()
+
+    def digest(self) -> None:
+        """Digest every chunk."""
+        assert self._digests == self._image.manifest().digests
+
+    def read(self) -> None:
+        """Copy the image to the host in steps."""
+        with self._image.reading(0, len(self._bytes)) as steps:
+            assert self._bytes == b"".join(b"".join(views) for views in steps)
+
+    def write(self) -> None:
+        """Copy bytes to the image's own tensors in steps: they are unchanged."""
+        at = 0
+        with self._image.writing(0, len(self._bytes)) as steps:
+            for views in steps:
+                for view in views:
+                    view[:] = self._bytes[at : at + view.nbytes]
+                    at += view.nbytes
+        assert len(self._bytes) == at
+
+    def storage(self) -> None:
+        """Read a file into device memory."""
+        settings = StorageSettings(concurrency=2)
+        store = LocalStore(Location.parse(self._file.parent), settings)
+        blob = store.open(self._file.name)
+        begin, at = [], 0
+        for memory in self._image.tensor_slices(0, len(self._bytes)):
+            begin.append(Extent(blob, at, memory))
+            at += memory.numel()
+        fill(begin, settings)
+        blob.close()
+
+    def pin(self) -> None:
+        """Page-lock host memory, and unlock it."""
+        assert pinned_memory(4 * MIB, self._device).is_pinned()
+
+    def copy(self) -> None:
+        """Copy between two allocations as cuda_ipc does."""
+        memory, *_ = self._image.tensor_slices(0, MIB)
+        stream, host = IpcDriver().copy_stream(self._device), pinned_memory(MIB, self._device)
+        stream.copy([CopyOp(memory.data_ptr(), host.data_ptr(), MIB)])
+        stream.record().wait()
+        stream.close()
+        assert self._bytes[:MIB] == host.numpy().tobytes()
+
+
+KINDS = ("digest", "read", "write", "storage", "pin", "copy")
+
+
+def capture_once(value: float) -> None:
+    """Capture a graph in global mode, replay it, and check its result."""
+    source, graph = torch.full((1024,), value, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        result = source
+        for _ in range(200):  # so that the capture lasts for a while
+            result = result + 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.full((1024,), value + 200, device="cuda").equal(result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_and_rfork_do_not_disturb_each_other(kind: str, tmp_path: Path) -> None:
+    """Graphs are captured and replayed correctly while another thread works, whose results are right too."""
+    work: Callable[[], None] = getattr(Work(tmp_path), kind)
+    work()  # what is created once, before a capture
+    capture_once(0)
+    done, errors, stop = [0], list[BaseException](), threading.Event()
+
+    def repeat() -> None:
+        try:
+            while not stop.is_set():
+                work()
+                done[0] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    captures, until = 0, time.monotonic() + TIME_LIMIT_S
+    try:
+        while (captures < ROUNDS or done[0] < ROUNDS) and not errors and time.monotonic() < until:
+            captures += 1
+            capture_once(captures)
+    finally:
+        stop.set()
+        thread.join()
+    assert [] == errors
+    assert captures >= ROUNDS
+    assert done[0] >= ROUNDS

@@ -360,7 +360,7 @@ def _begin(
     by_device: dict[int, list[CopyOp]] = {}
     for target, origin, on_device in zip(into, source, memory, strict=True):
         device = device_of(on_device).index
-        copy = CopyOp(origin.data_ptr(), target.data_ptr(), target.numel())
+        copy = CopyOp(origin.data_ptr(), target.data_ptr(), target.nbytes)
         by_device.setdefault(device, []).append(copy)
     copying = _CudaCopy()
     begun: list[CudaStream] = []

@@ -10,8 +10,10 @@ from typing import Self
 
 import torch
 
+from rfork.cuda.device import device_of
 from rfork.errors import CheckpointError
 from rfork.image.layout import Layout
+from rfork.image.staging import CPU
 from rfork.settings import StorageSettings
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.formats import relayout, tensor_blocks
@@ -114,7 +116,7 @@ class SafetensorsSource:
         with gc_paused(), torch.no_grad():
             for location, tensor in self._matched(tensors):
                 if relayout.is_bytewise(location, tensor.dtype, tensor):
-                    into = tensor if tensor.is_cpu else bytes_of(tensor)
+                    into = tensor if device_of(tensor) == CPU else bytes_of(tensor)
                     extents.append(Extent(location.blob, location.offset, into))
                 else:
                     convert.append((location, tensor))

@@ -17,11 +17,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rfork.cuda.device import device_of
 from rfork.errors import CheckpointError, RforkError
 from rfork.image import ranges
 from rfork.image.layout import byte_extent
 from rfork.image.memory import first_overlap, raise_read_only, read_only_mappings
 from rfork.image.module_tensors import BASE_TENSOR_TYPES
+from rfork.image.staging import CPU
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.tensors import TensorSource
 
@@ -271,7 +273,7 @@ class TensorAssignment:
         """Raise TargetError if a tensor lies in memory that is mapped read-only."""
         protected = read_only_mappings()
         for name, tensor in (*self.direct.items(), *self.staged.items()):
-            is_host = tensor.is_cpu and tensor.numel() > 0 and has_plain_bytes(tensor)
+            is_host = device_of(tensor) == CPU and tensor.numel() > 0 and has_plain_bytes(tensor)
             if is_host and first_overlap([extent_of(tensor)], protected) is not None:
                 raise_read_only(name)
 

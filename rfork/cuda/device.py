@@ -182,24 +182,38 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def flush_rdma_writes(device: torch.device) -> None:
-    """Make bytes that network cards have written to a GPU visible to its kernels and copies. Runs on the target.
+def must_flush_rdma_writes(device: torch.device) -> bool:
+    """Return True if `flush_rdma_writes` must be called after network cards have written to a GPU.
 
-    GPUs that order such writes themselves need nothing. Raises GpuDirectUnavailable for one that neither orders nor
-    can flush them, and TargetError if it fails.
+    Raises GpuDirectUnavailable for a GPU that neither orders such writes itself nor can flush them.
     """
     driver, index = cuda_driver(), device.index
     try:
         ordering = driver.attribute(index, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
-        if ordering >= cuda.GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER:
-            return
         options = driver.attribute(index, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
-        if not options & cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST:
-            raise GpuDirectUnavailable(
-                f"{device} neither orders the writes of network cards nor can flush them",
-                hint="use RFORK_TRANSPORTS=http",
-            )
-        with driver.on_device(index):
+    except DriverError as error:
+        raise GpuDirectUnavailable(
+            f"the driver does not state how {device} orders the writes of network cards: {error}",
+            hint="use RFORK_TRANSPORTS=http",
+        ) from error
+    if ordering >= cuda.GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER:
+        return False
+    if not options & cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST:
+        raise GpuDirectUnavailable(
+            f"{device} neither orders the writes of network cards nor can flush them",
+            hint="use RFORK_TRANSPORTS=http",
+        )
+    return True
+
+
+def flush_rdma_writes(device: torch.device) -> None:
+    """Make bytes that network cards have written to a GPU visible to its kernels and copies. Runs on the target.
+
+    Raises TargetError if the GPU fails.
+    """
+    driver = cuda_driver()
+    try:
+        with driver.on_device(device.index):
             driver.library.call(
                 "cuFlushGPUDirectRDMAWrites",
                 cuda.FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,

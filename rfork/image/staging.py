@@ -371,7 +371,9 @@ def _begin(
             stream.copy(copies)
             copying.record(stream)
     except BaseException:
-        wait_all([stream.record().wait for stream in begun])
+        for stream in begun:
+            with suppress(DriverError):  # the device failed, so its copies have ended
+                stream.record().wait()
         raise
     return copying
 

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 
 Bytes = bytes | memoryview
@@ -133,7 +134,8 @@ class Stream(ABC):
         # With the lock, a concurrent `abort` cannot shut down the next socket that gets this descriptor.
         with self._close_lock:
             if discard:
-                self._raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+                with suppress(OSError):  # some systems refuse options of a connection that was shut down
+                    self._raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
             self._raw_socket.close()
 
 

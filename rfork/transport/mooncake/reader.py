@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -57,9 +57,21 @@ class TransferEngineReader:
 
     The engine cannot cancel a single read. If reads do not end after deadline and grace period, the engine is
     closed, which stops them reliably. The reader is then broken, and further reads raise the same error.
+
+    `flushed_gpus`: GPUs of the image whose writes by network cards must be flushed after each read.
     """
 
-    def __init__(self, engine: MooncakeEngine, session: str, remote: AddressMap, image: Image, *, gather: bool) -> None:
+    def __init__(
+        self,
+        engine: MooncakeEngine,
+        session: str,
+        remote: AddressMap,
+        image: Image,
+        *,
+        gather: bool,
+        flushed_gpus: Sequence[torch.device] = (),
+    ) -> None:
+        self._flushed_gpus = flushed_gpus
         self._remote = remote
         self._image = image
         self._gather = gather and image.devices <= {CPU}
@@ -81,14 +93,13 @@ class TransferEngineReader:
 
         Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did
         not respond or the deadline passed; at most `GRACE_S` plus a ping (2 s) after the deadline. Raises TargetError
-        if a GPU of this side fails, and GpuDirectUnavailable if it does not order the writes of network cards.
+        if a GPU of this side fails.
         """
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
         with self._acquire():
             ReadBatch(self, plan_reads(pieces, gather=self._gather, max_bytes=self.sizes.request), deadline).finish()
-        if self.engine.protocol == "rdma":
-            for gpu in self._image.gpus:
-                flush_rdma_writes(gpu)
+        for gpu in self._flushed_gpus:
+            flush_rdma_writes(gpu)
 
     def set_rate_limit(self, rate: int | None) -> None:
         """Limit reads to `rate` bytes per second. The reader enforces it, because no code of the source runs.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from rfork.cuda.device import must_flush_rdma_writes
 from rfork.errors import DeviceDown, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings
@@ -101,7 +102,8 @@ class TransferEngineTransport:
         """Target side: create an engine for this source. The lease was checked when the channel was opened.
 
         Raises SourceUnavailable, SourceTimeout or SourceCorrupt (an address map that does not cover the
-        image), and, like `export`, TransportUnavailable or a subclass if this side cannot use the transport.
+        image), and, like `export`, TransportUnavailable or a subclass if this side cannot use the transport, also if a
+        GPU neither orders nor can flush the writes of network cards.
         """
         protocol, devices = self._select_protocol(image)
         session, source_protocol = (
@@ -116,6 +118,8 @@ class TransferEngineTransport:
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         if not endpoint.segments:
             raise SourceUnavailable(f"{session} serves no memory of its weights")
+        # Before anything is read: a refusal selects the next transport.
+        flushed_gpus = [gpu for gpu in image.gpus if must_flush_rdma_writes(gpu)]
         found = regions_within_limit(image, len(devices.split(","))) if protocol == "rdma" else []
         engine = connect_engine(
             session,
@@ -127,7 +131,7 @@ class TransferEngineTransport:
             (lambda engine: register(engine, image, found)) if found else None,
         )
         gather = endpoint.parameters.get("gather") == "yes"
-        return TransferEngineReader(engine, session, remote, image, gather=gather)
+        return TransferEngineReader(engine, session, remote, image, gather=gather, flushed_gpus=flushed_gpus)
 
     def _select_protocol(self, image: Image) -> tuple[WireProtocol, str]:
         """Return the protocol for this image and its RDMA devices, comma separated; no devices over TCP.

@@ -86,12 +86,13 @@ def test_small_pieces_are_staged_only_in_host_memory(
     source, target, engine = image_on({CPU}, 7), image_on(image_devices), FakeEngine()
     size = source.layout.image_bytes
     remote = AddressMap(source.segments(0, size), size)
-    reader = TransferEngineReader(engine, "session", remote, target, gather=True)  # type: ignore[arg-type]
+    gpus = [device for device in image_devices if device != CPU]
+    reader = TransferEngineReader(engine, "session", remote, target, gather=True, flushed_gpus=gpus)  # type: ignore[arg-type]
     reader.read(0, size, math.inf)
     with target.readable(0, size) as views:
         assert bytes([7]) * size == b"".join(views)
         assert reads == len(engine.reads)
-    assert flushed == [device for device in image_devices if device != CPU]
+    assert gpus == flushed
     reader.close()
 
 

@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(module, "library_state", lambda: LibraryState(("a wheel",)))
     monkeypatch.setattr(module, "TransferEngineExporter", exporter)
     monkeypatch.setattr(module, "connect_engine", connect)
-    monkeypatch.setattr(module, "TransferEngineReader", lambda *rest, gather: None)
+    monkeypatch.setattr(module, "TransferEngineReader", lambda *rest, **options: None)
     return engines
 
 

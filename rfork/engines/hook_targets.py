@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from re import Pattern
+from typing import Any, Final, Literal
 
 WRAPPED: Final = "rfork_wrapped"
 """Attribute of a wrapped method that refers to the original."""
@@ -114,12 +115,21 @@ def call_after(callback: Method) -> Method:
     return wrapper
 
 
+Tier = Literal["core", "lifecycle", "comfort"]
+"""Consequence of a missing hook target: no fork (`core`), no seed (`lifecycle`), a feature less (`comfort`)."""
+
+TIERS: Final[tuple[Tier, ...]] = ("core", "lifecycle", "comfort")
+
+
 @dataclass(frozen=True, slots=True)
 class HookTarget:
-    """A function, class or value, named by its dotted path, with the parameters it must accept."""
+    """A function, class or value of an engine, named by its dotted path, with the parameters it must accept."""
 
     path: str
     parameters: tuple[str, ...] = ()
+    tier: Tier = "core"
+    optional: bool = False
+    """True for an attribute that is only hooked where the engine has it: its owner must exist."""
 
 
 Incompatible = Sequence[tuple[HookTarget, str]]
@@ -131,6 +141,33 @@ def find_incompatible(hook_targets: Iterable[HookTarget]) -> Incompatible:
     return [(hook_target, mismatch) for hook_target in hook_targets if (mismatch := _mismatch(hook_target))]
 
 
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """Hook targets that an installed engine lacks, by tier."""
+
+    core: Incompatible = ()
+    lifecycle: Incompatible = ()
+    comfort: Incompatible = ()
+
+    @classmethod
+    def of(cls, hook_targets: Iterable[HookTarget]) -> Compatibility:
+        """Check the hook targets. Imports their modules."""
+        found = find_incompatible(hook_targets)
+        return cls(*(tuple(one for one in found if one[0].tier == tier) for tier in TIERS))
+
+
+def unlisted_methods(owner: type, pattern: Pattern[str], listed: Container[str]) -> Sequence[str]:
+    """Return the public methods of a class that match `pattern` and are not `listed`, sorted.
+
+    A new version of an engine may change weights in a method that this rfork does not know.
+    """
+    return sorted(
+        name
+        for name in dir(owner)
+        if not name.startswith("_") and name not in listed and pattern.search(name) and callable(getattr(owner, name))
+    )
+
+
 def format_incompatibility(engine: str, version: str, incompatible: Incompatible, tested: Sequence[str]) -> str:
     """Return a one-line message for users. `engine` is the engine's display name."""
     details = "; ".join(f"{hook_target.path} {mismatch}" for hook_target, mismatch in incompatible)
@@ -138,7 +175,10 @@ def format_incompatibility(engine: str, version: str, incompatible: Incompatible
 
 
 def _mismatch(hook_target: HookTarget) -> str:
+    owner, _, name = hook_target.path.rpartition(".")
     try:
+        if hook_target.optional and not hasattr(pkgutil.resolve_name(owner), name):
+            return ""
         found = pkgutil.resolve_name(hook_target.path)
     except (ImportError, AttributeError) as error:
         return f"does not exist ({error})"

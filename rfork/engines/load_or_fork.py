@@ -31,7 +31,7 @@ from rfork.errors import (
 )
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, engine_fallback, snapshot_fallback
-from rfork.receiver.session import ForkOptions, ForkSession, Network
+from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import InstanceIdentity
@@ -93,11 +93,13 @@ def load_or_fork(
     describe: DescribeModel,
     settings: InstanceSettings | None = None,
     rebuild: Rebuild | None = None,
+    no_seed_reason: str | None = None,
 ) -> nn.Module:
     """Return a model whose weights are forked if possible and loaded by the engine otherwise, and make it a seed.
 
     `rebuild` is called with a model that was filled by a fork or a snapshot, before it becomes a seed. If it
-    raises, the next fallback is tried.
+    raises, the next fallback is tried. With `no_seed_reason`, which is logged, the instance stops serving once it
+    has its weights: the engine may change them without notice.
 
     Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
     The returned model is in the same state as after the engine's own loader. `served_model` returns its
@@ -113,7 +115,7 @@ def load_or_fork(
             )
         log.warning("no planner is set, using the engine's loader", hint="set RFORK_PLANNER")
         return engine.load()
-    return _LoadOrFork(engine, describe, chosen, rebuild).run()
+    return _LoadOrFork(engine, describe, chosen, rebuild, no_seed_reason).run()
 
 
 class _LoadOrFork:
@@ -125,11 +127,13 @@ class _LoadOrFork:
         describe: DescribeModel,
         settings: InstanceSettings,
         rebuild: Rebuild | None,
+        no_seed_reason: str | None,
     ) -> None:
         self._engine = engine
         self._describe = describe
         self._settings = settings
         self._rebuild = rebuild
+        self._no_seed_reason = no_seed_reason
         self._model: nn.Module | None = None
         self._hidden_state: HiddenState | None = None
         self._loading = self._loaded = False
@@ -173,6 +177,10 @@ class _LoadOrFork:
         module, hidden_state, seed = self._model, self._hidden_state, report.seed
         if module is None or hidden_state is None or seed is None:
             raise AllSourcesFailed("the fork ended without a model: this is a bug in rfork", ())
+        if self._no_seed_reason is not None:
+            seed.close()
+            log.warning("not a seed: this instance serves its weights to no other", reason=self._no_seed_reason)
+            return module
         try:
             setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._identity.exclude))
         except BaseException:
@@ -199,15 +207,18 @@ class _LoadOrFork:
         if self._model is None:
             raise AllSourcesFailed("the engine built no model to fill: this is a bug in rfork", ())
         version, current_version = self._version()
+        instance = InstanceIdentity.of(
+            identity.model,
+            identity.rank,
+            chosen.replica,
+            version=version,
+            replica=replica_of(chosen, identity.rank),
+        )
+        if self._no_seed_reason is not None:
+            instance = replace(instance, egress_share=TRANSIENT_EGRESS_SHARE)
         return ForkSession(
             self._model,
-            InstanceIdentity.of(
-                identity.model,
-                identity.rank,
-                chosen.replica,
-                version=version,
-                replica=replica_of(chosen, identity.rank),
-            ),
+            instance,
             chosen,
             Network.of(chosen),
             ForkOptions(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from rfork.engines.hook_targets import (
+    Compatibility,
     HookTarget,
     call_after,
     call_before,
     find_incompatible,
     format_incompatibility,
     patch_method,
+    unlisted_methods,
 )
 from rfork.engines.sglang import compat
 
@@ -166,12 +169,36 @@ def test_methods_are_wrapped_by_their_paths(engine_class: type[Engine], monkeypa
         (HookTarget("json.dumps", ("obj", "colour", "size")), "has no parameter colour, size"),
         (HookTarget("json.paint"), "does not exist (module 'json' has no attribute 'paint')"),
         (HookTarget("no_such_package.thing"), "does not exist (No module named 'no_such_package')"),
+        (HookTarget("json.paint", optional=True), None),
+        (HookTarget("json.dumps", ("colour",), optional=True), "has no parameter colour"),
+        (
+            HookTarget("no_such_package.Thing.paint", optional=True),
+            "does not exist (No module named 'no_such_package')",
+        ),
         (HookTarget("json.__name__", ("obj",)), "cannot be inspected ('json' is not a callable object)"),
     ],
 )
 def test_an_incompatible_hook_target_is_reported(hook_target: HookTarget, mismatch: str | None) -> None:
     """A missing function and a missing parameter are reported with the reason."""
     assert ([] if mismatch is None else [(hook_target, mismatch)]) == find_incompatible([hook_target])
+
+
+def test_incompatible_targets_are_grouped_by_tier() -> None:
+    """Each tier has its own consequence."""
+    core, lifecycle = HookTarget("json.paint"), HookTarget("json.sleep", tier="lifecycle")
+    comfort, known = HookTarget("json.steps", tier="comfort"), HookTarget("json.dumps", tier="comfort")
+    found = Compatibility.of([core, lifecycle, comfort, known])
+    assert [core] == [target for target, _ in found.core]
+    assert [lifecycle] == [target for target, _ in found.lifecycle]
+    assert [comfort] == [target for target, _ in found.comfort]
+
+
+def test_methods_that_a_new_version_adds_are_found(engine_class: type[Engine]) -> None:
+    """A public method whose name matches and that is not listed."""
+    for name in ("update_weights", "swap_weights", "_move_weights", "warm_up"):
+        setattr(engine_class, name, Engine.step)
+    setattr(engine_class, "weight_count", 3)  # noqa: B010
+    assert ["swap_weights"] == unlisted_methods(engine_class, re.compile("weight"), {"update_weights"})
 
 
 def test_all_incompatible_targets_are_reported_on_one_line() -> None:

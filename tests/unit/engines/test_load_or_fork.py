@@ -125,6 +125,18 @@ def test_kernels_are_rebuilt_before_seeding(toy: Toy, snapshot: str) -> None:
     assert [(3.0, SCALE)] == read
 
 
+def test_an_instance_that_must_not_seed_gets_its_weights(
+    toy: Toy, snapshot: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves them to no other instance, and the log names the reason."""
+    caplog.set_level("WARNING", logger="rfork")
+    settings = InstanceSettings(snapshot=snapshot, transports=("http",))
+    module = load_or_fork(toy, lambda: IDENTITY, settings, no_seed_reason="Worker.sleep has no parameter level")
+    assert served_model(module) is None
+    assert [3.0] == module.get_parameter("weight").unique().tolist()
+    assert "Worker.sleep has no parameter level" in caplog.text
+
+
 def test_the_engine_loads_if_kernels_cannot_be_rebuilt(toy: Toy, snapshot: str) -> None:
     """The engine's own loader is the next fallback, and the start succeeds."""
     module = load_or_fork(toy, lambda: IDENTITY, InstanceSettings(snapshot=snapshot, transports=("http",)), broken)

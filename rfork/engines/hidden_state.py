@@ -1,14 +1,14 @@
 """State of an engine's model outside its tensors, attached to the model so that the image includes it.
 
-Post-processing leaves Python floats on modules (such as the scales of a quantised KV cache). They affect
-results as tensors do, so they become part of the image. The classes that compute with the weights are
-recorded as facts, which must be equal on both sides. Runs on the source, and on the target before the layout
-is captured.
+Post-processing leaves Python floats on modules, on the objects that compute with the weights, and on tensors (such
+as the scales of a quantised KV cache). They affect results as tensors do, so they become part of the image. The
+classes of these objects, and their enums and flags, are recorded as facts, which must be equal on both sides. Runs on
+the source, and on the target before the layout is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from hashlib import sha256
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from rfork.errors import LayoutMismatch
 from rfork.image.layout import ATTRIBUTE, tag_tensors
+from rfork.image.module_tensors import is_compared
 
 MAX_DEPTH = 6
 """Maximum depth of helper objects below a module."""
@@ -46,10 +47,10 @@ class HiddenState:
         """
         self._module = module
         self._packages = frozenset(packages)
-        self._float_slots = tuple(_float_attributes(module))
+        attributes = (*COMMON_HELPER_ATTRIBUTES, *helper_attributes)
+        self._float_slots = tuple(_float_attributes(module, self._packages, attributes))
         names = sha256("\n".join(name for name, _, _ in self._float_slots).encode()).hexdigest()[:16]
         self._float_values = torch.empty(len(self._float_slots), dtype=torch.float64, device=_device(module))
-        attributes = (*COMMON_HELPER_ATTRIBUTES, *helper_attributes)
         tags = tag_tensors((*facts, *_kernels(module, self._packages, attributes)))
         setattr(module, ATTRIBUTE, {"is": tags, "floats": {names: self._float_values}})
         self._write()
@@ -83,24 +84,56 @@ def _device(module: nn.Module) -> torch.device:
     return parameter.device if parameter is not None else torch.device("cpu")
 
 
-def _float_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each float attribute of the submodules with its dotted name."""
+def _float_attributes(
+    module: nn.Module, packages: Collection[str], attributes: Collection[str]
+) -> Iterator[tuple[str, object, str]]:
+    """Yield each float attribute with its dotted name and its owner: a submodule, its tensor, or its helper object."""
+    seen: set[int] = set()
     for name, submodule in module.named_modules():
-        for key in sorted(key for key, value in vars(submodule).items() if type(value) is float):
-            yield f"{name}.{key}", submodule, key
+        yield from _floats_of(name, submodule, _is_any)
+        for registry in (submodule._parameters, submodule._buffers):
+            for key, tensor in registry.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield from _floats_of(f"{name}.{key}", tensor, is_compared)
+        for path, helper in _helper_objects(submodule, packages, attributes):
+            if id(helper) not in seen and not _is_configuration(helper):
+                seen.add(id(helper))
+                yield from _floats_of(f"{name}.{path.removesuffix('.')}", helper, is_compared)
+
+
+def _floats_of(name: str, owner: object, is_carried: Callable[[str], bool]) -> Iterator[tuple[str, object, str]]:
+    for key in sorted(key for key, value in vars(owner).items() if type(value) is float and is_carried(key)):
+        yield f"{name}.{key}", owner, key
+
+
+def _is_any(_: str) -> bool:
+    return True
+
+
+def _is_configuration(helper: object) -> bool:
+    """Return True for configurations of the server, which differ between servers. Quantisation's hold scales."""
+    name = type(helper).__name__
+    return name.endswith("Config") and "Quant" not in name
 
 
 def _kernels(module: nn.Module, packages: Collection[str], attributes: Collection[str]) -> Iterator[str]:
-    """Yield the classes that compute with the weights, and the enum options set on them."""
+    """Yield the classes that compute with the weights, and the enums and flags set on them."""
     found: set[str] = set()
     for submodule in module.modules():
         for _, helper in _helper_objects(submodule, packages, attributes):
             helper_class = type(helper)
-            choices = ",".join(
-                f"{key}={value.name}" for key, value in sorted(vars(helper).items()) if isinstance(value, Enum)
-            )
+            choices = "" if _is_configuration(helper) else ",".join(_choices(helper))
             found.add(f"kernels {type(submodule).__name__}: {helper_class.__name__}{f'({choices})' if choices else ''}")
     yield from sorted(found)
+
+
+def _choices(helper: object) -> Iterator[str]:
+    for key, value in sorted(vars(helper).items()):
+        if isinstance(value, Enum):
+            yield f"{key}={value.name}"
+        elif type(value) is bool and is_compared(key):
+            yield f"{key}={value}"
 
 
 def _helper_objects(

@@ -487,7 +487,7 @@ class _TensorWalker:
         else:
             self._add(name, tensor)
         for key, value in tensor_attributes.items():
-            self._attribute(name, key, value, compare=self._compare)
+            self._attribute(name, key, value, compare=self._compare or type(value) is bool)
         self._path.discard(id(tensor))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:

@@ -53,6 +53,42 @@ def test_floats_are_transferred_in_the_image() -> None:
     assert 0 == hidden_state.apply()
 
 
+def test_floats_of_helpers_and_tensors_are_transferred() -> None:
+    """Kernels and parameters keep scales, too; a configuration's floats are the server's own."""
+
+    class KernelConfig(Helper):
+        pass
+
+    def made(scale: float) -> Layer:
+        layer = Layer()
+        vars(layer.impl)["alpha"] = vars(layer.weight)["scale"] = scale
+        layer.impl.kernel = KernelConfig(layer.weight.data[:2])
+        vars(layer.impl.kernel)["memory_utilization"] = scale
+        return layer
+
+    source, target = made(0.5), made(1.0)
+    HiddenState(source, (), OWN)
+    hidden_state = HiddenState(target, (), OWN)
+    for region, filled in zip(capture(source).regions, capture(target).regions, strict=True):
+        filled.copy_(region)
+    assert 2 == hidden_state.apply()
+    assert 0.5 == vars(target.impl)["alpha"]
+    assert 0.5 == vars(target.weight)["scale"]
+    assert 1.0 == vars(target.impl.kernel)["memory_utilization"]
+
+
+@pytest.mark.parametrize("owner", ["impl", "weight"])
+def test_flags_of_helpers_and_tensors_are_compared(owner: str) -> None:
+    """They select what is computed from the same bytes."""
+    layouts = []
+    for flag in (False, True):
+        layer = Layer()
+        vars(getattr(layer, owner))["is_transposed"] = flag
+        HiddenState(layer, (), OWN)
+        layouts.append(capture(layer).layout)
+    assert "is_transposed" in (layouts[0].first_difference(layouts[1]) or "")
+
+
 def own_tensors(module: nn.Module) -> dict[str, int]:
     """Return the captured tensors that are not the plug-in's, with their offsets."""
     specs = capture(module).layout.tensors

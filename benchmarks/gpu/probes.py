@@ -25,7 +25,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Protocol
 
 import torch
@@ -55,7 +54,7 @@ RANGE_SIZE: Final = 12
 STREAM_CAPTURE_MODE_GLOBAL: Final = 0
 PROCESSES: Final = multiprocessing.get_context("forkserver")
 """Its server imports torch once, and never uses a GPU."""
-PRELOADED: Final = ["torch", "benchmarks.gpu.probes", "tests.fake_libcuda.fake_gpu"]
+PRELOADED: Final = ["torch", "rfork.image.staging", "tests.fake_libcuda.fake_gpu"]
 
 DIFFERS: Final = "DIFFERS"
 FAILED: Final = "FAILED: see the output"
@@ -64,7 +63,7 @@ MachineName = Literal["driver", "fake"]
 Result = int | str
 Results = Iterator[tuple[str, Result]]
 """Cases of a probe and their results, in order."""
-Probe = Callable[["ProbeMachine"], Results]
+Probe = Callable[["ProbeMachine", "Owner"], Results]
 Call = Callable[[], int]
 
 
@@ -103,7 +102,7 @@ class GpuMachine:
     name: MachineName = "driver"
 
     def __init__(self) -> None:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self.driver = CudaDriver()
         self._library = ctypes.CDLL(cuda.LIBRARY_PATH)
         self._tensors: list[torch.Tensor] = []
@@ -144,7 +143,7 @@ class GpuMachine:
                 codes.append(self._library.cuStreamEndCapture(stream, byref(graph)))
                 if graph.value:
                     self._library.cuGraphDestroy(graph)
-                self.driver.library.call("cuStreamDestroy_v2", stream)
+                self.driver.library.call("cuStreamDestroy_v2", stream.value)
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
@@ -197,18 +196,38 @@ def machine_of(name: MachineName) -> ProbeMachine:
 
 
 class Owner:
-    """Another process with device memory of `FILL`: its handles, for as long as the block."""
+    """Another process with device memory of `FILL` and its handles, after `allocate`. Ends with this process.
 
-    def __init__(self, machine: ProbeMachine) -> None:
-        self._connection, connection = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=_own_memory, args=(machine.name, connection))
+    Created before this process uses the driver.
+    """
+
+    handle: IpcMemHandle
+    """Of `size` bytes of cudaMalloc."""
+    size: int
+    descriptor: int
+    """Of the first piece of expandable memory."""
+
+    def __init__(self, machine: MachineName, results: Connection) -> None:
+        self._connection, connection = multiprocessing.Pipe()
+        inherited = results, self._connection  # by which others notice that this process has ended
+        arguments = machine, connection, inherited
+        self._process = multiprocessing.get_context("fork").Process(target=_own_memory, args=arguments, daemon=True)
         self._process.start()
         connection.close()
+
+    def allocate(self) -> None:
+        """Let it allocate its memory."""
+        self._connection.send("allocate")
         data, self.size = self._connection.recv()
         self.handle = IpcMemHandle.from_buffer_copy(data)
-        """Of `size` bytes of cudaMalloc."""
         self.descriptor = recv_handle(self._connection)
-        """Of the first piece of expandable memory."""
+
+    def open(self, machine: ProbeMachine) -> int:
+        """Let it allocate its memory, and return the address at which the handle was opened."""
+        self.allocate()
+        address, lazy = c_uint64(), cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        machine.driver.library.call("cuIpcOpenMemHandle_v2", byref(address), self.handle, lazy)
+        return address.value
 
     def free(self) -> None:
         """Let it free its memory."""
@@ -220,42 +239,35 @@ class Owner:
         self._process.kill()
         self._process.join()
 
-    def __enter__(self) -> Owner:
-        return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-        self._connection.close()
-        os.close(self.descriptor)
-
-
-def _own_memory(name: MachineName, connection: Connection) -> None:
+def _own_memory(name: MachineName, connection: Connection, inherited: Sequence[Connection]) -> None:
     """Main function of an owner's process."""
-    machine = machine_of(name)
-    function = machine.driver.library.call
+    for one in inherited:
+        one.close()
+    with contextlib.suppress(EOFError):
+        connection.recv()
+        machine = machine_of(name)
+        _send_handles(machine, connection)
+        connection.recv()
+        machine.free()
+        connection.send("freed")
+        connection.recv()
+
+
+def _send_handles(machine: ProbeMachine, connection: Connection) -> None:
+    call = machine.driver.library.call
     handle, exported, descriptor = IpcMemHandle(), c_uint64(), c_int()
     with machine.driver.on_device(0):
         legacy, mapped = machine.legacy(LEGACY_BYTES), machine.mapped(MAPPED_BYTES)
         base, size = _address_range(machine, legacy)
         for address, nbytes in ((base, size), (mapped, PIECE_BYTES)):
             _fill(machine, address, nbytes)
-        function("cuIpcGetMemHandle", byref(handle), base)
-        function("cuMemRetainAllocationHandle", byref(exported), mapped)
-        function(
-            "cuMemExportToShareableHandle",
-            byref(descriptor),
-            exported.value,
-            cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-            0,
-        )
+        call("cuIpcGetMemHandle", byref(handle), base)
+        call("cuMemRetainAllocationHandle", byref(exported), mapped)
+        posix = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        call("cuMemExportToShareableHandle", byref(descriptor), exported.value, posix, 0)
     connection.send((bytes(handle.reserved), size))
     send_handle(connection, descriptor.value, os.getppid())
-    with contextlib.suppress(EOFError):
-        while connection.recv() == "free":
-            machine.free()
-            connection.send("freed")
 
 
 def _copy(machine: ProbeMachine, target: int, source: int, nbytes: int) -> int:
@@ -393,11 +405,14 @@ def _during_capture(mode: int, machine: ProbeMachine, call: Call) -> tuple[int, 
     return code, ", capture intact" if is_intact() else ", capture invalidated"
 
 
-def _results_of_calls(machine: ProbeMachine, make: Callable[[ProbeMachine, Call], tuple[int, str]]) -> Results:
+def _results_of_calls(
+    machine: ProbeMachine, owner: Owner, make: Callable[[ProbeMachine, Call], tuple[int, str]]
+) -> Results:
     """Return the results of all calls, each made by `make`. One that fails is made again as rfork makes it, since later
     ones need it.
     """
-    with Owner(machine) as owner, machine.driver.on_device(0):
+    owner.allocate()
+    with machine.driver.on_device(0):
         for name, call in driver_calls(machine, owner):
             code, word = make(machine, call)
             yield name, f"{code}{word}" if word else code
@@ -408,22 +423,22 @@ def _results_of_calls(machine: ProbeMachine, make: Callable[[ProbeMachine, Call]
 # -- probes -------------------------------------------------------------------------------------------------------
 
 
-def without_a_context(machine: ProbeMachine) -> Results:
+def without_a_context(machine: ProbeMachine, owner: Owner) -> Results:
     """Calls on a thread that has no current context."""
-    yield from _results_of_calls(machine, _without_context)
+    yield from _results_of_calls(machine, owner, _without_context)
 
 
-def during_a_global_capture(machine: ProbeMachine) -> Results:
+def during_a_global_capture(machine: ProbeMachine, owner: Owner) -> Results:
     """Calls of a thread in the default mode, while another thread captures in global mode."""
-    yield from _results_of_calls(machine, partial(_during_capture, STREAM_CAPTURE_MODE_GLOBAL))
+    yield from _results_of_calls(machine, owner, partial(_during_capture, STREAM_CAPTURE_MODE_GLOBAL))
 
 
-def relaxed_during_a_global_capture(machine: ProbeMachine) -> Results:
+def relaxed_during_a_global_capture(machine: ProbeMachine, owner: Owner) -> Results:
     """Calls of a thread in relaxed mode, as are almost all of rfork's."""
-    yield from _results_of_calls(machine, partial(_during_capture, cuda.STREAM_CAPTURE_MODE_RELAXED))
+    yield from _results_of_calls(machine, owner, partial(_during_capture, cuda.STREAM_CAPTURE_MODE_RELAXED))
 
 
-def rdma_writes(machine: ProbeMachine) -> Results:
+def rdma_writes(machine: ProbeMachine, owner: Owner) -> Results:
     """Attributes by which rfork decides if it must flush the writes of network cards, and the flush."""
     yield "order", machine.driver.attribute(0, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
     yield "flush options", machine.driver.attribute(0, cuda.DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
@@ -436,7 +451,7 @@ def rdma_writes(machine: ProbeMachine) -> Results:
         )
 
 
-def address_ranges(machine: ProbeMachine) -> Results:
+def address_ranges(machine: ProbeMachine, owner: Owner) -> Results:
     """Ranges and types of memory of cudaMalloc, and of an address in the second piece of expandable memory."""
     legacy, mapped = machine.legacy(LEGACY_BYTES), machine.mapped(MAPPED_BYTES) + PIECE_BYTES + PAGE
     with machine.driver.on_device(0):
@@ -462,13 +477,14 @@ def address_ranges(machine: ProbeMachine) -> Results:
             yield f"ALLOWED_HANDLE_TYPES, {name}", handle_types
 
 
-def mapped_memory(machine: ProbeMachine) -> Results:
+def mapped_memory(machine: ProbeMachine, owner: Owner) -> Results:
     """Export of expandable memory, and mappings of another process's piece of it."""
     function, unit = machine.driver.library.function, HUGE_PAGE
     posix = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     legacy, address = machine.legacy(LEGACY_BYTES), machine.mapped(MAPPED_BYTES)
     first, second, imported, target, part = c_uint64(), c_uint64(), c_uint64(), c_uint64(), c_uint64()
-    with Owner(machine) as owner, machine.driver.on_device(0):
+    owner.allocate()
+    with machine.driver.on_device(0):
         yield "cuIpcGetMemHandle", function("cuIpcGetMemHandle")(byref(IpcMemHandle()), address)
         yield "cuMemRetainAllocationHandle", function("cuMemRetainAllocationHandle")(byref(first), address)
         function("cuMemRetainAllocationHandle")(byref(second), address)
@@ -518,16 +534,17 @@ def mapped_memory(machine: ProbeMachine) -> Results:
         yield "cuMemAddressFree", free(target.value, PIECE_BYTES + unit)
 
 
-def legacy_handles(machine: ProbeMachine) -> Results:
+def legacy_handles(machine: ProbeMachine, owner: Owner) -> Results:
     """Handles of cudaMalloc: of this process and of another one, opened twice, and of memory that is gone."""
     function, lazy = machine.driver.library.function, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     own, first, second, address = IpcMemHandle(), c_uint64(), c_uint64(), machine.legacy(LEGACY_BYTES)
     get, close = function("cuIpcGetMemHandle"), function("cuIpcCloseMemHandle")
+    owner.allocate()
 
     def open_handle(address: c_uint64, handle: IpcMemHandle, flags: int = lazy) -> int:
         return function("cuIpcOpenMemHandle_v2")(byref(address), handle, flags)
 
-    with Owner(machine) as owner, machine.driver.on_device(0):
+    with machine.driver.on_device(0):
         base, _ = _address_range(machine, address)
         yield "cuIpcGetMemHandle", get(byref(own), base)
         yield "cuIpcGetMemHandle, within the allocation", get(byref(IpcMemHandle()), base + PAGE)
@@ -552,12 +569,18 @@ def legacy_handles(machine: ProbeMachine) -> Results:
         close(first.value)
         owner.free()
         yield "cuIpcOpenMemHandle, freed memory", open_handle(first, owner.handle)
-    with Owner(machine) as owner, machine.driver.on_device(0):
-        owner.kill()
-        yield "cuIpcOpenMemHandle, process has ended", open_handle(first, owner.handle)
 
 
-def host_memory(machine: ProbeMachine) -> Results:
+def handle_of_a_dead_owner(machine: ProbeMachine, owner: Owner) -> Results:
+    """A handle that is opened after its owner was killed."""
+    owner.allocate()
+    owner.kill()
+    function, lazy = machine.driver.library.function, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    with machine.driver.on_device(0):
+        yield "", function("cuIpcOpenMemHandle_v2")(byref(c_uint64()), owner.handle, lazy)
+
+
+def host_memory(machine: ProbeMachine, owner: Owner) -> Results:
     """Registration of host memory, and copies by its host address."""
     function, memory, device = machine.driver.library.function, allocate_host(HOST_BYTES), machine.legacy(LEGACY_BYTES)
     address = memory.data_ptr()
@@ -576,7 +599,7 @@ def host_memory(machine: ProbeMachine) -> Results:
             unregister(address + 100)
 
 
-def copies(machine: ProbeMachine) -> Results:
+def copies(machine: ProbeMachine, owner: Owner) -> Results:
     """Order of copies on two streams, and a copy of memory in several pieces."""
     device, last, mapped = machine.legacy(HOST_BYTES), machine.legacy(PAGE), machine.mapped(MAPPED_BYTES)
     driver = machine.driver
@@ -610,7 +633,7 @@ def copies(machine: ProbeMachine) -> Results:
         yield "of two pieces", _copy(machine, address, host, HOST_BYTES) or _content(machine, address, HOST_BYTES)
 
 
-def driver_in_a_forked_child(machine: ProbeMachine) -> Results:
+def driver_in_a_forked_child(machine: ProbeMachine, owner: Owner) -> Results:
     """A call in a child of os.fork, whose parent has used the driver."""
     get_count = machine.driver.library.function("cuDeviceGetCount")
     child = os.fork()
@@ -619,46 +642,40 @@ def driver_in_a_forked_child(machine: ProbeMachine) -> Results:
     yield "", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def host_access(machine: ProbeMachine) -> Results:
+def host_access(machine: ProbeMachine, owner: Owner) -> Results:
     """A read of device memory by the host."""
     address = machine.legacy(LEGACY_BYTES)
     yield "", f"read {len(ctypes.string_at(c_char_p(address), 1))} byte"
 
 
-def copy_after_close(machine: ProbeMachine) -> Results:
+def copy_after_close(machine: ProbeMachine, owner: Owner) -> Results:
     """A copy from a handle that this process has closed."""
-    with Owner(machine) as owner, machine.driver.on_device(0):
-        address = _opened(machine, owner)
+    with machine.driver.on_device(0):
+        address = owner.open(machine)
         machine.driver.library.call("cuIpcCloseMemHandle", address)
         yield "", _content(machine, address)
 
 
-def copy_of_freed_memory(machine: ProbeMachine) -> Results:
+def copy_of_freed_memory(machine: ProbeMachine, owner: Owner) -> Results:
     """A copy from an open handle whose owner has freed the memory."""
-    with Owner(machine) as owner, machine.driver.on_device(0):
-        address = _opened(machine, owner)
+    with machine.driver.on_device(0):
+        address = owner.open(machine)
         owner.free()
         yield "", _content(machine, address)
 
 
-def copy_of_a_dead_owner(machine: ProbeMachine) -> Results:
+def copy_of_a_dead_owner(machine: ProbeMachine, owner: Owner) -> Results:
     """A copy from an open handle whose owner was killed."""
-    with Owner(machine) as owner, machine.driver.on_device(0):
-        address = _opened(machine, owner)
+    with machine.driver.on_device(0):
+        address = owner.open(machine)
         owner.kill()
         yield "", _content(machine, address)
 
 
-def _opened(machine: ProbeMachine, owner: Owner) -> int:
-    address, lazy = c_uint64(), cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    machine.driver.library.call("cuIpcOpenMemHandle_v2", byref(address), owner.handle, lazy)
-    return address.value
-
-
 PROBES: Final[tuple[Probe, ...]] = (
-    rdma_writes, address_ranges, mapped_memory, legacy_handles, host_memory, copies, without_a_context,
-    during_a_global_capture, relaxed_during_a_global_capture, driver_in_a_forked_child, host_access, copy_after_close,
-    copy_of_freed_memory, copy_of_a_dead_owner,
+    rdma_writes, address_ranges, mapped_memory, legacy_handles, handle_of_a_dead_owner, host_memory, copies,
+    without_a_context, during_a_global_capture, relaxed_during_a_global_capture, driver_in_a_forked_child,
+    host_access, copy_after_close, copy_of_freed_memory, copy_of_a_dead_owner,
 )  # fmt: skip
 
 
@@ -714,8 +731,9 @@ def rows_of(found: Results, fake: Mapping[str, Result], machine: MachineName) ->
 
 
 def run_probe(probe: Probe, machine: MachineName) -> Results:
-    """Run a probe in a process of its own; yields its cases with the probe's name, as they come. If the process does not
-    end normally, the last result states why.
+    """Run a probe in a process of its own; yields its cases with the probe's name, as they come.
+
+    If the process does not end normally, the last result states why.
     """
     name = getattr(probe, "__name__", "").replace("_", " ")
     results, sender = PROCESSES.Pipe(duplex=False)
@@ -741,7 +759,8 @@ def run_probe(probe: Probe, machine: MachineName) -> Results:
 def _send_results(probe: Probe, machine: MachineName, results: Connection) -> None:
     """Main function of a probe's process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for result in probe(machine_of(machine)):
+    owner = Owner(machine, results)
+    for result in probe(machine_of(machine), owner):
         results.send(result)
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -329,10 +329,7 @@ def driver_calls(machine: ProbeMachine, owner: Owner) -> Iterator[tuple[str, Cal
     yield call("cuDeviceGetAttribute", byref(number), cuda.DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, 0)
     yield call("cuDeviceCanAccessPeer", byref(number), 0, 0)
     yield call("cuDevicePrimaryCtxRetain", byref(context), 0)
-    push, pop = (
-        partial(function("cuCtxPushCurrent_v2"), context),
-        partial(function("cuCtxPopCurrent_v2"), byref(c_void_p())),
-    )
+    push, pop = partial(function("cuCtxPushCurrent_v2"), context), partial(function("cuCtxPopCurrent_v2"), None)
     yield "cuCtxPushCurrent_v2 and cuCtxPopCurrent_v2", lambda: push() or pop()
     exchange = partial(function("cuThreadExchangeStreamCaptureMode"), byref(mode))
     yield "cuThreadExchangeStreamCaptureMode", lambda: exchange() or exchange()
@@ -458,23 +455,19 @@ def address_ranges(machine: ProbeMachine, owner: Owner) -> Results:
         base, size = _address_range(machine, legacy)
         contains = base <= legacy and legacy + LEGACY_BYTES <= base + size
         yield "cuMemGetAddressRange, cudaMalloc", "the allocation" if contains else "another range"
-        piece, reserved = (
-            tuple(_attribute(machine, attribute, mapped) for attribute in attributes)
-            for attributes in (
-                (cuda.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, cuda.POINTER_ATTRIBUTE_MAPPING_SIZE),
-                (RANGE_START_ADDR, RANGE_SIZE),
-            )
-        )
+        attribute = partial(_attribute, machine)
+        base_of_piece = attribute(cuda.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, mapped)
+        piece = base_of_piece, attribute(cuda.POINTER_ATTRIBUTE_MAPPING_SIZE, mapped)
+        reservation = attribute(RANGE_START_ADDR, mapped), attribute(RANGE_SIZE, mapped)
         found = _address_range(machine, mapped)
-        words = {reserved: "the reservation", piece: "one piece"}
+        words = {reservation: "the reservation", piece: "one piece"}
         yield "cuMemGetAddressRange, expandable", words.get(found, "another range")
         yield "MAPPING_SIZE, expandable", piece[1]
-        yield "RANGE_SIZE, expandable", "that of one piece" if reserved[1] == piece[1] else "another size"
+        yield "RANGE_SIZE, expandable", "that of one piece" if reservation[1] == piece[1] else "another size"
         for name, address in (("cudaMalloc", legacy), ("expandable", mapped)):
-            legacy_capable = _attribute(machine, cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
+            legacy_capable = attribute(cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
             yield f"IS_LEGACY_CUDA_IPC_CAPABLE, {name}", legacy_capable
-            handle_types = _attribute(machine, cuda.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, address)
-            yield f"ALLOWED_HANDLE_TYPES, {name}", handle_types
+            yield f"ALLOWED_HANDLE_TYPES, {name}", attribute(cuda.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, address)
 
 
 def mapped_memory(machine: ProbeMachine, owner: Owner) -> Results:
@@ -613,7 +606,7 @@ def copies(machine: ProbeMachine, owner: Owner) -> Results:
         first, second = streams
         copy, query = function("cuMemcpyAsync"), function("cuStreamQuery")
         yield "cuMemcpyAsync, 0 bytes", copy(device, host, 0, first)
-        for name in ("of two streams", "of two streams, with an event"):
+        for name in ("two streams", "two streams, with an event"):
             _fill(machine, last, PAGE, 0)
             with machine.queueing():
                 for _ in range(QUEUED_COPIES):
@@ -630,7 +623,10 @@ def copies(machine: ProbeMachine, owner: Owner) -> Results:
             yield name, "in order" if ctypes.string_at(read, PAGE) == bytes([FILL]) * PAGE else "the later one is first"
         yield "cuStreamQuery, complete", query(first)
         address = mapped + PIECE_BYTES - HOST_BYTES // 2
-        yield "of two pieces", _copy(machine, address, host, HOST_BYTES) or _content(machine, address, HOST_BYTES)
+        yield (
+            "memory in two pieces",
+            _copy(machine, address, host, HOST_BYTES) or _content(machine, address, HOST_BYTES),
+        )
 
 
 def driver_in_a_forked_child(machine: ProbeMachine, owner: Owner) -> Results:
@@ -645,7 +641,7 @@ def driver_in_a_forked_child(machine: ProbeMachine, owner: Owner) -> Results:
 def host_access(machine: ProbeMachine, owner: Owner) -> Results:
     """A read of device memory by the host."""
     address = machine.legacy(LEGACY_BYTES)
-    yield "", f"read {len(ctypes.string_at(c_char_p(address), 1))} byte"
+    yield "", f"read {len(ctypes.string_at(address, 1))} byte"
 
 
 def copy_after_close(machine: ProbeMachine, owner: Owner) -> Results:
@@ -747,7 +743,7 @@ def run_probe(probe: Probe, machine: MachineName) -> Results:
             yield f"{name}: {case}" if case else name, result
         yield f"{name}: not complete within {PROBE_S:.0f} s", FAILED
     except EOFError:
-        process.join()
+        process.join(max(0.0, until - time.monotonic()))
         if process.exitcode:
             yield name, FAILED if process.exitcode > 0 else f"signal {-process.exitcode}"
     finally:
@@ -760,8 +756,11 @@ def _send_results(probe: Probe, machine: MachineName, results: Connection) -> No
     """Main function of a probe's process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     owner = Owner(machine, results)
-    for result in probe(machine_of(machine), owner):
-        results.send(result)
+    try:
+        for result in probe(machine_of(machine), owner):
+            results.send(result)
+    except DriverError as error:
+        results.send(("unexpected error", str(error)))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,17 @@ def unavailable_reason(step: Step, context: StepContext) -> str:
     if step.program and shutil.which(step.program) is None:
         return f"{step.program} is not installed"
     missing = inspect_python(context.python, step.modules).missing if step.modules else ()
-    return f"not installed: {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if step.plugin and not has_plugin(context.python, step.plugin):
+        return f"rfork is not installed: {context.python} -m pip install --no-deps --editable {ROOT}"
+    return ""
+
+
+def has_plugin(python: str, group: str) -> bool:
+    """Return True if rfork is installed in this Python with an entry point in this group."""
+    text = f"from importlib.metadata import entry_points as find; raise SystemExit(not find(group='{group}', name='rfork'))"
+    return subprocess.run([python, "-c", text], cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
 def rows_of(path: Path) -> list[Mapping[str, object]]:

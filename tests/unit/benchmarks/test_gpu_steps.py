@@ -123,6 +123,35 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(tmp_path: Path) -> Non
     assert "timed out" in (tmp_path / "summary.txt").read_text()
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_of_each_engine_are_tested(engine: str) -> None:
+    """The third stage runs the tests of both engines, each with the Python of the machine."""
+    (step,) = (step for step in steps.THIRD.steps if step.name == engine)
+    command = step.command(StepContext("/image/python", "cuda", Path("result.json")))
+    assert f"RFORK_TEST_{engine.upper()}_PYTHON=/image/python" in command
+    assert f"tests/engines/test_{engine}.py" == command[-1]
+
+
+@pytest.mark.parametrize(("group", "expected"), [("sglang.srt.plugins", True), ("no.such.group", False)])
+def test_a_plugin_that_is_not_installed_is_found(group: str, expected: bool) -> None:
+    """An engine step needs rfork's entry point, not only its modules."""
+    assert expected == run.has_plugin(sys.executable, group)
+
+
+def test_an_engine_step_without_the_engine_names_it() -> None:
+    """The reason is in the summary."""
+    step = Step("sglang", "", 60, lambda _: [], modules=("no_such_engine",), plugin="sglang.srt.plugins")
+    context = StepContext(sys.executable, "cuda", Path("result.json"))
+    assert "not installed: no_such_engine" == run.unavailable_reason(step, context)
+
+
+def test_an_engine_step_without_the_plugin_names_the_command() -> None:
+    """The reason is the command that installs it."""
+    step = Step("sglang", "", 60, lambda _: [], plugin="no.such.group")
+    context = StepContext(sys.executable, "cuda", Path("result.json"))
+    assert "pip install --no-deps --editable" in run.unavailable_reason(step, context)
+
+
 def test_without_time_the_remaining_steps_are_not_run(tmp_path: Path) -> None:
     """They are in the summary, and the exit status reports them."""
     assert 1 == run.run_stage(Stage("test", 1.0, (program(""),)), sys.executable, "cpu", tmp_path, time.monotonic())

@@ -44,6 +44,11 @@ MIN_PYTHON = (3, 11)
 COLUMNS = "180"
 TAIL_LINES = 25
 """Lines of a failed step's output that are printed."""
+FIND_PLUGIN_SCRIPT = """
+import sys
+from importlib.metadata import entry_points
+sys.exit(not entry_points(group=sys.argv[1], name="rfork"))
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -148,8 +153,8 @@ def unavailable_reason(step: Step, context: StepContext) -> str:
 
 def has_plugin(python: str, group: str) -> bool:
     """Return True if rfork is installed in this Python with an entry point in this group."""
-    text = f"from importlib.metadata import entry_points as find; raise SystemExit(not find(group='{group}', name='rfork'))"
-    return subprocess.run([python, "-c", text], cwd=ROOT, check=False, capture_output=True).returncode == 0
+    command = [python, "-c", FIND_PLUGIN_SCRIPT, group]
+    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
 def rows_of(path: Path) -> list[Mapping[str, object]]:

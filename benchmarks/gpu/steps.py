@@ -164,7 +164,7 @@ THIRD: Final = Stage(
             plugin="sglang.srt.plugins",
             needs_gpu=True,
         ),
-    ),  # fmt: skip
+    ),
     installs_loaders=True,
 )
 STAGES: Final[Mapping[str, Stage]] = {stage.name: stage for stage in (FIRST, SECOND, THIRD)}

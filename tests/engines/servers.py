@@ -25,7 +25,6 @@ from tests.engines.engine_server import ServerDied as ServerDied
 from tests.engines.engine_server import engine_python as engine_python
 from tests.engines.engine_server import wait_until as wait_until
 
-
 # Read before any fixture removes RFORK_* from the environment.
 SGLANG_DEVICE = os.environ.get("RFORK_TEST_SGLANG_DEVICE") or "cpu"
 

@@ -46,7 +46,7 @@ QUEUED_COPIES: Final = 32
 PAGE: Final = 4096
 FILL: Final = 7
 """Byte of which all memory of an owner consists."""
-PROBE_S: Final = 20.0
+PROBE_S: Final = 30.0
 """Time limit of a probe."""
 RANGE_START_ADDR: Final = 11
 RANGE_SIZE: Final = 12

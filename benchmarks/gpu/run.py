@@ -9,6 +9,7 @@ the standard library of Python 3.11 or newer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,26 +172,43 @@ def run_process(command: Sequence[str], output: Path, limit_s: float) -> int | N
     It is the leader of a process group, of which no process is left afterwards.
     """
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    process: subprocess.Popen[bytes] | None = None
     with output.open("wb") as file:
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with _interrupts_deferred():  # otherwise the process may have begun, but not be known here
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            return process.wait(limit_s)
         except OSError as error:
             file.write(f"{error}\n".encode())
             return 127
-        try:
-            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM at the end of the block, not within it."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

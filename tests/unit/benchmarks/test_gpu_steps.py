@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,22 @@ def test_an_interrupt_leaves_the_results(tmp_path: Path) -> None:
     assert 1 == process.wait()
     rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
     assert ["interrupted", "not run"] == [row["state"] for row in rows]
+
+
+def test_an_interrupt_while_a_process_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal at the moment in which the process exists, but is not known yet, leaves none behind."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class InterruptedStart(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", InterruptedStart)
+    stage = Stage("test", 600.0, (program(HANGS, name="hangs"),))
+    assert 1 == run.run_stage(stage, sys.executable, "cpu", tmp_path, time.monotonic() + 600)
+    assert -signal.SIGTERM == started[0].returncode
 
 
 def test_the_summary_has_one_line_for_each_step() -> None:

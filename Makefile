@@ -109,7 +109,7 @@ bench: venv ## quick form of the benchmarks that need no special hardware; RESUL
 # Uses the Python that has torch for CUDA instead of .venv: see benchmarks/gpu/run.py.
 .PHONY: gpu-first gpu-second gpu-third
 gpu-first: ## the first ten minutes on a machine with a GPU: tests and measurements; STEPS="NAME …" selects some
-gpu-second: ## the next ten: quick benchmarks, memory checker; PYTHON=, WHEELS=FOLDER, RESULTS=FOLDER as for gpu-first
+gpu-second: ## the next ten: driver probes, quick benchmarks, memory checker; PYTHON=, WHEELS=FOLDER, RESULTS=FOLDER as for gpu-first
 gpu-third: ## full benchmarks and engines, up to an hour
 gpu-first gpu-second gpu-third: gpu-%:
 	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run $* $(STEPS)

@@ -9,6 +9,7 @@ the standard library of Python 3.11 or newer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,11 @@ MIN_PYTHON = (3, 11)
 COLUMNS = "180"
 TAIL_LINES = 25
 """Lines of a failed step's output that are printed."""
+FIND_PLUGIN_SCRIPT = """
+import sys
+from importlib.metadata import entry_points
+sys.exit(not entry_points(group=sys.argv[1], name="rfork"))
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -139,7 +145,17 @@ def unavailable_reason(step: Step, context: StepContext) -> str:
     if step.program and shutil.which(step.program) is None:
         return f"{step.program} is not installed"
     missing = inspect_python(context.python, step.modules).missing if step.modules else ()
-    return f"not installed: {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if step.plugin and not has_plugin(context.python, step.plugin):
+        return f"rfork is not installed: {context.python} -m pip install --no-deps --editable {ROOT}"
+    return ""
+
+
+def has_plugin(python: str, group: str) -> bool:
+    """Return True if rfork is installed in this Python with an entry point in this group."""
+    command = [python, "-c", FIND_PLUGIN_SCRIPT, group]
+    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
 def rows_of(path: Path) -> list[Mapping[str, object]]:
@@ -156,26 +172,43 @@ def run_process(command: Sequence[str], output: Path, limit_s: float) -> int | N
     It is the leader of a process group, of which no process is left afterwards.
     """
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    process: subprocess.Popen[bytes] | None = None
     with output.open("wb") as file:
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with _interrupts_deferred():  # otherwise the process may have begun, but not be known here
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            return process.wait(limit_s)
         except OSError as error:
             file.write(f"{error}\n".encode())
             return 127
-        try:
-            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM at the end of the block, not within it."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

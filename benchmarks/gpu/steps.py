@@ -41,7 +41,9 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A process with a time limit. Without one of the `modules` or the `program` that it needs, it is not run."""
+    """A process with a time limit. Without one of the `modules`, the `program` or the entry point of rfork in the group
+    `plugin` that it needs, it is not run.
+    """
 
     name: str
     title: str
@@ -49,6 +51,7 @@ class Step:
     command: Callable[[StepContext], list[str]]
     modules: tuple[str, ...] = ()
     program: str = ""
+    plugin: str = ""
     needs_gpu: bool = False
 
 
@@ -93,11 +96,16 @@ def sanitize(context: StepContext) -> list[str]:
     return ["compute-sanitizer", "--error-exitcode", "9", *run_tests("tests/gpu/test_digest_gpu.py")(context)]
 
 
-def vllm_tests(context: StepContext) -> list[str]:
-    """Return the command of the tests of vLLM's servers, with the vLLM of this Python."""
-    results = ["-p", "benchmarks.gpu.pytest_results", "--results", str(context.json)]
-    variable = f"RFORK_TEST_VLLM_PYTHON={context.python}"
-    return ["env", variable, context.python, "-m", "pytest", "-m", "engines", *results, "tests/engines/test_vllm.py"]
+def engine_tests(engine: str, *variables: str) -> Callable[[StepContext], list[str]]:
+    """Return the command of the tests of an engine's servers, with the engine of this Python."""
+
+    def command(context: StepContext) -> list[str]:
+        results = ["-p", "benchmarks.gpu.pytest_results", "--results", str(context.json)]
+        python = f"RFORK_TEST_{engine.upper()}_PYTHON={context.python}"
+        pytest = [context.python, "-m", "pytest", "-m", "engines", *results]
+        return ["env", python, *variables, *pytest, f"tests/engines/test_{engine}.py"]
+
+    return command
 
 
 FIRST: Final = Stage(
@@ -124,6 +132,7 @@ SECOND: Final = Stage(
     "second",
     570.0,
     (
+        Step("probes", "driver compared with the tests' fake", 75, run_module("probes")),
         Step("pull", "pull, quick form", 170, run_module("pull", "--quick")),
         Step("disturb", "disturb, quick form", 160, run_module("disturb", "--quick")),
         Step("sanitizer", "compute-sanitizer, kernels", 100, sanitize, program="compute-sanitizer", needs_gpu=True),
@@ -136,7 +145,25 @@ THIRD: Final = Stage(
     (
         Step("pull", "pull, full form", 900, run_module("pull")),
         Step("disturb", "disturb, full form", 900, run_module("disturb")),
-        Step("vllm", "vLLM's servers", 1500, vllm_tests, modules=("vllm", "hypothesis"), needs_gpu=True),
+        # Both together exceed the time limit of the stage, but one Python hardly ever has both engines.
+        Step(
+            "vllm",
+            "vLLM's servers",
+            1500,
+            engine_tests("vllm"),
+            modules=("vllm", "hypothesis"),
+            plugin="vllm.general_plugins",
+            needs_gpu=True,
+        ),
+        Step(
+            "sglang",
+            "SGLang's servers",
+            1500,
+            engine_tests("sglang", "RFORK_TEST_SGLANG_DEVICE=cuda"),
+            modules=("sglang", "hypothesis"),
+            plugin="sglang.srt.plugins",
+            needs_gpu=True,
+        ),
     ),
     installs_loaders=True,
 )

@@ -12,6 +12,7 @@ without its venv, a test that builds a server is skipped with a clear reason.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from tests.engines.engine_server import EngineServer as EngineServer
 from tests.engines.engine_server import ServerDied as ServerDied
 from tests.engines.engine_server import engine_python as engine_python
 from tests.engines.engine_server import wait_until as wait_until
+
+# Read before any fixture removes RFORK_* from the environment.
+SGLANG_DEVICE = os.environ.get("RFORK_TEST_SGLANG_DEVICE") or "cpu"
 
 
 class VllmLogprobs(BaseModel):
@@ -93,20 +97,21 @@ class VllmServer(EngineServer):
 
 
 class SglangServer(EngineServer):
-    """``python -m sglang.launch_server`` on the CPU, with torch's own kernels."""
+    """``python -m sglang.launch_server``, with torch's own kernels, on the CPU or on RFORK_TEST_SGLANG_DEVICE."""
 
     engine = "sglang"
 
     def _command(self) -> Sequence[str | Path]:
         return (
-            *(self.python, "-m", "sglang.launch_server", "--model-path", self.model, "--device", "cpu"),
+            *(self.python, "-m", "sglang.launch_server", "--model-path", self.model, "--device", SGLANG_DEVICE),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
             *("--max-total-tokens", "4096", "--context-length", "1024", "--max-running-requests", "8"),
+            *(("--disable-cuda-graph",) if SGLANG_DEVICE == "cuda" else ()),
         )
 
     def _variables(self) -> dict[str, str]:
-        return {"SGLANG_USE_CPU_ENGINE": "1"}
+        return {"SGLANG_USE_CPU_ENGINE": "1"} if SGLANG_DEVICE == "cpu" else {}
 
     def request(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple[str, Body]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,35 @@ def test_a_failing_or_hanging_step_does_not_stop_the_next(tmp_path: Path) -> Non
     assert "timed out" in (tmp_path / "summary.txt").read_text()
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_of_each_engine_are_tested(engine: str) -> None:
+    """The third stage runs the tests of both engines, each with the Python of the machine."""
+    (step,) = (step for step in steps.THIRD.steps if step.name == engine)
+    command = step.command(StepContext("/image/python", "cuda", Path("result.json")))
+    assert f"RFORK_TEST_{engine.upper()}_PYTHON=/image/python" in command
+    assert f"tests/engines/test_{engine}.py" == command[-1]
+
+
+@pytest.mark.parametrize(("group", "expected"), [("sglang.srt.plugins", True), ("no.such.group", False)])
+def test_a_plugin_that_is_not_installed_is_found(group: str, expected: bool) -> None:
+    """An engine step needs rfork's entry point, not only its modules."""
+    assert expected == run.has_plugin(sys.executable, group)
+
+
+def test_an_engine_step_without_the_engine_names_it() -> None:
+    """The reason is in the summary."""
+    step = Step("sglang", "", 60, lambda _: [], modules=("no_such_engine",), plugin="sglang.srt.plugins")
+    context = StepContext(sys.executable, "cuda", Path("result.json"))
+    assert "not installed: no_such_engine" == run.unavailable_reason(step, context)
+
+
+def test_an_engine_step_without_the_plugin_names_the_command() -> None:
+    """The reason is the command that installs it."""
+    step = Step("sglang", "", 60, lambda _: [], plugin="no.such.group")
+    context = StepContext(sys.executable, "cuda", Path("result.json"))
+    assert "pip install --no-deps --editable" in run.unavailable_reason(step, context)
+
+
 def test_without_time_the_remaining_steps_are_not_run(tmp_path: Path) -> None:
     """They are in the summary, and the exit status reports them."""
     assert 1 == run.run_stage(Stage("test", 1.0, (program(""),)), sys.executable, "cpu", tmp_path, time.monotonic())
@@ -146,6 +176,22 @@ def test_an_interrupt_leaves_the_results(tmp_path: Path) -> None:
     assert 1 == process.wait()
     rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
     assert ["interrupted", "not run"] == [row["state"] for row in rows]
+
+
+def test_an_interrupt_while_a_process_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal at the moment in which the process exists, but is not known yet, leaves none behind."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class InterruptedStart(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", InterruptedStart)
+    stage = Stage("test", 600.0, (program(HANGS, name="hangs"),))
+    assert 1 == run.run_stage(stage, sys.executable, "cpu", tmp_path, time.monotonic() + 600)
+    assert -signal.SIGTERM == started[0].returncode
 
 
 def test_the_summary_has_one_line_for_each_step() -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rfork.image.memory import Image
-
 
 class DeferredCopy:
     """A copy that runs when it is waited for."""

@@ -27,6 +27,7 @@ from tests.unit.receiver.spools import (
     CHUNKS,
     IDENTITY,
     Model,
+    count_records,
     load_zeros,
     run_fork,
     seed_and_planner,
@@ -44,18 +45,6 @@ def spooled_chunks(folder: Path, target_image: Image) -> list[int]:
 
 
 ZEROS = Fallback("zeros", load_zeros)
-
-
-def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Return a semaphore that is released once for each spooled chunk."""
-    count, record = threading.Semaphore(0), Spool.record
-
-    def record_and_count(spool: Spool, chunk: int, digest: bytes) -> None:
-        record(spool, chunk, digest)
-        count.release()
-
-    monkeypatch.setattr(Spool, "record", record_and_count)
-    return count
 
 
 def test_a_failed_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

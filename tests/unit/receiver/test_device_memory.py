@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,16 @@ def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SPOOL_WARMUP_S", NEVER_S)
 
 
+@contextmanager
+def device_fleet() -> Iterator[Fleet]:
+    """A fleet whose threads have released the image at the end. No fixture: pytest would refer to it for longer."""
+    with closing(Fleet()) as fleet:
+        yield fleet
+    for thread in threading.enumerate():
+        if thread.name.startswith("rfork-spool"):
+            thread.join(NEVER_S)
+
+
 def on_device(gpu: FakeGpu, model: Model, device: int = 0) -> Model:
     """Return the model after its weights were moved to a device."""
     move_to_device(gpu, model, device)
@@ -56,7 +68,7 @@ def weights(gpu: FakeGpu, model: Model) -> bytes:
 @pytest.mark.parametrize("spooled_chunks", [[1, 4], list(range(CHUNKS))], ids=str)
 def test_a_fork_resumes_into_device_memory(gpu: FakeGpu, tmp_path: Path, spooled_chunks: list[int]) -> None:
     """Spooled chunks are copied to the device and verified there; only the others come from the source."""
-    with closing(Fleet()) as fleet:
+    with device_fleet() as fleet:
         module = on_device(gpu, Model())
         source = capture(on_device(gpu, Model(1), device=1))
         write_spool(tmp_path, source, spooled_chunks)
@@ -74,7 +86,7 @@ def test_a_fork_into_device_memory_leaves_its_spool(
     gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verified chunks are copied from the device into the spool, from which the next process resumes."""
-    with closing(Fleet()) as fleet:
+    with device_fleet() as fleet:
         first, second = on_device(gpu, Model()), on_device(gpu, Model())
         source = capture(on_device(gpu, Model(1), device=1))
         dying, healthy = fleet.source("a", source, FaultInjection(dies_after_bytes=3 * MIB)), fleet.source("b", source)
@@ -101,7 +113,7 @@ def test_a_fork_into_device_memory_leaves_its_spool(
 
 def test_an_update_at_the_source_restarts_a_fork(gpu: FakeGpu) -> None:
     """The target ends with the bytes of the new version only, all of them verified on its device."""
-    with closing(Fleet()) as fleet:
+    with device_fleet() as fleet:
         sizes = [3 * MIB, 2 * MIB]
         source, target_image = device_image(gpu, sizes, filled=True), device_image(gpu, sizes, device=1)
         new, seed = bytes(reversed(patterns(sizes))), fleet.source("seed", source)

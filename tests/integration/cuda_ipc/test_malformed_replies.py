@@ -11,7 +11,7 @@ from rfork.errors import SourceBusy, SourceCorrupt, TransportUnavailable
 from rfork.image.memory import Segment
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import exporter
-from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, IpcDriver
+from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, HandleType, IpcDriver
 from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.connection import Message, UnixSocketConnection
 from rfork.transport.same_host.server import LocalServer
@@ -63,9 +63,9 @@ MALFORMED_REPLIES: Mapping[str, Mapping[str, Message]] = {
 }
 
 
-def table(base: int, size: int, handle_type: str = "legacy") -> Message:
+def table(base: int, size: int, handle_type: HandleType = "legacy") -> Message:
     """Return a table of one allocation."""
-    return {"allocations": [[base, size, 0, [*HANDLE_TYPES].index(handle_type)]], "count": 1}
+    return {"allocations": [[base, size, 0, HANDLE_TYPES.index(handle_type)]], "count": 1}
 
 
 @pytest.mark.parametrize("malformed_reply", MALFORMED_REPLIES.values(), ids=MALFORMED_REPLIES)

@@ -169,7 +169,7 @@ def test_copies_of_a_stream_run_in_order(gpu: FakeGpu, program: Program) -> None
 
 
 def test_copies_of_two_streams_run_in_any_order(gpu: FakeGpu, program: Program) -> None:
-    """Which one wins depends on the seed."""
+    """The seed determines the last one."""
     one, two, target = (gpu.allocate(4096) for _ in range(3))
     gpu.write(two, b"2" * 4096)
     streams, winners = (program.stream(), program.stream()), set()

@@ -104,7 +104,7 @@ def test_handle_is_created_in_the_context_of_its_device(gpu: FakeGpu, program: P
 def test_without_peer_access_memory_of_another_device_is_closed(
     gpu: FakeGpu, program: Program, source: SourceProcess
 ) -> None:
-    """Neither a handle nor a mapping gives access to it."""
+    """It can be accessed neither by a handle nor by a mapping."""
     gpu.set_peer_access(False)
     can_access = c_int(1)
     assert program.run("cuDeviceCanAccessPeer", byref(can_access), 1, 0) == 0

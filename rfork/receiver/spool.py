@@ -88,13 +88,16 @@ class ChunkPersister:
             self._changed.wait_for(lambda: not self._reading, FLUSH_TIMEOUT_S)
 
     def close(self, *, remove: bool) -> None:
-        """Stop writing; keep the spool for a restarted process, or remove it."""
+        """Stop writing; keep the spool for a restarted process, or remove it.
+
+        Then nothing reads the image: an engine may unmap its memory, even if something refers to it.
+        """
         with self._changed:
             self._halted = self._closing = True
             self._remove = remove
             self._wakeups.put(None)
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._ended, FLUSH_TIMEOUT_S):
+            if not self._changed.wait_for(lambda: self._ended and not self._reading, FLUSH_TIMEOUT_S):
                 log.warning("folder of the chunks kept for a restart does not respond", folder=str(self._folder))
 
     # -- threads ------------------------------------------------------------------------------

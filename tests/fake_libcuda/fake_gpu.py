@@ -15,6 +15,8 @@ from tests.fake_libcuda.build import library_path
 
 GRANULARITY: Final = 2 << 20
 MAX_DEVICES: Final = 16
+MAX_STREAMS: Final = 1 << 20
+WAIT_S: Final = 30
 RESOURCES: Final = ("ipc", "memory", "mapping", "reservation", "pinned", "stream", "event")
 """Types of resources that a program must release: opened legacy handles, references of allocation handles, mappings,
 address reservations, ranges of pinned memory, streams, events.
@@ -34,6 +36,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_set_paused": (None, c_int),
     "fake_set_handle_types": (None, c_int),
     "fake_set_read_only": (None, c_int),
+    "fake_set_hidden_access": (None, c_int),
     "fake_set_delay_us": (None, c_int),
     "fake_set_seed": (None, c_ulonglong),
     "fake_set_uuid": (None, c_int, c_char_p),
@@ -46,7 +49,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "fake_forbidden_call": (c_char_p, c_int),
     "fake_pageable_copies": (c_long,),
     "fake_completed_copies": (c_long,),
+    "fake_copied_bytes": (c_long,),
     "fake_queued_copies": (c_long,),
+    "fake_wait_busy_streams": (c_int, c_int, c_int, c_int),
+    "fake_exports": (c_long,),
     "fake_flushes": (c_long, c_int),
     "fake_contexts": (c_int, c_int),
     "fake_thread_depth": (c_int,),
@@ -86,6 +92,8 @@ class FakeGpu:
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(self.library, name)  # cached, unlike library[name]
             function.restype, function.argtypes = result, arguments
+        self.max_pageable_copies = 0
+        """Number of copies from or to pageable host memory above which `check` fails."""
         self._allocated: set[int] = set()
         self._devices: set[int] = set()
 
@@ -155,6 +163,16 @@ class FakeGpu:
         finally:
             self.library.fake_set_paused(0)
 
+    def wait_until_queued(self, streams: int = 1) -> None:
+        """Wait until copies are queued on this many streams. Used within `paused_copies`."""
+        if not self.library.fake_wait_busy_streams(streams, MAX_STREAMS, WAIT_S):
+            raise TimeoutError(f"no copies were queued on {streams} streams")
+
+    def wait_until_idle(self) -> None:
+        """Wait until no copy is queued."""
+        if not self.library.fake_wait_busy_streams(0, 0, WAIT_S):
+            raise TimeoutError("copies did not run")
+
     @contextlib.contextmanager
     def failing_copies(self, when: CopyFailure) -> Iterator[None]:
         """Within the context, copies fail with error 700; afterwards the devices have recovered."""
@@ -205,6 +223,12 @@ class FakeGpu:
         """Set if memory can be mapped read-only."""
         self.library.fake_set_read_only(supported)
 
+    def set_hidden_access(self, enabled: bool) -> None:
+        """Set if memory of GPUs that this process does not see can be opened: so it is with CUDA_VISIBLE_DEVICES,
+        but not in a container without the GPU.
+        """
+        self.library.fake_set_hidden_access(enabled)
+
     def set_seed(self, seed: int, delay_us: int = 200) -> None:
         """Set the order and delays of the copies that follow."""
         self.library.fake_set_seed(seed)
@@ -236,9 +260,19 @@ class FakeGpu:
         return int(self.library.fake_completed_copies())
 
     @property
+    def copied_bytes(self) -> int:
+        """Number of bytes of the completed copies."""
+        return int(self.library.fake_copied_bytes())
+
+    @property
     def queued_copies(self) -> int:
         """Number of copies that have not run."""
         return int(self.library.fake_queued_copies())
+
+    @property
+    def exports(self) -> int:
+        """Number of handles that were created for other processes."""
+        return int(self.library.fake_exports())
 
     @property
     def open_handles(self) -> dict[str, int]:
@@ -267,13 +301,13 @@ class FakeGpu:
         """Capture mode of the calling thread."""
         return int(self.library.fake_thread_capture_mode())
 
-    def check(self, pageable_copies: int = 0) -> None:
-        """Raise AssertionError if the program broke a rule, copied pageable host memory more often than this, or
-        created a context on a device without memory of this instance.
+    def check(self) -> None:
+        """Raise AssertionError if the program broke a rule, copied pageable host memory more often than
+        `max_pageable_copies`, or created a context on a device without memory of this instance.
         """
         assert [] == self.violations
         assert [] == self.forbidden_calls
-        assert pageable_copies >= self.pageable_copies
+        assert self.max_pageable_copies >= self.pageable_copies
         assert set() == self.contexts - self._devices
 
     def constant(self, name: str) -> int:

@@ -61,7 +61,7 @@ def device_image(
         offset += size
         data = pattern(index, size) if filled else bytes(size)
         if index in on_host:
-            tensors[index] = torch.tensor(list(data), dtype=torch.uint8)
+            tensors[index] = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)[:size]
         elif filled and size:
             gpu.write(tensors[index], data)
     return Image(Layout(tuple(specs), offset), tensors)

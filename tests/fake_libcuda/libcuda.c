@@ -148,11 +148,11 @@ static struct CUstream_st *streams, legacy_streams[MAX_DEVICES];
 static struct CUctx_st contexts[MAX_DEVICES];
 static CUresult sticky_errors[MAX_DEVICES];
 static struct texts violations, forbidden_calls;
-static long pageable_copies, completed_copies, queued_copies, flushes[MAX_DEVICES];
+static long pageable_copies, completed_copies, copied_bytes, queued_copies, exports, flushes[MAX_DEVICES];
 
 static struct {
     int devices, version, peer_access, capturing, paused, fail_copies, open_error, open_error_types, handle_types;
-    int read_only, delay_us;
+    int read_only, hidden_access, delay_us;
     uint64_t random;
     CUuuid uuids[MAX_DEVICES];
     int attributes[MAX_DEVICES][MAX_ATTRIBUTES];
@@ -400,8 +400,12 @@ static void run(struct CUstream_st *stream, struct operation *one) {
     queued_copies--;
     if (settings.fail_copies == 2) sticky_errors[stream->device] = CUDA_ERROR_ILLEGAL_ADDRESS;
     if (sticky_errors[stream->device]) return;
-    if (copy(one, stream->device, true) && copy(one, stream->device, false)) completed_copies++;
-    else sticky_errors[stream->device] = CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (copy(one, stream->device, true) && copy(one, stream->device, false)) {
+        completed_copies++;
+        copied_bytes += (long)one->length;
+    } else {
+        sticky_errors[stream->device] = CUDA_ERROR_ILLEGAL_ADDRESS;
+    }
 }
 
 static uint64_t next_random(void) {
@@ -511,6 +515,7 @@ static void read_settings(void) {
     settings.open_error_types = environment("FAKE_CUDA_OPEN_ERROR_TYPES", 1 | 8 | LEGACY_HANDLE);
     settings.handle_types = environment("FAKE_CUDA_HANDLE_TYPES", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     settings.read_only = environment("FAKE_CUDA_READ_ONLY", 0);
+    settings.hidden_access = environment("FAKE_CUDA_HIDDEN_ACCESS", 0);
     settings.delay_us = environment("FAKE_CUDA_DELAY_US", 200);
     settings.random = (uint64_t)environment("FAKE_CUDA_SEED", 1);
     settings.log = getenv("FAKE_CUDA_LOG");
@@ -773,7 +778,10 @@ static CUresult open_error(int handle_type) {
     return settings.open_error_types & handle_type ? (CUresult)settings.open_error : CUDA_SUCCESS;
 }
 
-static bool can_access(int device, int owner) { return owner == device || (owner >= 0 && settings.peer_access); }
+/* A device that CUDA_VISIBLE_DEVICES hides can be a peer; one that the container lacks cannot. */
+static bool can_access(int device, int owner) {
+    return owner == device || (settings.peer_access && (owner >= 0 || settings.hidden_access));
+}
 
 /* "Takes a pointer to the base of an existing device memory allocation created with cuMemAlloc" */
 EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
@@ -783,6 +791,7 @@ EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr ad
     REQUIRE(mapping && mapping->type == ALLOCATED && mapping->base == address, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(mapping->device == current_device(), CUDA_ERROR_INVALID_CONTEXT);
     write_handle(handle, mapping->memory);
+    exports++;
     return CUDA_SUCCESS;
 }
 
@@ -810,8 +819,9 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle 
     struct memory *memory = memory_of(descriptor);
     REQUIRE(memory, CUDA_ERROR_INVALID_VALUE);
     if (memory->trailer->freed || !can_access(current_device(), memory->device)) {
+        bool is_missing = memory->device < 0 && !settings.hidden_access;
         CUresult error = memory->trailer->freed ? CUDA_ERROR_MAP_FAILED
-                         : memory->device < 0   ? CUDA_ERROR_INVALID_DEVICE
+                         : is_missing           ? CUDA_ERROR_INVALID_DEVICE
                                                 : CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
         release(memory);
         return error;
@@ -883,6 +893,7 @@ EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericA
     struct generic *generic = generic_of(handle);
     REQUIRE(generic && !flags, CUDA_ERROR_INVALID_VALUE);
     REQUIRE((int)type & settings.handle_types, CUDA_ERROR_INVALID_VALUE);
+    exports++;
     if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         *(int *)shared = fcntl(generic->memory->descriptor, F_DUPFD_CLOEXEC, 0);
     else
@@ -907,7 +918,7 @@ EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHan
     REQUIRE(descriptor >= 0, CUDA_ERROR_INVALID_VALUE);
     struct memory *memory = memory_of(descriptor);
     REQUIRE(memory, CUDA_ERROR_INVALID_VALUE);
-    if (memory->trailer->legacy || memory->device < 0) {
+    if (memory->trailer->legacy || (memory->device < 0 && !settings.hidden_access)) {
         CUresult error = memory->trailer->legacy ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_NOT_SUPPORTED;
         release(memory);
         return error;
@@ -1298,6 +1309,7 @@ SWITCH(fake_set_capturing, capturing)
 SWITCH(fake_set_paused, paused)
 SWITCH(fake_set_handle_types, handle_types)
 SWITCH(fake_set_read_only, read_only)
+SWITCH(fake_set_hidden_access, hidden_access)
 SWITCH(fake_set_delay_us, delay_us)
 
 EXPORT void fake_set_seed(unsigned long long seed) {
@@ -1340,13 +1352,36 @@ READER(int, fake_forbidden_call_count(void), forbidden_calls.count)
 READER(const char *, fake_forbidden_call(int index), text_at(&forbidden_calls, index))
 READER(long, fake_pageable_copies(void), pageable_copies)
 READER(long, fake_completed_copies(void), completed_copies)
+READER(long, fake_copied_bytes(void), copied_bytes)
 READER(long, fake_queued_copies(void), queued_copies)
+READER(long, fake_exports(void), exports)
 READER(long, fake_flushes(int device), flushes[device])
 READER(int, fake_contexts(int device), contexts[device].retained)
 
 /* Depth of the calling thread's context stack, and its capture mode. */
 EXPORT int fake_thread_depth(void) { return depth; }
 EXPORT int fake_thread_capture_mode(void) { return (int)capture_mode; }
+
+static int busy_streams(void) {
+    int count = 0;
+    for (const struct CUstream_st *stream = streams; stream; stream = stream->next) {
+        const struct operation *one = stream->first;
+        while (one && one->type != COPY) one = one->next;
+        count += one != NULL;
+    }
+    return count;
+}
+
+/* Wait until copies are queued on at least `min` and at most `max` streams; 0 if that takes too long. */
+EXPORT int fake_wait_busy_streams(int min, int max, int timeout_s) {
+    LOCKED();
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += timeout_s;
+    while (busy_streams() < min || busy_streams() > max)
+        if (pthread_cond_timedwait(&changed, &lock, &deadline)) return 0;
+    return 1;
+}
 
 #define COUNT(type, list, condition) \
     do { \
@@ -1381,7 +1416,7 @@ EXPORT void fake_reset(void) {
     clear(&forbidden_calls);
     memset(sticky_errors, 0, sizeof sticky_errors);
     memset(flushes, 0, sizeof flushes);
-    pageable_copies = completed_copies = 0;
+    pageable_copies = completed_copies = copied_bytes = exports = 0;
     read_settings();
     pthread_cond_broadcast(&changed);
 }

@@ -1,6 +1,6 @@
-"""One side of cuda_ipc in a separate process, over GPUs of shared memory; controlled line by line.
+"""Sources, or targets whose copies never finish, over cuda_ipc in a process of their own, on the strict fake driver.
 
-``python -m tests.integration.cuda_ipc_node {"side": "source" | "target", …}``: both print one JSON line per
+``python -m tests.integration.cuda_ipc_node sources|targets``: reads one command per line, and prints one JSON line per
 event.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from rfork.errors import LeaseRejected, RforkError, SourceWeightsChanged
 from rfork.image.memory import Segment
@@ -20,9 +19,10 @@ from rfork.source.channels import InflightReads
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc import exporter as exporting
-from rfork.transport.cuda_ipc.driver import HANDLE_TYPES, HandleType
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
-from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
+from tests.fake_libcuda.fake_gpu import FakeGpu
+from tests.fake_libcuda.images import device_image
+from tests.fake_libcuda.install import install
 from tests.transport_contract import TOKEN, soon
 
 
@@ -83,78 +83,47 @@ def _print_message(message: dict[str, object]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _source(
-    sizes: Sequence[int], on_host: Sequence[int], handle_type: str, align: int, settings: InstanceSettings
-) -> None:
-    handle_types: dict[str, HandleType] = {each: each for each in HANDLE_TYPES}
-    memory = FakeMemory()
-    image = fake_device_image(
-        memory, sizes, on_host=on_host, filled=True, handle_type=handle_types[handle_type], align=align
-    )
-    gate = FencedGate()
-    exporter = CudaIpcTransport(settings, lambda: FakeDriver(memory)).export(image, gate)
-    _print_message(endpoint_to_json(exporter.endpoint()))
+def _serve() -> None:
+    """Create a source for each line of JSON, the arguments of `device_image`; fence or close the latest."""
+    exporting.RELEASE_TIMEOUT_S = 60.0  # type: ignore[misc]  # a reader that is alive may be on a busy machine
+    install()
+    sources: list[tuple[FakeGpu, FencedGate, CudaIpcExporter]] = []
     for line in sys.stdin:
-        if line.strip() == "fence":
-            _print_message({"aborted": gate.fence(0.05)})
-        elif line.strip() == "close":
+        command = line.strip()
+        if command == "fence":
+            _print_message({"aborted": sources[-1][1].fence(0.05)})
+        elif command == "close":
+            gpu, _, exporter = sources.pop()
             exporter.close()
+            gpu.free_all()
             _print_message({"closed": 1})
+        else:
+            gpu, gate = FakeGpu(), FencedGate()
+            image = device_image(gpu, **json.loads(line), filled=True)
+            exporter = CudaIpcTransport(InstanceSettings()).export(image, gate)
+            sources.append((gpu, gate, exporter))
+            _print_message(endpoint_to_json(exporter.endpoint()))
 
 
-def _sources() -> None:
-    """Create a source for each line of JSON; "close" closes the latest."""
-    made: list[CudaIpcExporter] = []
-    for line in sys.stdin:
-        if line.strip() == "close":
-            made.pop().close()
-            _print_message({"closed": 1})
-            continue
-        description, memory = json.loads(line), FakeMemory()
-        image = fake_device_image(
-            memory,
-            description["sizes"],
-            on_host=description["on_host"],
-            filled=True,
-            handle_type=description["kind"],
-            align=description["align"],
-        )
-        transport = CudaIpcTransport(InstanceSettings(), partial(FakeDriver, memory))
-        made.append(transport.export(image, FencedGate()))
-        _print_message(endpoint_to_json(made[-1].endpoint()))
+def _read() -> None:
+    """Start to read each endpoint that arrives, with copies that never finish."""
+    gpu = install()
+    with gpu.paused_copies():
+        for count, line in enumerate(sys.stdin, 1):
+            endpoint = endpoint_from_json(json.loads(line))
+            image = device_image(gpu, [length for _, _, length in endpoint.segments])
+            reader = CudaIpcTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, soon())
 
+            def read() -> None:
+                try:
+                    reader.read(0, image.layout.image_bytes, soon(600))  # noqa: B023
+                except RforkError as error:
+                    _print_message({"error": error.kind})
 
-def _target(sizes: Sequence[int], settings: InstanceSettings) -> None:
-    """Start to read each endpoint that arrives on stdin, with copies that never finish."""
-    for line in sys.stdin:
-        _read(sizes, settings, endpoint_from_json(json.loads(line)))
-
-
-def _read(sizes: Sequence[int], settings: InstanceSettings, endpoint: Endpoint) -> None:
-    memory = FakeMemory()
-    image, driver = fake_device_image(memory, sizes), FakeDriver(memory)
-    driver.running.clear()
-    reader = CudaIpcTransport(settings, lambda: driver).connect(endpoint, image, lambda: TOKEN, soon())
-
-    def read() -> None:
-        try:
-            reader.read(0, image.layout.image_bytes, soon(600))
-        except RforkError as error:
-            _print_message({"error": error.kind})
-
-    threading.Thread(target=read, daemon=True).start()
-    driver.queued.wait()
-    _print_message({"reading": 1})
+            threading.Thread(target=read, daemon=True).start()
+            gpu.wait_until_queued(count)
+            _print_message({"reading": 1})
 
 
 if __name__ == "__main__":
-    description = json.loads(sys.argv[1])
-    exporting.RELEASE_TIMEOUT_S = 60.0  # type: ignore[misc]  # a reader that is alive may be on a busy machine
-    if description["side"] == "source":
-        _source(
-            description["sizes"], description["on_host"], description["kind"], description["align"], InstanceSettings()
-        )
-    elif description["side"] == "sources":
-        _sources()
-    else:
-        _target(description["sizes"], InstanceSettings())
+    {"sources": _serve, "targets": _read}[sys.argv[1]]()

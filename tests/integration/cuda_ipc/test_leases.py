@@ -13,45 +13,46 @@ from rfork.transport.cuda_ipc import exporter, source_memory
 from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.connection import Message, UnixSocketConnection, close_all
 from rfork.transport.same_host.server import MAX_CONNECTIONS_PER_FORK
-from tests.fake_cuda import FakeDriver
-from tests.integration.cuda_ipc.harness import SIZES, CudaIpcTarget, expected, raised_by
+from tests.fake_libcuda.fake_gpu import GRANULARITY, FakeGpu, OpenFailure
+from tests.fake_libcuda.images import patterns
+from tests.integration.cuda_ipc.harness import (
+    SIZES,
+    CudaIpcTarget,
+    LocalSource,
+    local_source,
+    opened_allocations,
+    raised_by,
+)
 from tests.integration.cuda_ipc_node import FencedGate
-from tests.transport_contract import TOKEN, content, soon
+from tests.transport_contract import TOKEN, soon
 
 
-def test_no_handle_without_a_lease(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+def test_no_handle_without_a_lease(fake_gpu: FakeGpu, seed: LocalSource) -> None:
     """A forged token gets no handle of any allocation, and no byte."""
-    _, endpoint, driver = seed
-    side = CudaIpcTarget(SIZES)
-    reader = side.connect(endpoint, token="forged")
+    side = CudaIpcTarget(fake_gpu, SIZES)
+    reader = side.connect(seed[1], token="forged")
     with pytest.raises(LeaseRejected):
         reader.read(0, side.image_bytes, soon())
     reader.close()
-    assert [] == driver.exports
-    assert bytes(side.image_bytes) == content(side.image)
+    assert 0 == fake_gpu.exports
+    assert bytes(side.image_bytes) == side.content
 
 
-def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+def test_every_byte_is_metered(fake_gpu: FakeGpu, seed: LocalSource) -> None:
     """A source with a rate limit lends few bytes at a time and counts all of them."""
-    gate, endpoint, _ = seed
+    gate, endpoint = seed
     gate.max_bytes = 100_000
-    side = CudaIpcTarget(SIZES)
-    reader = side.connect(endpoint)
-    reader.read(0, side.image_bytes, soon())
-    reader.close()
-    assert expected(SIZES) == content(side.image)
-    assert side.image_bytes == gate.granted
+    assert patterns(SIZES) == CudaIpcTarget(fake_gpu, SIZES).read(endpoint)
+    assert sum(SIZES) == gate.granted
 
 
-def test_handles_are_created_once(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
-    """Two readers that read everything need one handle per allocation."""
-    _, endpoint, driver = seed
-    for _ in range(2):
-        side = CudaIpcTarget(SIZES)
-        reader = side.connect(endpoint)
-        reader.read(0, side.image_bytes, soon())
-        reader.close()
-    assert len(driver.memory.blocks) == len(driver.exports)
+def test_handles_are_created_once(fake_gpu: FakeGpu) -> None:
+    """Two readers that read everything need one handle per allocation, unless handles are descriptors."""
+    fake_gpu.set_handle_types(OpenFailure.FABRIC)
+    with local_source(fake_gpu, SIZES, FencedGate()) as endpoint:
+        for _ in range(2):
+            CudaIpcTarget(fake_gpu, SIZES).read(endpoint)
+    assert -(-sum(SIZES) // GRANULARITY) == fake_gpu.exports
 
 
 MALFORMED_REQUESTS: Sequence[Message] = (
@@ -70,28 +71,24 @@ MALFORMED_REQUESTS: Sequence[Message] = (
 )
 
 
-@pytest.mark.parametrize("request_message", MALFORMED_REQUESTS, ids=str)
+@pytest.mark.parametrize("request_message", MALFORMED_REQUESTS, ids=[str(one)[:80] for one in MALFORMED_REQUESTS])
 def test_malformed_requests_harm_no_other_reader(
-    seed: tuple[FencedGate, Endpoint, FakeDriver], request_message: Message
+    fake_gpu: FakeGpu, seed: LocalSource, request_message: Message
 ) -> None:
     """A reader with a malformed request loses its connection; the next one is served."""
-    _, endpoint, _ = seed
+    _, endpoint = seed
     connections = ConnectionPool(endpoint.parameters, 10.0)
     with connections.lease(soon()) as connection:
         connection.send(request_message, deadline=soon())
         with pytest.raises(SourceUnavailable):
             connection.receive(soon())
     connections.close()
-    side = CudaIpcTarget(SIZES)
-    reader = side.connect(endpoint)
-    reader.read(0, side.image_bytes, soon())
-    reader.close()
-    assert expected(SIZES) == content(side.image)
+    assert patterns(SIZES) == CudaIpcTarget(fake_gpu, SIZES).read(endpoint)
 
 
-def test_a_negative_offset_is_the_first_page(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+def test_a_negative_offset_is_the_first_page(seed: LocalSource) -> None:
     """Pages of the table start at the requested offset and never before the table."""
-    _, endpoint, _ = seed
+    _, endpoint = seed
     connections = ConnectionPool(endpoint.parameters, 10.0)
     pages: list[Message] = []
     with connections.lease(soon()) as connection:
@@ -115,12 +112,10 @@ def open_pins(endpoint: Endpoint, count: int) -> Iterator[tuple[ConnectionPool, 
         connections.close()
 
 
-def test_a_pin_uses_no_reader_slot(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+def test_a_pin_uses_no_reader_slot(fake_gpu: FakeGpu, seed: LocalSource) -> None:
     """A fork's pin uses none of its slots: 64 concurrent reads all proceed."""
-    _, endpoint, _ = seed
-    side = CudaIpcTarget(SIZES)
-    reader = side.connect(endpoint)
-    side.driver.running.clear()
+    side = CudaIpcTarget(fake_gpu, SIZES)
+    reader = side.connect(seed[1])
     step = side.image_bytes // MAX_CONNECTIONS_PER_FORK
     raised: list[RforkError | None] = []
 
@@ -128,24 +123,21 @@ def test_a_pin_uses_no_reader_slot(seed: tuple[FencedGate, Endpoint, FakeDriver]
         raised.append(raised_by(lambda: reader.read(index * step, (index + 1) * step, soon())))
 
     threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(MAX_CONNECTIONS_PER_FORK)]
-    for thread in threads:
-        thread.start()
-    # All of them copy concurrently.
-    assert all(side.driver.streams.acquire(timeout=30) for _ in range(MAX_CONNECTIONS_PER_FORK))
-    side.driver.running.set()
+    with fake_gpu.paused_copies():
+        for thread in threads:
+            thread.start()
+        fake_gpu.wait_until_queued(streams=MAX_CONNECTIONS_PER_FORK)  # all of them copy concurrently
     for thread in threads:
         thread.join()
     reader.close()
     assert [None] * MAX_CONNECTIONS_PER_FORK == raised
 
 
-def test_a_pin_ends_with_its_lease(
-    seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pin_ends_with_its_lease(fake_gpu: FakeGpu, seed: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader keeps presenting its latest token and unmaps the memory once the token is refused."""
     monkeypatch.setattr(source_memory, "TOKEN_REFRESH_S", 0.02)
-    gate, endpoint, _ = seed
-    side, token_checks = CudaIpcTarget(SIZES), threading.Semaphore(0)
+    gate, endpoint = seed
+    side, token_checks = CudaIpcTarget(fake_gpu, SIZES), threading.Semaphore(0)
     admit = gate.authorize
 
     def note(token: str, begin: int, end: int) -> str:
@@ -164,15 +156,13 @@ def test_a_pin_ends_with_its_lease(
     assert reader._released.wait(30)  # type: ignore[attr-defined]
     with pytest.raises(LeaseRejected):
         reader.read(0, side.image_bytes, soon())
-    assert [] == side.driver.opened
+    assert 0 == opened_allocations(fake_gpu)
 
 
-def test_pins_of_silent_readers_end(
-    seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_of_silent_readers_end(seed: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that stops presenting a token is disconnected; a fork gets only a few pins."""
     monkeypatch.setattr(exporter, "IDLE_TIMEOUT_S", 0.3)
-    _, endpoint, _ = seed
+    _, endpoint = seed
     pins = []
     for connections, connection in open_pins(endpoint, 1):
         with pytest.raises(SourceUnavailable):

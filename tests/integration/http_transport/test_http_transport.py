@@ -6,8 +6,8 @@ import http.client
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +20,8 @@ from rfork.image.safetensors_header import header
 from rfork.settings import InstanceSettings
 from rfork.transport.http import HttpTransport
 from rfork.transport.http.connection import SLICE_BYTES
-from tests.fake_device import FakeDeviceCopier, image_on_fake_device
+from tests.fake_libcuda.fake_gpu import FakeGpu
+from tests.fake_libcuda.images import device_image
 from tests.integration.http_transport.pairs import (
     AUTHORIZATION,
     LARGE,
@@ -34,35 +35,11 @@ from tests.integration.http_transport.pairs import (
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of
 
 
-@contextmanager
-def staged_pair(copies: FakeDeviceCopier, sizes: tuple[int, ...]) -> Iterator[TransportPair]:
-    """A pair whose tensors are on a device on both sides."""
-    transport, gate = HttpTransport(InstanceSettings()), FakeGate()
-    source, target = (
-        image_on_fake_device(image_of(sizes, seed=1), copies),
-        image_on_fake_device(image_of(sizes), copies),
-    )
-    made = TransportPair(transport, gate, source, target, transport.export(source, gate))
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
 def test_http_keeps_the_contract(check: Callable[[TransportPair], None]) -> None:
     """Every check of the contract holds over http."""
     with pair(MIXED) as made:
         check(made)
-
-
-@pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
-def test_http_keeps_the_contract_between_devices(check: Callable[[TransportPair], None]) -> None:
-    """Every check of the contract holds if source and target are accessible only by stepwise copies."""
-    copies = FakeDeviceCopier()
-    with staged_pair(copies, MIXED) as made:
-        check(made)
-    assert [] == copies.pending
 
 
 def test_curl_saves_a_live_seed_as_safetensors(tmp_path: Path) -> None:
@@ -163,25 +140,23 @@ def test_weights_that_change_cut_a_body_short() -> None:
             response.read()
 
 
-def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
+def test_nothing_is_fetched_from_a_device_before_it_is_admitted(fake_gpu: FakeGpu) -> None:
     """If the third slice is refused, only the first two were copied, and no copy is running."""
-    copies = FakeDeviceCopier()
-    with staged_pair(copies, LARGE) as made:
+    gate, image = FakeGate(), device_image(fake_gpu, LARGE)
 
-        def change(nbytes: int) -> None:
-            made.gate.weights_changed = len(made.gate.admitted) >= 4
+    def change(nbytes: int) -> None:
+        gate.weights_changed = len(gate.admitted) >= 4
 
-        made.gate.before_slice = change
-        http_request = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
+    gate.before_slice = change
+    with closing(HttpTransport(InstanceSettings()).export(image, gate)) as exporter:
+        http_request = urllib.request.Request(url_of(exporter.endpoint()), headers=AUTHORIZATION)
         with (
             urllib.request.urlopen(http_request, timeout=30) as response,
             pytest.raises(http.client.IncompleteRead),
         ):
             response.read()
-        made.exporter.close()
-        expected = 2 * SLICE_BYTES - len(header(made.source.layout))
-        assert expected == copies.started_bytes
-        assert [] == copies.pending
+    assert 2 * SLICE_BYTES - len(header(image.layout)) == fake_gpu.copied_bytes
+    assert 0 == fake_gpu.queued_copies
 
 
 def test_closing_cuts_readers_and_leaves_no_thread() -> None:

@@ -3,74 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_void_p
 
 import pytest
 
-from rfork.cuda import library
-from rfork.cuda.library import CudaDriverLibrary, IpcMemHandle, MemAccessDesc, MemLocation
 from tests.fake_libcuda.build import library_path
-from tests.fake_libcuda.fake_gpu import GRANULARITY, CopyFailure, FakeGpu
-
-RELAXED, DESCRIPTOR, MAPPING_SIZE = 2, 1, 18
-NON_BLOCKING, LAZY_PEER_ACCESS = 1, 1
-
-
-class Program:
-    """A program that uses the driver on one thread. Functions return the driver's result."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu = gpu
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "LIBRARY_PATH", gpu.path)
-            self.bindings = CudaDriverLibrary()
-        assert self.run("cuInit", 0) == 0
-
-    def run(self, name: str, *arguments: object) -> int:
-        if name in ("cuInit", "cuMemcpyAsync", "cuStreamQuery", "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"):
-            return self.bindings.function(name)(*arguments)
-        function: Callable[..., int] = getattr(self.gpu.library, name)
-        return function(*arguments)
-
-    def use(self, device: int) -> None:
-        context = c_void_p()
-        assert self.run("cuDevicePrimaryCtxRetain", byref(context), device) == 0
-        assert self.run("cuCtxPushCurrent_v2", context) == 0
-
-    def stream(self) -> c_void_p:
-        stream = c_void_p()
-        assert self.run("cuStreamCreate", byref(stream), NON_BLOCKING) == 0
-        return stream
-
-    def pinned(self, size: int) -> c_void_p:
-        address = c_void_p()
-        assert self.run("cuMemHostAlloc", byref(address), c_size_t(size), 1) == 0
-        return address
-
-    def relax(self) -> c_int:
-        mode = c_int(RELAXED)
-        assert self.run("cuThreadExchangeStreamCaptureMode", byref(mode)) == 0
-        return mode
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    fake = FakeGpu()
-    fake.reset()
-    yield fake
-    fake.reset()
-
-
-@pytest.fixture
-def program(gpu: FakeGpu) -> Iterator[Program]:
-    program = Program(gpu)
-    program.use(0)
-    yield program
-    while gpu.thread_depth:
-        program.run("cuCtxPopCurrent_v2", None)
+from tests.fake_libcuda.fake_gpu import CopyFailure, FakeGpu
+from tests.unit.cuda.driver_program import NON_BLOCKING, Program
 
 
 def test_host_access_crashes() -> None:
@@ -204,118 +146,121 @@ def test_copies_fail_on_demand(gpu: FakeGpu, program: Program, when: CopyFailure
         assert program.run("cuStreamSynchronize", stream) == queried
 
 
-def test_address_range_of_mapped_memory_is_the_reservation(gpu: FakeGpu, program: Program) -> None:
-    """The address range of mapped memory is larger than its mapping, whose size is an attribute."""
-    tensor = gpu.allocate(3 * GRANULARITY, kind="expandable")
-    size, mapping = c_size_t(), c_uint64()
-    address = c_uint64(tensor.data_ptr())
-    assert program.run("cuMemGetAddressRange_v2", None, byref(size), address) == 0
-    assert program.run("cuPointerGetAttribute", byref(mapping), MAPPING_SIZE, address) == 0
-    assert (size.value, mapping.value) == (4 * GRANULARITY, GRANULARITY)
-
-
-def test_own_legacy_handle_cannot_be_opened(gpu: FakeGpu, program: Program) -> None:
-    """A process cannot open the handle of its own memory."""
-    handle = IpcMemHandle()
-    assert program.run("cuIpcGetMemHandle", byref(handle), c_uint64(gpu.allocate(4096).data_ptr())) == 0
-    assert program.run("cuIpcOpenMemHandle_v2", byref(c_uint64()), handle, LAZY_PEER_ACCESS) == 201
-
-
-SOURCE = """
-import ctypes, sys
-fake = ctypes.CDLL(sys.argv[1])
-fake.fake_allocate.restype = ctypes.c_ulonglong
-context, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
-address = ctypes.c_ulonglong(fake.fake_allocate(ctypes.c_size_t(4096), 0, ctypes.c_size_t(0)))
-fake.fake_write(address, b"z" * 4096, ctypes.c_size_t(4096))
-fake.cuInit(0)
-fake.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-fake.cuCtxPushCurrent_v2(context)
-assert fake.cuIpcGetMemHandle(handle, address) == 0
-print(handle.raw.hex(), flush=True)
-for line in sys.stdin:
-    fake.fake_free(address)
-    print("freed", flush=True)
-"""
-
-
-@pytest.fixture
-def source() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", SOURCE, str(library_path())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
-def handle_of(source: subprocess.Popen[str]) -> IpcMemHandle:
-    assert source.stdout
-    return IpcMemHandle.from_buffer_copy(bytes.fromhex(source.stdout.readline()))
-
-
-def test_legacy_handle_has_one_address_and_a_count(
-    gpu: FakeGpu, program: Program, source: subprocess.Popen[str]
-) -> None:
-    """Opening a handle twice returns one address, which is closed after two calls."""
-    handle, first, second = handle_of(source), c_uint64(), c_uint64()
-    assert program.run("cuIpcOpenMemHandle_v2", byref(first), handle, LAZY_PEER_ACCESS) == 0
-    assert program.run("cuIpcOpenMemHandle_v2", byref(second), handle, LAZY_PEER_ACCESS) == 0
-    assert first.value == second.value
-    assert gpu.open_handles["ipc"] == 2
-    assert program.run("cuIpcCloseMemHandle", first) == 0
-    assert program.run("cuIpcCloseMemHandle", first) == 0
-    assert program.run("cuIpcCloseMemHandle", first) == 1
-
-
-def test_copy_from_memory_freed_by_its_owner_is_a_violation(
-    gpu: FakeGpu, program: Program, source: subprocess.Popen[str]
-) -> None:
-    """Opened memory is read until its owner frees it; a later copy is recorded, and a later open fails."""
-    handle, address, target, stream = handle_of(source), c_uint64(), gpu.allocate(4096), program.stream()
-    assert program.run("cuIpcOpenMemHandle_v2", byref(address), handle, LAZY_PEER_ACCESS) == 0
-    assert program.run("cuMemcpyAsync", target.data_ptr(), address.value, 4096, stream) == 0
-    assert program.run("cuStreamSynchronize", stream) == 0
-    assert gpu.read(target) == b"z" * 4096
-    assert source.stdin
-    assert source.stdout
-    source.stdin.write("free\n")
-    source.stdin.flush()
-    assert source.stdout.readline() == "freed\n"
-    assert program.run("cuMemcpyAsync", target.data_ptr(), address.value, 4096, stream) == 1
-    assert len(gpu.violations) == 1
-    assert program.run("cuIpcCloseMemHandle", address) == 0
-    assert program.run("cuIpcOpenMemHandle_v2", byref(address), handle, LAZY_PEER_ACCESS) == 205
-
-
-def test_mapped_memory_is_granular_and_not_read_only(gpu: FakeGpu, program: Program) -> None:
-    """Reservations have complete granules, read-only access is refused, and what is not released is reported."""
-    address, memory, descriptor = c_uint64(), c_uint64(), c_int()
-    before = gpu.open_handles
-    source = c_void_p(gpu.allocate(GRANULARITY, kind="expandable").data_ptr())
-    assert program.run("cuMemRetainAllocationHandle", byref(memory), source) == 0
-    assert program.run("cuMemExportToShareableHandle", byref(descriptor), memory, DESCRIPTOR, c_ulonglong(0)) == 0
-    assert program.run("cuMemRelease", memory.value) == 0
-    assert gpu.open_handles == before
-    assert program.run("cuMemImportFromShareableHandle", byref(memory), c_void_p(descriptor.value), DESCRIPTOR) == 0
-    reserve = (c_size_t(0), c_uint64(0), c_ulonglong(0))
-    assert program.run("cuMemAddressReserve", byref(address), c_size_t(4096), *reserve) == 1
-    assert program.run("cuMemAddressReserve", byref(address), c_size_t(GRANULARITY), *reserve) == 0
-    assert program.run("cuMemMap", address, c_size_t(GRANULARITY), c_size_t(0), memory, c_ulonglong(0)) == 0
-    access = MemAccessDesc(MemLocation(1, 1), 1)
-    set_access = ("cuMemSetAccess", address, c_size_t(GRANULARITY), byref(access), c_size_t(1))
-    assert program.run(*set_access) == 801
-    access.flags = 3
-    assert program.run(*set_access) == 0
-    assert gpu.open_handles != before
-    assert program.run("cuMemAddressFree", address.value, GRANULARITY) == 1
-    assert program.run("cuMemUnmap", address.value, GRANULARITY) == 0
-    assert program.run("cuMemAddressFree", address.value, GRANULARITY) == 0
-    assert program.run("cuMemRelease", memory.value) == 0
-    assert gpu.open_handles == before
-
-
 def test_flushes_are_counted(gpu: FakeGpu, program: Program) -> None:
     """A flush of RDMA writes is counted for the current context's device, if the device supports it."""
     assert program.run("cuFlushGPUDirectRDMAWrites", 0, 100) == 0
     gpu.set_attribute(0, "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS", 0)
     assert program.run("cuFlushGPUDirectRDMAWrites", 0, 100) == 801
     assert gpu.flushes == {0: 1}
+
+
+def test_copies_of_a_stream_run_in_order(gpu: FakeGpu, program: Program) -> None:
+    """The last copy into a target wins, whatever the seed."""
+    one, two, target, stream = gpu.allocate(4096), gpu.allocate(4096), gpu.allocate(4096), program.stream()
+    gpu.write(two, b"2" * 4096)
+    for seed in range(8):
+        gpu.set_seed(seed)
+        with gpu.paused_copies():
+            for source in (one, two):
+                assert program.run("cuMemcpyAsync", target.data_ptr(), source.data_ptr(), 4096, stream) == 0
+        assert program.run("cuStreamSynchronize", stream) == 0
+        found = gpu.read(target)
+        assert found == b"2" * 4096
+
+
+def test_copies_of_two_streams_run_in_any_order(gpu: FakeGpu, program: Program) -> None:
+    """The seed determines the last one."""
+    one, two, target = (gpu.allocate(4096) for _ in range(3))
+    gpu.write(two, b"2" * 4096)
+    streams, winners = (program.stream(), program.stream()), set()
+    for seed in range(16):
+        gpu.set_seed(seed)
+        with gpu.paused_copies():
+            for source, stream in zip((one, two), streams, strict=True):
+                assert program.run("cuMemcpyAsync", target.data_ptr(), source.data_ptr(), 4096, stream) == 0
+            gpu.wait_until_queued(streams=2)
+        gpu.wait_until_idle()
+        winners.add(gpu.read(target)[:1])
+    assert winners == {b"\0", b"2"}
+
+
+def test_counters_of_copies(gpu: FakeGpu, program: Program) -> None:
+    """Queued, completed and copied bytes are counted."""
+    source, target, stream = gpu.allocate(4096), gpu.allocate(4096), program.stream()
+    with gpu.paused_copies():
+        assert program.run("cuMemcpyAsync", target.data_ptr(), source.data_ptr(), 1000, stream) == 0
+        assert gpu.queued_copies == 1
+        assert gpu.copied_bytes == 0
+    gpu.wait_until_idle()
+    assert gpu.completed_copies == 1
+    assert gpu.copied_bytes == 1000
+
+
+def test_destroyed_stream_is_invalid(gpu: FakeGpu, program: Program) -> None:
+    """Its handle is rejected and recorded."""
+    stream = program.stream()
+    assert program.run("cuStreamDestroy_v2", stream) == 0
+    assert program.run("cuStreamQuery", stream) == 400
+    assert len(gpu.violations) == 1
+
+
+def test_registered_memory_is_pinned(gpu: FakeGpu, program: Program) -> None:
+    """Copies of registered host memory are asynchronous, and count as pageable once it is not registered."""
+    host = ctypes.create_string_buffer(b"h" * 4096, 4096)
+    address, target = c_void_p(ctypes.addressof(host)), gpu.allocate(4096)
+    assert program.run("cuMemHostRegister_v2", address, c_size_t(4096), 1) == 0
+    assert program.copy(target.data_ptr(), ctypes.addressof(host)) == 0
+    assert gpu.pageable_copies == 0
+    assert program.run("cuMemHostUnregister", address) == 0
+    assert program.copy(target.data_ptr(), ctypes.addressof(host)) == 0
+    assert gpu.pageable_copies == 1
+
+
+def test_memory_is_registered_once(gpu: FakeGpu, program: Program) -> None:
+    """No two registrations overlap, each is ended once and not by another function, and none is of device memory."""
+    host, allocated = ctypes.create_string_buffer(8192), program.pinned(4096)
+    address, size = c_void_p(ctypes.addressof(host)), c_size_t(4096)
+    assert program.run("cuMemHostRegister_v2", address, size, 1) == 0
+    assert program.run("cuMemHostRegister_v2", c_void_p(ctypes.addressof(host) + 1), size, 1) == 712
+    assert program.run("cuMemFreeHost", address) == 1
+    assert program.run("cuMemHostUnregister", allocated) == 713
+    assert program.run("cuMemHostUnregister", address) == 0
+    assert program.run("cuMemHostUnregister", address) == 713
+    assert program.run("cuMemHostRegister_v2", c_void_p(gpu.allocate(4096).data_ptr()), size, 1) == 1
+    assert program.run("cuMemFreeHost", allocated) == 0
+
+
+def test_unlocking_under_a_copy_is_a_violation(gpu: FakeGpu, program: Program) -> None:
+    """Host memory stays locked until the copies that use it have ended."""
+    host, target, stream = ctypes.create_string_buffer(4096), gpu.allocate(4096), program.stream()
+    address = c_void_p(ctypes.addressof(host))
+    assert program.run("cuMemHostRegister_v2", address, c_size_t(4096), 1) == 0
+    with gpu.paused_copies():
+        assert program.run("cuMemcpyAsync", target.data_ptr(), ctypes.addressof(host), 4096, stream) == 0
+        assert program.run("cuMemHostUnregister", address) == 0
+    assert "that a queued copy uses" in gpu.violations[0]
+    gpu.wait_until_idle()
+
+
+def test_devices_that_are_not_visible_are_invalid(gpu: FakeGpu, program: Program) -> None:
+    """Their numbers are rejected."""
+    gpu.set_devices(1)
+    assert program.run("cuDeviceGet", byref(c_int()), 1) == 101
+    assert program.run("cuDevicePrimaryCtxRetain", byref(c_void_p()), 1) == 101
+    assert program.run("cuDeviceGet", byref(c_int()), 0) == 0
+
+
+CHILD = """
+import ctypes, os, sys
+fake, count = ctypes.CDLL(sys.argv[1]), ctypes.c_int()
+assert fake.cuInit(0) == 0
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(10 * fake.cuInit(0) + fake.cuDeviceGetCount(ctypes.byref(count)))
+"""
+
+
+def test_forked_child_cannot_use_the_driver() -> None:
+    """After its parent has initialized the driver, every call of a child fails with error 3."""
+    child = subprocess.run([sys.executable, "-c", CHILD, str(library_path())], check=False, env={**os.environ})
+    assert child.returncode == 33

@@ -11,7 +11,7 @@ import torch
 from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.staging import STEP_BYTES, wait_all
-from tests.fake_device import FakeDeviceCopier, FakePendingCopy, image_on_fake_device
+from tests.unit.image.deferred_copier import DeferredCopier, DeferredCopy
 
 SIZE = 1000
 
@@ -20,8 +20,9 @@ def noise(size: int = SIZE) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
-def image_on(copier: FakeDeviceCopier, tensors: dict[str, torch.Tensor]) -> Image:
-    return image_on_fake_device(image_from_tensors(tensors), copier)
+def image_on(copier: DeferredCopier, tensors: dict[str, torch.Tensor]) -> Image:
+    image = image_from_tensors(tensors)
+    return Image(image.layout, image.regions, copier)
 
 
 def three() -> tuple[dict[str, torch.Tensor], bytes]:
@@ -34,7 +35,7 @@ def three() -> tuple[dict[str, torch.Tensor], bytes]:
 def test_steps_cover_the_range(step: int) -> None:
     """The steps' bytes are those of the range in order, for tensors on the device and on the host."""
     tensors, image_bytes = three()
-    copier = FakeDeviceCopier(host=[tensors["b"]])
+    copier = DeferredCopier(host=[tensors["b"]])
     with image_on(copier, tensors).reading(3, 990, step) as steps:
         found = [b"".join(views) for views in steps]
     assert [image_bytes[low : min(low + step, 990)] for low in range(3, 990, step)] == found
@@ -45,7 +46,7 @@ def test_steps_cover_the_range(step: int) -> None:
 def test_written_bytes_are_in_the_tensors(step: int) -> None:
     """After the last step the tensors contain the written bytes, and surrounding memory is unchanged."""
     tensors, before = three()
-    expected, copier = bytes(noise().tolist()), FakeDeviceCopier(host=[tensors["b"]])
+    expected, copier = bytes(noise().tolist()), DeferredCopier(host=[tensors["b"]])
     with image_on(copier, tensors).writing(3, 990, step) as steps:
         at = 3
         for views in steps:
@@ -59,7 +60,7 @@ def test_written_bytes_are_in_the_tensors(step: int) -> None:
 
 def test_the_next_step_is_copied_while_one_is_read() -> None:
     """When the first step is returned, the second is being copied; with the last, no copy is in progress."""
-    copier = FakeDeviceCopier()
+    copier = DeferredCopier()
     with image_on(copier, {"a": noise()}).reading(0, SIZE, 400) as steps:
         seen = [(copier.started_count, len(copier.pending)) for _ in steps]
     assert [(2, 1), (3, 1), (3, 0)] == seen
@@ -67,7 +68,7 @@ def test_the_next_step_is_copied_while_one_is_read() -> None:
 
 def test_a_filled_step_is_copied_while_the_next_is_filled() -> None:
     """When the second step is returned, the first is being copied; it is complete when the third is."""
-    copier = FakeDeviceCopier()
+    copier = DeferredCopier()
     with image_on(copier, {"a": noise()}).writing(0, SIZE, 400) as steps:
         seen = [(copier.started_count, len(copier.pending)) for _ in steps]
     assert [(0, 0), (1, 1), (2, 1)] == seen
@@ -75,7 +76,7 @@ def test_a_filled_step_is_copied_while_the_next_is_filled() -> None:
 
 def test_nothing_is_read_outside_the_range() -> None:
     """Prefetching ends at the end of the range."""
-    copier, tensor = FakeDeviceCopier(), noise()
+    copier, tensor = DeferredCopier(), noise()
     with image_on(copier, {"a": tensor}).reading(0, 500, 400) as steps:
         next(steps)
         tensor[500:] = 0
@@ -86,7 +87,7 @@ def test_nothing_is_read_outside_the_range() -> None:
 
 def test_a_pass_uses_two_buffers_and_the_next_reuses_them() -> None:
     """For any number of consecutive steps and passes there are at most two buffers."""
-    copier = FakeDeviceCopier()
+    copier = DeferredCopier()
     image = image_on(copier, {"a": noise()})
     for _ in range(3):
         with image.reading(0, SIZE, 100) as steps:
@@ -99,7 +100,7 @@ def test_a_pass_uses_two_buffers_and_the_next_reuses_them() -> None:
 @pytest.mark.parametrize("steps_read", [0, 1, 2])
 def test_a_reader_that_stops_early_leaves_no_copy(steps_read: int) -> None:
     """An exception in the middle of a pass reaches the caller after all copies have ended."""
-    copier = FakeDeviceCopier()
+    copier = DeferredCopier()
     image = image_on(copier, {"a": noise()})
 
     def read_and_fail() -> None:
@@ -115,7 +116,7 @@ def test_a_reader_that_stops_early_leaves_no_copy(steps_read: int) -> None:
 
 def test_a_step_that_was_not_filled_is_not_written() -> None:
     """After an exception the tensors contain the previous steps, and nothing of the current one."""
-    copier, tensor = FakeDeviceCopier(), torch.zeros(300, dtype=torch.uint8)
+    copier, tensor = DeferredCopier(), torch.zeros(300, dtype=torch.uint8)
 
     def write_and_fail() -> None:
         with image_on(copier, {"a": tensor}).writing(0, 300, 100) as steps:
@@ -134,7 +135,7 @@ def test_a_step_that_was_not_filled_is_not_written() -> None:
 @pytest.mark.parametrize("direction", ["reading", "writing"])
 def test_a_device_failure_is_raised(direction: str) -> None:
     """If a copy cannot start, the pass raises the device's error with no copy in progress."""
-    copier = FakeDeviceCopier(max_copies=1)
+    copier = DeferredCopier(max_copies=1)
     image = image_on(copier, {"a": noise()})
 
     def walk() -> None:
@@ -146,17 +147,17 @@ def test_a_device_failure_is_raised(direction: str) -> None:
     assert [] == copier.pending
 
 
-class FailingCopies(FakeDeviceCopier):
+class FailingCopies(DeferredCopier):
     """Every copy fails when it is waited for, with its number."""
 
-    def _begin(self, destination: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakePendingCopy:
+    def _begin(self, destination: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> DeferredCopy:
         number = self.started_count
         self.started_count += 1
 
         def fail() -> None:
             raise RuntimeError(f"copy {number} failed")
 
-        return FakePendingCopy(self, fail)
+        return DeferredCopy(self, fail)
 
 
 @pytest.mark.parametrize("direction", ["reading", "writing"])
@@ -192,7 +193,7 @@ def test_copies_on_two_devices_are_both_waited_for() -> None:
 @pytest.mark.parametrize("staged", [True, False])
 def test_an_empty_range_is_one_empty_step(staged: bool) -> None:
     """This holds in both directions, on a device and on the host, and needs no buffer."""
-    copier = FakeDeviceCopier(host=() if staged else [tensor := noise()])
+    copier = DeferredCopier(host=() if staged else [tensor := noise()])
     image = image_on(copier, {"a": noise() if staged else tensor})
     with image.reading(5, 5) as steps, image.writing(5, 5) as write_steps:
         assert [[]] == list(map(list, steps))
@@ -202,7 +203,7 @@ def test_an_empty_range_is_one_empty_step(staged: bool) -> None:
 
 def test_a_range_outside_the_image_is_rejected() -> None:
     """It is an error before there is a step to fill."""
-    image = image_on(FakeDeviceCopier(), {"a": noise()})
+    image = image_on(DeferredCopier(), {"a": noise()})
     for walk in (image.reading, image.writing):
         with pytest.raises(ValueError, match="not within"), walk(0, SIZE + 1):
             pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from rfork.image.capture import capture
@@ -74,6 +76,18 @@ def run_fork(
     if report.seed is not None:
         report.seed.close()
     return report
+
+
+def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Return a semaphore that is released once for each spooled chunk."""
+    count, record = threading.Semaphore(0), Spool.record
+
+    def record_and_count(spool: Spool, chunk: int, digest: bytes) -> None:
+        record(spool, chunk, digest)
+        count.release()
+
+    monkeypatch.setattr(Spool, "record", record_and_count)
+    return count
 
 
 def load_zeros(module: torch.nn.Module) -> None:

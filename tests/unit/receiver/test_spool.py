@@ -27,6 +27,7 @@ from tests.unit.receiver.spools import (
     CHUNKS,
     IDENTITY,
     Model,
+    count_records,
     load_zeros,
     run_fork,
     seed_and_planner,
@@ -44,18 +45,6 @@ def spooled_chunks(folder: Path, target_image: Image) -> list[int]:
 
 
 ZEROS = Fallback("zeros", load_zeros)
-
-
-def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Return a semaphore that is released once for each spooled chunk."""
-    count, record = threading.Semaphore(0), Spool.record
-
-    def record_and_count(spool: Spool, chunk: int, digest: bytes) -> None:
-        record(spool, chunk, digest)
-        count.release()
-
-    monkeypatch.setattr(Spool, "record", record_and_count)
-    return count
 
 
 def test_a_failed_fork_leaves_its_spool(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +232,29 @@ def test_spooling_stops_when_the_image_changes(tmp_path: Path, monkeypatch: pyte
     persister.close(remove=False)
     assert is_waiting
     assert [] == spooled_chunks(tmp_path, target_image)
+
+
+def test_nothing_reads_the_image_after_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the spool is removed, `close` waits for the write in progress: an engine may unmap the memory next."""
+    target_image, events = capture(Model(1)), list[str]()
+    write_started, closed = threading.Event(), threading.Event()
+
+    def write_after_removal(spool: Spool, at: int, views: Sequence[memoryview]) -> None:
+        write_started.set()
+        with persister._changed:
+            persister._changed.wait_for(lambda: persister._ended, NEVER_S)
+        closed.wait(0.2)
+        events.append("read")
+
+    monkeypatch.setattr(Spool, "write", write_after_removal)
+    chunk_state = ChunkState(target_image.layout.chunks)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, chunk_state).start()
+    chunk_state.mark_verified(0, target_image.digest(0))
+    write_started.wait(NEVER_S)
+    persister.close(remove=True)
+    closed.set()
+    events.append("closed")
+    assert ["read", "closed"] == events
 
 
 def test_a_chunk_dropped_during_its_write_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

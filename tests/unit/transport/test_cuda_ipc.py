@@ -1,4 +1,4 @@
-"""cuda_ipc without sockets and GPUs: copy planning and the driver's errors."""
+"""cuda_ipc without sockets: copy planning and the driver's errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from rfork.image.memory import Segment
 from rfork.settings import InstanceSettings
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.allocations import AllocationTable, PlannedCopy, allocations_of, host_ranges, plan_copies
-from rfork.transport.cuda_ipc.driver import Allocation, HandleType
+from rfork.transport.cuda_ipc.driver import Allocation, HandleType, IpcDriver
 from rfork.transport.cuda_ipc.protocol import namespaces
 from rfork.transport.cuda_ipc.source_memory import explain_open_error
 from rfork.transport.mooncake.read_plan import ContiguousPiece
-from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
+from tests.fake_libcuda.fake_gpu import GRANULARITY, FakeGpu
+from tests.fake_libcuda.images import device_image
 
 SOURCE = AllocationTable([Allocation(1000, 100, 0, "legacy"), Allocation(1100, 100, 0, "legacy")])
 TARGET = AllocationTable([Allocation(5000, 1000, 2, "legacy"), Allocation(6000, 1000, 3, "legacy")])
@@ -94,13 +95,13 @@ def test_a_piece_beyond_the_last_allocation_is_source_corrupt() -> None:
         plan_copies([ContiguousPiece(1190, 5000, 20)], 0, SOURCE, TARGET)
 
 
-def test_each_allocation_is_listed_once() -> None:
+def test_each_allocation_is_listed_once(fake_gpu: FakeGpu) -> None:
     """Tensors may share an allocation, and one tensor may span several."""
-    memory = FakeMemory()
-    sizes = [100, 200, 3 << 16, 50]
-    image = fake_device_image(memory, sizes, block=1 << 16)
-    found = allocations_of(FakeDriver(memory), image)
-    assert [block.allocation for block in memory.blocks] == list(found.table)
+    image = device_image(fake_gpu, [100, 200, 2 * GRANULARITY, 50], kind="expandable")
+    base = image.segments(0, 1)[0].address
+    bases = [base, base + GRANULARITY, base + 2 * GRANULARITY]
+    found = allocations_of(IpcDriver(), image)
+    assert [Allocation(each, GRANULARITY, 0, "descriptor") for each in bases] == list(found.table)
 
 
 def test_image_ranges_in_host_memory_are_merged() -> None:
@@ -117,27 +118,27 @@ def test_an_invalid_table_is_source_corrupt(table: list[tuple[int, int]]) -> Non
 
 
 SAME_NAMESPACE, OTHER_NAMESPACE = namespaces()["processes"], "pid:[1]"
+VISIBLE, HIDDEN = b"fake-gpu".ljust(16, b"\0").hex(), b"another".ljust(16, b"\0").hex()
 OPEN_ERRORS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
-    (library.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
-    (library.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
-    (library.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
-    (library.INVALID_CONTEXT, "legacy", "gpu-0", OTHER_NAMESPACE, NotSameHost),
-    (library.INVALID_CONTEXT, "legacy", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
-    (library.INVALID_VALUE, "descriptor", "gpu-0", OTHER_NAMESPACE, TransportUnavailable),
-    (library.INVALID_DEVICE, "legacy", "another", SAME_NAMESPACE, TransportUnavailable),
-    (library.NOT_PERMITTED, "fabric", "gpu-0", SAME_NAMESPACE, TransportUnavailable),
+    (library.PEER_ACCESS_UNSUPPORTED, "legacy", VISIBLE, SAME_NAMESPACE, PeerAccessUnavailable),
+    (library.TOO_MANY_PEERS, "descriptor", VISIBLE, OTHER_NAMESPACE, PeerAccessUnavailable),
+    (library.SYSTEM_DRIVER_MISMATCH, "legacy", VISIBLE, OTHER_NAMESPACE, VersionMismatch),
+    (library.INVALID_CONTEXT, "legacy", VISIBLE, OTHER_NAMESPACE, NotSameHost),
+    (library.INVALID_CONTEXT, "legacy", VISIBLE, SAME_NAMESPACE, TransportUnavailable),
+    (library.INVALID_VALUE, "descriptor", VISIBLE, OTHER_NAMESPACE, TransportUnavailable),
+    (library.INVALID_DEVICE, "legacy", HIDDEN, SAME_NAMESPACE, TransportUnavailable),
+    (library.NOT_PERMITTED, "fabric", VISIBLE, SAME_NAMESPACE, TransportUnavailable),
 ]
 
 
 @pytest.mark.parametrize(("code", "handle_type", "uuid", "namespace", "expected"), OPEN_ERRORS)
+@pytest.mark.usefixtures("fake_gpu")
 def test_an_open_error_is_explained(
     code: int, handle_type: HandleType, uuid: str, namespace: str, expected: type[RforkError]
 ) -> None:
     """The driver's error code, the handle type and the shared namespaces determine the error and the hint."""
     error = DriverError("cuIpcOpenMemHandle_v2", code, "the driver's text")
-    found = explain_open_error(
-        error, handle_type, uuid, FakeDriver(FakeMemory()), {**namespaces(), "processes": namespace}
-    )
+    found = explain_open_error(error, handle_type, uuid, IpcDriver(), {**namespaces(), "processes": namespace})
     assert expected is type(found)
     assert "the driver's text" in str(found)
     assert found.hint

@@ -97,6 +97,7 @@ class NixlReader:
         self._remote = remote
         self._remote_memory = MemoryMap()
         self._peer = ""
+        self._probe = torch.zeros(protocol.PROBE_BYTES, dtype=torch.uint8)
         self._flushed_gpus = flushed_gpus
         self._changed = threading.Condition()
         self._broken = threading.Event()
@@ -104,6 +105,7 @@ class NixlReader:
         self._active_calls = 0
         self._is_closed = False
         self._streams: set[ControlStream] = set()
+        self._stream_count = 0
         self._idle: list[ControlStream] = []
 
     def open(self, deadline: float) -> None:
@@ -114,12 +116,11 @@ class NixlReader:
         with self._in_use():
             description = self._describe(deadline)
             self._remote_memory = MemoryMap(description.memory())
-            scratch = torch.zeros(protocol.PROBE_BYTES, dtype=torch.uint8)
-            self.agent.register_regions([(scratch.data_ptr(), scratch.numel())])
+            self.agent.register_regions([(self._probe.data_ptr(), self._probe.numel())])
             self.agent.load_peer(description.metadata, description.agent)
             self._peer = description.agent
             probe = Transfer((False, False))
-            probe.local.append((scratch.data_ptr(), protocol.PROBE_BYTES, 0))
+            probe.local.append((self._probe.data_ptr(), protocol.PROBE_BYTES, 0))
             probe.remote.append((description.probe, protocol.PROBE_BYTES, 0))
             try:
                 self._run_transfers([probe], min(deadline, time.monotonic() + PROBE_TIMEOUT_S))
@@ -129,7 +130,7 @@ class NixlReader:
                 raise TransportUnavailable(
                     f"nixl cannot read from the source: {error}", hint="use another transport between these two machines"
                 ) from error
-            if bytes(scratch.tolist()) != description.nonce:
+            if bytes(self._probe.tolist()) != description.nonce:
                 raise SourceCorrupt("nixl read other bytes than the source's")
 
     def read(self, begin: int, end: int, deadline: float) -> None:
@@ -275,20 +276,28 @@ class NixlReader:
         """Lend a control stream, opened if necessary. It is closed on errors: a range may still be granted on it."""
         with self._changed:
             available = self._changed.wait_for(
-                lambda: self._error is not None or self._idle or len(self._streams) < MAX_STREAMS,
+                lambda: self._error is not None or self._idle or self._stream_count < MAX_STREAMS,
                 max(0.0, deadline - time.monotonic()),
             )
             self._check()
             if not available or time.monotonic() >= deadline:
                 raise SourceTimeout("no request to the source was possible before the deadline")
-            stream = self._idle.pop() if self._idle else self._open_control_stream()
-            self._streams.add(stream)
+            stream = self._idle.pop() if self._idle else None
+            self._stream_count += stream is None
         try:
+            if stream is None:
+                stream = self._open_control_stream()
+                with self._changed:
+                    self._streams.add(stream)
+                    self._check()  # a concurrent `close` has not closed this stream
             yield stream
         except BaseException:
-            stream.close()
+            if stream is not None:
+                stream.close()
             with self._changed:
-                self._streams.discard(stream)
+                if stream is not None:
+                    self._streams.discard(stream)
+                self._stream_count -= 1
                 self._changed.notify_all()
             raise
         with self._changed:

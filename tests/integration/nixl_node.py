@@ -66,19 +66,23 @@ class PacketStream:
     """`ControlStream` over a Unix socket."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        # A descriptor, because a socket must not be closed while another thread waits for it.
+        self._descriptor = connection.detach()
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
     def send(self, message: bytes) -> None:
         try:
-            self._connection.send(message)
+            os.write(self._descriptor, message)
         except OSError as error:
             raise SourceUnavailable(f"the control stream is closed: {error}") from None
 
     def receive(self, deadline: float) -> bytes:
-        if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise SourceTimeout("no control message before the deadline")
         try:
-            message = self._connection.recv(MAX_MESSAGE_BYTES)
+            message = os.read(self._descriptor, MAX_MESSAGE_BYTES)
         except OSError as error:
             raise SourceUnavailable(f"the control stream is closed: {error}") from None
         if not message:
@@ -86,8 +90,8 @@ class PacketStream:
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._descriptor)) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 class StreamServer:

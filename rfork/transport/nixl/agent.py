@@ -20,12 +20,13 @@ import torch
 
 from rfork.addresses import is_loopback
 from rfork.cuda.device import device_of
-from rfork.errors import RforkError, SourceCorrupt, SourceUnavailable, TransportUnavailable
+from rfork.errors import RforkError, SourceCorrupt, SourceUnavailable, TransportUnavailable, VersionMismatch
 from rfork.image.memory import Image
 from rfork.image.registration import Region, allocator_segments, contiguous_runs, merge_regions, regions_to_register
 from rfork.image.staging import CPU
 from rfork.transport.bpf_filter import PacketFilter, listening_ports
 from rfork.transport.nixl.library import Descriptor, NativeAgent, bindings, start_agent
+from rfork.transport.nixl.metadata import check_metadata
 
 FabricProtocol = Literal["rdma", "tcp", "backend"]
 """Network below an agent: RDMA or TCP of the UCX backend, or whatever another backend uses."""
@@ -150,17 +151,21 @@ class NixlAgent:
     def metadata(self) -> bytes:
         """Return the addresses of this agent and the keys of its memory: whoever has them can read it."""
         try:
-            return bytes(self._running().getLocalMD())
+            metadata = bytes(self._running().getLocalMD())
         except Exception as error:
             raise TransportUnavailable(f"nixl cannot export its metadata: {error}") from error
+        try:
+            check_metadata(metadata, self.name)
+        except SourceCorrupt as error:
+            raise VersionMismatch(f"unknown format of this release of NIXL: {error}", hint="install nixl 1.5") from error
+        return metadata
 
     def load_peer(self, metadata: bytes, name: str) -> None:
-        """Load another agent's metadata. Raises SourceCorrupt if NIXL rejects it, or if it has another name.
+        """Load another agent's metadata. Raises SourceCorrupt if it is malformed, or if it has another name.
 
-        NIXL does not detect every error: some malformed metadata ends the process.
+        Addresses and keys are opaque: some malformed ones end the process.
         """
-        if not metadata.startswith(b"nixlSerDes|"):
-            raise SourceCorrupt("the source sent something else than nixl's metadata")
+        check_metadata(metadata, name)
         try:
             loaded = self._running().loadRemoteMD(metadata)
         except SourceUnavailable:

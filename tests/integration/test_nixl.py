@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -126,9 +126,7 @@ class RemoteTransport:
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
-def test_nixl_keeps_the_contract(
-    check: Callable[[TransportPair], None], target_node: NixlNode, tmp_path: Path
-) -> None:
+def test_nixl_keeps_the_contract(check: Callable[[TransportPair], None], target_node: NixlNode, tmp_path: Path) -> None:
     """Every check of the contract holds between two processes."""
     memory = tmp_path / "memory"
     memory.write_bytes(bytes(sum(MIXED) + 24 * len(MIXED)))
@@ -157,9 +155,7 @@ def wrong_tensors(tensors: Sequence[torch.Tensor], salt: int = 0) -> list[int]:
     ]
 
 
-def connect(
-    endpoint: Endpoint, image: Image, opener: Callable[[], ControlStream], seconds: float = 20.0
-) -> NixlReader:
+def connect(endpoint: Endpoint, image: Image, opener: Callable[[], ControlStream], seconds: float = 20.0) -> NixlReader:
     """Open a reader with a deadline `seconds` from now."""
     return NixlTransport(SETTINGS).connect(endpoint, image, lambda: TOKEN, time.monotonic() + seconds, opener)
 
@@ -339,11 +335,19 @@ class MalformedSource:
         pass
 
 
+def local_endpoint(image: Image, **parameters: str) -> Endpoint:
+    """Return an endpoint with the parameters of this machine."""
+    both = {"version": STATE.version, "backend": "UCX", "protocol": "tcp", **parameters}
+    return Endpoint("nixl", both, tuple(image.segments(0, image.layout.image_bytes)))
+
+
 def description(**fields: object) -> list[str]:
     """Return the pages of a valid description, with some fields replaced."""
     agent = NixlAgent(Fabric("tcp", bind="127.0.0.1"))
     valid = AgentDescription(agent=agent.name, metadata=agent.metadata(), probe=4096, nonce=bytes(16))
     agent.close()
+    if fields.pop("trailing", False):
+        fields["metadata"] = valid.metadata + b"|"
     return list(PagedDescription.of(valid.model_copy(update=fields)).pages)
 
 
@@ -357,32 +361,33 @@ def description(**fields: object) -> list[str]:
         lambda: description(metadata=b"nixlSerDes|" + b"\xff" * 200),
         lambda: description(metadata=bytes(range(256)) * 4),
         lambda: description(agent="another"),
+        lambda: description(trailing=True),
     ],
-    ids=["number", "no-base64", "no-fields", "empty", "rubbish", "no-metadata", "another-name"],
+    ids=["number", "no-base64", "no-fields", "empty", "rubbish", "no-metadata", "another-name", "more-bytes"],
 )
 def test_malformed_metadata_is_corrupt(pages: Callable[[], list[object]]) -> None:
     """A malformed description is the source's fault, and this process survives it."""
     image, _ = empty_target(SMALL)
-    endpoint = Endpoint("nixl", {"version": STATE.version, "backend": "UCX", "protocol": "tcp"}, tuple(
-        image.segments(0, image.layout.image_bytes)
-    ))  # fmt: skip
     made = pages()
     with pytest.raises(SourceCorrupt):
-        connect(endpoint, image, lambda: MalformedSource(made))
+        connect(local_endpoint(image), image, lambda: MalformedSource(made))
 
 
-@pytest.mark.parametrize("part", range(1, 10))
-def test_truncated_metadata_is_corrupt(part: int) -> None:
-    """NIXL rejects metadata that ends too early."""
-    agent = NixlAgent(Fabric("tcp", bind="127.0.0.1"))
+def test_a_source_that_cannot_be_reached_is_unavailable() -> None:
+    """An agent whose port drops every packet selects another transport, before its connection times out."""
     other = NixlAgent(Fabric("tcp", bind="127.0.0.1"))
-    metadata = other.metadata()
-    try:
-        with pytest.raises(SourceCorrupt):
-            agent.load_peer(metadata[: len(metadata) * part // 10], other.name)
-    finally:
-        agent.close()
-        other.close()
+    nonce = torch.arange(16, dtype=torch.uint8)
+    other.register_regions([(nonce.data_ptr(), 16)])
+    described = AgentDescription(
+        agent=other.name, metadata=other.metadata(), probe=nonce.data_ptr(), nonce=bytes(nonce.tolist())
+    )
+    image, _ = empty_target(SMALL)
+    started_at = time.monotonic()
+    with pytest.raises(TransportUnavailable, match="cannot read from the source"):
+        connect(local_endpoint(image), image, lambda: MalformedSource(PagedDescription.of(described).pages), 2.0)
+    seconds = time.monotonic() - started_at
+    other.close()
+    assert seconds < 60
 
 
 @pytest.mark.parametrize(
@@ -397,10 +402,8 @@ def test_truncated_metadata_is_corrupt(part: int) -> None:
 def test_a_different_source_is_refused(name: str, value: str, error: type[RforkError]) -> None:
     """Two sides with different releases, networks or backends use another transport."""
     image, _ = empty_target(SMALL)
-    parameters = {"version": STATE.version, "backend": "UCX", "protocol": "tcp", name: value}
-    endpoint = Endpoint("nixl", parameters, tuple(image.segments(0, image.layout.image_bytes)))
     with pytest.raises(TransportUnavailable) as raised:
-        connect(endpoint, image, lambda: MalformedSource([]))
+        connect(local_endpoint(image, **{name: value}), image, lambda: MalformedSource([]))
     assert error is raised.type
 
 

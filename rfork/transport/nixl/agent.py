@@ -71,6 +71,9 @@ class Fabric:
                 "UCX_TLS": "cma,tcp,self",
                 "UCX_TCP_PORT_RANGE": f"{FIRST_PORT}-{LAST_PORT}",
                 "UCX_NET_DEVICES": "lo" if is_loopback(self.bind) else None,
+                # Otherwise loading a peer blocks for two minutes if its host does not reply.
+                "UCX_TCP_CONN_NB": "y",
+                "UCX_TCP_SYN_CNT": "2",
             }
         return {}
 
@@ -157,7 +160,9 @@ class NixlAgent:
         try:
             check_metadata(metadata, self.name)
         except SourceCorrupt as error:
-            raise VersionMismatch(f"unknown format of this release of NIXL: {error}", hint="install nixl 1.5") from error
+            raise VersionMismatch(
+                f"unknown format of this release of NIXL: {error}", hint="install nixl 1.5"
+            ) from error
         return metadata
 
     def load_peer(self, metadata: bytes, name: str) -> None:
@@ -171,6 +176,8 @@ class NixlAgent:
         except SourceUnavailable:
             raise
         except Exception as error:
+            if isinstance(error, self._bindings.nixlBackendError):  # UCX could not connect
+                raise SourceUnavailable(f"nixl cannot reach the source: {error}") from error
             raise SourceCorrupt(f"nixl rejected the source's metadata: {error}") from error
         if bytes(loaded) != name.encode():
             raise SourceCorrupt("the source's metadata is that of another agent")
@@ -250,7 +257,9 @@ def memory_regions(image: Image) -> list[tuple[int | None, list[Region]]]:
     if image.devices <= {CPU}:
         return [(None, regions_to_register(image))]
     devices = [_index(device_of(storage)) for storage in image.runs.storages]
-    located = sorted(zip(devices, contiguous_runs(image), strict=True), key=lambda pair: -1 if pair[0] is None else pair[0])
+    located = sorted(
+        zip(devices, contiguous_runs(image), strict=True), key=lambda pair: -1 if pair[0] is None else pair[0]
+    )
     segments = allocator_segments()
     return [
         (device, merge_regions([run for _, run in group], segments))

@@ -13,7 +13,14 @@ from typing import Final
 
 import torch
 
-from rfork.errors import LeaseRejected, RforkError, SourceBusy, SourceCorrupt, SourceWeightsChanged, TransportUnavailable
+from rfork.errors import (
+    LeaseRejected,
+    RforkError,
+    SourceBusy,
+    SourceCorrupt,
+    SourceWeightsChanged,
+    TransportUnavailable,
+)
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.thread_priority import lower_thread_priority

@@ -24,7 +24,7 @@ MODULES: Final[Mapping[str, str]] = {"nixl": "nixl", "nixl_cu13": "nixl-cu13", "
 PROGRESS_INTERVAL_US: Final = 10_000
 """Interval of the progress thread without events. With 0, NIXL's default, an idle agent uses 20% of a core."""
 
-_IMPORT_ENVIRONMENT: Final[Mapping[str, str | None]] = {
+_LIBRARY_ENVIRONMENT: Final[Mapping[str, str | None]] = {
     # UCX would replace the process's handlers of SIGSEGV and others.
     "UCX_HANDLE_ERRORS": "none",
     "UCX_ERROR_SIGNALS": "",
@@ -104,7 +104,7 @@ def bindings() -> ModuleType:
     if name is None:
         raise MissingExtra("nixl", extra="nixl", reason="the NIXL library is not installed")
     try:
-        with environment(_IMPORT_ENVIRONMENT):
+        with environment(_LIBRARY_ENVIRONMENT):
             module = importlib.import_module(name)
             # `nixl` puts the extension that fits torch's CUDA under this name.
             extension = importlib.import_module(f"{name}._bindings")
@@ -117,7 +117,9 @@ def bindings() -> ModuleType:
     return extension
 
 
-def start_agent(name: str, backend: str, options: Mapping[str, str], variables: Mapping[str, str | None]) -> NativeAgent:
+def start_agent(
+    name: str, backend: str, options: Mapping[str, str], variables: Mapping[str, str | None]
+) -> NativeAgent:
     """Return a native agent with one backend. `variables` are the environment in which the backend starts.
 
     Raises MissingExtra if the library is unusable, TransportUnavailable if the backend does not start.
@@ -128,7 +130,8 @@ def start_agent(name: str, backend: str, options: Mapping[str, str], variables: 
     config.syncMode = module.NIXL_THREAD_SYNC_STRICT
     config.pthrDelay = PROGRESS_INTERVAL_US
     try:
-        with environment(variables):
+        # UCX is loaded with the first backend.
+        with environment({**_LIBRARY_ENVIRONMENT, **variables}):
             native = cast(NativeAgent, module.nixlAgent(name, config))
             native.createBackend(backend, options)
     except Exception as error:

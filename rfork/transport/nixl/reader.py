@@ -117,18 +117,19 @@ class NixlReader:
             description = self._describe(deadline)
             self._remote_memory = MemoryMap(description.memory())
             self.agent.register_regions([(self._probe.data_ptr(), self._probe.numel())])
-            self.agent.load_peer(description.metadata, description.agent)
             self._peer = description.agent
             probe = Transfer((False, False))
             probe.local.append((self._probe.data_ptr(), protocol.PROBE_BYTES, 0))
             probe.remote.append((description.probe, protocol.PROBE_BYTES, 0))
             try:
+                self.agent.load_peer(description.metadata, description.agent)
                 self._run_transfers([probe], min(deadline, time.monotonic() + PROBE_TIMEOUT_S))
             except (SourceUnavailable, SourceTimeout) as error:
                 if self._broken.is_set() and "closed" in str(error):
                     raise
                 raise TransportUnavailable(
-                    f"nixl cannot read from the source: {error}", hint="use another transport between these two machines"
+                    f"nixl cannot read from the source: {error}",
+                    hint="use another transport between these two machines",
                 ) from error
             if bytes(self._probe.tolist()) != description.nonce:
                 raise SourceCorrupt("nixl read other bytes than the source's")
@@ -205,9 +206,7 @@ class NixlReader:
                 granted = get_int(reply, "granted")
                 if not 0 < granted <= end - at:
                     raise SourceCorrupt(f"the source granted {granted} of {end - at} bytes")
-                pieces = common_pieces(
-                    self._remote.segments(at, at + granted), self._image.segments(at, at + granted)
-                )
+                pieces = common_pieces(self._remote.segments(at, at + granted), self._image.segments(at, at + granted))
                 self._run_transfers(plan_transfers(pieces, self.agent.memory, self._remote_memory), deadline)
                 at += granted
             stream.send(encode({"operation": "release"}))

@@ -31,7 +31,7 @@ from rfork.settings import InstanceSettings
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
 from rfork.transport.bpf_filter import listening_ports
 from rfork.transport.nixl import NixlTransport
-from rfork.transport.nixl.agent import FIRST_PORT, LAST_PORT, Fabric, NixlAgent
+from rfork.transport.nixl.agent import FIRST_PORT, LAST_PORT, Fabric, NixlAgent, TransferState
 from rfork.transport.nixl.library import library_state
 from rfork.transport.nixl.protocol import AgentDescription, PagedDescription
 from rfork.transport.nixl.reader import NixlReader
@@ -46,7 +46,7 @@ from tests.integration.nixl_node import (
     shared_image,
     stream_opener,
 )
-from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of, soon
+from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, image_of, soon
 
 STATE = library_state()
 pytestmark = [pytest.mark.skipif(bool(STATE.error), reason=f"{STATE.error} ({STATE.hint})")]
@@ -259,7 +259,7 @@ def test_a_source_survives_readers_that_are_killed(start_node: StartNode, tmp_pa
     )  # fmt: skip
     timer = threading.Timer(0.1, target.send_signal, [signal.SIGKILL])
     timer.start()
-    with pytest.raises(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):
         while True:
             target.request("read", reader="r", begin=0, end=LARGE[0], seconds=20, token=TOKEN)
     timer.join()
@@ -271,6 +271,28 @@ def test_a_source_survives_readers_that_are_killed(start_node: StartNode, tmp_pa
     assert [] == wrong_tensors(tensors)
 
 
+def read_without_grant(reader: NixlReader, local: int, remote: int) -> TransferState:
+    """Read 64 bytes as a program could that has the keys of the source's agent; return the final state."""
+    try:
+        handle = reader.agent.start_read(reader.peer, [(local, 64, 0)], [(remote, 64, 0)])
+    except SourceUnavailable:
+        return TransferState.FAILED
+    until = soon()
+    while (state := reader.agent.state(handle)) is TransferState.RUNNING and time.monotonic() < until:
+        pass
+    return state
+
+
+def test_without_revocation_a_reader_needs_no_grant(start_node: StartNode, tmp_path: Path) -> None:
+    """The remaining risk: until its channel ends, a reader's host can read the weights without a grant."""
+    source = start_source(start_node, tmp_path, SMALL)
+    image, tensors = empty_target(SMALL)
+    reader = source.connect(image)
+    state = read_without_grant(reader, tensors[1].data_ptr(), source.endpoint.segments[0].address + 8192)
+    reader.close()
+    assert TransferState.DONE is state
+
+
 def test_a_revoked_lease_ends_access(start_node: StartNode, tmp_path: Path) -> None:
     """After its channel was revoked, a reader reads nothing: neither with a grant nor around it."""
     source = start_source(start_node, tmp_path, SMALL)
@@ -279,14 +301,11 @@ def test_a_revoked_lease_ends_access(start_node: StartNode, tmp_path: Path) -> N
     reader.read(0, 8192, soon())
     source.node.request("revoke", channel="channel")
     remote, local = source.endpoint.segments[0].address + 8192, tensors[1].data_ptr()
-    with pytest.raises(SourceUnavailable):
-        state = reader.agent.start_read(reader._peer, [(local, 64, 0)], [(remote, 64, 0)])
-        while reader.agent.state(state).name == "RUNNING":
-            pass
-        raise SourceUnavailable(reader.agent.state(state).name)
+    state = read_without_grant(reader, local, remote)
     with pytest.raises(SourceUnavailable):
         reader.read(8192, 16384, soon())
     reader.close()
+    assert TransferState.FAILED is state
     assert 0 == int(tensors[1].sum())
 
 
@@ -382,12 +401,9 @@ def test_a_source_that_cannot_be_reached_is_unavailable() -> None:
         agent=other.name, metadata=other.metadata(), probe=nonce.data_ptr(), nonce=bytes(nonce.tolist())
     )
     image, _ = empty_target(SMALL)
-    started_at = time.monotonic()
     with pytest.raises(TransportUnavailable, match="cannot read from the source"):
         connect(local_endpoint(image), image, lambda: MalformedSource(PagedDescription.of(described).pages), 2.0)
-    seconds = time.monotonic() - started_at
     other.close()
-    assert seconds < 60
 
 
 @pytest.mark.parametrize(

@@ -257,13 +257,12 @@ def memory_regions(image: Image) -> list[tuple[int | None, list[Region]]]:
     if image.devices <= {CPU}:
         return [(None, regions_to_register(image))]
     devices = [_index(device_of(storage)) for storage in image.runs.storages]
-    located = sorted(
-        zip(devices, contiguous_runs(image), strict=True), key=lambda pair: -1 if pair[0] is None else pair[0]
-    )
+    runs = contiguous_runs(image)
+    order = sorted(range(len(runs)), key=lambda number: -1 if devices[number] is None else devices[number] or 0)
     segments = allocator_segments()
     return [
-        (device, merge_regions([run for _, run in group], segments))
-        for device, group in groupby(located, key=lambda pair: pair[0])
+        (device, merge_regions([runs[number] for number in group], segments))
+        for device, group in groupby(order, key=devices.__getitem__)
     ]
 
 

@@ -28,6 +28,8 @@ _LIBRARY_ENVIRONMENT: Final[Mapping[str, str | None]] = {
     # UCX would replace the process's handlers of SIGSEGV and others.
     "UCX_HANDLE_ERRORS": "none",
     "UCX_ERROR_SIGNALS": "",
+    # … and that of SIGHUP, to start a debugger.
+    "UCX_DEBUG_SIGNO": "0",
     # A peer that disappears is not an error of this process.
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",

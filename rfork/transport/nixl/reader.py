@@ -96,7 +96,8 @@ class NixlReader:
         self._open_control_stream = open_control_stream
         self._remote = remote
         self._remote_memory = MemoryMap()
-        self._peer = ""
+        self.peer = ""
+        """Name of the source's agent, once `open` has returned."""
         self._probe = torch.zeros(protocol.PROBE_BYTES, dtype=torch.uint8)
         self._flushed_gpus = flushed_gpus
         self._changed = threading.Condition()
@@ -117,7 +118,7 @@ class NixlReader:
             description = self._describe(deadline)
             self._remote_memory = MemoryMap(description.memory())
             self.agent.register_regions([(self._probe.data_ptr(), self._probe.numel())])
-            self._peer = description.agent
+            self.peer = description.agent
             probe = Transfer((False, False))
             probe.local.append((self._probe.data_ptr(), protocol.PROBE_BYTES, 0))
             probe.remote.append((description.probe, protocol.PROBE_BYTES, 0))
@@ -127,10 +128,8 @@ class NixlReader:
             except (SourceUnavailable, SourceTimeout) as error:
                 if self._broken.is_set() and "closed" in str(error):
                     raise
-                raise TransportUnavailable(
-                    f"nixl cannot read from the source: {error}",
-                    hint="use another transport between these two machines",
-                ) from error
+                hint = "use another transport between these two machines"
+                raise TransportUnavailable(f"nixl cannot read from the source: {error}", hint=hint) from error
             if bytes(self._probe.tolist()) != description.nonce:
                 raise SourceCorrupt("nixl read other bytes than the source's")
 
@@ -226,7 +225,7 @@ class NixlReader:
                     transfer = waiting.popleft()
                     running.append(
                         self.agent.start_read(
-                            self._peer,
+                            self.peer,
                             transfer.local,
                             transfer.remote,
                             local_on_gpu=transfer.on_gpus[0],

@@ -104,6 +104,7 @@ class NixlReader:
         self._broken = threading.Event()
         self._error: SourceError | None = None
         self._active_calls = 0
+        self._closing = False
         self._is_closed = False
         self._streams: set[ControlStream] = set()
         self._stream_count = 0
@@ -126,7 +127,7 @@ class NixlReader:
                 self.agent.load_peer(description.metadata, description.agent)
                 self._run_transfers([probe], min(deadline, time.monotonic() + PROBE_TIMEOUT_S))
             except (SourceUnavailable, SourceTimeout) as error:
-                if self._broken.is_set() and "closed" in str(error):
+                if self._closing:
                     raise
                 hint = "use another transport between these two machines"
                 raise TransportUnavailable(f"nixl cannot read from the source: {error}", hint=hint) from error
@@ -160,6 +161,7 @@ class NixlReader:
 
     def close(self) -> None:
         """Destroy the agent; reads in progress raise SourceUnavailable. Idempotent."""
+        self._closing = True
         self._fail(SourceUnavailable("the reader was closed"))
         with self._changed:
             if self._active_calls == 0:

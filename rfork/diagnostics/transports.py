@@ -10,7 +10,7 @@ import torch.distributed
 
 from rfork.diagnostics.result import CheckResult, Status
 from rfork.settings import InstanceSettings
-from rfork.transport.nixl.library import LibraryState
+from rfork.transport.nixl.library import NixlLibrary
 from rfork.transport.selection import explain_selection
 
 COLLECTIVES = ("nccl", "gloo")
@@ -60,11 +60,11 @@ def check_collectives(available: Sequence[str], requested: Sequence[str]) -> Che
     return CheckResult(name, "off", f"{prefix}available; enable with RFORK_TRANSPORTS=…,{usable[0]}")
 
 
-def check_nixl(state: LibraryState, requested: Sequence[str]) -> CheckResult:
+def check_nixl(state: NixlLibrary, requested: Sequence[str]) -> CheckResult:
     """Check that NIXL can be imported. `requested`: the transports in RFORK_TRANSPORTS, without which it is unused."""
     if state.error:
         status: Status = "fail" if state.wheels or "nixl" in requested else "off"
-        return CheckResult("nixl", status, state.error, state.hint)
+        return CheckResult("nixl", status, state.error, state.hint or "pip install 'rfork[nixl]'")
     installed = f"{state.version} installed"
     if "nixl" not in requested:
         return CheckResult("nixl", "off", f"{installed}; enable with RFORK_TRANSPORTS=nixl,…")

@@ -47,7 +47,7 @@ def pattern(index: int, size: int, salt: int = 0) -> torch.Tensor:
     return period.repeat(size // 251 + 1)[:size].clone()
 
 
-def image_over(sizes: Sequence[int], regions: Sequence[torch.Tensor]) -> Image:
+def image_from(sizes: Sequence[int], regions: Sequence[torch.Tensor]) -> Image:
     """Return an image of byte tensors in order."""
     ends = list(itertools.accumulate(sizes, initial=0))
     specs = tuple(TensorSpec(f"t{index}", "uint8", (size,), (1,), ends[index]) for index, size in enumerate(sizes))
@@ -59,7 +59,7 @@ def shared_image(path: str, sizes: Sequence[int]) -> Image:
     with open(path, "r+b") as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes) + 24 * len(sizes)), dtype=torch.uint8)
     begins = itertools.accumulate((size + 24 for size in sizes[:-1]), initial=0)
-    return image_over(sizes, [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)])
+    return image_from(sizes, [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)])
 
 
 class PacketStream:
@@ -232,7 +232,7 @@ class NodeServer:
 
     def _export(self, path: str, sizes: list[int], salt: int) -> object:
         self._tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
-        exporter = NixlTransport(SETTINGS).export(image_over(sizes, self._tensors), self.gate)
+        exporter = NixlTransport(SETTINGS).export(image_from(sizes, self._tensors), self.gate)
         self._exporter = exporter
         self._server = StreamServer(path, exporter)
         endpoint = exporter.endpoint()

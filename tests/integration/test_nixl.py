@@ -31,7 +31,7 @@ from rfork.settings import InstanceSettings
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
 from rfork.transport.bpf_filter import listening_ports
 from rfork.transport.nixl import NixlTransport
-from rfork.transport.nixl.agent import FIRST_PORT, LAST_PORT, Fabric, NixlAgent, TransferState
+from rfork.transport.nixl.agent import FIRST_PORT, LAST_PORT, Fabric, NixlAgent, NixlReadState
 from rfork.transport.nixl.library import library_state
 from rfork.transport.nixl.protocol import AgentDescription, PagedDescription
 from rfork.transport.nixl.reader import NixlReader
@@ -41,7 +41,7 @@ from tests.integration.nixl_node import (
     SETTINGS,
     NixlNode,
     StreamServer,
-    image_over,
+    image_from,
     pattern,
     shared_image,
     stream_opener,
@@ -145,7 +145,7 @@ def test_nixl_keeps_the_contract(check: Callable[[TransportPair], None], target_
 def empty_target(sizes: Sequence[int]) -> tuple[Image, list[torch.Tensor]]:
     """Return a target image of zeros, and its tensors."""
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    return image_over(sizes, tensors), tensors
+    return image_from(sizes, tensors), tensors
 
 
 def wrong_tensors(tensors: Sequence[torch.Tensor], salt: int = 0) -> list[int]:
@@ -271,14 +271,14 @@ def test_a_source_survives_readers_that_are_killed(start_node: StartNode, tmp_pa
     assert [] == wrong_tensors(tensors)
 
 
-def read_without_grant(reader: NixlReader, local: int, remote: int) -> TransferState:
+def read_without_grant(reader: NixlReader, local: int, remote: int) -> NixlReadState:
     """Read 64 bytes as a program could that has the keys of the source's agent; return the final state."""
     try:
         handle = reader.agent.start_read(reader.peer, [(local, 64, 0)], [(remote, 64, 0)])
     except SourceUnavailable:
-        return TransferState.FAILED
+        return NixlReadState.FAILED
     until = soon()
-    while (state := reader.agent.state(handle)) is TransferState.RUNNING and time.monotonic() < until:
+    while (state := reader.agent.state(handle)) is NixlReadState.RUNNING and time.monotonic() < until:
         pass
     return state
 
@@ -290,7 +290,7 @@ def test_without_revocation_a_reader_needs_no_grant(start_node: StartNode, tmp_p
     reader = source.connect(image)
     state = read_without_grant(reader, tensors[1].data_ptr(), source.endpoint.segments[0].address + 8192)
     reader.close()
-    assert TransferState.DONE is state
+    assert NixlReadState.DONE is state
 
 
 def test_a_revoked_lease_ends_access(start_node: StartNode, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_revoked_lease_ends_access(start_node: StartNode, tmp_path: Path) -> N
     with pytest.raises(SourceUnavailable):
         reader.read(8192, 16384, soon())
     reader.close()
-    assert TransferState.FAILED is state
+    assert NixlReadState.FAILED is state
     assert 0 == int(tensors[1].sum())
 
 

@@ -38,7 +38,7 @@ UCX: Final = "UCX"
 _start_lock = threading.Lock()
 
 
-class TransferState(Enum):
+class NixlReadState(Enum):
     """State of one transfer."""
 
     RUNNING = 0
@@ -152,7 +152,7 @@ class NixlAgent:
             self.memory = MemoryMap((*self.memory.on_devices, *added))
 
     def metadata(self) -> bytes:
-        """Return the addresses of this agent and the keys of its memory: whoever has them can read it."""
+        """Return the addresses of this agent and the keys of its memory, which allow any peer to read and write it."""
         try:
             metadata = bytes(self._running().getLocalMD())
         except Exception as error:
@@ -215,17 +215,17 @@ class NixlAgent:
             raise SourceUnavailable(f"nixl could not start a read: {error}") from error
         return handle
 
-    def state(self, handle: int) -> TransferState:
+    def state(self, handle: int) -> NixlReadState:
         """Return the state of a transfer."""
         try:
             status = self._running().getXferStatus(handle)
         except SourceUnavailable:
             raise
         except Exception:
-            return TransferState.FAILED
+            return NixlReadState.FAILED
         if status == self._bindings.NIXL_SUCCESS:
-            return TransferState.DONE
-        return TransferState.RUNNING if status == self._bindings.NIXL_IN_PROG else TransferState.FAILED
+            return NixlReadState.DONE
+        return NixlReadState.RUNNING if status == self._bindings.NIXL_IN_PROG else NixlReadState.FAILED
 
     def release(self, handle: int) -> None:
         """Free a transfer that is done or has failed."""

@@ -81,7 +81,7 @@ class NativeAgent(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryState:
+class NixlLibrary:
     """State of NIXL on this machine; `error` is empty if it can be imported."""
 
     version: str = ""
@@ -90,14 +90,14 @@ class LibraryState:
     hint: str = ""
 
 
-def library_state() -> LibraryState:
+def library_state() -> NixlLibrary:
     """Import the library and return the result; never raises."""
     versions = {wheel: version for wheel in MODULES.values() if (version := _installed_version(wheel))}
     try:
         bindings()
     except MissingExtra as error:
-        return LibraryState(next(iter(versions.values()), ""), tuple(versions), str(error), error.hint)
-    return LibraryState(next(iter(versions.values()), ""), tuple(versions))
+        return NixlLibrary(next(iter(versions.values()), ""), tuple(versions), str(error), error.hint)
+    return NixlLibrary(next(iter(versions.values()), ""), tuple(versions))
 
 
 def bindings() -> ModuleType:

@@ -20,7 +20,7 @@ from rfork.logs import logger
 from rfork.transport.base import ControlStream, OpenControlStream, TokenSource
 from rfork.transport.mooncake.read_plan import AddressMap, ContiguousPiece, common_pieces
 from rfork.transport.nixl import protocol
-from rfork.transport.nixl.agent import MemoryMap, NixlAgent, TransferState
+from rfork.transport.nixl.agent import MemoryMap, NixlAgent, NixlReadState
 from rfork.transport.nixl.library import Descriptor
 from rfork.transport.nixl.protocol import AgentDescription, PagedDescription
 from rfork.transport.same_host.connection import Message, decode, encode, get_int, get_str, raise_error
@@ -41,7 +41,7 @@ log = logger(__name__)
 
 
 @dataclass(slots=True)
-class Transfer:
+class DescriptorBatch:
     """Descriptors of one transfer: all local ones on one type of memory, and all remote ones."""
 
     on_gpus: tuple[bool, bool]
@@ -50,10 +50,10 @@ class Transfer:
     bytes: int = 0
 
 
-def plan_transfers(pieces: Sequence[ContiguousPiece], local: MemoryMap, remote: MemoryMap) -> list[Transfer]:
+def plan_transfers(pieces: Sequence[ContiguousPiece], local: MemoryMap, remote: MemoryMap) -> list[DescriptorBatch]:
     """Return the transfers that fill `pieces`, each within `TRANSFER_BYTES` and `TRANSFER_DESCRIPTORS`."""
-    open_transfers: dict[tuple[bool, bool], Transfer] = {}
-    transfers: list[Transfer] = []
+    open_transfers: dict[tuple[bool, bool], DescriptorBatch] = {}
+    transfers: list[DescriptorBatch] = []
     for piece in pieces:
         devices = local.device(piece.local), remote.device(piece.remote)
         on_gpus = devices[0] is not None, devices[1] is not None
@@ -61,7 +61,7 @@ def plan_transfers(pieces: Sequence[ContiguousPiece], local: MemoryMap, remote: 
         while offset < piece.length:
             transfer = open_transfers.get(on_gpus)
             if transfer is None or transfer.bytes >= TRANSFER_BYTES or len(transfer.local) >= TRANSFER_DESCRIPTORS:
-                transfer = open_transfers[on_gpus] = Transfer(on_gpus)
+                transfer = open_transfers[on_gpus] = DescriptorBatch(on_gpus)
                 transfers.append(transfer)
             length = min(piece.length - offset, TRANSFER_BYTES - transfer.bytes)
             transfer.local.append((piece.local + offset, length, devices[0] or 0))
@@ -120,7 +120,7 @@ class NixlReader:
             self._remote_memory = MemoryMap(description.memory())
             self.agent.register_regions([(self._probe.data_ptr(), self._probe.numel())])
             self.peer = description.agent
-            probe = Transfer((False, False))
+            probe = DescriptorBatch((False, False))
             probe.local.append((self._probe.data_ptr(), protocol.PROBE_BYTES, 0))
             probe.remote.append((description.probe, protocol.PROBE_BYTES, 0))
             try:
@@ -214,7 +214,7 @@ class NixlReader:
             _check_released(_receive(stream, deadline))
         yield end
 
-    def _run_transfers(self, transfers: Sequence[Transfer], deadline: float) -> None:
+    def _run_transfers(self, transfers: Sequence[DescriptorBatch], deadline: float) -> None:
         """Run all transfers. Raises SourceUnavailable or SourceTimeout once none is running any more."""
         waiting, running = deque(transfers), list[int]()
         wait, error = MIN_WAIT_S, None
@@ -251,11 +251,11 @@ class NixlReader:
     def _poll(self, running: list[int]) -> bool:
         """Remove finished transfers; return True if there were any. Raises SourceUnavailable if one has failed."""
         states = [(handle, self.agent.state(handle)) for handle in running]
-        ended = [handle for handle, state in states if state is not TransferState.RUNNING]
+        ended = [handle for handle, state in states if state is not NixlReadState.RUNNING]
         for handle in ended:
             running.remove(handle)
             self.agent.release(handle)
-        if any(state is TransferState.FAILED for _, state in states):
+        if any(state is NixlReadState.FAILED for _, state in states):
             raise SourceUnavailable("the source disconnected, or aborted a read")
         return bool(ended)
 

@@ -35,7 +35,7 @@ from rfork.diagnostics.transports import check_collectives, check_digest, check_
 from rfork.settings import InstanceSettings
 from rfork.transport.mooncake.library import LibraryState
 from rfork.transport.mooncake.topology import RdmaDevice, pci_location, rdma_devices
-from rfork.transport.nixl.library import LibraryState as NixlState
+from rfork.transport.nixl.library import NixlLibrary
 from tests.unit.fake_sysfs import Nic, build_sysfs, hgx_sysfs
 
 WHEEL, CUDA_WHEEL = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
@@ -316,14 +316,14 @@ def test_collectives_are_used_only_if_requested(available: list[str], requested:
 @pytest.mark.parametrize(
     ("state", "requested", "status"),
     [
-        (NixlState(error="is not installed"), [], "off"),
-        (NixlState(error="is not installed"), ["nixl"], "fail"),
-        (NixlState("1.5.1", ("nixl",), error="libcuda.so.1 is missing"), [], "fail"),
-        (NixlState("1.5.1", ("nixl",)), ["http"], "off"),
-        (NixlState("1.5.1", ("nixl",)), ["nixl", "http"], "warn"),
+        (NixlLibrary(error="is not installed"), [], "off"),
+        (NixlLibrary(error="is not installed"), ["nixl"], "fail"),
+        (NixlLibrary("1.5.1", ("nixl",), error="libcuda.so.1 is missing"), [], "fail"),
+        (NixlLibrary("1.5.1", ("nixl",)), ["http"], "off"),
+        (NixlLibrary("1.5.1", ("nixl",)), ["nixl", "http"], "warn"),
     ],
 )
-def test_nixl_is_used_only_if_requested(state: NixlState, requested: list[str], status: Status) -> None:
+def test_nixl_is_used_only_if_requested(state: NixlLibrary, requested: list[str], status: Status) -> None:
     """A requested nixl must be installed, and trusts its sources."""
     assert status == check_nixl(state, requested).status
 

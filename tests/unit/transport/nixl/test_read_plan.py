@@ -6,13 +6,13 @@ import pytest
 
 from rfork.transport.mooncake.read_plan import ContiguousPiece
 from rfork.transport.nixl.agent import DeviceMemory, Fabric, MemoryMap
-from rfork.transport.nixl.reader import TRANSFER_BYTES, TRANSFER_DESCRIPTORS, Transfer, plan_transfers
+from rfork.transport.nixl.reader import TRANSFER_BYTES, TRANSFER_DESCRIPTORS, DescriptorBatch, plan_transfers
 
 HOST = MemoryMap()
 GPUS = MemoryMap([DeviceMemory(1 << 40, 1 << 30, 0), DeviceMemory(1 << 41, 1 << 30, 3)])
 
 
-def covered(transfers: list[Transfer]) -> list[tuple[int, int, int]]:
+def covered(transfers: list[DescriptorBatch]) -> list[tuple[int, int, int]]:
     """Return the bytes of transfers: remote and local address, and length."""
     return [
         (remote[0], local[0], local[1])

@@ -8,13 +8,13 @@ import pytest
 
 from rfork.settings import InstanceSettings
 from rfork.transport.nixl import NixlTransport, transport
-from rfork.transport.nixl.library import LibraryState, compatible
+from rfork.transport.nixl.library import NixlLibrary, compatible
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL can be imported."""
-    monkeypatch.setattr(transport, "library_state", lambda: LibraryState("1.5.1", ("nixl",)))
+    monkeypatch.setattr(transport, "library_state", lambda: NixlLibrary("1.5.1", ("nixl",)))
 
 
 def add_device(root: Path, state: str = "4: ACTIVE") -> None:
@@ -27,7 +27,7 @@ def add_device(root: Path, state: str = "4: ACTIVE") -> None:
 
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the hint that installs it."""
-    monkeypatch.setattr(transport, "library_state", lambda: LibraryState(error="is missing", hint="pip install it"))
+    monkeypatch.setattr(transport, "library_state", lambda: NixlLibrary(error="is missing", hint="pip install it"))
     available = NixlTransport(InstanceSettings(), tmp_path).availability()
     assert not available.usable
     assert "pip install it" == available.hint

@@ -100,8 +100,8 @@ def settings_for(
 
 def transports() -> tuple[str, ...]:
     """Return rfork's transports that can run here."""
-    states = {"transfer_engine": library_state(), "nixl": nixl_state()}
-    return ("http", *(name for name, state in states.items() if not state.error))
+    errors = {"transfer_engine": library_state().error, "nixl": nixl_state().error}
+    return ("http", *(name for name, error in errors.items() if not error))
 
 
 def same_host_transports() -> tuple[str, ...]:

@@ -30,8 +30,8 @@ SAME_HOST_TRANSPORTS: Final = frozenset({"cuda_ipc", "shared_memory"})
 """Transports between two processes on one host."""
 GPU_KERNEL_TRANSPORTS: Final = frozenset({"nccl"})
 """Transports that run kernels on the source's GPU and so compete with its requests."""
-OPT_IN_TRANSPORTS: Final = frozenset({"nccl", "gloo"})
-"""Transports used only if requested, because connections to their ports are not authenticated."""
+OPT_IN_TRANSPORTS: Final = frozenset({"nixl", "nccl", "gloo"})
+"""Transports used only if requested, because their libraries do not authenticate peers."""
 PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 

@@ -196,7 +196,7 @@ class TlsSettings(Settings):
         return self.serves or self.ca is not None
 
 
-TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nccl", "gloo"]
+TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nixl", "nccl", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ANY_PORT: Final = range(1)
 
@@ -226,9 +226,10 @@ class InstanceSettings(Settings):
     pod: Label | None = Field(None, json_schema_extra=ADVANCED, description="namespace/name of this instance's Pod, shown by commands and the planner; set by the webhook")
 
     # Transports.
-    transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(None, description="transports to use, comma separated, in order of preference; unset: all that this machine supports, except nccl and gloo")
-    allow_unauthenticated_tcp: bool = Field(False, description="allow transfer_engine over plain TCP, where any process on a reader's host can read and write the shared memory")
-    rdma_devices: str = Field("", description="RDMA devices for transfer_engine, comma separated; unset: those nearest to the GPU, or all for host memory")
+    transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(None, description="transports to use, comma separated, in order of preference; unset: all that this machine supports, except nixl, nccl and gloo")
+    allow_unauthenticated_tcp: bool = Field(False, description="allow transfer_engine and nixl over plain TCP, where any process on a reader's host can read and write the shared memory (nixl: all memory of the process)")
+    rdma_devices: str = Field("", description="RDMA devices for transfer_engine and nixl, comma separated; unset: those nearest to the GPU, or all for host memory")
+    nixl_backend: str = Field("UCX", min_length=1, max_length=32, pattern="^[A-Z0-9_]+$", json_schema_extra=ADVANCED, description="NIXL backend of the nixl transport; another one than UCX, for example LIBFABRIC on AWS EFA, is not tested")
     unix_socket_dir: Path | None = Field(None, description="directory for the Unix sockets of same-host transports, shared by all instances of the host; unset: abstract sockets, visible inside one network namespace")
     shm_mode: Literal["map", "copy"] = Field("map", json_schema_extra=ADVANCED, description="how weights are read from a source on the same host: `map` its pages copy-on-write, without additional memory, or `copy` them")
 

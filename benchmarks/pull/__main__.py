@@ -10,6 +10,7 @@ against the digests (both untimed), so wrong bytes are never timed.
   "shared_memory, map" replaces the target's pages with the source's, copy on write, and reads them
   once to verify them; "copy" copies them. gloo is `torch.distributed`'s, over loopback TCP. Both
   for the dense image only.
+- "rfork nixl", if NIXL is installed: UCX within one host (`cma`), which copies from the other process's memory.
 - "bare sockets": sendmsg from the tensors' memory, recvmsg into it, one quarter of the image for each
   of four open connections. Plain Python, no protocol, no verification.
 - "Mooncake, a batch": one `batch_transfer_sync_read` with one entry per tensor, as engines use it today: what
@@ -150,6 +151,10 @@ def figures(speed: Mapping[str, float]) -> dict[str, float]:
         - 1
         for transport in transports()
     }
+    nixl = rfork_name("nixl", verify=False)
+    if f"dense: {nixl}" in speed:
+        named["pull_nixl_vs_socket"] = ratio(f"dense: {nixl}", f"dense: {SOCKETS}")
+        named["pull_small_nixl_vs_socket"] = ratio(f"small: {nixl}", f"small: {SOCKETS}")
     named["pull_verify_cost"] = max(cost.values())
     verified = rfork_name("http", verify=True)
     named["pull_small_vs_large"] = ratio(f"small: {verified}", f"dense: {verified}")

@@ -29,6 +29,7 @@ from rfork.image.registration import regions_to_register as registered_areas
 from rfork.net.stream import MAX_VIEWS
 from rfork.settings import InstanceSettings, PlannerSettings
 from rfork.transport.mooncake.library import library_state
+from rfork.transport.nixl.library import library_state as nixl_state
 from rfork.transport.selection import TRANSPORTS
 
 IN_FLIGHT = 4
@@ -99,7 +100,8 @@ def settings_for(
 
 def transports() -> tuple[str, ...]:
     """Return rfork's transports that can run here."""
-    return ("http",) if library_state().error else ("http", "transfer_engine")
+    errors = {"transfer_engine": library_state().error, "nixl": nixl_state().error}
+    return ("http", *(name for name, error in errors.items() if not error))
 
 
 def same_host_transports() -> tuple[str, ...]:

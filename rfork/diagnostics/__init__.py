@@ -18,6 +18,7 @@ from rfork.diagnostics.result import CheckResult, Status
 from rfork.settings import InstanceSettings, find_typos
 from rfork.transport.mooncake import topology
 from rfork.transport.mooncake.library import library_state
+from rfork.transport.nixl.library import library_state as nixl_state
 
 __all__ = ["CheckResult", "Status", "run_checks"]
 
@@ -48,7 +49,8 @@ def run_checks(settings: InstanceSettings) -> list[CheckResult]:
         same_host.check_cuda_ipc(same_host.namespace("ipc"), indices, torch.cuda.can_device_access_peer),
         same_host.check_unix_sockets(settings.unix_socket_dir, same_host.namespace("net")),
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
-        transports.check_opt_in_transports(transports.distributed_backends(), requested),
+        transports.check_collectives(transports.distributed_backends(), requested),
+        transports.check_nixl(nixl_state(), requested),
         configuration.check_unknown_variables(find_typos()),
         configuration.check_planner_extra(configuration.missing_planner_modules()),
         configuration.check_resume(settings.resume_dir),

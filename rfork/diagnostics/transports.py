@@ -9,10 +9,12 @@ from importlib.util import find_spec
 import torch.distributed
 
 from rfork.diagnostics.result import CheckResult, Status
-from rfork.schema import OPT_IN_TRANSPORTS
 from rfork.settings import InstanceSettings
+from rfork.transport.nixl.library import NixlLibrary
 from rfork.transport.selection import explain_selection
 
+COLLECTIVES = ("nccl", "gloo")
+"""Transports over process groups of `torch.distributed`."""
 COMPILERS = ("gcc", "clang")
 """The C compilers that Triton searches for."""
 
@@ -38,24 +40,36 @@ def check_transports(settings: InstanceSettings) -> list[CheckResult]:
     return checks
 
 
-def check_opt_in_transports(available: Sequence[str], requested: Sequence[str]) -> CheckResult:
-    """Check the transports that are used only if RFORK_TRANSPORTS names them.
+def check_collectives(available: Sequence[str], requested: Sequence[str]) -> CheckResult:
+    """Check the transports over process groups, which are used only if RFORK_TRANSPORTS names them.
 
     `available`: the backends of `torch.distributed`; `requested`: the transports in RFORK_TRANSPORTS.
     """
-    name = ", ".join(sorted(OPT_IN_TRANSPORTS, reverse=True))
-    enabled = [transport for transport in requested if transport in OPT_IN_TRANSPORTS]
+    name = ", ".join(COLLECTIVES)
+    enabled = [transport for transport in requested if transport in COLLECTIVES]
     if missing := [transport for transport in enabled if transport not in available]:
         fix = "use a torch build that includes it, or remove it from RFORK_TRANSPORTS"
         return CheckResult(name, "fail", f"not in this build of torch: {', '.join(missing)}", fix)
     if enabled:
         detail = f"{', '.join(enabled)} enabled: connections to their ports are not authenticated"
         return CheckResult(name, "warn", detail, "use only on a trusted network")
-    usable = sorted(OPT_IN_TRANSPORTS.intersection(available), reverse=True)
+    usable = [transport for transport in COLLECTIVES if transport in available]
     if not usable:
         return CheckResult(name, "off", "not in this build of torch")
-    prefix = "" if len(usable) == len(OPT_IN_TRANSPORTS) else f"{', '.join(usable)} "
+    prefix = "" if len(usable) == len(COLLECTIVES) else f"{', '.join(usable)} "
     return CheckResult(name, "off", f"{prefix}available; enable with RFORK_TRANSPORTS=…,{usable[0]}")
+
+
+def check_nixl(state: NixlLibrary, requested: Sequence[str]) -> CheckResult:
+    """Check that NIXL can be imported. `requested`: the transports in RFORK_TRANSPORTS, without which it is unused."""
+    if state.error:
+        status: Status = "fail" if state.wheels or "nixl" in requested else "off"
+        return CheckResult("nixl", status, state.error, state.hint or "pip install 'rfork[nixl]'")
+    installed = f"{state.version} installed"
+    if "nixl" not in requested:
+        return CheckResult("nixl", "off", f"{installed}; enable with RFORK_TRANSPORTS=nixl,…")
+    detail = f"{installed} and enabled: malformed metadata of a source can end this process"
+    return CheckResult("nixl", "warn", detail, "use only with trusted sources")
 
 
 def check_digest(cuda: bool, triton: bool, *, compiler: bool) -> CheckResult:

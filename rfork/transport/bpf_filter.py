@@ -2,7 +2,8 @@
 
 A client of Mooncake's handshake port can read the address map, block its only serving thread, or crash the
 process with one malformed message. A client of Mooncake's TCP data port can read and write all registered
-memory. The first client of a gloo group's port is accepted as its reader.
+memory; of UCX's TCP port (NIXL), all memory of the process. The first client of a gloo group's port is accepted
+as its reader.
 
 So only authorized hosts may connect: a classic BPF program on the listening socket runs on every packet that
 requests a connection, and accepted connections inherit it (Linux, `socket(7)`: SO_ATTACH_FILTER; needs no
@@ -184,6 +185,15 @@ class PacketFilter:
             if error.errno != errno.ENOTCONN:  # the peer closed it already
                 raise
             return True
+
+
+def listening_ports() -> frozenset[int]:
+    """Return the TCP ports that this process listens on."""
+    return frozenset(
+        int(candidate.getsockname()[1])
+        for candidate in _sockets()
+        if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
 
 
 def _host(text: str) -> Address:

@@ -15,6 +15,7 @@ from rfork.transport.collective import gloo_transport, nccl_transport
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.http import HttpTransport
 from rfork.transport.mooncake import TransferEngineTransport
+from rfork.transport.nixl import NixlTransport
 from rfork.transport.shared_memory import SharedMemoryTransport
 
 TransportRegistry = Mapping[str, Callable[[InstanceSettings], Transport]]
@@ -24,6 +25,7 @@ TRANSPORTS: TransportRegistry = {
     "shared_memory": SharedMemoryTransport,
     "transfer_engine": TransferEngineTransport,
     "http": HttpTransport,
+    "nixl": NixlTransport,
     "nccl": nccl_transport,
     "gloo": gloo_transport,
 }

@@ -19,7 +19,7 @@ for name in sys.argv[2:]:
 print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
 """
 PLANNER_PACKAGES = ["fastapi", "prometheus_client", "starlette", "uvicorn"]
-OPTIONAL = ["boto3", "gguf", "mooncake", "redis", "sglang", "transformers", "vllm"]
+OPTIONAL = ["boto3", "gguf", "mooncake", "nixl", "redis", "sglang", "transformers", "vllm"]
 
 
 def imported_with(packages: list[str], watched: list[str]) -> list[str]:

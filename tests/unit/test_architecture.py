@@ -94,6 +94,7 @@ ENVIRONMENT_WRITERS = {
     "rfork/engines/sglang/launcher.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
     "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",
+    "rfork/transport/nixl/library.py": "sets variables that UCX and NIXL read",
 }
 """Modules outside `rfork.settings` that access the environment, with the reason: none of them is configured by it."""
 

@@ -31,10 +31,11 @@ from rfork.diagnostics.same_host import (
     check_unix_sockets,
     shmem_huge_pages,
 )
-from rfork.diagnostics.transports import check_digest, check_opt_in_transports, has_compiler
+from rfork.diagnostics.transports import check_collectives, check_digest, check_nixl, has_compiler
 from rfork.settings import InstanceSettings
 from rfork.transport.mooncake.library import LibraryState
 from rfork.transport.mooncake.topology import RdmaDevice, pci_location, rdma_devices
+from rfork.transport.nixl.library import NixlLibrary
 from tests.unit.fake_sysfs import Nic, build_sysfs, hgx_sysfs
 
 WHEEL, CUDA_WHEEL = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
@@ -307,11 +308,24 @@ def test_small_pages_of_shared_memory_are_no_failure(
         ([], ["gloo"], "fail"),
     ],
 )
-def test_opt_in_transports_are_used_only_if_requested(
-    available: list[str], requested: list[str], status: Status
-) -> None:
+def test_collectives_are_used_only_if_requested(available: list[str], requested: list[str], status: Status) -> None:
     """A requested nccl or gloo must be available."""
-    assert status == check_opt_in_transports(available, requested).status
+    assert status == check_collectives(available, requested).status
+
+
+@pytest.mark.parametrize(
+    ("state", "requested", "status"),
+    [
+        (NixlLibrary(error="is not installed"), [], "off"),
+        (NixlLibrary(error="is not installed"), ["nixl"], "fail"),
+        (NixlLibrary("1.5.1", ("nixl",), error="libcuda.so.1 is missing"), [], "fail"),
+        (NixlLibrary("1.5.1", ("nixl",)), ["http"], "off"),
+        (NixlLibrary("1.5.1", ("nixl",)), ["nixl", "http"], "warn"),
+    ],
+)
+def test_nixl_is_used_only_if_requested(state: NixlLibrary, requested: list[str], status: Status) -> None:
+    """A requested nixl must be installed, and trusts its sources."""
+    assert status == check_nixl(state, requested).status
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from typing_extensions import Self
 
 from planner.http_server import address_of, listen, run_server
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app, raise_if_cancelled
+from planner.integrations.task_group import BaseExceptionGroup
 from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings, load

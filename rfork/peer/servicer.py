@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError
 from rfork.image import ranges
 from rfork.image.layout import Manifest
@@ -265,5 +266,5 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
     """Wait until the event is set, or until the timeout."""
     # Not wait_for(): before Python 3.12 it loses a cancellation that coincides with the event.
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await event.wait()

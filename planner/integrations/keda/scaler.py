@@ -27,6 +27,7 @@ from planner.integrations.keda.v1.externalscaler_pb2_grpc import (
 )
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
 from rfork.addresses import host_port
+from rfork.asyncio_timeout import timeout
 from rfork.errors import PortInUse
 from rfork.logs import logger
 from rfork.net.grpc_credentials import server_credentials
@@ -144,7 +145,7 @@ class Scaler(ExternalScalerServicer):
 
     async def _shutdown_within(self, seconds: float) -> bool:
         try:
-            async with asyncio.timeout(seconds):
+            async with timeout(seconds):
                 return await self._shutdown.wait()
         except TimeoutError:
             return False

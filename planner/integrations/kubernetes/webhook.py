@@ -13,7 +13,6 @@ here, because a Binding does not show if its Pod uses rfork, so a lookup is one 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -47,6 +46,7 @@ from planner.integrations.kubernetes.cluster import Cluster, ObservedNode, conne
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.leader_election import LeaderWatch
 from planner.integrations.kubernetes.pod_request import is_enabled, parse_request, rejection_reason
+from planner.integrations.task_group import TaskGroup
 from planner.middleware import BodyLimit
 from rfork.errors import SettingsError
 from rfork.logs import logger
@@ -386,7 +386,7 @@ async def run(
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
     async with _cert_source(settings, serving) as cert_source:
         listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
-        async with run_server(app, listener, serving.context), asyncio.TaskGroup() as tasks:
+        async with run_server(app, listener, serving.context), TaskGroup() as tasks:
             log.info("webhook ready", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
             tasks.create_task(_follow(settings, topology, leader_watch))
@@ -420,7 +420,7 @@ async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_w
             log.warning(f"{missing}: the webhook cannot connect to the cluster", reason=str(error), hint=error.hint)
         return
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for missing, follow in watches:
                 tasks.create_task(_run_best_effort(follow(cluster), missing))
     finally:

@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from typing_extensions import Self
 
 from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, reason_of
 from rfork.net.tls import client_context

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
 from planner.integrations.runner import InProcessRunner, IntegrationMain, IntegrationRunner, create_in_process_runner
+from planner.integrations.task_group import ExceptionGroup, TaskGroup
 from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings
 
@@ -174,7 +175,7 @@ async def test_an_integration_that_fails_while_stopping_is_not_restarted() -> No
     async def run(
         kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
     ) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(fails())
 
     await run_until(

@@ -19,5 +19,5 @@ else:
         try:
             async with async_timeout.timeout(delay):
                 yield
-        except asyncio.TimeoutError as error:  # noqa: UP041 (not yet the builtin one in Python 3.10)
+        except asyncio.TimeoutError as error:
             raise TimeoutError from error

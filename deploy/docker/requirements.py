@@ -6,10 +6,15 @@ Needs only the standard library, because nothing else is installed yet.
 from __future__ import annotations
 
 import re
-import tomllib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # in the tests of Python 3.10
+    import tomli as tomllib
 
 ROOT: Final = Path(__file__).parents[2]
 CONSTRAINTS: Final = ROOT / "constraints.txt"
@@ -29,9 +34,14 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found.group()).lower()
 
 
+def pyproject_table(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, Any]:
+    """Return the content of pyproject.toml."""
+    return tomllib.loads(pyproject.read_text("utf-8"))
+
+
 def requirements(extras: Iterable[str] = (), *, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
     """Return the requirements of rfork and some extras from pyproject.toml, without `NOT_OURS`."""
-    project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
+    project = pyproject_table(pyproject)["project"]
     optional: dict[str, list[str]] = project["optional-dependencies"]
     listed = dict.fromkeys([*project["dependencies"], *_requirements_of_extras(extras, optional)])
     return tuple(each for each in listed if canonical(each) not in NOT_OURS)
@@ -48,7 +58,7 @@ def _requirements_of_extras(extras: Iterable[str], optional: Mapping[str, Sequen
 
 def build_requirements(*, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
     """Return the requirements for building rfork's wheel."""
-    required: Sequence[str] = tomllib.loads(pyproject.read_text("utf-8"))["build-system"]["requires"]
+    required: Sequence[str] = pyproject_table(pyproject)["build-system"]["requires"]
     return tuple(required)
 
 

@@ -10,12 +10,12 @@ from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
 
 from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError
 from rfork.image import ranges
 from rfork.image.layout import Manifest
+from rfork.net.health.v1 import health_pb2
 from rfork.peer import call_guard, codec
 from rfork.peer.base import Progress
 from rfork.peer.call_guard import Context

@@ -17,6 +17,7 @@ import base64
 import contextlib
 import json
 import time
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -46,7 +47,6 @@ from planner.integrations.kubernetes.cluster import Cluster, ObservedNode, conne
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.leader_election import LeaderWatch
 from planner.integrations.kubernetes.pod_request import is_enabled, parse_request, rejection_reason
-from planner.integrations.task_group import TaskGroup
 from planner.middleware import BodyLimit
 from rfork.errors import SettingsError
 from rfork.logs import logger

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +43,6 @@ from planner.integrations.kubernetes.controller.readiness_gate import WrittenCon
 from planner.integrations.kubernetes.controller.scaleups import MissingReplicas, PendingScaleUp, ScaleUpMismatch
 from planner.integrations.kubernetes.leader_election import LeaderElection
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
-from planner.integrations.task_group import TaskGroup
 from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 from rfork.schema import ScaleUpInfo

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
+from builtins import ExceptionGroup  # type: ignore[attr-defined]  # Python 3.11
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -14,7 +16,6 @@ from pydantic import SecretStr
 
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
 from planner.integrations.runner import InProcessRunner, IntegrationMain, IntegrationRunner, create_in_process_runner
-from planner.integrations.task_group import ExceptionGroup, TaskGroup
 from rfork.errors import MissingExtra, RforkError, SettingsError
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings
 

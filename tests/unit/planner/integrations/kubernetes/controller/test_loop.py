@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from builtins import ExceptionGroup  # type: ignore[attr-defined]  # Python 3.11
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,6 @@ from planner.integrations.kubernetes.api_server import ClusterUnavailable, Watch
 from planner.integrations.kubernetes.cluster import ObservedPod
 from planner.integrations.kubernetes.controller.controller import run
 from planner.integrations.planner_api import PlannerUnavailable
-from planner.integrations.task_group import ExceptionGroup
 from rfork.settings import KubernetesSettings
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster, uid

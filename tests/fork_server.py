@@ -123,14 +123,8 @@ class PythonProcess(subprocess.Popen[AnyStr]):
         # The parameters of `subprocess.Popen._execute_child`, in its order.
         args, _, preexec, _, pass_fds, cwd, env, _, _, shell, stdin, _, _, stdout, _, stderr, *rest = positional
         _, gid, gids, uid, umask, session, *group = rest  # Python 3.10 has no process group here
-        unusual = (
-            preexec
-            or pass_fds
-            or shell
-            or umask >= 0
-            or any(each >= 0 for each in group)
-            or (gid, gids, uid) != (None, None, None)
-        )
+        unusual = preexec or pass_fds or shell or umask >= 0 or any(each >= 0 for each in group)
+        unusual = unusual or (gid, gids, uid) != (None, None, None)
         request = None if unusual else _request(args, env, cwd, session)
         if request is None:
             super()._execute_child(*positional)  # type: ignore[misc]

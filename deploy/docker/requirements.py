@@ -23,6 +23,8 @@ PLANNER_EXTRAS: Final = ("planner", "kubernetes", "redis", "tracing")
 NOT_OURS: Final = frozenset({"numpy", "torch"})
 """Packages that planners do not need and engine images provide."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+BELOW_PYTHON: Final = re.compile(r"python_version < '3\.(\d+)'")
+"""The only marker of requirements in pyproject.toml."""
 OWN_EXTRAS: Final = re.compile(r"rfork\[([a-z0-9,-]+)\]")
 """A requirement of one extra that includes other extras."""
 
@@ -54,6 +56,19 @@ def _requirements_of_extras(extras: Iterable[str], optional: Mapping[str, Sequen
                 yield from _requirements_of_extras(included[1].split(","), optional)
             else:
                 yield each
+
+
+def for_python(lines: Iterable[str], python: str) -> Iterator[str]:
+    """Yield the requirements for one Python version (``3.10``), without their markers.
+
+    Raises ValueError for a marker of another form.
+    """
+    for line in lines:
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        if marker and (below := BELOW_PYTHON.fullmatch(marker)) is None:
+            raise ValueError(f"unknown marker in the requirement {line!r}")
+        if not marker or (below and int(python.partition(".")[2]) < int(below[1])):
+            yield requirement
 
 
 def build_requirements(*, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:

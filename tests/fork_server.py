@@ -41,8 +41,11 @@ PRELOADED_MODULES = (
     "uvicorn",
     "fastapi",
 )
-NOT_PRELOADED = ("__main__", "rfork.engines.sglang", "rfork.engines.vllm")
-"""Parts of module names: entry points, and plugins that import an engine."""
+NOT_PRELOADED = (
+    *("__main__", "rfork.engines.sglang", "rfork.engines.vllm"),
+    *(("planner.integrations.kubernetes",) if sys.version_info < (3, 11) else ()),
+)
+"""Parts of module names: entry points, plugins that import an engine, and what needs Python 3.11."""
 START_PREFIXES = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TORCH_", "COV", "GRPC_", "MALLOC_")
 """Variables that are read while modules are imported."""
 REPRODUCED_VARIABLES = {"PYTHONUNBUFFERED", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH"}

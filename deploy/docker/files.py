@@ -76,7 +76,8 @@ def by_pip(pip: Callable[..., None], constraints: Path) -> Install:
         pip(
             "install", "--no-cache-dir", "--no-compile", "--only-binary", ":all:", "--target", target,
             "--implementation", "cp", "--python-version", python,
-            "--abi", abi, "--abi", "abi3", "--abi", "none", *tags, "--constraint", OLDER.get(python, constraints), *wanted,
+            "--abi", abi, "--abi", "abi3", "--abi", "none", *tags,
+            "--constraint", OLDER.get(python, constraints), *wanted,
         )  # fmt: skip
 
     return install

@@ -19,8 +19,11 @@ from typing import Final
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.docker.requirements import ROOT, canonical, for_python, pinned, requirements
+from deploy.docker import files
+from deploy.docker.install import pip
+from deploy.docker.requirements import CONSTRAINTS, ROOT, canonical, for_python, pinned, requirements
 from tests.conftest import StartRfork
+from tests.integration.test_base_install import FORK as FORK_IN_PROCESS
 from tests.integration.test_base_install import IMPORT_ALL, OPTIONAL_MODULES, OWNERS
 from tests.packages import build_wheel, link_torch
 
@@ -185,3 +188,30 @@ def test_engine_images_keep_their_packages(image: str, wheel: Path, tmp_path: Pa
     added = {canonical(each["metadata"]["name"]) for each in json.loads(report.read_text())["install"]}
     assert "rfork" in added
     assert set() == added & environment.installed().keys()
+
+
+def test_injected_files_use_the_images_packages(wheel: Path, rfork_process: StartRfork, tmp_path: Path) -> None:
+    """The webhook's files fork in an image with protobuf 5 and an old grpcio, and add only what is missing."""
+    python = os.environ.get("RFORK_TEST_OLDEST_PYTHON", sys.executable)
+    environment = Environment.create(tmp_path / "venv", python)
+    environment.pip("install", *IMAGES["protobuf 5"])
+    files.build(tmp_path / "files", wheel, [environment.version], files.by_pip(pip, CONSTRAINTS))
+    variables = {"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONPATH": str(tmp_path / "files" / "path")}
+
+    def run(code: str, *arguments: str) -> list[str]:
+        command = [str(environment.python), "-B", "-c", code, *arguments]
+        done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True, timeout=300)
+        assert 0 == done.returncode, done.stderr
+        return done.stdout.splitlines()
+
+    code = (
+        "import rfork._files as files; print(repr(files.unusable_reason())); import google.protobuf, grpc, structlog\n"
+        "for each in (google.protobuf, grpc, structlog): print(each.__file__)"
+    )
+    reason, protobuf, grpcio, structlog = run(code)
+    assert "''" == reason
+    assert protobuf.startswith(str(environment.packages))
+    assert grpcio.startswith(str(environment.packages))
+    assert structlog.startswith(str(tmp_path / "files" / "deps"))
+    planner = rfork_process("planner", "--port", "0", "--json", until='"ready"')
+    assert ["forked True"] == run(FORK_IN_PROCESS, json.loads(planner.stdout.splitlines()[0])["url"])

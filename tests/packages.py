@@ -16,6 +16,10 @@ from deploy.docker.install import WHEELS, copy_sources
 from deploy.docker.requirements import canonical
 
 
+NOT_LINKED = {"numpy", "setuptools", "typing-extensions"}
+CUDA = ("nvidia-", "cuda-")
+
+
 def dependency_closure(requirements: Iterable[str]) -> Iterator[str]:
     """Return the names of all installed packages that requirements depend on."""
     left, seen = [(Requirement(line), "") for line in requirements], set()
@@ -68,14 +72,19 @@ def link_packages(requirements: Iterable[str], target: Path) -> None:
 
 
 def link_torch(source: Path, target: Path) -> bool:
-    """Link torch and the packages that it needs from one package folder to another; False if it is not there."""
+    """Link torch and the packages that only it needs from one package folder to another; False if it is not there.
+
+    What rfork needs too is not linked: pip may replace it, and would remove files of the source.
+    """
     found = {canonical(each.metadata["Name"]): each for each in metadata.distributions(path=[str(source)])}
     left, seen = ["torch"], set[str]()
     while left:
         name = left.pop()
-        if name in found and name not in seen:
+        if name in found and name not in seen and name not in NOT_LINKED:
             seen.add(name)
-            left += [canonical(line) for line in found[name].requires or () if "extra ==" not in line]
+            # CUDA's packages are extras of one another.
+            lines = [line for line in found[name].requires or () if "extra ==" not in line or line.startswith(CUDA)]
+            left += [canonical(line) for line in lines]
             _link(found[name], target)
     return bool(seen)
 

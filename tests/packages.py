@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from deploy.docker.install import WHEELS, copy_sources
 from deploy.docker.requirements import canonical
 
-
 NOT_LINKED = {"numpy", "setuptools", "typing-extensions"}
 CUDA = ("nvidia-", "cuda-")
 

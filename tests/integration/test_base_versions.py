@@ -73,8 +73,9 @@ class Environment:
         found = cls(folder / "bin" / "python", next((folder / "lib").glob("python3.*")) / "site-packages")
         script = "import sysconfig; print(sysconfig.get_path('purelib'))"
         source = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
-        if not link_torch(Path(source), found.packages):
-            found.pip("install", f"torch=={pinned()['torch']}")
+        # The second command installs what torch needs and is not linked.
+        linked = link_torch(Path(source), found.packages)
+        found.pip("install", "torch" if linked else f"torch=={pinned()['torch']}")
         return found
 
     @property

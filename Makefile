@@ -114,14 +114,9 @@ gpu-third: ## full benchmarks and engines, up to an hour
 gpu-first gpu-second gpu-third: gpu-%:
 	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run $* $(STEPS)
 
-# $(call protoc,OUTPUT FOLDER,PROTO FOLDER,FILE): generate messages, services and type stubs.
-protoc = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I$(1)=$(2) --python_out=. --grpc_python_out=. \
-    --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(2)/$(3)
-
 .PHONY: proto
 proto: venv ## generate the Python code of proto/
-	$(call protoc,rfork/peer/v1,proto/rfork/v1,peer.proto)
-	$(call protoc,planner/integrations/keda/v1,proto/externalscaler,externalscaler.proto)
+	$(BIN)/python proto/generate.py
 
 .PHONY: screenshots
 screenshots: venv programs ## take the screenshots of the planner's page for docs/img
@@ -134,7 +129,7 @@ venv: $(STAMP) ## install the development environment into .venv
 # dependencies: the demo needs only the model file in it, not llama.cpp, which would have to be compiled.
 $(STAMP): pyproject.toml constraints.txt | system
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-	    { echo "this needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
+	    { echo "the development tools need Python 3.11 to 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into .venv: some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "  PyTorch"

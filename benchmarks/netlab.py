@@ -23,7 +23,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Final
+
+from typing_extensions import Self
 
 PREFIX: Final = "rfl"
 NETWORK: Final = "10.77"

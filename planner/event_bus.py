@@ -14,6 +14,7 @@ from typing import Final, Literal
 from planner.core.problems import ProblemError
 from planner.core.records import ForkRecord
 from planner.core.state import PlannerState
+from rfork.asyncio_timeout import timeout
 from rfork.schema import ForkEvent
 
 MAX_SUBSCRIBERS: Final = 32
@@ -82,7 +83,7 @@ class Subscription:
         if not self._progress and not self._transitions and not self.closed:
             self._woken.clear()
             try:
-                async with asyncio.timeout(within_s):
+                async with timeout(within_s):
                     await self._woken.wait()
             except TimeoutError:
                 return []

@@ -5,7 +5,6 @@ Plain ASGI that reads raw headers: a fleet's heartbeats pass through thousands o
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from planner.auth import AUTHORIZATION_CHECK, CALLER, Auth, is_open
 from planner.core.problems import ProblemError
 from planner.http_errors import problem_response
+from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 from rfork.tracing import TRACEPARENT, TraceContext, Tracer
 
@@ -255,7 +255,7 @@ class BodyLimit:
         try:
             if announced is not None and announced.isdigit() and int(announced) > self._limit:
                 raise self._too_large_error()
-            async with asyncio.timeout(self._within_s):
+            async with timeout(self._within_s):
                 body = await self._read_body(receive)
         except TimeoutError:
             detail = f"the body did not arrive within {self._within_s:g} s"

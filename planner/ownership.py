@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from starlette.types import Scope
+from typing_extensions import Self
 
 from planner.auth import CALLER, Caller
 from planner.core.faults import address_of

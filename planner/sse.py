@@ -10,6 +10,7 @@ from typing import Final
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 
 KEEP_ALIVE_S: Final = 5.0
@@ -68,7 +69,7 @@ class SseResponse(StreamingResponse, ABC):
         """Send headers, events and end."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
+            async with timeout(SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

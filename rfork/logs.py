@@ -46,7 +46,7 @@ def configure(json: bool, level: str, *, stream: TextIO | None = None) -> None:
     later call replaces the configuration.
     """
     stream = stream or sys.stderr
-    severity = logging.getLevelNamesMapping()[level.upper()]
+    severity = logging.getLevelName(level.upper())
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

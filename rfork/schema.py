@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self, cast, get_args
+from typing import Annotated, Any, Final, Literal, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 MAX_CHUNKS: Final = 1 << 20
 """Chunks of an image: 4 TB in chunks of 4 MiB, for one rank."""

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from typing_extensions import Self
 
 from rfork.addresses import WILDCARDS, is_loopback, own_address
 from rfork.errors import SettingsError, reason_of

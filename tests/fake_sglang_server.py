@@ -7,8 +7,9 @@ import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
 from urllib.parse import parse_qs, urlsplit
+
+from typing_extensions import Self
 
 Tensors = Mapping[str, tuple[int, int, int]]
 TENSORS: Tensors = {"model.embed.weight": (4096, 1024, 2), "model.norm.weight": (8192, 16, 2)}

@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from tests.storage_faults import (
     ErrorStatus,

@@ -11,9 +11,10 @@ import random
 import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import httpx
+from typing_extensions import Self
 
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import (

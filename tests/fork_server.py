@@ -41,8 +41,11 @@ PRELOADED_MODULES = (
     "uvicorn",
     "fastapi",
 )
-NOT_PRELOADED = ("__main__", "rfork.engines.sglang", "rfork.engines.vllm")
-"""Parts of module names: entry points, and plugins that import an engine."""
+NOT_PRELOADED = (
+    *("__main__", "rfork.engines.sglang", "rfork.engines.vllm"),
+    *(("planner.integrations.kubernetes",) if sys.version_info < (3, 11) else ()),
+)
+"""Parts of module names: entry points, plugins that import an engine, and what needs Python 3.11."""
 START_PREFIXES = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TORCH_", "COV", "GRPC_", "MALLOC_")
 """Variables that are read while modules are imported."""
 REPRODUCED_VARIABLES = {"PYTHONUNBUFFERED", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH"}
@@ -122,8 +125,9 @@ class PythonProcess(subprocess.Popen[AnyStr]):
     def _execute_child(self, *positional: Any) -> None:
         # The parameters of `subprocess.Popen._execute_child`, in its order.
         args, _, preexec, _, pass_fds, cwd, env, _, _, shell, stdin, _, _, stdout, _, stderr, *rest = positional
-        _, gid, gids, uid, umask, session, group = rest
-        unusual = preexec or pass_fds or shell or umask >= 0 or group >= 0 or (gid, gids, uid) != (None, None, None)
+        _, gid, gids, uid, umask, session, *group = rest  # Python 3.10 has no process group here
+        unusual = preexec or pass_fds or shell or umask >= 0 or any(each >= 0 for each in group)
+        unusual = unusual or (gid, gids, uid) != (None, None, None)
         request = None if unusual else _request(args, env, cwd, session)
         if request is None:
             super()._execute_child(*positional)  # type: ignore[misc]

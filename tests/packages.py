@@ -15,6 +15,9 @@ from packaging.requirements import Requirement
 from deploy.docker.install import WHEELS, copy_sources
 from deploy.docker.requirements import canonical
 
+NOT_LINKED = {"numpy", "setuptools", "typing-extensions"}
+CUDA = ("nvidia-", "cuda-")
+
 
 def dependency_closure(requirements: Iterable[str]) -> Iterator[str]:
     """Return the names of all installed packages that requirements depend on."""
@@ -64,6 +67,28 @@ def bare_python(folder: Path) -> tuple[Path, Path]:
 def link_packages(requirements: Iterable[str], target: Path) -> None:
     """Link packages that are too large to copy into a folder."""
     for name in sorted(set(dependency_closure(requirements))):
-        for top in {file.parts[0] for file in metadata.distribution(name).files or () if ".." not in file.parts}:
-            if top != "__pycache__" and not (target / top).exists():
-                (target / top).symlink_to(str(metadata.distribution(name).locate_file(top)))
+        _link(metadata.distribution(name), target)
+
+
+def link_torch(source: Path, target: Path) -> bool:
+    """Link torch and the packages that only it needs from one package folder to another; False if it is not there.
+
+    What rfork needs too is not linked: pip may replace it, and would remove files of the source.
+    """
+    found = {canonical(each.metadata["Name"]): each for each in metadata.distributions(path=[str(source)])}
+    left, seen = ["torch"], set[str]()
+    while left:
+        name = left.pop()
+        if name in found and name not in seen and name not in NOT_LINKED:
+            seen.add(name)
+            # CUDA's packages are extras of one another.
+            lines = [line for line in found[name].requires or () if "extra ==" not in line or line.startswith(CUDA)]
+            left += [canonical(line) for line in lines]
+            _link(found[name], target)
+    return bool(seen)
+
+
+def _link(distribution: metadata.Distribution, target: Path) -> None:
+    for top in {file.parts[0] for file in distribution.files or () if ".." not in file.parts}:
+        if top != "__pycache__" and not (target / top).exists():
+            (target / top).symlink_to(str(distribution.locate_file(top)))

@@ -27,8 +27,10 @@ from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 from urllib.parse import unquote
+
+from typing_extensions import Self
 
 from rfork.net.http_heads import RangeNotSatisfiable, bearer_token, etag_matches, parse_range
 from tests.storage_faults import (

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal
+
+from typing_extensions import Self
 
 from benchmarks.chaos.scenarios import ChaosRound
 

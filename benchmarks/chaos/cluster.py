@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
+
+from typing_extensions import Self
 
 from benchmarks.chaos.messages import RESPONSE_ADAPTER, ChaosCommand, ChaosResponse, SpawnRequest
 from benchmarks.chaos.scenarios import StoreType

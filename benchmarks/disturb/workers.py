@@ -9,9 +9,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
+from typing_extensions import Self
 
 from rfork import logs, settings
 from rfork._api import fork_with_fallbacks

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Final
+
+from typing_extensions import Self
 
 from benchmarks.fanout import messages
 from benchmarks.fanout.messages import FanoutCommand, FanoutResponse

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv" / "gpu"
 IMPORTS = {
-    "pydantic-settings": "pydantic_settings", "grpcio": "grpc", "grpcio-health-checking": "grpc_health",
+    "pydantic-settings": "pydantic_settings", "grpcio": "grpc",
     "protobuf": "google.protobuf", "prometheus-client": "prometheus_client", "pyjwt": "jwt",
     "pytest-asyncio": "pytest_asyncio", "pytest-timeout": "pytest_timeout",
     "runai-model-streamer": "runai_model_streamer", "mooncake-transfer-engine": "mooncake",
@@ -77,11 +77,12 @@ def inspect_python(python: str, modules: Sequence[str] = ()) -> PythonInspection
 
 def base() -> list[str]:
     """Return the requirements of rfork and its planner without torch. Needs Python 3.11."""
-    import tomllib
+    import tomllib  # type: ignore[import-not-found]
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["planner"]]
-    return [line for line in lines if name_of(line) != "torch"]
+    # Requirements with a marker are for older Pythons.
+    return [line for line in lines if name_of(line) != "torch" and ";" not in line]
 
 
 def optional(cuda: str | None) -> list[str]:

@@ -20,16 +20,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from deploy.docker.requirements import requirements
+from deploy.docker.requirements import for_python, requirements
 from rfork.engine_command import ENTRY_POINTS, PLUGIN
 
-PYTHONS: Final = ("3.11", "3.12", "3.13")
+PYTHONS: Final = ("3.10", "3.11", "3.12", "3.13")
 """Python versions of engine images."""
 LAYER: Final = Path(__file__).parent / "layer"
 HOOK: Final = "_files"
 """Module of the rfork package that only exists in these files."""
 SHIMS: Final = {group: f"rfork.{HOOK}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
 """Entry points for engines: see `layer/_files.py`."""
+MARKED: Final = {"3.10": ("exceptiongroup",)}
+"""Dependencies of dependencies for some Pythons only. pip evaluates markers for the Python that runs it."""
+OLDER: Final = {"3.10": Path(__file__).parent / "constraints-3.10.txt"}
+"""Constraints for Pythons that do not run the versions in constraints.txt."""
 LIBCS: Final = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
 """Wheels for these platforms run on any Linux with glibc 2.28 (2018) or newer."""
 UNUSED: Final = ("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.so.debug")
@@ -50,7 +54,8 @@ def build(folder: Path, wheel: Path, pythons: Sequence[str], install: Install) -
         target = folder / "deps" / f"cp{python.replace('.', '')}"
         target.mkdir(parents=True)
         # `packaging` checks the versions of the image's packages.
-        install((*requirements(), "packaging"), python, target)
+        wanted = (*for_python(requirements(), python), *MARKED.get(python, ()), "packaging")
+        install(wanted, python, target)
         _remove_unused(target)
     (folder / "bin").mkdir()
     for name in ("rfork", "rfork.py"):
@@ -61,8 +66,7 @@ def build(folder: Path, wheel: Path, pythons: Sequence[str], install: Install) -
 def by_pip(pip: Callable[..., None], constraints: Path) -> Install:
     """Return the installer for images: wheels from a package index, for another Python version than this one.
 
-    pip evaluates markers for the Python that runs it. rfork's requirements have no markers that differ
-    between `PYTHONS`, and missing packages are reported at run time.
+    Missing packages are reported at run time.
     """
 
     def install(wanted: Sequence[str], python: str, target: Path) -> None:
@@ -72,7 +76,8 @@ def by_pip(pip: Callable[..., None], constraints: Path) -> Install:
         pip(
             "install", "--no-cache-dir", "--no-compile", "--only-binary", ":all:", "--target", target,
             "--implementation", "cp", "--python-version", python,
-            "--abi", abi, "--abi", "abi3", "--abi", "none", *tags, "--constraint", constraints, *wanted,
+            "--abi", abi, "--abi", "abi3", "--abi", "none", *tags,
+            "--constraint", OLDER.get(python, constraints), *wanted,
         )  # fmt: skip
 
     return install

@@ -19,6 +19,7 @@ NEEDED: Final = (
     "rfork/peer/v1/peer_pb2.py",
     "rfork/peer/v1/peer_pb2.pyi",
     "rfork/peer/v1/peer_pb2_grpc.py",
+    "rfork/net/health/v1/health_pb2.py",
     "planner/integrations/keda/v1/externalscaler_pb2.py",
     "planner/integrations/keda/v1/externalscaler_pb2_grpc.py",
 )

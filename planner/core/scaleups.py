@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+
+from typing_extensions import Self
 
 from planner.core.group_index import GroupIndex
 from planner.core.records import GroupKey, InstanceRecord, ScaleUpRecord

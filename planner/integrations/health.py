@@ -111,5 +111,5 @@ def raise_if_cancelled() -> None:
     `asyncio.gather` and task groups raise only the error.
     """
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    if task is not None and task.cancelling():  # type: ignore[attr-defined]  # Python 3.11
         raise asyncio.CancelledError

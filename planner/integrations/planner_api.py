@@ -12,6 +12,7 @@ from typing import Final, ParamSpec, Protocol, TypeVar
 
 import httpx
 
+from rfork.asyncio_timeout import timeout
 from rfork.errors import NetworkError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo, ScaleUp, ScaleUpInfo
@@ -111,7 +112,7 @@ class AsyncPlannerClient:
             raise PlannerUnavailable(f"{request}: the client of planner {self._client.url} is closed")
         call_in_context = partial(copy_context().run, call, *arguments, **options)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call_in_context)
         except TimeoutError:
             reason = f"no response within {self._timeout_s:g} s"

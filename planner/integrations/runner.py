@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from typing_extensions import Self
 
 from planner.http_server import address_of, listen, run_server
 from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app, raise_if_cancelled
@@ -20,6 +22,8 @@ from rfork.logs import logger
 from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings, load
 from rfork.tracing import get_tracer
 
+MIN_PYTHON: Final = (3, 11)
+"""Task groups, and `Task.cancelling`."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_S: Final = 8.0
 """Maximum seconds that integrations may take to stop. A Pod is killed after 30."""
@@ -33,7 +37,6 @@ CONTROLLER: Final = "rfork-controller"
 SCALER: Final = "rfork-scaler"
 """Service names in traces, whichever process they run in."""
 IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationStatus], Awaitable[None]]
-log = logger("planner.integrations")
 log = logger("planner.integrations")
 
 
@@ -97,6 +100,8 @@ class IntegrationRunner:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        if sys.version_info < MIN_PYTHON:
+            raise SettingsError("the planner's integrations need Python 3.11 or newer")
         self._settings_pair = (kubernetes_settings, settings)
         self._restart_on_failure = restart_on_failure
         self._integrations, self._sleep, self._monotonic = integrations, sleep, monotonic
@@ -218,7 +223,7 @@ def _to_rfork_error(name: IntegrationName, error: Exception) -> RforkError:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
+    if sys.version_info >= (3, 11) and isinstance(error, BaseExceptionGroup):  # noqa: F821 (it is a builtin)
         for part in error.exceptions:
             yield from _leaves(part)
     else:

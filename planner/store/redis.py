@@ -67,6 +67,7 @@ from planner.store.messages import (
 )
 from planner.store.replica import Replica
 from rfork.addresses import host_port
+from rfork.asyncio_timeout import timeout
 from rfork.errors import SettingsError
 from rfork.logs import logger
 
@@ -292,7 +293,7 @@ class RedisStore:
         self._pending_commits.append(pending)
         self._work_available.set()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timeout(self._timeout_s):
                 return await pending.verdict
         except TimeoutError:
             reason = f"no response within {self._timeout_s:g} s"
@@ -409,7 +410,7 @@ class RedisClient:
     @contextlib.asynccontextmanager
     async def _with_timeout(self, timeout_factor: int = 1) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._timeout_s * timeout_factor):
+            async with timeout(self._timeout_s * timeout_factor):
                 yield
         except NoScriptError:
             raise ReplicaOutdated("Redis was restarted") from None

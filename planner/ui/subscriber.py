@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
+from rfork.asyncio_timeout import timeout
+
 MAX_QUEUED: Final = 64
 """Maximum number of queued messages per page, half a minute of them: a slower page restarts from the full
 state.
@@ -53,7 +55,7 @@ class Subscriber:
         if not self.closed and self._start_messages is None and not self._waiting:
             self._woken.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
+                async with timeout(within_s):
                     await self._woken.wait()
         if self.closed:
             return b""

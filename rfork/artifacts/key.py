@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import torch
+from typing_extensions import Self
 
 DOMAIN: Final = b"rfork-artifacts-v1\n"
 KEY_SEPARATOR: Final = "+artifacts "

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, NoReturn, Self, TextIO, cast
+from typing import Final, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
@@ -34,6 +34,7 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from rfork import logs
 from rfork import settings as options

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from rich.text import Text
+from typing_extensions import Self
 
 from rfork import weights_version
 from rfork.cli import formatters

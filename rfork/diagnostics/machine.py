@@ -51,8 +51,8 @@ def _gpu(index: int) -> Gpu:
 def check_python(version: Sequence[str], torch_version: str) -> CheckResult:
     """Check the versions of Python and torch."""
     detail = f"Python {'.'.join(version)}, torch {torch_version}"
-    if (int(version[0]), int(version[1])) < (3, 11):
-        return CheckResult("python", "fail", f"{detail}: this Python is too old", "use Python 3.11 or newer")
+    if (int(version[0]), int(version[1])) < (3, 10):
+        return CheckResult("python", "fail", f"{detail}: this Python is too old", "use Python 3.10 or newer")
     return CheckResult("python", "ok", detail)
 
 

@@ -278,16 +278,27 @@ class _LazySlice:
 
     def __getitem__(self, _: object) -> torch.Tensor:
         """Return an uninitialised tensor of the full shape."""
+        return self.tensor()
+
+    def tensor(self) -> torch.Tensor:
+        """Return an uninitialised tensor."""
         return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
 
 
-def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice]:
-    """Return a lazy slice for each weight under its first name; transformers ties the tied ones."""
+def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice | torch.Tensor]:
+    """Return a lazy slice for each weight under its first name; transformers ties the tied ones.
+
+    transformers 4 reads no slices: it gets uninitialised tensors, which it assigns.
+    """
+    from transformers import __version__
+
+    lazy = not __version__.startswith("4.")
     found: dict[int, str] = {}
-    weights: dict[str, _LazySlice] = {}
+    weights: dict[str, _LazySlice | torch.Tensor] = {}
     for name, tensor in abstract.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and found.setdefault(id(tensor), name) == name:
-            weights[name] = _LazySlice(tensor, device)
+            weight = _LazySlice(tensor, device)
+            weights[name] = weight if lazy else weight.tensor()
     return weights
 
 

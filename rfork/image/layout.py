@@ -16,9 +16,10 @@ from functools import cached_property
 from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
-from typing import NamedTuple, Self, overload
+from typing import NamedTuple, overload
 
 import torch
+from typing_extensions import Self
 
 from rfork.errors import UnsupportedTensor
 from rfork.image.chunks import Chunks

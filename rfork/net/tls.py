@@ -10,7 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from math import floor
 from pathlib import Path
 from typing import Final
@@ -214,7 +214,7 @@ def _not_after(der: memoryview) -> float:
     tag, text = list(_parts(validity))[1]
     timestamp = bytes(text).decode("ascii").removesuffix("Z")
     form = "%y%m%d%H%M%S" if tag == UTC_TIME else "%Y%m%d%H%M%S"
-    return datetime.strptime(timestamp, form).replace(tzinfo=UTC).timestamp()
+    return datetime.strptime(timestamp, form).replace(tzinfo=timezone.utc).timestamp()
 
 
 def _parts(der: memoryview) -> Iterator[tuple[int, memoryview]]:

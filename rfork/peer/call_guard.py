@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError, SourceBusy
 from rfork.peer import codec
 
@@ -131,7 +132,7 @@ async def _first_message(
     requests: AsyncIterator[RequestMessage], context: Context[RequestMessage, ResponseMessage]
 ) -> RequestMessage:
     try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+        async with timeout(REQUEST_TIMEOUT_S):
             return await anext(requests)
     except TimeoutError:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
@@ -141,12 +142,12 @@ async def _first_message(
 
 async def _respond(message: ResponseMessage, context: Context[RequestMessage, ResponseMessage]) -> None:
     try:
-        async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+        async with timeout(RECEIVE_TIMEOUT_S):
             await context.write(message)
     except TimeoutError:
         # The status of the call would wait for the unread message, so cancel the call.
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with timeout(CLOSE_TIMEOUT_S):
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the response was not read in time")
         raise asyncio.CancelledError from None
 

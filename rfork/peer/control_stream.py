@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError, SourceBusy, SourceTimeout, SourceUnavailable
 from rfork.logs import logger
 from rfork.peer.v1 import peer_pb2
@@ -201,7 +202,7 @@ class StreamServicer:
                 if has_ended:
                     break
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_INTERVAL_S):
+                    async with timeout(POLL_INTERVAL_S):
                         await changed.wait()
         finally:
             receive_task.cancel()

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -63,6 +63,7 @@ class PeerServer:
         self._backend = backend
         self._settings = settings
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_on_loop_error)
         self._server: grpc.aio.Server | None = None
         self._thread = threading.Thread(target=self._run, name="rfork-peer", daemon=True)
         self._port = 0
@@ -134,6 +135,13 @@ class PeerServer:
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=STOP_GRACE_S)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle an exception that no task receives."""
+    # Before grpcio 1.80, all event loops of a process poll one socket, and all but one find it empty.
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)
 
 
 def max_connections() -> int:

@@ -10,11 +10,12 @@ from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
 
+from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError
 from rfork.image import ranges
 from rfork.image.layout import Manifest
+from rfork.net.health.v1 import health_pb2
 from rfork.peer import call_guard, codec
 from rfork.peer.base import Progress
 from rfork.peer.call_guard import Context
@@ -265,5 +266,5 @@ async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
     """Wait until the event is set, or until the timeout."""
     # Not wait_for(): before Python 3.12 it loses a cancellation that coincides with the event.
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await event.wait()

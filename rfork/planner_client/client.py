@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
 
 import httpx
 from pydantic import TypeAdapter
+from typing_extensions import Self
 
 from rfork.errors import PlannerRejected, SettingsError
 from rfork.planner_client.events import IDLE_TIMEOUT_S, PlannerEventStream

@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import httpx
 from pydantic import ValidationError
+from typing_extensions import Self
 
 from rfork.errors import PlannerRejected
 from rfork.planner_client.deadline_transport import ABORT

@@ -15,10 +15,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
+from typing_extensions import Self
 
 from rfork.errors import (
     AllSourcesFailed,

@@ -20,7 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, assert_never
+from typing import Final
+
+from typing_extensions import assert_never
 
 from rfork.errors import (
     DeadlineExceeded,

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol
+
+from typing_extensions import assert_never
 
 from rfork.errors import (
     NoSource,

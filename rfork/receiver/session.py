@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 from uuid import uuid4
 
 from torch import nn
+from typing_extensions import Self
 
 from rfork.errors import (
     ALL_TENSORS,

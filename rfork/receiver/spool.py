@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Self
+from typing import Final
+
+from typing_extensions import Self
 
 from rfork.errors import StorageError, reason_of
 from rfork.image.chunks import MIB, ChunkState

@@ -24,7 +24,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
+
+from typing_extensions import Self
 
 from rfork.image.chunks import MIB
 from rfork.source.step_sequence import StepSequence

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged, TransportUnavailable
 from rfork.image import ranges

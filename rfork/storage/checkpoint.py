@@ -14,10 +14,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from rfork import settings as options
 from rfork.errors import CheckpointError

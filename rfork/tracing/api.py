@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Final, Literal, Protocol
 
 import structlog
+from typing_extensions import Self
 
 TRACEPARENT: Final = "traceparent"
 """Name of the header and of the gRPC metadata key."""

@@ -12,7 +12,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
+
+from typing_extensions import Self
 
 from tests.docs.pages import PageBlock, Step, first_missing_line, steps
 

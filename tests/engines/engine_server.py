@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import httpx
 import pytest
+from typing_extensions import Self
 
 from tests.engines.process_tree import process_tree
 from tests.ports import free_port

@@ -17,9 +17,9 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
 
 import httpx
+from typing_extensions import Self
 
 from tests.engines.engine_server import REQUEST_TIMEOUT_S, EngineServer
 

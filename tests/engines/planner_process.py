@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from tests.processes import RforkProcess
 

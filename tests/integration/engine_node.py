@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Self, cast
+from typing import IO, cast
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from rfork.engines.load_or_fork import ModelIdentity, load_or_fork
 from rfork.engines.served_model import ServedModel, served_model

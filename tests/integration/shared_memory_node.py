@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import threading
-from typing import Self
+
+from typing_extensions import Self
 
 from rfork.image.chunks import MIB
 from rfork.settings import InstanceSettings

@@ -97,7 +97,7 @@ def test_a_planner_and_its_clients_load_renewed_files(
 def test_an_expired_certificate_is_named(server: TlsFiles, old: trustme.CA) -> None:
     """The planner is running: the client's hint is to renew its certificate, not to start it."""
     with run_in_thread(PlannerSettings(port=0)) as url:
-        server.write_certificate(old, ends=datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=1))
+        server.write_certificate(old, ends=datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=1))
         with PlannerClient(url, tls=server.tls) as planner, pytest.raises(PlannerUnreachable) as raised:
             planner.models()
     assert "expired" in str(raised.value)
@@ -107,7 +107,7 @@ def test_an_expired_certificate_is_named(server: TlsFiles, old: trustme.CA) -> N
 
 def test_the_planner_reports_its_certificates_expiry(server: TlsFiles, old: trustme.CA) -> None:
     """The time is that of the current file."""
-    ends = datetime.datetime(2031, 5, 4, 3, 2, 1, tzinfo=datetime.UTC)
+    ends = datetime.datetime(2031, 5, 4, 3, 2, 1, tzinfo=datetime.timezone.utc)
     with run_in_thread(PlannerSettings(port=0)) as url:
         server.write_certificate(old, ends=ends)
         with PlannerClient(url, tls=server.tls) as planner:
@@ -119,7 +119,7 @@ def test_the_planner_reports_its_certificates_expiry(server: TlsFiles, old: trus
 @pytest.mark.parametrize("year", [2031, 2061])
 def test_certificate_expiry_is_read_in_both_encodings(tmp_path: Path, year: int) -> None:
     """Years from 2050 on are encoded differently; the expiry of an expired certificate is read too."""
-    ends = datetime.datetime(year, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    ends = datetime.datetime(year, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
     trustme.CA().issue_cert("a", not_after=ends).cert_chain_pems[0].write_to_path(tmp_path / "certificate")
     assert ends.timestamp() == not_after(tmp_path / "certificate")
 
@@ -129,7 +129,7 @@ def test_a_certificate_that_expires_soon_is_logged(
 ) -> None:
     """The warning is logged when it is read, not on every connection."""
     caplog.set_level(logging.INFO)
-    server.write_certificate(old, ends=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3))
+    server.write_certificate(old, ends=datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=3))
     current = CurrentContext(server.tls, client_context)
     for _ in range(3):
         current()

@@ -86,11 +86,11 @@ SGLANG = {
     """,
 }
 OLD_PROTOBUF = {
-    "google/protobuf/__init__.py": "__version__ = '5.29.6'",
-    "protobuf-5.29.6.dist-info/METADATA": "Metadata-Version: 2.1\nName: protobuf\nVersion: 5.29.6",
+    "google/protobuf/__init__.py": "__version__ = '4.25.8'",
+    "protobuf-4.25.8.dist-info/METADATA": "Metadata-Version: 2.1\nName: protobuf\nVersion: 4.25.8",
 }
 DISABLED_MESSAGE = "rfork is disabled, falling back to the engine's loader: "
-OUTDATED_PROTOBUF_MESSAGE = "this image's protobuf is 5.29.6, and rfork needs <8,>=7.35.1"
+OUTDATED_PROTOBUF_MESSAGE = "this image's protobuf is 4.25.8, and rfork needs <8,>=5.29"
 
 
 @dataclass(frozen=True)
@@ -317,5 +317,5 @@ def test_an_image_without_python_is_reported(layer: Path, tmp_path: Path) -> Non
 
 def test_an_invalid_python_version_fails_the_build() -> None:
     """A build for an invalid Python version fails before it starts."""
-    with pytest.raises(ValueError, match=r"invalid Python version, expected e\.g\. 3\.11: cp312"):
+    with pytest.raises(ValueError, match=r"invalid Python version, expected e\.g\. 3\.10: cp312"):
         files.build(Path("/nonexistent"), Path("/nonexistent"), ["3.11", "cp312"], lambda *_: None)

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from typing import IO, Self, cast
+from typing import IO, cast
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 import rfork
 from rfork.image.capture import capture

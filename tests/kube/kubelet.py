@@ -20,12 +20,13 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import httpx
+from typing_extensions import Self
 
 from tests.kube.containers import Container, Document, MissingReference, NodeEnvironment
 from tests.kube.control_plane import ControlPlane
@@ -257,7 +258,7 @@ class PodRunner(threading.Thread):
 
     def _condition(self, condition_type: str, status: str) -> Document:
         if self._conditions.get(condition_type, ("", ""))[0] != status:
-            self._conditions[condition_type] = (status, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+            self._conditions[condition_type] = (status, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
         return {
             "type": condition_type,
             "status": status,

@@ -15,6 +15,7 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict, Synced
 from planner.integrations.kubernetes.cluster import WORKLOAD_PATHS, Cluster, connect
 from planner.integrations.kubernetes.leader_election import LeaderElection, LeaderWatch
+from rfork.asyncio_timeout import timeout
 from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import SOON_S, Post, observe_pod, pod, pod_upserted, recording
@@ -193,7 +194,7 @@ async def test_the_webhook_observes_the_leader(
     assert not leading()
     controller = asyncio.create_task(election.run(act))
     try:
-        async with asyncio.timeout(SOON_S):
+        async with timeout(SOON_S):
             await until(True)
             controller.cancel()
             await until(False)
@@ -252,7 +253,7 @@ async def test_an_election(cluster: Cluster, other: Cluster, namespace: str) -> 
         name: LeaderElection(client, "it", namespace, name, 5.0) for name, client in (("a", cluster), ("b", other))
     }
     tasks = {"a": asyncio.create_task(elections["a"].run(lambda: act("a")))}
-    async with asyncio.timeout(SOON_S):
+    async with timeout(SOON_S):
         assert "a" == await led.get()
         tasks["b"] = asyncio.create_task(elections["b"].run(lambda: act("b")))
         await asyncio.sleep(6)  # longer than the Lease's duration

@@ -7,7 +7,7 @@ would. The planner does not expire instances here, so only the controller remove
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final, cast
 
@@ -99,7 +99,7 @@ class ServedDeployment:
 
     def containers_ready(self, uid: str) -> None:
         """Set the conditions that the kubelet sets once the engine responds."""
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         ready = {"type": "ContainersReady", "status": "True", "lastTransitionTime": now}
         status = {"phase": "Running", "conditions": [ready]}
         self._admin.patch(Pod.Status, self.pods()[uid], {"status": status}, namespace=self._namespace)

@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,7 +35,7 @@ FAST_POLL: Final = {"RFORK_K8S_POLL_INTERVAL_S": "0.2"}
 MESHED: Final = {"mesh": "yes"}
 """Label of Pods to which the other webhook adds a sidecar."""
 SIDECAR: Final = {"name": "mesh", "image": "mesh:1", "args": ["proxy"]}
-EXPIRED: Final = datetime(2026, 1, 1, tzinfo=UTC)
+EXPIRED: Final = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 @pytest.fixture

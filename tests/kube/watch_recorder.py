@@ -14,6 +14,7 @@ from lightkube.resources.core_v1 import Pod
 from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.api_server import Document, Synced, Upserted, WatchEvent
 from planner.integrations.kubernetes.cluster import Cluster, ObservedPod
+from rfork.asyncio_timeout import timeout
 
 SOON_S: Final = 60.0
 LABELS: Final = {names.MODEL: "tiny"}
@@ -40,7 +41,7 @@ class WatchRecorder(Generic[ObservedT]):
         self, predicate: Callable[[WatchEvent[ObservedT]], bool], *, after: int = 0
     ) -> WatchEvent[ObservedT]:
         """Return the first event that matches, and those before it."""
-        async with asyncio.timeout(SOON_S), self._more:
+        async with timeout(SOON_S), self._more:
             while True:
                 for each in self.events[after:]:
                     if predicate(each):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 import rfork
+from deploy.docker.requirements import pyproject_table
 from deploy.release import notes
 from planner.store.redis import FORMAT
 
@@ -37,7 +37,7 @@ def steps() -> Iterator[tuple[str, str]]:
 
 def test_the_version_is_defined_once() -> None:
     """`rfork.__version__` defines the version of metadata, chart and image."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject_table()
     assert "version" not in project["project"]
     assert {"attr": "rfork.__version__"} == project["tool"]["setuptools"]["dynamic"]["version"]
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "rfork" / "Chart.yaml").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -15,14 +14,14 @@ from tests.docs.run_by import blocks_run_by
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "snapshot-format.md"
 
 
-def test_examples_run(tmp_path: Path) -> None:
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in order, the examples find in a snapshot what the page describes."""
     blocks = [block.text for block in blocks_run_by(__file__)]
     assert 5 == len(blocks)
     names: dict[str, object] = {"__name__": "example"}
-    with contextlib.chdir(tmp_path):
-        for number, block in enumerate(blocks):
-            exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)
+    monkeypatch.chdir(tmp_path)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)
 
 
 def test_a_larger_image_has_the_documented_chunks() -> None:

@@ -34,13 +34,13 @@ LOAD_FORMAT = "rfork"
 NEEDED = (
     "google.protobuf",
     "grpc",
-    "grpc_health",
     "httpx",
     "jwt",
     "pydantic",
     "pydantic_settings",
     "safetensors",
     "structlog",
+    "typing_extensions",
     "xxhash",
 )
 """Modules that must be importable, whatever the metadata claims."""
@@ -48,7 +48,6 @@ TRIED = (
     "rfork.planner_client.client",
     "rfork.logs",
     "rfork.peer.v1.peer_pb2_grpc",
-    "grpc_health.v1.health_pb2_grpc",
 )
 """Modules of rfork that import those cheaply."""
 NOT_OURS = frozenset({"numpy", "torch"})

@@ -10,6 +10,7 @@ import httpx
 
 from planner.integrations.keda.signals import MetricPage, parse_metrics
 from rfork.addresses import host_port
+from rfork.asyncio_timeout import timeout
 from rfork.errors import reason_of
 from rfork.net.tls import client_context
 from rfork.settings import TlsSettings
@@ -53,7 +54,7 @@ class EngineMetricsClient:
         url = f"{scheme}://{host_port(host, port)}{path}"
         async with self._request_slots:
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with timeout(self._timeout_s):
                     return parse_metrics(await self._body_with_retry(url))
             except TimeoutError:
                 raise EngineUnreachable(f"did not respond at {url} within {self._timeout_s:g} s") from None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Gauge
 
 from planner.http_server import listen
@@ -27,9 +26,12 @@ from planner.integrations.keda.v1.externalscaler_pb2_grpc import (
 )
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
 from rfork.addresses import host_port
+from rfork.asyncio_timeout import timeout
 from rfork.errors import PortInUse
 from rfork.logs import logger
 from rfork.net.grpc_credentials import server_credentials
+from rfork.net.health.v1 import health_pb2
+from rfork.net.health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 from rfork.settings import KubernetesSettings, TlsSettings, load
 from rfork.tracing import NOOP_TRACER, TRACEPARENT, TraceContext, Tracer
 
@@ -144,7 +146,7 @@ class Scaler(ExternalScalerServicer):
 
     async def _shutdown_within(self, seconds: float) -> bool:
         try:
-            async with asyncio.timeout(seconds):
+            async with timeout(seconds):
                 return await self._shutdown.wait()
         except TimeoutError:
             return False
@@ -224,7 +226,7 @@ async def run(
     credentials = server_credentials(tls)
     engines = EngineMetricsClient(engine_timeout_s, tls)
     metric_source = MetricSource(planner_api, engines, time.monotonic, status.registry, tracer)
-    scaler, healthy = Scaler(metric_source, status, tracer), health.aio.HealthServicer()  # type: ignore[attr-defined]
+    scaler, health = Scaler(metric_source, status, tracer), _Health()
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # otherwise two processes could share one port unnoticed
@@ -236,22 +238,38 @@ async def run(
         ]
     )
     add_ExternalScalerServicer_to_server(scaler, server)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    add_HealthServicer_to_server(health, server)
     try:
         port = _listen(server, settings, credentials)
         await server.start()
-        for service in ("", SERVICE):
-            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
         log.info("scaler ready", address=host_port(settings.bind, port), tls=tls.serves)
         status.ready()
         await asyncio.get_running_loop().create_future()
     finally:
         status.not_ready("stopping")
-        await healthy.enter_graceful_shutdown()
+        health.is_serving = False
         scaler.end()
         await server.stop(STOP_GRACE_S)
         await metric_source.close()
         await engines.close()
+
+
+class _Health(HealthServicer):
+    """gRPC's health check, called by the kubelet."""
+
+    def __init__(self) -> None:
+        self.is_serving = True
+
+    async def Check(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: Context[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
+    ) -> health_pb2.HealthCheckResponse:
+        """See `health.proto`."""
+        if request.service not in ("", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        response = health_pb2.HealthCheckResponse
+        return response(status=response.SERVING if self.is_serving else response.NOT_SERVING)
 
 
 def _listen(server: grpc.aio.Server, settings: KubernetesSettings, credentials: grpc.ServerCredentials | None) -> int:

@@ -268,7 +268,7 @@ def _hosts(certificate: x509.Certificate) -> frozenset[str]:
 
 
 def _time(unix: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(int(unix), datetime.UTC)
+    return datetime.datetime.fromtimestamp(int(unix), datetime.timezone.utc)
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -29,10 +29,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 from typing import Final, Literal
 
@@ -278,7 +279,8 @@ def _owner(metadata: Document) -> ObjectRef | None:
 
 def _seconds(timestamp: str) -> float:
     """Convert RFC 3339 to seconds since the epoch."""
-    return datetime.fromisoformat(timestamp).timestamp()
+    # Python 3.10 does not know the suffix Z.
+    return datetime.fromisoformat(re.sub("Z$", "+00:00", timestamp)).timestamp()
 
 
 class Cluster:
@@ -397,7 +399,7 @@ class Cluster:
         """
         known = self._leases.get((namespace, name), {})
         previous = known.get("spec") or {} if known.get("metadata", {}).get("resourceVersion") == version else {}
-        now = datetime.fromtimestamp(self._unix(), UTC).isoformat(timespec="microseconds")
+        now = datetime.fromtimestamp(self._unix(), timezone.utc).isoformat(timespec="microseconds")
         stamp = now.replace("+00:00", "Z")
         unchanged = previous.get("holderIdentity") == holder
         spec = {
@@ -461,4 +463,4 @@ def _event_name(subject: ObjectRef, event_type: EventType, reason: str, message:
 
 def _timestamp(unix: float) -> str:
     """Format a time as Kubernetes does: RFC 3339, UTC, whole seconds."""
-    return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(unix, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -26,6 +26,7 @@ from typing import Final, TypeVar
 
 from planner.integrations.kubernetes.api_server import ClusterUnavailable, ResourceConflict
 from planner.integrations.kubernetes.cluster import Cluster, ObservedLease
+from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 from rfork.settings import KubernetesSettings
 
@@ -195,7 +196,7 @@ class LeaderElection:
         limit_s = self._lease_duration_s * CALL_FRACTION
         limit_s = limit_s if self._until is None else min(limit_s, self._remaining_s())
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 result = await call
         except (ClusterUnavailable, TimeoutError) as error:
             reason = str(error) or "no response in time"

@@ -13,11 +13,11 @@ here, because a Binding does not show if its Pod uses rfork, so a lookup is one 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
 import time
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -386,7 +386,7 @@ async def run(
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
     async with _cert_source(settings, serving) as cert_source:
         listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
-        async with run_server(app, listener, serving.context), asyncio.TaskGroup() as tasks:
+        async with run_server(app, listener, serving.context), TaskGroup() as tasks:
             log.info("webhook ready", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
             tasks.create_task(_follow(settings, topology, leader_watch))
@@ -420,7 +420,7 @@ async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_w
             log.warning(f"{missing}: the webhook cannot connect to the cluster", reason=str(error), hint=error.hint)
         return
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for missing, follow in watches:
                 tasks.create_task(_run_best_effort(follow(cluster), missing))
     finally:

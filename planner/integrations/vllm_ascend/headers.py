@@ -9,10 +9,11 @@ import ipaddress
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from typing_extensions import Self
 
 from planner.core.problems import ProblemError
 

@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import httpx
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import Self
 
 from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, reason_of
 from rfork.net.tls import client_context
@@ -62,6 +63,8 @@ class _ServerInfo(BaseModel):
 
 
 class _ModelInfo(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())  # before pydantic 2.10, `model_` is one
+
     model_path: str
     served_model_name: str | None = None
     weight_version: str | None = None

@@ -38,7 +38,7 @@ import socket
 import ssl
 import threading
 from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import httpx
 import uvicorn
@@ -48,6 +48,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
+from typing_extensions import Self
 
 from rfork.addresses import LOOPBACK, host_port
 from rfork.engines.sglang_bridge.engine import (

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from rfork.cuda.device import device_of
 from rfork.errors import CheckpointError

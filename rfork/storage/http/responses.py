@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from http import HTTPStatus
 
 from rfork.errors import StorageAccessDenied, StorageChanged, StorageError, StorageNotFound
@@ -94,7 +94,7 @@ def error_from_response(uri: str, head: ResponseHead, text: bytes, explain: Expl
     """Return the error for an unsuccessful status: a StorageError or RetryableError."""
     status_text = status_line(head.status)
     if head.status in RETRYABLE_STATUSES:
-        after_s = retry_after(head.fields.get("retry-after", ""), datetime.now(UTC))
+        after_s = retry_after(head.fields.get("retry-after", ""), datetime.now(timezone.utc))
         return RetryableError(f"the server responded {status_text}", after_s)
     if explain is not None and (explained := explain(head.status, text)) is not None:
         return explained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Final
 
@@ -78,5 +78,5 @@ def retry_after(value: str, now: datetime) -> float:
     except (ValueError, OverflowError):
         return 0.0
     if until.tzinfo is None:
-        until = until.replace(tzinfo=UTC)
+        until = until.replace(tzinfo=timezone.utc)
     return max(0.0, (until - now).total_seconds())

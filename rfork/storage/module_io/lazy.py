@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from rfork import settings as options
 from rfork.errors import CheckpointError

@@ -12,7 +12,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self
+
+from typing_extensions import Self
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, StorageCorrupt

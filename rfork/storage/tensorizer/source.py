@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
 
 import torch
+from typing_extensions import Self
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, StorageAccessDenied, StorageCorrupt

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
 import termios
@@ -19,7 +21,7 @@ class PseudoTerminal:
 
     def __init__(self, *, rows: int, columns: int) -> None:
         self._controller_fd, self._terminal_fd = pty.openpty()
-        termios.tcsetwinsize(self._terminal_fd, (rows, columns))
+        fcntl.ioctl(self._terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = self.modes()
         self.text = ""
         self._process: subprocess.Popen[bytes] | None = None

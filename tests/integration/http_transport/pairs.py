@@ -34,6 +34,7 @@ def url_of(endpoint: Endpoint) -> str:
 
 def open_connection(endpoint: Endpoint) -> socket.socket:
     location = urlsplit(url_of(endpoint))
+    assert location.port is not None
     return socket.create_connection((location.hostname, location.port), timeout=30)
 
 

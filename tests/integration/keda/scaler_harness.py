@@ -18,6 +18,7 @@ from planner.integrations.keda.scaler import run
 from planner.integrations.keda.v1 import externalscaler_pb2 as pb
 from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from planner.integrations.planner_api import AsyncPlannerClient
+from rfork.asyncio_timeout import timeout
 from rfork.planner_client.ownership import OWNER_HEADER
 from rfork.schema import InstanceInfo, InstanceReport, ScaleUp
 from rfork.settings import InstanceSettings, KubernetesSettings
@@ -97,14 +98,14 @@ class RunningScaler:
 
     async def until(self, read_value: Callable[[], Awaitable[float | None]], expected: float | str) -> None:
         """Repeat a call until it returns the expected value: results are cached for a second."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with timeout(DEADLINE_S):
             while await value_or_error(read_value) != expected:
                 await asyncio.sleep(0.05)
 
 
 async def next_state(stream: AsyncIterable[pb.IsActiveResponse]) -> bool:
     """Return the next state from a stream."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with timeout(DEADLINE_S):
         return (await anext(aiter(stream))).result
 
 
@@ -128,7 +129,7 @@ async def running_scaler(
     channel = channel or grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     try:
         ready = asyncio.create_task(channel.channel_ready())
-        async with asyncio.timeout(DEADLINE_S):
+        async with timeout(DEADLINE_S):
             await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             ready.cancel()

@@ -12,6 +12,7 @@ from planner.core.records import StoreChange
 from planner.store import redis
 from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
+from rfork.asyncio_timeout import timeout
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork
 
@@ -27,7 +28,7 @@ def key(name: str) -> str:
 
 async def until(predicate: Callable[[], bool]) -> None:
     """Wait until a replica has found out by itself; raises TimeoutError otherwise."""
-    async with asyncio.timeout(20):
+    async with timeout(20):
         while not predicate():
             await asyncio.sleep(0.01)
 

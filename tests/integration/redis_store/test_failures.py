@@ -14,6 +14,7 @@ from planner.core.records import StoreChange
 from planner.store import redis
 from planner.store.base import CommitConflict, StoreUnavailable
 from planner.store.redis import RedisStore
+from rfork.asyncio_timeout import timeout
 from tests.integration.redis_store.stores import (
     TIMEOUT_S,
     MakeStore,
@@ -63,7 +64,7 @@ async def test_a_redis_that_hangs_is_reported_within_the_timeout(make: MakeStore
     await store.commit(StoreChange(instances=(instance("a"),)))
     redis_server.signal(signal.SIGSTOP)
     try:
-        async with asyncio.timeout(2 * TIMEOUT_S):
+        async with timeout(2 * TIMEOUT_S):
             with pytest.raises(StoreUnavailable, match="is unavailable"):
                 await store.commit(StoreChange(instances=(instance("b"),)))
             await until(lambda: not store.ready)
@@ -202,7 +203,7 @@ async def test_a_stopped_store_refuses_and_leaves_no_connection(make: MakeStore,
         redis_server.signal(signal.SIGCONT)
     with pytest.raises(StoreUnavailable, match="stopped"):
         await store.commit(StoreChange(instances=(instance("a"),)))
-    async with Redis.from_url(redis_server.url, protocol=2) as admin, asyncio.timeout(20):
+    async with Redis.from_url(redis_server.url, protocol=2) as admin, timeout(20):
         while len(await admin.client_list()) > 1:
             await asyncio.sleep(0.01)
     assert not store.ready

@@ -108,9 +108,22 @@ def test_every_package_of_the_planners_image_is_pinned() -> None:
 def test_requirements_match_pyproject() -> None:
     """The list comes from pyproject.toml, including version ranges, without torch and numpy."""
     listed = requirements.requirements()
-    assert "protobuf>=7.35.1,<8" in listed
+    assert "protobuf>=5.29,<8" in listed
     assert [] == [line for line in listed if line.startswith(("torch", "numpy"))]
     assert {"setuptools"} == {requirements.canonical(line) for line in requirements.build_requirements()}
+
+
+def test_markers_are_evaluated_for_the_python_of_the_image() -> None:
+    """A requirement for older Pythons is only listed for those; pip evaluates markers for its own Python."""
+    lines = ("grpcio>=1.60,<2", "async-timeout>=4; python_version < '3.11'")
+    assert ["grpcio>=1.60,<2", "async-timeout>=4"] == list(requirements.for_python(lines, "3.10"))
+    assert ["grpcio>=1.60,<2"] == list(requirements.for_python(lines, "3.11"))
+
+
+def test_an_unknown_marker_is_an_error() -> None:
+    """Only the form that pyproject.toml uses is known."""
+    with pytest.raises(ValueError, match="unknown marker"):
+        list(requirements.for_python(["x; sys_platform == 'linux'"], "3.12"))
 
 
 def test_the_base_install_has_no_package_of_the_planner() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import httpx
@@ -46,7 +46,7 @@ def write_certificate(folder: Path, days: float) -> tuple[Path, Path]:
     """Write a self-signed certificate that expires in `days` and its key; return both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rfork.test")])
-    end = datetime.now(UTC) + timedelta(days=days)
+    end = datetime.now(timezone.utc) + timedelta(days=days)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import tomllib
 from pathlib import Path
 
 import pytest
 
-import rfork
 from deploy.docker.files import SHIMS
+from deploy.docker.requirements import pyproject_table
 from rfork.cli.launch import parse_launch_arguments
 from rfork.engine_command import ENTRY_POINTS
 from rfork.engines.launch import engine_environment, replica_name, rewrite_command, with_plugin_path
@@ -138,7 +137,7 @@ def test_an_invalid_option_is_a_one_line_error(arguments: list[str]) -> None:
 
 def test_entry_points_are_those_of_the_package() -> None:
     """Generated entry points equal those of an installed rfork."""
-    project = tomllib.loads((Path(rfork.__file__).parents[1] / "pyproject.toml").read_text())
+    project = pyproject_table()
     declared = project["project"]["entry-points"]
     assert ENTRY_POINTS == {group: names["rfork"] for group, names in declared.items()}
 

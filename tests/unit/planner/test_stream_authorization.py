@@ -15,6 +15,7 @@ from planner.event_bus import EventBus
 from planner.middleware import AuthMiddleware
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.feed import feed_router
+from rfork.asyncio_timeout import timeout
 from rfork.settings import PlannerSettings
 from tests.unit.planner.builders import FakeTime, make_service
 
@@ -72,7 +73,7 @@ class GuardedStreams:
 async def test_a_stream_ends_when_its_token_is_revoked(tmp_path: Path, path: str, left: str) -> None:
     """It ends at the next send, and its last part marks the body as complete."""
     planner = GuardedStreams(tmp_path / "tokens")
-    async with asyncio.timeout(10):
+    async with timeout(10):
         serving = asyncio.create_task(planner.serve(path, "read"))
         status = await planner.until(b": still here")
         planner.rewrite(left)
@@ -87,7 +88,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(tmp_path: Path, path: str
 async def test_a_stream_survives_changes_of_other_tokens(tmp_path: Path, path: str) -> None:
     """It also survives a greater role of its own token."""
     planner = GuardedStreams(tmp_path / "tokens")
-    async with asyncio.timeout(10):
+    async with timeout(10):
         serving = asyncio.create_task(planner.serve(path, "read"))
         await planner.until(b": still here")
         planner.rewrite("operator read\n")

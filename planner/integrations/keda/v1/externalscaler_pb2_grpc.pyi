@@ -29,8 +29,6 @@ class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
-GRPC_GENERATED_VERSION: str
-GRPC_VERSION: str
 
 class ExternalScalerStub:
     """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""

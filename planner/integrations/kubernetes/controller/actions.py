@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from planner.integrations.kubernetes.api_server import ClusterUnavailable, NotFound, ResourceConflict
 from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod
 from planner.integrations.planner_api import PlannerUnavailable
+from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 from rfork.tracing import NOOP_TRACER, Span, Tracer, Value
 
@@ -177,7 +178,7 @@ class ActionExecutor:
         """Return True if the other side responded. Records failures in the span."""
         key = action.action_type, action.subject
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with timeout(CALL_TIMEOUT_S):
                 await action.call()
         except (NotFound, ResourceConflict) as error:
             # The object changed since it was observed: a watch event will follow.

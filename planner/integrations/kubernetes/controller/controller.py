@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +43,7 @@ from planner.integrations.kubernetes.controller.readiness_gate import WrittenCon
 from planner.integrations.kubernetes.controller.scaleups import MissingReplicas, PendingScaleUp, ScaleUpMismatch
 from planner.integrations.kubernetes.leader_election import LeaderElection
 from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
+from rfork.asyncio_timeout import timeout
 from rfork.logs import logger
 from rfork.schema import ScaleUpInfo
 from rfork.settings import KubernetesSettings
@@ -440,7 +442,7 @@ async def run(
     """
     loop = _ReconcileLoop(settings, cluster, planner_api, status, clock, tracer)
     caches = loop.controller.caches
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         tasks.create_task(loop.follow("pods", cluster.pods(), caches.pods))
         for kind, cache in caches.workloads.items():
             tasks.create_task(loop.follow(f"{kind}s", cluster.workloads(kind), cache))
@@ -532,7 +534,7 @@ class _ReconcileLoop:
     async def _wait(self, until: float, used_s: float) -> None:
         """Wait for the next poll, or for a batch of changes. `used_s`: CPU time of the last reconcile."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+            async with timeout(max(0.0, until - time.monotonic())):
                 await self._changed.wait()
         # Pause even if a poll takes longer than the poll interval.
         await asyncio.sleep(min(max(DEBOUNCE_S, CPU_PAUSE_FACTOR * used_s), self._poll_interval_s))

@@ -14,6 +14,7 @@ import pytest
 
 from planner.app import create_app
 from planner.integrations.planner_api import AsyncPlannerClient, PlannerApi, PlannerUnavailable
+from rfork.asyncio_timeout import timeout
 from rfork.errors import SettingsError
 from rfork.planner_client import client as planner_client
 from rfork.planner_client.ownership import OWNER_HEADER
@@ -174,7 +175,7 @@ async def test_a_planner_that_does_not_respond_delays_no_other_thread_of_the_loo
     call = asyncio.create_task(planner_api.instances())
     await asyncio.sleep(0)
     try:
-        async with asyncio.timeout(5):
+        async with timeout(5):
             await asyncio.to_thread(int)
     finally:
         released.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from asyncio import TaskGroup  # type: ignore[attr-defined]  # Python 3.11: see runner.py
+from builtins import ExceptionGroup  # type: ignore[attr-defined]  # Python 3.11
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -174,7 +176,7 @@ async def test_an_integration_that_fails_while_stopping_is_not_restarted() -> No
     async def run(
         kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
     ) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(fails())
 
     await run_until(

@@ -9,6 +9,7 @@ import pytest
 from planner.core.problems import ProblemError
 from planner.core.records import StoreChange
 from planner.plan_service import PlanService
+from rfork.asyncio_timeout import timeout
 from rfork.schema import ForkResult, Plan, Rank
 from tests.unit.planner.builders import FakeTime, fork_request, make_service, seed_report
 from tests.unit.planner.scaleups.arrivals import (
@@ -81,7 +82,7 @@ async def test_a_caller_that_disconnects_while_its_arrival_is_published_leaves_a
     (request,) = start_requests(service.plan(fork_request("a")))
     await run_until_idle()
     request.cancel()
-    async with asyncio.timeout(10):
+    async with timeout(10):
         await store.planned.wait()
     assert [1] == store.plans
 

@@ -12,6 +12,7 @@ from planner.store import redis
 from planner.store.base import StoreUnavailable
 from planner.store.messages import ChangeMessage, CommitResult, LogEntry, ReplicaOutdated, StoreSnapshot
 from planner.store.redis import RedisStore
+from rfork.asyncio_timeout import timeout
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import instance
 
@@ -63,7 +64,7 @@ async def outcome_of(scripted_redis: ScriptedRedis, time: FakeTime, monkeypatch:
         result = str(error)
     else:
         result = "kept"
-    async with asyncio.timeout(5):
+    async with timeout(5):
         while scripted_redis.loads < 2:
             await asyncio.sleep(0)
     await store.stop()

@@ -17,6 +17,7 @@ from planner.ui import fleet_diff
 from planner.ui.broadcaster import Broadcaster
 from planner.ui.rows import Row, row_diff
 from planner.ui.subscriber import MAX_QUEUED, Subscriber
+from rfork.asyncio_timeout import timeout
 from rfork.schema import ForkProgress, ForkResult
 from tests.unit.planner.builders import FakeTime, accuse, fork_request, make_service, seed_report
 
@@ -48,7 +49,7 @@ async def broadcaster(service: PlanService) -> AsyncIterator[Broadcaster]:
 async def read_until(subscriber: Subscriber, until: str) -> Messages:
     """Return the messages up to the first that contains this text."""
     found: Messages = []
-    async with asyncio.timeout(10):
+    async with timeout(10):
         while True:
             message = (await subscriber.next_messages(1)).decode()
             if not message:
@@ -262,7 +263,7 @@ async def test_a_failed_feed_rejects_pages(
     await service.report(seed_report("s"))
     with monkeypatch.context() as patch:
         patch.setattr(fleet_diff, "instance_row", broken)
-        async with asyncio.timeout(10):
+        async with timeout(10):
             both = await asyncio.gather(broadcaster.subscribe(), broadcaster.subscribe(), return_exceptions=True)
     assert [(503, "not-ready")] * 2 == [(each.status, each.slug) for each in both if isinstance(each, ProblemError)]
     assert {} == broadcaster._subscribers

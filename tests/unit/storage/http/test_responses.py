@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from http import HTTPStatus
 
 import pytest
@@ -20,7 +20,7 @@ from rfork.storage.http.responses import (
 from rfork.storage.http.retry import RetryableError
 
 URI = "https://models.example/llama.bin"
-NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=timezone.utc)
 NO_RANGE = f"the server responded 416 {HTTPStatus(416).phrase} to a range request"  # Python 3.13 has another phrase
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ from rfork.storage.http.retry import (
 from rfork.storage.http.session import HttpSession
 from tests.unit.fake_clock import FakeClock
 
-NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=timezone.utc)
 MIB = 1 << 20
 
 # Retries.

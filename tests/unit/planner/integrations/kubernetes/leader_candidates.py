@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -143,5 +144,5 @@ def run_scenario(scenario: ElectionScenario) -> Candidates:
             await candidates.stop(name)
         return candidates
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(run())
+    with contextlib.closing(VirtualLoop()) as loop:
+        return loop.run_until_complete(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from builtins import ExceptionGroup  # type: ignore[attr-defined]  # Python 3.11
 from collections.abc import AsyncIterator
 
 import pytest

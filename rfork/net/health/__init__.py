@@ -1,0 +1,1 @@
+"""gRPC's health check (grpc.health.v1), for kubelets."""

@@ -86,11 +86,11 @@ class WheelSources:
     def _defined(self, owner: Found, name: str) -> Found | None:
         last: Found | None = None
         for node in _statements(owner.node):
-            if isinstance(node, Function | ast.ClassDef) and node.name == name:
-                last = Found(owner.module, node)
-            elif isinstance(node, ast.Assign) and name in {each for each in map(_name, node.targets) if each}:
-                last = Found(owner.module, node)
-            elif isinstance(node, ast.AnnAssign) and _name(node.target) == name:
+            if (
+                (isinstance(node, Function | ast.ClassDef) and node.name == name)
+                or (isinstance(node, ast.Assign) and name in {each for each in map(_name, node.targets) if each})
+                or (isinstance(node, ast.AnnAssign) and _name(node.target) == name)
+            ):
                 last = Found(owner.module, node)
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:

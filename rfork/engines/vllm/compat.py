@@ -164,7 +164,8 @@ def decide(
     if version.partition("+")[0] not in tested:
         warnings.append(f"untested vLLM version {version} (tested: {', '.join(tested)})")
     if compatibility.comfort:
-        warnings.append(format_incompatibility("vLLM", version, compatibility.comfort, tested))
+        details = "; ".join(f"{hook_target.path} {mismatch}" for hook_target, mismatch in compatibility.comfort)
+        warnings.append(f"some features of rfork are off with vLLM {version}: {details}")
     no_seed_reason = None
     if compatibility.lifecycle:
         no_seed_reason = format_incompatibility("vLLM", version, compatibility.lifecycle, tested)

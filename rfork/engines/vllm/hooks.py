@@ -188,47 +188,42 @@ def _start_draft(method: Method, worker: Worker, *args: object, **kwargs: object
 def _begin(
     method: Method, worker: Worker, lifecycle: WeightLifecycle | None, *args: object, **kwargs: object
 ) -> object:
-    state = vars(worker)
     if _is_updating(worker):
         if lifecycle is not None:
             lifecycle.served.count_update()  # on ranks where the previous update failed, this one begins
         return method(worker, *args, **kwargs)  # vLLM raises here
-    state[UPDATED_ATTRIBUTE] = lifecycle
-    if lifecycle is None:
-        return method(worker, *args, **kwargs)
-    lifecycle.begin_update()
+    if lifecycle is not None:
+        lifecycle.begin_update()
     try:
-        return method(worker, *args, **kwargs)
+        result = method(worker, *args, **kwargs)
     except BaseException:
-        lifecycle.fail_update()
-        del state[UPDATED_ATTRIBUTE]
+        if lifecycle is not None:
+            lifecycle.fail_update()
         raise
+    vars(worker)[UPDATED_ATTRIBUTE] = lifecycle
+    return result
 
 
 def _update(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    active, lifecycle = _is_updating(worker), _updated(worker)
+    active = _is_updating(worker)
     try:
         return method(worker, *args, **kwargs)
     except BaseException:
-        if active and lifecycle is not None:
+        if (lifecycle := _end_update(worker)) is not None and active:
             lifecycle.fail_update()
-        vars(worker).pop(UPDATED_ATTRIBUTE, None)
         raise
 
 
 def _finish(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    active, lifecycle = _is_updating(worker), _updated(worker)
-    if not active or lifecycle is None:
+    active = _is_updating(worker)
+    try:
         result = method(worker, *args, **kwargs)
-    else:
-        try:
-            result = method(worker, *args, **kwargs)
-        except BaseException:
+    except BaseException:
+        if (lifecycle := _end_update(worker)) is not None and active:
             lifecycle.fail_update()
-            vars(worker).pop(UPDATED_ATTRIBUTE, None)
-            raise
+        raise
+    if (lifecycle := _end_update(worker)) is not None and active:
         lifecycle.end_update()
-    vars(worker).pop(UPDATED_ATTRIBUTE, None)
     return result
 
 
@@ -249,9 +244,9 @@ def _main_lifecycle(worker: Worker) -> WeightLifecycle | None:
     return lifecycle_of(worker.get_model())
 
 
-def _updated(worker: Worker) -> WeightLifecycle | None:
-    """Return the lifecycle of the model that is being updated; None if rfork does not manage it."""
-    lifecycle: WeightLifecycle | None = vars(worker).get(UPDATED_ATTRIBUTE)
+def _end_update(worker: Worker) -> WeightLifecycle | None:
+    """Forget the update that has begun. Returns the lifecycle of its model; None if rfork does not manage it."""
+    lifecycle: WeightLifecycle | None = vars(worker).pop(UPDATED_ATTRIBUTE, None)
     return lifecycle
 
 

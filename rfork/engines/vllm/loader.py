@@ -71,7 +71,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         log.warning("fork not supported, using vLLM's loader without seeding", reason=reason)
         if builder is not None:
             return builder.load()
-        return self._default().load_model(vllm_config=vllm_config, model_config=model_config, **options)
+        module: nn.Module = self._default().load_model(vllm_config=vllm_config, model_config=model_config, **options)
+        return module
 
     def _builder(self, vllm_config: VllmConfig, model_config: ModelConfig, options: Mapping[str, Any]) -> VllmEngine:
         from rfork.engines.vllm.model_builder import VllmEngine

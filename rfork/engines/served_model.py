@@ -116,7 +116,8 @@ class ServedModel:
     def recapture(self) -> Image:
         """Return an image of the served tensors where they are now, without tensors attached to the model since.
 
-        Layers may have been wrapped for LoRA since. Raises LayoutMismatch if a tensor is missing or has changed, and UnsupportedTensor.
+        Layers may have been wrapped for LoRA since. Raises LayoutMismatch if a tensor is missing or has changed,
+        and UnsupportedTensor.
         """
         served_layout = self.seed.image.layout
         image = capture(self._module, exclude=self._exclude, like=served_layout, wrappers=WRAPPERS)

@@ -37,9 +37,10 @@ def capture(
     Runs on both sides: source and target must capture equal layouts. Patterns are those of `fnmatch`, such as
     ``*.kv_cache.*``, or complete names. With `like`, only tensors named in that layout are captured, missing
     ones are skipped, and its attributes are kept. A module may have been wrapped since then: attributes named
-    in `wrappers` refer to wrapped modules, whose tensors keep their names in `like`. `rfork.image.module_tensors.state_of_module` defines which
-    tensors are found and their names. Nothing is copied: the image's bytes are the tensors' own. A tensor
-    that is replaced later (``parameter.data = …``) is no longer in the image.
+    in `wrappers` refer to wrapped modules, whose tensors keep their names in `like`.
+    `rfork.image.module_tensors.state_of_module` defines which tensors are found and their names. Nothing is
+    copied: the image's bytes are the tensors' own. A tensor that is replaced later (``parameter.data = …``) is
+    no longer in the image.
 
     Plain values (numbers, text, flags, enums) on modules and their objects are not bytes of the image. They
     become the layout's attributes, so that a fork between modules that differ in one is rejected; see

@@ -54,7 +54,7 @@ class ModelProcess:
         lines = self._log_file.read_text(errors="replace").splitlines()
         raise RuntimeError(f"{lines[-1] if lines else 'it ended'}\n" + "\n".join(lines[-80:]))
 
-    def content(self) -> Mapping[str, object]:
+    def content(self) -> Mapping[str, Any]:
         """Return its greedy tokens, and the SHA-256 of its tensors by name."""
         return {"tokens": self.call("tokens", PROMPTS, TOKENS), "tensors": self.call("digests")}
 
@@ -116,7 +116,8 @@ class VllmMatrix:
                 updated = source.content()
                 if updated["tokens"] == expected["tokens"]:
                     raise AssertionError("an update in place did not change the tokens")
-                require("updated tensors", fused_digests(second), updated["tensors"])
+                for name, digest in fused_digests(second).items():
+                    require(f"updated {name}", digest, updated["tensors"][name])
                 wait_serving(planner, 1)
                 with ModelProcess(python, bare, scratch / "updated.log", **options) as target:
                     compare(target, updated, "forked")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 from rfork.engines.hook_targets import HookTarget, Incompatible
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Definition = Function | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 class NotFound(Exception):
@@ -86,11 +85,7 @@ class WheelSources:
     def _defined(self, owner: Found, name: str) -> Found | None:
         last: Found | None = None
         for node in _statements(owner.node):
-            if (
-                (isinstance(node, Function | ast.ClassDef) and node.name == name)
-                or (isinstance(node, ast.Assign) and name in {each for each in map(_name, node.targets) if each})
-                or (isinstance(node, ast.AnnAssign) and _name(node.target) == name)
-            ):
+            if name in _names_bound(node):
                 last = Found(owner.module, node)
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -169,6 +164,19 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
                 yield from _statements(statement)
     for handler in getattr(node, "handlers", []):
         yield from _statements(handler)
+
+
+def _names_bound(node: ast.stmt) -> Collection[str | None]:
+    """Return the names that a definition or an assignment binds."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return (name,)
+        case ast.Assign(targets=targets):
+            return [_name(target) for target in targets]
+        case ast.AnnAssign(target=target):
+            return (_name(target),)
+        case _:
+            return ()
 
 
 def _name(node: ast.AST) -> str | None:

@@ -1,8 +1,8 @@
 """Sets up the engines that `make test-engines` runs on a CPU, each in its own venv.
 
-``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root, optionally
-followed by a version. Uses only the standard library. An existing venv is kept; an incomplete one, or one made by another version of this
-folder, is rebuilt. rfork itself is installed from this checkout, editable.
+``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root; a version
+may follow. Uses only the standard library. An existing venv is kept; an incomplete one, or one made by another
+version of this folder, is rebuilt. rfork itself is installed from this checkout, editable.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _mismatch(sources: WheelSources, target: HookTarget) -> str:
         except NotFound:
             return "cannot be inspected (it has no __init__)"
     if not isinstance(node, Function):
-        return f"cannot be inspected ({name} of {found_owner.module} is not a function)"
+        return f"cannot be inspected ({name} of {found_owner.module} is no function)"
     missing = [parameter for parameter in target.parameters if parameter not in _parameters(node)]
     return f"has no parameter {', '.join(missing)}" if missing else ""
 

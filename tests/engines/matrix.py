@@ -1,8 +1,10 @@
 """Runs forks with many versions of each engine, and records what works in docs/engine-matrix.json.
 
-    python -m tests.engines.matrix [ENGINE | ENGINE:VERSION …] [--venvs FOLDER] [--delete] [--output FILE]
+    python -m tests.engines.matrix [ENGINE | ENGINE:VERSION …] [--venvs FOLDER] [--base VENV] [--delete]
+                                 [--output FILE]
 
-Each version gets its own venv, which takes about 3.5 GB and some minutes; ``--delete`` removes it afterwards. A
+Each version gets its own venv, which takes about 3.5 GB and some minutes; ``--delete`` removes it afterwards.
+``--base`` names a venv of another version of the engine on the same file system: the new one shares its files. A
 version that does not run on a CPU is checked against the sources of its wheel. Rows of versions that were not
 selected are kept. The exit code is 1 if a version is not supported.
 
@@ -77,7 +79,7 @@ def engines() -> Mapping[str, Engine]:
     return {engine.name: engine for engine in (VllmMatrix(),)}
 
 
-def examine(engine: Engine, version: str, venvs: Path, *, delete: bool) -> Row:
+def examine(engine: Engine, version: str, venvs: Path, base: Path | None, *, delete: bool) -> Row:
     """Fork with one version, or check its sources."""
     commit = _commit()
     if version in engine.without_cpu_build:
@@ -85,7 +87,7 @@ def examine(engine: Engine, version: str, venvs: Path, *, delete: bool) -> Row:
         return Row(engine.name, version, level, commit, "; ".join((engine.without_cpu_build[version], *notes)))
     venv = venvs / f"{engine.name}-{version}"
     try:
-        set_up(engine.name, venv, version)
+        set_up(engine.name, venv, version, base)
         with tempfile.TemporaryDirectory(prefix="rfork-matrix-") as scratch:
             notes = (engine.fork(version, venv.absolute() / "bin" / "python", Path(scratch)),)
         return Row(engine.name, version, "forked", commit, "; ".join(notes))
@@ -162,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="ENGINE[:VERSION]", help="default: all")
     parser.add_argument("--venvs", type=Path, default=ROOT / ".venv-matrix", help="folder for the venvs")
+    parser.add_argument("--base", type=Path, help="venv of another version, whose files are shared")
     parser.add_argument("--delete", action="store_true", help="delete each venv after its version")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file to update")
     parsed = parser.parse_args()
@@ -169,7 +172,7 @@ def main() -> int:
         parser.error(f"unknown engine in {', '.join(wrong)}; known: {', '.join(known)}")
     levels = []
     for engine, version in _selected(parsed.versions, known):
-        row = examine(engine, version, parsed.venvs, delete=parsed.delete)
+        row = examine(engine, version, parsed.venvs, parsed.base, delete=parsed.delete)
         print(f"{row.engine} {row.version}: {row.level}  {row.notes}", flush=True)
         write(parsed.output, merge(read(parsed.output), [row]))
         levels.append(row.level)

@@ -151,7 +151,7 @@ def _commit() -> str:
 
 def _selected(words: Sequence[str], known: Mapping[str, Engine]) -> Sequence[tuple[Engine, str]]:
     """Return the engines and versions that ``ENGINE`` and ``ENGINE:VERSION`` select; all without words."""
-    found = []
+    found: list[tuple[Engine, str]] = []
     for word in words or known:
         name, _, version = word.partition(":")
         found.extend((known[name], each) for each in ([version] if version else known[name].versions))

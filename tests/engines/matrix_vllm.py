@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rfork.engines.hook_targets import HookTarget
 from rfork.engines.vllm import compat
 from tests.engines.matrix import ROOT
 from tests.engines.model_folders import copy_without_weights, make_tiny
@@ -87,7 +88,7 @@ class VllmMatrix:
     name = "vllm"
     versions: Sequence[str] = (*compat.TESTED, "0.33.0")
     without_cpu_build: Mapping[str, str] = {"0.33.0": "no CPU build exists"}
-    hook_targets = compat.HOOK_TARGETS
+    hook_targets: Sequence[HookTarget] = compat.HOOK_TARGETS
 
     def distribution(self, version: str) -> str:
         return f"vllm=={version}"

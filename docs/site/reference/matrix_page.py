@@ -19,6 +19,4 @@ LEVELS: Final = {
 def table_of(engine: str) -> str:
     """Return the table of one engine's versions."""
     rows = [row for row in json.loads(MATRIX.read_text()) if row["engine"] == engine]
-    return table(
-        ["version", "tested", "notes"], [[row["version"], LEVELS[row["level"]], row["notes"]] for row in rows]
-    )
+    return table(["version", "tested", "notes"], [[row["version"], LEVELS[row["level"]], row["notes"]] for row in rows])

@@ -199,7 +199,7 @@ def main() -> int:
         print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER [VERSION]", file=sys.stderr)
         return 2
     try:
-        set_up(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+        set_up(sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) == 4 else None)
     except SetupError as error:
         print(f"cannot set up {sys.argv[1]}: {error}", file=sys.stderr)
         return 1

@@ -67,8 +67,8 @@ class Venv:
         run(self.python, "-m", "pip", "-qq", "--disable-pip-version-check", command, *arguments)
 
     def install(self, *arguments: str | Path) -> None:
-        """``pip install`` with the recorded versions, if there are any."""
-        self.pip("install", *self.constraints, *arguments)
+        """``pip install`` with the recorded versions, if there are any. Most modules are never imported."""
+        self.pip("install", "--no-compile", *self.constraints, *arguments)
 
     def install_torch(self) -> None:
         """Install torch before any package that would choose its build; SetupError if pip chose a CUDA build."""

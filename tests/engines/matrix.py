@@ -49,7 +49,7 @@ class Row:
 
 
 class Engine(Protocol):
-    """What the runner needs to know about one engine."""
+    """One engine, as the runner sees it."""
 
     name: str
     """``vllm`` or ``sglang``."""

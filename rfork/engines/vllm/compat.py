@@ -145,9 +145,9 @@ class VersionDecision:
     """Decision on the installed version of vLLM."""
 
     no_fork_reason: str | None = None
-    """Why vLLM's own loader is used; None if the model may be forked."""
+    """Reason for using vLLM's own loader; None if the model may be forked."""
     no_seed_reason: str | None = None
-    """Why a forked model is not served to others; None if it may be."""
+    """Reason for not serving a forked model to others; None if it may be served."""
     warnings: tuple[str, ...] = ()
 
 

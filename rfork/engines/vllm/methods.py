@@ -1,0 +1,280 @@
+"""Quantisation methods of vLLM whose layers can be forked, and their golden check.
+
+``python -m rfork.engines.vllm.methods NAME`` (or ``FOLDER``, of a model) builds a small model with one
+quantisation configuration and prints one JSON object per method: ``{"method", "layer", "failure"}``. Runs in an
+environment with vLLM, in a process of its own, because a kernel that is not made for the device may crash.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from rfork.engines.golden_check import Capturing, GoldenLayer, failure_of
+from rfork.engines.layer_methods import STEP, ForkableMethods, dotted_name, method_name, step_owner
+from rfork.engines.vllm import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LAYERS: Final = "vllm.model_executor.layers"
+METHODS: Final = ForkableMethods(
+    base=(f"{LAYERS}.quantization.base_config.QuantizeMethodBase",),
+    read=(
+        f"{LAYERS}.linear.UnquantizedLinearMethod",
+        f"{LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+        f"{LAYERS}.quantization.kv_cache.BaseKVCacheMethod",
+    ),
+    proven={
+        "cpu": (
+            "AutoAWQMarlinLinearMethod/CPUWNA16LinearKernel",
+            "AutoGPTQLinearMethod/CPUWNA16LinearKernel",
+        ),
+    },
+    command="rfork doctor --engine vllm",
+)
+REBUILT: Final = (
+    f"{LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+    f"{LAYERS}.quantization.fp8.Fp8LinearMethod",
+    f"{LAYERS}.quantization.fp8.Fp8MoEMethod",
+)
+"""Classes whose post-processing rebuilds a kernel on a GPU from weights that are already processed, where vLLM
+declares so. Judged by reading them.
+"""
+
+
+def unsupported_method(module: nn.Module, device_type: str, accepted: Collection[str] = ()) -> str | None:
+    """Return why a model cannot be forked, judged by the methods of its layers. The model may be unprocessed."""
+    for name, layer in module.named_modules():
+        if not is_rebuilt(layer, device_type) and (reason := METHODS.refusal(layer, device_type, accepted)):
+            return f"{reason} (at {name or 'the top level'})"
+    return None
+
+
+def is_rebuilt(layer: nn.Module, device_type: str) -> bool:
+    """Return True if the layer's kernel is rebuilt once its weights have been filled."""
+    method = getattr(layer, "quant_method", None)
+    owner = step_owner(method) if method is not None else None
+    return (
+        device_type != "cpu"
+        and owner is not None
+        and dotted_name(owner) in REBUILT
+        and bool(getattr(method, "supports_pre_processed_weights", False))
+        and not METHODS.is_proven(method_name(layer), device_type)
+    )
+
+
+def golden_layers(module: nn.Module, vllm_config: VllmConfig) -> Iterator[GoldenLayer]:
+    """Yield one layer of an unprocessed model for each of its methods."""
+    seen: set[tuple[str, str]] = set()
+    for layer in module.modules():
+        name = method_name(layer)
+        key = (type(layer).__name__, name)
+        if name and key not in seen:
+            seen.add(key)
+            yield GoldenLayer(
+                name, layer, process=_process, outputs=partial(_outputs, vllm_config), rebuild=_rebuild_of(layer)
+            )
+
+
+def _process(layer: nn.Module) -> None:
+    getattr(layer.quant_method, STEP)(layer)
+
+
+def _rebuild_of(layer: nn.Module) -> Callable[[nn.Module], None] | None:
+    device = next((tensor.device.type for tensor in layer.parameters()), "cpu")
+    if not is_rebuilt(layer, device):
+        return None
+
+    def rebuild(copied: nn.Module) -> None:
+        with compat.weights_already_processed():
+            _process(copied)
+
+    return rebuild
+
+
+TOKENS: Final = 7
+"""Rows of a layer's inputs."""
+
+
+def _outputs(vllm_config: VllmConfig, layer: nn.Module) -> torch.Tensor:
+    """Return a layer's outputs for inputs that are always the same."""
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    hf_config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    method: Any = layer.quant_method
+    random = torch.Generator().manual_seed(7)
+    device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
+
+    def inputs(size: int) -> torch.Tensor:
+        return torch.randn(TOKENS, size, generator=random).to(device, dtype)
+
+    with set_forward_context(None, vllm_config):
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            embedded: torch.Tensor = method.embedding(layer, torch.arange(TOKENS, device=device))
+            return embedded
+        if isinstance(layer, LinearBase | ParallelLMHead):
+            size = getattr(layer, "input_size_per_partition", hf_config.hidden_size)
+            computed: torch.Tensor = method.apply(layer, inputs(size), None)
+            return computed
+        if hasattr(layer, "_k_scale"):
+            scales = [getattr(layer, f"_{name}_scale{suffix}", 0.0) for name in "qkv" for suffix in ("", "_float")]
+            return torch.tensor([float(scale) for scale in scales])
+        return _expert_outputs(method, layer, inputs(hf_config.hidden_size), random, hf_config)
+
+
+def _expert_outputs(
+    method: Any, layer: nn.Module, inputs: torch.Tensor, random: torch.Generator, hf_config: Any
+) -> torch.Tensor:
+    """Return the outputs of a layer of experts, whose functions differ between versions of vLLM."""
+    experts, chosen = hf_config.num_local_experts, hf_config.num_experts_per_tok
+    values = {
+        "layer": layer,
+        "x": inputs,
+        "router_logits": torch.randn(TOKENS, experts, generator=random).to(inputs),
+        "topk_weights": torch.rand(TOKENS, chosen, generator=random).to(inputs.device),
+        "topk_ids": torch.randint(experts, (TOKENS, chosen), generator=random).to(inputs.device, torch.int32),
+        "shared_experts": None,
+        "shared_experts_input": None,
+    }
+    apply = method.apply_monolithic if getattr(method, "is_monolithic", False) else method.apply
+    arguments = {name: values[name] for name in inspect.signature(apply).parameters if name in values}
+    outputs = apply(**arguments)
+    result: torch.Tensor = outputs[-1] if isinstance(outputs, tuple) else outputs
+    return result
+
+
+def _weights(bits: int, number: str, strategy: str, **options: object) -> dict[str, object]:
+    return {"num_bits": bits, "type": number, "strategy": strategy, "symmetric": True, "dynamic": False, **options}
+
+
+def _compressed(format_name: str, weights: object, inputs: object = None) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_name,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+CONFIGURATIONS: Final[Mapping[str, Mapping[str, object] | None]] = {
+    "none": None,
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "compressed-fp8": _compressed(
+        "float-quantized", _weights(8, "float", "channel"), _weights(8, "float", "token", dynamic=True)
+    ),
+    "compressed-int8": _compressed(
+        "int-quantized", _weights(8, "int", "channel"), _weights(8, "int", "token", dynamic=True)
+    ),
+    "compressed-w4a16": _compressed("pack-quantized", _weights(4, "int", "group", group_size=128)),
+    "compressed-nvfp4": _compressed(
+        "nvfp4-pack-quantized",
+        _weights(4, "float", "tensor_group", group_size=16),
+        _weights(4, "float", "tensor_group", group_size=16, dynamic="local"),
+    ),
+    "modelopt-fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "mxfp4": {"quant_method": "mxfp4"},
+}
+"""Quantisation configurations of checkpoints, by name."""
+
+SIZES: Final = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+EXPERTS: Final = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+
+
+def model_configuration(quantisation: Mapping[str, object] | None, *, experts: bool) -> dict[str, object]:
+    """Return the configuration of a model with one layer, and optionally with experts."""
+    architecture = "Mixtral" if experts else "Llama"
+    found: dict[str, object] = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
+    found |= SIZES | (EXPERTS if experts else {})
+    return found | ({"quantization_config": dict(quantisation)} if quantisation is not None else {})
+
+
+def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Build the model and yield a result per method: its name, the layer's class, and the failure if any."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from rfork.engines.vllm.model_builder import keep_weights_on_cpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(configuration))
+        vllm_config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=128
+        ).create_engine_config()
+        device = torch.device(vllm_config.device_config.device)
+        if device.type == "cpu":
+            keep_weights_on_cpu()
+        with set_current_vllm_config(vllm_config):
+            backend = "gloo" if device.type == "cpu" else "nccl"
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
+            initialize_model_parallel(1, 1)
+            previous = torch.get_default_dtype()
+            torch.set_default_dtype(vllm_config.model_config.dtype)
+            try:
+                with device:
+                    module = initialize_model(vllm_config)
+            finally:
+                torch.set_default_dtype(previous)
+            capturing = Capturing(("vllm",), compat.HELPER_ATTRIBUTES, compat.NON_WEIGHT_PATTERNS)
+            for layer in golden_layers(module, vllm_config):
+                failure = failure_of(layer, capturing)
+                yield {"method": layer.name, "layer": type(layer.module).__name__, "failure": failure}
+
+
+def configurations_of(argument: str) -> Iterator[Mapping[str, object]]:
+    """Return the configurations of a name, ``NAME+experts``, or the folder of a model."""
+    name, _, experts = argument.partition("+")
+    if argument in CONFIGURATIONS or experts:
+        yield model_configuration(CONFIGURATIONS[name], experts=bool(experts))
+        return
+    found = json.loads((Path(argument) / "config.json").read_text())
+    quantisation = found.get("quantization_config", found.get("text_config", {}).get("quantization_config"))
+    for with_experts in (False, True):
+        yield model_configuration(quantisation, experts=with_experts)
+
+
+def main() -> int:
+    """Print the results of one configuration as lines of JSON."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for configuration in configurations_of(sys.argv[1]):
+        for result in golden_results(configuration):
+            print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 from rfork.diagnostics.result import CheckResult
+from rfork.engines.golden_models import CONFIGURATIONS
 from rfork.engines.layer_methods import ForkableMethods
 
 Engine = Literal["vllm", "sglang"]
@@ -21,7 +22,7 @@ MODULES: Final[Mapping[Engine, str]] = {
     "vllm": "rfork.engines.vllm.methods",
     "sglang": "rfork.engines.sglang.methods",
 }
-"""Modules with `METHODS`, `CONFIGURATIONS`, and a command that prints results; see `rfork.engines.vllm.methods`."""
+"""Modules with `METHODS`, and a command that prints results; see `rfork.engines.vllm.methods`."""
 TIMEOUT_S: Final = 600.0
 """Includes the compilation of kernels."""
 
@@ -36,7 +37,7 @@ def run_checks(engine: Engine, model: str | None = None, run: RunCheck | None = 
         return [CheckResult("golden check", "fail", f"{engine} is not installed here", fix)]
     found = import_module(MODULES[engine])
     methods: ForkableMethods = found.METHODS
-    configurations = [model] if model is not None else list(found.CONFIGURATIONS)
+    configurations = [model] if model is not None else [f"{name}+experts" for name in CONFIGURATIONS]
     results: list[CheckResult] = []
     checked: set[str] = set()
     for configuration in configurations:

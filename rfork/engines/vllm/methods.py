@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rfork.engines.golden_check import Capturing, GoldenLayer, failure_of
+from rfork.engines.golden_models import TOKENS, main
 from rfork.engines.layer_methods import STEP, ForkableMethods, dotted_name, method_name, step_owner
 from rfork.engines.vllm import compat
 
@@ -103,10 +104,6 @@ def _rebuild_of(layer: nn.Module) -> Callable[[nn.Module], None] | None:
     return rebuild
 
 
-TOKENS: Final = 7
-"""Rows of a layer's inputs."""
-
-
 def _outputs(vllm_config: VllmConfig, layer: nn.Module) -> torch.Tensor:
     """Return a layer's outputs for inputs that are always the same."""
     from vllm.forward_context import set_forward_context
@@ -156,70 +153,6 @@ def _expert_outputs(
     return result
 
 
-def _weights(bits: int, number: str, strategy: str, **options: object) -> dict[str, object]:
-    return {"num_bits": bits, "type": number, "strategy": strategy, "symmetric": True, "dynamic": False, **options}
-
-
-def _compressed(format_name: str, weights: object, inputs: object = None) -> dict[str, object]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format_name,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-CONFIGURATIONS: Final[Mapping[str, Mapping[str, object] | None]] = {
-    "none": None,
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
-    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-    "compressed-fp8": _compressed(
-        "float-quantized", _weights(8, "float", "channel"), _weights(8, "float", "token", dynamic=True)
-    ),
-    "compressed-int8": _compressed(
-        "int-quantized", _weights(8, "int", "channel"), _weights(8, "int", "token", dynamic=True)
-    ),
-    "compressed-w4a16": _compressed("pack-quantized", _weights(4, "int", "group", group_size=128)),
-    "compressed-nvfp4": _compressed(
-        "nvfp4-pack-quantized",
-        _weights(4, "float", "tensor_group", group_size=16),
-        _weights(4, "float", "tensor_group", group_size=16, dynamic="local"),
-    ),
-    "modelopt-fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
-    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-    "mxfp4": {"quant_method": "mxfp4"},
-}
-"""Quantisation configurations of checkpoints, by name."""
-
-SIZES: Final = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-EXPERTS: Final = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
-
-
-def model_configuration(quantisation: Mapping[str, object] | None, *, experts: bool) -> dict[str, object]:
-    """Return the configuration of a model with one layer, and optionally with experts."""
-    architecture = "Mixtral" if experts else "Llama"
-    found: dict[str, object] = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
-    found |= SIZES | (EXPERTS if experts else {})
-    return found | ({"quantization_config": dict(quantisation)} if quantisation is not None else {})
-
-
 def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Build the model and yield a result per method: its name, the layer's class, and the failure if any."""
     from vllm.config import set_current_vllm_config
@@ -254,27 +187,7 @@ def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, ob
                 yield {"method": layer.name, "layer": type(layer.module).__name__, "failure": failure}
 
 
-def configurations_of(argument: str) -> Iterator[Mapping[str, object]]:
-    """Return the configurations of a name, ``NAME+experts``, or the folder of a model."""
-    name, _, experts = argument.partition("+")
-    if argument in CONFIGURATIONS or experts:
-        yield model_configuration(CONFIGURATIONS[name], experts=bool(experts))
-        return
-    found = json.loads((Path(argument) / "config.json").read_text())
-    quantisation = found.get("quantization_config", found.get("text_config", {}).get("quantization_config"))
-    for with_experts in (False, True):
-        yield model_configuration(quantisation, experts=with_experts)
-
-
-def main() -> int:
-    """Print the results of one configuration as lines of JSON."""
+if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for configuration in configurations_of(sys.argv[1]):
-        for result in golden_results(configuration):
-            print(json.dumps(result), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(golden_results, sys.argv[1]))

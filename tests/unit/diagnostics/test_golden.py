@@ -36,7 +36,8 @@ def test_each_method_has_one_result() -> None:
 def engine(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of an installed engine with two configurations."""
     module = ModuleType("engine_methods")
-    vars(module).update(METHODS=METHODS, CONFIGURATIONS={"plain": None, "crashing": {}})
+    vars(module).update(METHODS=METHODS)
+    monkeypatch.setattr(golden, "CONFIGURATIONS", {"plain": None, "crashing": {}})
     monkeypatch.setitem(sys.modules, "engine_methods", module)
     monkeypatch.setattr(golden, "MODULES", {"json": "engine_methods"})
     return "json"
@@ -47,10 +48,10 @@ def test_a_crash_is_a_result_of_its_own(engine: str) -> None:
 
     def run(module: str, configuration: str) -> tuple[int, str, str]:
         output = "noise\n" + json.dumps(line(f"{configuration}/Kernel"))
-        return (-11 if configuration == "crashing" else 0), output, ""
+        return (-11 if configuration == "crashing+experts" else 0), output, ""
 
     found = golden.run_checks(engine, run=run)  # type: ignore[arg-type]
-    assert ["plain/Kernel", "crashing/Kernel", "crashing"] == [result.name for result in found]
+    assert ["plain+experts/Kernel", "crashing+experts/Kernel", "crashing+experts"] == [result.name for result in found]
     assert "cannot be checked here: crashed (signal 11)" == found[-1].detail
 
 

@@ -49,7 +49,7 @@ class Row:
 
 
 class Engine(Protocol):
-    """What the runner needs to know about one engine."""
+    """One engine, as the runner sees it."""
 
     name: str
     """``vllm`` or ``sglang``."""
@@ -94,7 +94,7 @@ def examine(engine: Engine, version: str, venvs: Path, base: Path | None, *, del
     except SetupError as error:
         print(error, file=sys.stderr)
         level, notes = check(engine, version)
-        return Row(engine.name, version, level, commit, "; ".join(("cannot be installed on a CPU", *notes)))
+        return Row(engine.name, version, level, commit, "; ".join(("its CPU build could not be installed", *notes)))
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

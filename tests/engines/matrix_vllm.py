@@ -86,7 +86,7 @@ class VllmMatrix:
     """Forks one tiny model between two processes of one vLLM version."""
 
     name = "vllm"
-    versions: Sequence[str] = (*compat.TESTED, "0.33.0")
+    versions: Sequence[str] = ("0.26.0", *compat.TESTED, "0.33.0")
     without_cpu_build: Mapping[str, str] = {"0.33.0": "no CPU build exists"}
     hook_targets: Sequence[HookTarget] = compat.HOOK_TARGETS
 

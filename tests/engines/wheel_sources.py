@@ -51,7 +51,9 @@ class WheelSources:
         names: set[str] = set()
         for found in self._bases(self.find(path)):
             names.update(
-                node.name for node in _statements(found.node) if isinstance(node, Function) and node.name[0] != "_"
+                node.name
+                for node in _statements(found.node)
+                if isinstance(node, Function) and node.name[0] != "_" and not _is_property(node)
             )
         return sorted(names)
 
@@ -177,6 +179,10 @@ def _names_bound(node: ast.stmt) -> Collection[str | None]:
             return (_name(target),)
         case _:
             return ()
+
+
+def _is_property(node: Function) -> bool:
+    return any(ast.unparse(each).rpartition(".")[2] in {"property", "cached_property"} for each in node.decorator_list)
 
 
 def _name(node: ast.AST) -> str | None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 
-TESTED: Final = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+TESTED: Final = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Versions of vLLM whose servers have forked, as in docs/engine-matrix.json."""
 
 WORKER: Final = "vllm.v1.worker.gpu_worker.Worker"
@@ -145,9 +145,9 @@ class VersionDecision:
     """Decision on the installed version of vLLM."""
 
     no_fork_reason: str | None = None
-    """Why vLLM's own loader is used; None if the model may be forked."""
+    """Reason for using vLLM's own loader; None if the model may be forked."""
     no_seed_reason: str | None = None
-    """Why a forked model is not served to others; None if it may be."""
+    """Reason for not serving a forked model to others; None if it may be served."""
     warnings: tuple[str, ...] = ()
 
 
@@ -200,15 +200,15 @@ def load_timeout_s(environment: object) -> float:
 
 def is_quantised_online(vllm_config: VllmConfig) -> bool:
     """Return True if vLLM quantises the weights while it loads them."""
-    config = vllm_config.quant_config
-    if config is None:
+    quant_config = vllm_config.quant_config
+    if quant_config is None:
         return False
     try:
         from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
     except ImportError:
         return True  # unknown
-    nested = getattr(config, "online_quantization_config", None)
-    return isinstance(config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
+    nested = getattr(quant_config, "online_quantization_config", None)
+    return isinstance(quant_config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
 
 
 def weights_already_processed() -> AbstractContextManager[None]:

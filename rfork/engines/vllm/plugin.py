@@ -33,12 +33,14 @@ def register() -> None:
 
 
 def _register_loader() -> None:
-    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+    from vllm.model_executor import model_loader
 
     from rfork.engines.vllm.loader import RforkModelLoader
 
-    if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not RforkModelLoader:
-        register_model_loader(LOAD_FORMAT)(RforkModelLoader)
+    # vLLM logs a warning if a format is registered again.
+    registered = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    if registered.get(LOAD_FORMAT) is not RforkModelLoader:
+        model_loader.register_model_loader(LOAD_FORMAT)(RforkModelLoader)
 
 
 def _is_api_server() -> bool:

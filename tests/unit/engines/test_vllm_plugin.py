@@ -119,7 +119,7 @@ def test_kernel_options_are_facts() -> None:
 CORE = HookTarget("vllm.loader.get_model_loader")
 SLEEP = HookTarget("vllm.worker.Worker.sleep", ("level",), "lifecycle")
 STEP = HookTarget("vllm.worker.Worker.execute_model", (), "comfort")
-GONE = "does not exist"
+MISSING = "does not exist"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ GONE = "does not exist"
         ("1.2.3+cpu", Compatibility(), (), None, None, ()),
         (
             "9.9.9",
-            Compatibility(core=[(CORE, GONE)], lifecycle=[(SLEEP, GONE)]),
+            Compatibility(core=[(CORE, MISSING)], lifecycle=[(SLEEP, MISSING)]),
             ("swap_weights",),
             "vLLM 9.9.9 is incompatible with this rfork (tested: 1.2.3): vllm.loader.get_model_loader does not exist",
             None,
@@ -136,7 +136,7 @@ GONE = "does not exist"
         ),
         (
             "1.2.3",
-            Compatibility(lifecycle=[(SLEEP, GONE)]),
+            Compatibility(lifecycle=[(SLEEP, MISSING)]),
             ("swap_weights",),
             None,
             "vLLM 1.2.3 is incompatible with this rfork (tested: 1.2.3): vllm.worker.Worker.sleep does not exist",
@@ -144,7 +144,7 @@ GONE = "does not exist"
         ),
         (
             "1.2.3",
-            Compatibility(comfort=[(STEP, GONE)]),
+            Compatibility(comfort=[(STEP, MISSING)]),
             (),
             None,
             None,
@@ -229,7 +229,7 @@ def test_names_that_an_older_vllm_lacks_have_fallbacks() -> None:
 
 
 def test_a_quantised_model_of_an_unknown_vllm_counts_as_quantised_online() -> None:
-    """The class that would tell does not exist here; an unquantised model is never quantised."""
+    """The class that identifies it does not exist here; an unquantised model is never quantised."""
     assert not compat.is_quantised_online(SimpleNamespace(quant_config=None))
     assert compat.is_quantised_online(SimpleNamespace(quant_config=object()))
 

@@ -61,7 +61,8 @@ def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
     make_deepseek(folder, tiny_model)
     ran = subprocess.run(
         [python, ROOT / "tests/engines/sglang_layout_probe.py", folder, str(free_port())],
-        env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+        | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

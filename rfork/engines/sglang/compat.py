@@ -60,12 +60,16 @@ LOAD_FORMATS = ("sglang.srt.arg_groups.choices.LOAD_FORMAT_CHOICES", "sglang.srt
 """List of the load formats that the command line accepts: since 0.5.20, and before."""
 
 
+Find = Callable[..., str]
+"""Returns one of several dotted paths; see `first_of`."""
+
+
 @cache
-def early() -> tuple[HookTarget, ...]:
+def early(find: Find = first_of) -> tuple[HookTarget, ...]:
     """Return the targets of `register`, in modules that SGLang has already imported."""
     return (
         HookTarget(REGISTER, ("target", "hook")),
-        HookTarget(first_of(*LOAD_FORMATS)),
+        HookTarget(find(*LOAD_FORMATS)),
         HookTarget(ADD_CLI_ARGS, ("parser",)),
         HookTarget(FROM_CLI_ARGS, ("args",)),
         HookTarget(VERIFY_LOAD_FORMAT, ("self",)),
@@ -112,7 +116,12 @@ CONTEXT = "sglang.srt.runtime_context"
 LOADER = "sglang.srt.model_loader.loader"
 ROTARY_TABLES = "sglang.srt.layers.rotary_embedding.factory._ROPE_DICT"
 RESERVE_ROTARY_TABLES = "sglang.srt.utils.common.reserve_rope_cache_for_long_sequences"
-LOAD_TIMEOUT = "sglang.srt.model_executor.model_runner_components.load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S"
+LOADING = "sglang.srt.model_executor.model_runner_components.load_model_utils"
+LOAD_TIMEOUT = f"{LOADING}.UNBALANCED_MODEL_LOADING_TIMEOUT_S"
+CHOOSE_LOADER = f"{LOADING}.get_model_loader"
+"""Before 0.5.18 it chooses the loader of ModelOpt and AutoRound models before it considers a loader class, which those
+loaders cannot use as a load format.
+"""
 MISTRAL_FORMAT = (
     "sglang.srt.arg_groups.model_path_hook.is_mistral_native_format",
     "sglang.srt.server_args.ServerArgs._is_mistral_native_format",
@@ -121,7 +130,7 @@ MISTRAL_FORMAT = (
 
 
 @cache
-def scheduling() -> tuple[HookTarget, ...]:
+def scheduling(find: Find = first_of) -> tuple[HookTarget, ...]:
     """Return the functions that are hooked in schedulers, and those that the loader calls there."""
     return (
         HookTarget(f"{CONTEXT}.get_context"),
@@ -131,14 +140,15 @@ def scheduling() -> tuple[HookTarget, ...]:
         HookTarget(f"{LOADER}.DefaultModelLoader.load_model", ("self", "model_config", "device_config")),
         HookTarget(f"{LOADER}.DummyModelLoader.load_model", ("self", "model_config", "device_config")),
         HookTarget("sglang.srt.model_loader.utils.get_model_architecture", ("model_config",)),
-        HookTarget(first_of(*MISTRAL_FORMAT)),
+        HookTarget(find(*MISTRAL_FORMAT)),
         HookTarget(ROTARY_TABLES),
         HookTarget(RESERVE_ROTARY_TABLES, ("model", "model_config"), "comfort"),
         HookTarget(LOAD_TIMEOUT, tier="comfort"),
+        HookTarget(CHOOSE_LOADER, ("load_config", "model_config")),
         HookTarget(FROM_DISK, ("self", "model_path", "load_format"), "lifecycle"),
         HookTarget(FROM_IPC, ("self", "recv_req"), "lifecycle"),
         HookTarget(FROM_TENSOR, ("self", "named_tensors"), "lifecycle"),
-        HookTarget(first_of(*FROM_DISTRIBUTED), ("self",), "lifecycle"),
+        HookTarget(find(*FROM_DISTRIBUTED), ("self",), "lifecycle"),
         HookTarget(BEGIN_UPDATE, ("self",), "lifecycle", optional=True),  # since 0.5.21
         HookTarget(END_UPDATE, ("self",), "lifecycle", optional=True),
         *(HookTarget(request, ("self", "recv_req"), "lifecycle") for request in REQUESTS),
@@ -176,8 +186,7 @@ HARMLESS: Final = frozenset(
 def no_seed_reason(compatibility: Compatibility) -> str | None:
     """Return why this SGLang may change weights unnoticed, or None if all changes are noticed. Imports its modules."""
     reasons = [format_incompatibility(compatibility.lifecycle)] if compatibility.lifecycle else []
-    # The manager's methods and those of WeightUpdater that they call have the same names.
-    known = HARMLESS | {hook_target.path.rpartition(".")[2] for hook_target in scheduling()}
+    known = known_methods()
     for owner in (WEIGHTS, MANAGER):
         try:
             found = unlisted_methods(pkgutil.resolve_name(owner), CHANGES_WEIGHTS, known)
@@ -186,6 +195,11 @@ def no_seed_reason(compatibility: Compatibility) -> str | None:
         if found:
             reasons.append(f"{owner.rpartition('.')[2]} of this SGLang may change weights in {', '.join(found)}")
     return "; ".join(reasons) or None
+
+
+def known_methods() -> frozenset[str]:
+    """Return the methods of both weight updaters that are hooked, call hooked ones, or are harmless."""
+    return HARMLESS | {hook_target.path.rpartition(".")[2] for hook_target in scheduling()}
 
 
 def find_compatibility() -> Compatibility:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
@@ -56,6 +57,13 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
             # SGLang reports it as a traceback, in which this line must be easy to find.
             log.error("cannot start the server: no weights", reason=str(error), hint=error.hint)
             raise
+
+
+def choose_loader(choose: Callable[..., BaseModelLoader], load_config: LoadConfig, *args: Any, **kwargs: Any) -> Any:
+    """Wrap SGLang's choice of a loader: a loader class is always used."""
+    if load_config.load_format is RforkLoader:
+        return RforkLoader(load_config)
+    return choose(load_config, *args, **kwargs)
 
 
 class SglangEngine:

@@ -77,8 +77,9 @@ def _make_loader(config: LoadConfig, *args: object, **kwargs: object) -> None:
         _require_no_fork(compat.format_incompatibility(core))
         config.load_format = "auto"
         return
-    from rfork.engines.sglang.loader import RforkLoader
+    from rfork.engines.sglang.loader import RforkLoader, choose_loader
 
+    compat.hook(compat.CHOOSE_LOADER, choose_loader)
     config.load_format = RforkLoader
 
 

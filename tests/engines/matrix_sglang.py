@@ -25,7 +25,7 @@ from rfork.engines.sglang import compat
 from tests.engines.engine_server import ROOT, wait_until
 from tests.engines.model_folders import copy_without_weights, make_tiny
 from tests.engines.planner_process import PlannerProcess
-from tests.engines.queries import greedy_tokens, wait_serving, weights_ids
+from tests.engines.queries import PROMPTS, greedy_tokens, wait_serving, weights_ids
 from tests.engines.reference_digests import fused_digests
 from tests.engines.servers import SglangServer
 from tests.engines.setup.install import set_up
@@ -53,35 +53,38 @@ class SglangMatrix:
         return f"sglang=={version}"
 
     def fork(self, version: str, python: Path, scratch: Path) -> str:
-        """Compare a fork with SGLang's own load, and a fork of weights updated in place with the updated seed."""
+        """Compare a seed that SGLang's own loader filled, its update in place, and a fork of it with the files.
+
+        The tensors are compared with digests of the files that neither rfork nor SGLang computed, the tokens of the
+        fork with those of the seed.
+        """
         check_builders(python, scratch)
         make_tiny_llama(scratch / "tokenizer")
         folders = [scratch / name / "tiny-llama" for name in ("first", "second")]
         for seed, folder in enumerate(folders):
             make_tiny(folder, scratch / "tokenizer", "llama", seed=seed)
         bare = copy_without_weights(folders[0], scratch)
-        with _server(python, folders[0], scratch / "own.log") as own:
-            expected = [_content(own)]
-            _update(own, folders[1])
-            expected.append(_content(own))
-        for folder, content in zip(folders, expected, strict=True):
-            require("digests of the files", _of_files(folder), content["digests"])
         with PlannerProcess() as planner:
             options = ("--rfork-planner", planner.url)
             with _server(python, folders[0], scratch / "seed.log", *options) as seed_server:
+                seed_server.wait_for_line("fork done report=loaded")
+                require("tensors of the seed", _of_files(folders[0]), _digests(seed_server))
                 wait_serving(planner, 1)
-                require("loaded", expected[0], _content(seed_server))
-                with _server(python, bare, scratch / "fork.log", *options, environment=REQUIRED) as target:
-                    target.wait_for_line(r"fork done report=forked 0\.\d+ GB .*")
-                    require("forked", expected[0], _content(target))
-                    wait_serving(planner, 2)
-                old = weights_ids(planner)
+                old, tokens = weights_ids(planner), greedy_tokens(seed_server, PROMPTS[:5])
                 _update(seed_server, folders[1])
                 wait_until(lambda: len(weights_ids(planner) - old) == 1, deadline_s=120, what="the updated weights")
-                with _server(python, bare, scratch / "updated.log", *options, environment=REQUIRED) as target:
-                    require("updated", expected[1], _content(target))
+                require("tensors after the update", _of_files(folders[1]), _digests(seed_server))
+                updated = greedy_tokens(seed_server, PROMPTS[:5])
+                if updated == tokens:
+                    raise AssertionError("the update changed no tokens")
+                with _server(python, bare, scratch / "fork.log", *options, environment=REQUIRED) as target:
+                    target.wait_for_line(r"fork done report=forked 0\.\d+ GB .*")
+                    require("tensors of the fork", _of_files(folders[1]), _digests(target))
+                    require("tokens of the fork", updated, greedy_tokens(target, PROMPTS[:5]))
+                    wait_serving(planner, 2)
                 warnings = seed_server.lines_with("rfork runs without some features")
-        return "; ".join(("forked, and updated in place", *warnings[:1]))
+                warnings += seed_server.lines_with("not a seed")
+        return "; ".join(("loaded, updated in place, forked", *warnings[:1]))
 
 
 def check_builders(python: Path, scratch: Path) -> None:
@@ -121,12 +124,12 @@ class _server(SglangServer):
         return self
 
 
-def _content(server: SglangServer) -> dict[str, object]:
-    """Return the greedy tokens of a server, and the digests of its weights by SGLang's own weight checker."""
+def _digests(server: SglangServer) -> dict[str, str]:
+    """Return the digests of a server's weights, computed by SGLang's own weight checker."""
     response = httpx.post(f"{server.url}/weights_checker", json={"action": "checksum"}, timeout=120)
     response.raise_for_status()
     (rank,) = response.json()["ranks"]
-    return {"tokens": greedy_tokens(server), "digests": dict(rank["checksums"])}
+    return dict(rank["checksums"])
 
 
 def _of_files(folder: Path) -> dict[str, str]:

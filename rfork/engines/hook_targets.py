@@ -179,6 +179,8 @@ def _mismatch(hook_target: HookTarget) -> str:
     try:
         if hook_target.optional and not hasattr(pkgutil.resolve_name(owner), name):
             return ""
+        if name in getattr(pkgutil.resolve_name(owner), "__dataclass_fields__", ()):
+            return ""  # an option of a configuration, which may exist on instances only
         found = pkgutil.resolve_name(hook_target.path)
     except (ImportError, AttributeError) as error:
         return f"does not exist ({error})"

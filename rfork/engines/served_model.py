@@ -29,6 +29,10 @@ ATTRIBUTE = "rfork_instance"
 """Attribute of the model that refers to its ServedModel."""
 
 
+WRAPPERS = ("base_layer",)
+"""Attributes of an engine's LoRA layers that refer to the layers they wrap (vLLM, SGLang)."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Update:
     """A successful in-place update: its number, and the version of its weights if known."""
@@ -112,10 +116,11 @@ class ServedModel:
     def recapture(self) -> Image:
         """Return an image of the served tensors where they are now, without tensors attached to the model since.
 
-        Raises LayoutMismatch if a tensor is missing or has changed, and UnsupportedTensor.
+        Layers may have been wrapped for LoRA since. Raises LayoutMismatch if a tensor is missing or has changed,
+        and UnsupportedTensor.
         """
         served_layout = self.seed.image.layout
-        image = capture(self._module, exclude=self._exclude, like=served_layout)
+        image = capture(self._module, exclude=self._exclude, like=served_layout, wrappers=WRAPPERS)
         if difference := served_layout.first_difference(image.layout):
             raise LayoutMismatch(difference)
         return image

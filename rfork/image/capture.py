@@ -8,8 +8,9 @@ section of one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import translate
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -24,17 +25,22 @@ from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
 from rfork.image.ranges import normalise
 
 MAX_ALIGNMENT = 16
+_Value = TypeVar("_Value")
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
 
 
-def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | None = None) -> Image:
+def capture(
+    module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | None = None, wrappers: Sequence[str] = ()
+) -> Image:
     """Return the image of everything `module` serves with, except tensors that match a pattern of `exclude`.
 
     Runs on both sides: source and target must capture equal layouts. Patterns are those of `fnmatch`, such as
     ``*.kv_cache.*``, or complete names. With `like`, only tensors named in that layout are captured, missing
-    ones are skipped, and its attributes are kept. `rfork.image.module_tensors.state_of_module` defines which
-    tensors are found and their names. Nothing is copied: the image's bytes are the tensors' own. A tensor
-    that is replaced later (``parameter.data = …``) is no longer in the image.
+    ones are skipped, and its attributes are kept. A module may have been wrapped since then: attributes named
+    in `wrappers` refer to wrapped modules, whose tensors keep their names in `like`.
+    `rfork.image.module_tensors.state_of_module` defines which tensors are found and their names. Nothing is
+    copied: the image's bytes are the tensors' own. A tensor that is replaced later (``parameter.data = …``) is
+    no longer in the image.
 
     Plain values (numbers, text, flags, enums) on modules and their objects are not bytes of the image. They
     become the layout's attributes, so that a fork between modules that differ in one is rejected; see
@@ -55,8 +61,8 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
         excluded_tensors: dict[str, torch.Tensor] = {}
         if like is not None:
             names = {spec.name for spec in like.tensors}
-            tensors = {name: tensor for name, tensor in state.tensors.items() if name in names}
-            refused = {name: reason for name, reason in state.refused.items() if name in names}
+            tensors = _named_like(names, state.tensors, wrappers)
+            refused = _named_like(names, state.refused, wrappers)
             attributes = like.attributes
         else:
             refused = state.refused
@@ -73,6 +79,18 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
         if excluded_tensors:
             _refuse_interleaved(tensors, excluded_tensors)
         return image
+
+
+def _named_like(names: Container[str], found: Mapping[str, _Value], wrappers: Container[str]) -> dict[str, _Value]:
+    """Return the entries whose name, with or without the attributes of wrappers, is in `names`."""
+    kept = {name: value for name, value in found.items() if name in names}
+    if wrappers:
+        for name, value in found.items():
+            if name not in kept:
+                unwrapped = ".".join(part for part in name.split(".") if part not in wrappers)
+                if unwrapped in names:
+                    kept.setdefault(unwrapped, value)
+    return kept
 
 
 def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:

@@ -151,6 +151,33 @@ def test_the_current_weights_are_forked(tiny_folder: TinyFolder, tmp_path: Path)
                 assert new == greedy_tokens(after, PROMPTS[:5])
 
 
+def test_a_server_with_lora_serves_its_base_weights(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """vLLM wraps the layers to serve adapters; after an update in place their new weights are forked."""
+    first, second = tiny_folder(seed=1), tiny_folder(seed=2)
+    bare = copy_without_weights(first, tmp_path)
+    lora = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
+    with server(first, tmp_path / "seed.log", planner.url, *lora, VLLM_SERVER_DEV_MODE="1") as seed:
+        seed.wait_ready()
+        wait_serving(planner, 1)
+        (old_weights_id,) = weights_ids(planner)
+        old = greedy_tokens(seed, PROMPTS[:5])
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
+        httpx.post(f"{seed.url}/collective_rpc", json=body, timeout=60).raise_for_status()
+        new = greedy_tokens(seed, PROMPTS[:5])
+        assert old != new
+        wait_until(
+            lambda: old_weights_id not in weights_ids(planner) and len(serving_instances(planner)) == 1,
+            deadline_s=60,
+            what="a seed of the new weights",
+        )
+        with server(bare, tmp_path / "fork.log", planner.url) as fork:
+            fork.wait_ready()
+            assert fork.lines_with("fork done report=forked")
+            assert new == greedy_tokens(fork, PROMPTS[:5])
+
+
 def test_required_without_a_source_is_an_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """With RFORK_FAIL_IF_NOT_FORKED a server without a source does not start, although it has weights."""
     url = f"http://127.0.0.1:{free_port()}"

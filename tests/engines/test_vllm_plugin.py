@@ -14,7 +14,7 @@ from vllm import __version__
 from rfork.engines.vllm import compat, identity, plugin
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
-compat.check(__version__)
+decision = compat.decide_installed(__version__)
 plugin.register()
 first = loaders["rfork"]
 plugin.register()
@@ -35,7 +35,8 @@ def reason(device="cuda", quantization=None, is_moe=False, method=None, gigabyte
     return identity.unsupported_config(config, model)
 
 result = {
-    "incompatible": [mismatch for _, mismatch in compat.find_incompatible(compat.HOOK_TARGETS)],
+    "no_fork": decision.no_fork_reason, "no_seed": decision.no_seed_reason, "warnings": decision.warnings,
+    "skips_dummy_weights": compat.can_skip_dummy_weights(),
     "same": loaders["rfork"] is first,
     "supported": [
         reason(), reason("cpu"), reason(quantization="fp8"), reason(is_moe=True), reason(method="draft_model"),
@@ -57,7 +58,10 @@ def test_the_installed_vllm_is_compatible() -> None:
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, run.stderr
     result = json.loads(lines[-1].removeprefix("RESULT "))
-    assert [] == result["incompatible"]
+    assert None is result["no_fork"]
+    assert None is result["no_seed"]
+    assert [] == result["warnings"]
+    assert result["skips_dummy_weights"]
     assert result["same"]
     assert [None] * 5 == result["supported"]
     words = {

@@ -1,14 +1,19 @@
 """vLLM's private names, and what rfork reads from vLLM's configuration.
 
 The names are the functions that are hooked or called, the quantisation methods whose kernels can be rebuilt,
-tensors that are no weights, and options that select kernels. Nothing here imports vLLM.
+tensors that are no weights, and options that select kernels. Importing this module imports no part of vLLM.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
@@ -17,7 +22,13 @@ import torch
 
 from rfork import settings as options
 from rfork.engines.arguments import canonical_model_name
-from rfork.engines.hook_targets import HookTarget, find_incompatible, format_incompatibility
+from rfork.engines.hook_targets import (
+    Compatibility,
+    HookTarget,
+    find_incompatible,
+    format_incompatibility,
+    unlisted_methods,
+)
 from rfork.errors import EngineMismatch, SettingsError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
@@ -26,62 +37,203 @@ if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 
-TESTED: Final = ("0.32.0",)
-"""Versions of vLLM tested with forks."""
+TESTED: Final = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+"""Versions of vLLM whose servers have forked, as in docs/engine-matrix.json."""
 
-WORKER = "vllm.v1.worker.gpu_worker.Worker"
-LOADERS = "vllm.model_executor.model_loader"
+WORKER: Final = "vllm.v1.worker.gpu_worker.Worker"
+LOADERS: Final = "vllm.model_executor.model_loader"
+GROUPS: Final = "vllm.distributed.parallel_state"
+MANAGER: Final = "vllm.v1.engine.utils.CoreEngineProcManager"
+CONFIG: Final = "vllm.config"
+
+DUMMY_LAYER_TARGETS: Final = (
+    HookTarget(f"{LOADERS}.dummy_loader.DummyModelLoader._process_online_quant_layer", ("layer", "info"), "comfort"),
+    HookTarget(f"{LOADERS}.reload.layerwise.get_layerwise_info", ("layer",), "comfort"),
+    HookTarget(f"{LOADERS}.reload.utils.get_layer_tensors", ("layer",), "comfort"),
+    HookTarget(f"{LOADERS}.weight_utils.initialize_single_dummy_weight", ("param",), "comfort"),
+)
+"""Private functions that let rfork skip initialising weights that a fork overwrites."""
+
 HOOK_TARGETS: Final = (
     HookTarget(f"{LOADERS}.register_model_loader", ("load_format",)),
+    HookTarget(f"{LOADERS}.get_model_loader", ("load_config",)),
     HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.__init__", ("load_config",)),
     HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
     HookTarget(f"{LOADERS}.base_loader.BaseModelLoader.load_weights", ("model", "model_config")),
     HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader.get_all_weights", ("model_config", "model")),
     HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader.download_model", ("model_config",)),
-    HookTarget(f"{LOADERS}.dummy_loader.DummyModelLoader._process_online_quant_layer", ("layer", "info")),
-    HookTarget(f"{LOADERS}.reload.layerwise.get_layerwise_info", ("layer",)),
-    HookTarget(f"{LOADERS}.reload.utils.get_layer_tensors", ("layer",)),
-    HookTarget(f"{LOADERS}.weight_utils.initialize_single_dummy_weight", ("param",)),
-    HookTarget("vllm.model_executor.utils.weights_already_processed"),
-    HookTarget("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", ("n", "k", "dtype")),
-    HookTarget("vllm._custom_ops._supports_onednn"),
-    HookTarget("vllm.distributed.parallel_state.get_tp_group"),
-    HookTarget("vllm.distributed.parallel_state.get_pp_group"),
-    HookTarget("vllm.distributed.parallel_state.get_ep_group"),
-    HookTarget(f"{WORKER}.execute_model", ("scheduler_output",)),
-    HookTarget(f"{WORKER}.sample_tokens", ("grammar_output",)),
-    HookTarget("vllm.v1.outputs.AsyncModelRunnerOutput.get_output"),
-    HookTarget(f"{WORKER}.get_model"),
-    HookTarget(f"{WORKER}.get_draft_model"),
-    HookTarget(f"{WORKER}.sleep", ("level",)),
-    HookTarget(f"{WORKER}.wake_up", ("tags",)),
-    HookTarget(f"{WORKER}.discard", ("tags",)),
-    HookTarget(f"{WORKER}.reset_weights"),
-    HookTarget(f"{WORKER}.reload_weights"),
-    HookTarget(f"{WORKER}.start_weight_update"),
-    HookTarget(f"{WORKER}.start_draft_weight_update"),
-    HookTarget(f"{WORKER}.update_weights", ("update_info",)),
-    HookTarget(f"{WORKER}.finish_weight_update"),
-    HookTarget(f"{WORKER}.shutdown"),
-    HookTarget("vllm.v1.engine.utils.CoreEngineProcManager.__init__", ("vllm_config",)),
-    HookTarget("vllm.v1.engine.utils.CoreEngineProcManager.shutdown", ("timeout",)),
+    HookTarget(f"{LOADERS}.dummy_loader.DummyModelLoader.load_weights", ("model", "model_config")),
+    HookTarget("vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase"),
+    HookTarget(f"{CONFIG}.replace", ("dataclass_instance",)),
+    HookTarget(f"{CONFIG}.CompilationConfig.static_forward_context"),
+    HookTarget(f"{CONFIG}.CompilationConfig.static_all_moe_layers"),
+    HookTarget(f"{GROUPS}.get_tp_group"),
+    HookTarget(f"{GROUPS}.get_pp_group"),
+    HookTarget(f"{GROUPS}.get_ep_group"),
+    *(
+        HookTarget(f"{WORKER}.{method}", parameters, "lifecycle")
+        for method, parameters in (
+            ("get_model", ()),
+            ("get_draft_model", ()),
+            ("sleep", ("level",)),
+            ("wake_up", ("tags",)),
+            ("reload_weights", ()),
+            ("start_weight_update", ()),
+            ("start_draft_weight_update", ()),
+            ("update_weights", ()),
+            ("finish_weight_update", ()),
+        )
+    ),
+    # The first since vLLM 0.31, the second since 0.32.
+    HookTarget(f"{WORKER}.discard", ("tags",), "lifecycle", optional=True),
+    HookTarget(f"{WORKER}.reset_weights", (), "lifecycle", optional=True),
+    HookTarget(f"{WORKER}.execute_model", (), "comfort"),
+    HookTarget(f"{WORKER}.sample_tokens", (), "comfort"),
+    HookTarget(f"{WORKER}.shutdown", (), "comfort"),
+    HookTarget("vllm.v1.outputs.AsyncModelRunnerOutput.get_output", (), "comfort"),
+    HookTarget(f"{MANAGER}.__init__", ("vllm_config",), "comfort"),
+    HookTarget(f"{MANAGER}.shutdown", (), "comfort"),
+    HookTarget(f"{MANAGER}.finished_procs", (), "comfort"),
+    HookTarget("vllm._custom_ops._supports_onednn", (), "comfort"),
+    HookTarget("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", ("n", "k", "dtype"), "comfort"),
+    # Since vLLM 0.30. Quantised models are not forked without it.
+    HookTarget("vllm.model_executor.utils.weights_already_processed", (), "comfort", optional=True),
+    *DUMMY_LAYER_TARGETS,
 )
 
+WEIGHT_METHODS: Final = re.compile(
+    "weight|sleep|wake|suspend|resume|discard|reload|restore|update|load|lora|reset|swap|param"
+)
+"""Pattern of names of worker methods that may change or move weights."""
+KNOWN_METHODS: Final = frozenset(
+    {
+        # Hooked.
+        *("sleep", "wake_up", "discard", "reset_weights", "reload_weights"),
+        *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
+        # They leave the weights of the model unchanged: LoRA weights are separate tensors.
+        *("add_lora", "list_loras", "pin_lora", "remove_lora"),
+        *("compute_weight_checksums", "supports_draft_weight_updates", "checkpoint_restore"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+        *("get_simple_cpu_offload_num_cpu_blocks", "reset_encoder_cache", "reset_mm_cache"),
+        *("update_config", "update_max_model_len"),
+        # Called once, before the model is served.
+        "load_model",
+    }
+)
+"""Worker methods of the tested versions that match `WEIGHT_METHODS`."""
 
-def check(version: str, hook_targets: tuple[HookTarget, ...] = HOOK_TARGETS, tested: tuple[str, ...] = TESTED) -> None:
-    """Raise EngineMismatch with one line if a hook target differs from the tested versions.
 
-    `version` is that of the running engine. An untested version is a warning.
+def unknown_weight_methods(worker_class: type) -> Sequence[str]:
+    """Return vLLM's own worker methods that may change weights and that this rfork does not know.
+
+    Methods of worker extensions, which vLLM adds to the class, do not count: they change weights through the
+    worker's methods or the model's `load_weights`.
     """
-    if incompatible := find_incompatible(hook_targets):
-        raise EngineMismatch(
-            format_incompatibility("vLLM", version, incompatible, tested),
-            hint="use a tested version, or a newer rfork; other load formats work",
-        )
-    if version.partition("+")[0] not in tested:
-        from rfork.logs import logger  # late import, see `plugin`
+    return [
+        name
+        for name in unlisted_methods(worker_class, WEIGHT_METHODS, KNOWN_METHODS)
+        if _module_of(worker_class, name).partition(".")[0] == "vllm"
+    ]
 
-        logger(__name__).warning("untested vLLM version", version=version, tested=", ".join(tested))
+
+def _module_of(owner: type, name: str) -> str:
+    return next(base.__module__ for base in owner.__mro__ if name in vars(base))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDecision:
+    """Decision on the installed version of vLLM."""
+
+    no_fork_reason: str | None = None
+    """Why vLLM's own loader is used; None if the model may be forked."""
+    no_seed_reason: str | None = None
+    """Why a forked model is not served to others; None if it may be."""
+    warnings: tuple[str, ...] = ()
+
+
+def decide(
+    version: str,
+    compatibility: Compatibility,
+    unknown_methods: Sequence[str] = (),
+    tested: Sequence[str] = TESTED,
+) -> VersionDecision:
+    """Decide whether a version may fork and seed, from its missing hook targets and unknown worker methods."""
+    if compatibility.core:
+        return VersionDecision(format_incompatibility("vLLM", version, compatibility.core, tested))
+    warnings = []
+    if version.partition("+")[0] not in tested:
+        warnings.append(f"untested vLLM version {version} (tested: {', '.join(tested)})")
+    if compatibility.comfort:
+        details = "; ".join(f"{hook_target.path} {mismatch}" for hook_target, mismatch in compatibility.comfort)
+        warnings.append(f"some features of rfork are off with vLLM {version}: {details}")
+    no_seed_reason = None
+    if compatibility.lifecycle:
+        no_seed_reason = format_incompatibility("vLLM", version, compatibility.lifecycle, tested)
+    elif unknown_methods:
+        no_seed_reason = f"vLLM {version} may change weights in unknown worker methods: {', '.join(unknown_methods)}"
+    return VersionDecision(no_seed_reason=no_seed_reason, warnings=tuple(warnings))
+
+
+def decide_installed(version: str) -> VersionDecision:
+    """Decide for the running vLLM. Imports the modules of the hook targets. `version` is its version."""
+    compatibility = Compatibility.of(HOOK_TARGETS)
+    if compatibility.core or compatibility.lifecycle:
+        return decide(version, compatibility)
+    return decide(version, compatibility, unknown_weight_methods(worker_class()))
+
+
+def worker_class() -> type:
+    """Return the class whose methods vLLM's workers run."""
+    found: type = pkgutil.resolve_name(WORKER)
+    return found
+
+
+def can_skip_dummy_weights() -> bool:
+    """Return True if vLLM has the private functions of `DUMMY_LAYER_TARGETS`."""
+    return not find_incompatible(DUMMY_LAYER_TARGETS)
+
+
+def load_timeout_s(environment: object) -> float:
+    """Return how long vLLM waits for an engine to load. `environment` is the module `vllm.envs`."""
+    return float(getattr(environment, "VLLM_ENGINE_READY_TIMEOUT_S", math.inf))
+
+
+def is_quantised_online(vllm_config: VllmConfig) -> bool:
+    """Return True if vLLM quantises the weights while it loads them."""
+    config = vllm_config.quant_config
+    if config is None:
+        return False
+    try:
+        from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    except ImportError:
+        return True  # unknown
+    nested = getattr(config, "online_quantization_config", None)
+    return isinstance(config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
+
+
+WITHOUT_DERIVED_STATE: Final = frozenset(
+    f"vllm.model_executor.layers.{name}"
+    for name in ("linear.UnquantizedLinearMethod", "vocab_parallel_embedding.UnquantizedEmbeddingMethod")
+)
+"""Methods that need no rebuild on any device. vLLM before 0.30 does not declare which methods support it."""
+
+
+def supports_pre_processed_weights(method: object) -> bool:
+    """Return True if a quantisation method can start from weights that are already processed."""
+    declared = getattr(method, "supports_pre_processed_weights", None)
+    if declared is not None:
+        return bool(declared)
+    return f"{type(method).__module__}.{type(method).__qualname__}" in WITHOUT_DERIVED_STATE
+
+
+def weights_already_processed() -> AbstractContextManager[None]:
+    """Return the context in which vLLM's kernels are rebuilt from processed weights. Raises EngineMismatch."""
+    try:
+        from vllm.model_executor.utils import weights_already_processed as vllm_context
+    except ImportError as error:
+        raise EngineMismatch(f"vLLM cannot rebuild kernels from processed weights: {error}") from None
+    context: AbstractContextManager[None] = vllm_context()
+    return context
 
 
 STEP: Final = "process_weights_after_loading"

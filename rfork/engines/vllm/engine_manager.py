@@ -44,13 +44,32 @@ def hook_engine_manager() -> None:
     manager: Any = getattr(module, "CoreEngineProcManager", None)
     if manager is not None:
         patch_method(manager, "__init__", _start, may_refuse=True)
+    if hasattr(manager, "shutdown"):
         patch_method(manager, "shutdown", _stop)
 
 
 def _start(method: Method, manager: Manager, *args: object, **kwargs: object) -> None:
     config = kwargs.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
-    with _replica_env(_prepare(manager, config)) if config is not None else contextlib.nullcontext():
+    with _replica_env(_replica_of(manager, config)) if config is not None else contextlib.nullcontext():
         method(manager, *args, **kwargs)
+
+
+def _replica_of(manager: Manager, config: VllmConfig) -> str | None:
+    """Return the name that `_prepare` chose. Only invalid settings stop vLLM."""
+    from rfork.errors import SettingsError
+
+    try:
+        return _prepare(manager, config)
+    except SettingsError:
+        raise
+    except Exception as error:  # whatever a new version has changed
+        from rfork.logs import logger
+
+        logger(__name__).error(
+            "the ranks of this server have no common name and will not be drained",
+            reason=f"{type(error).__name__}: {error}",
+        )
+        return None
 
 
 @contextlib.contextmanager
@@ -87,10 +106,10 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
     return settings.replica
 
 
-def _stop(method: Method, manager: Manager, timeout: float | None = None) -> None:
+def _stop(method: Method, manager: Manager, *args: object, **kwargs: object) -> None:
     settings: InstanceSettings | None = vars(manager).pop(SETTINGS, None)
     if settings is not None and not manager.finished_procs():
         from rfork.engines.launch import drain_server
 
         drain_server(settings, remove=True)
-    method(manager, timeout)
+    method(manager, *args, **kwargs)

@@ -8,8 +8,8 @@ have to be passed in addition to the load format.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Container, Iterator
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_s
 
 STEPS_ATTRIBUTE: Final = "rfork_steps"
 """Attribute of a worker: its WorkerSteps, or None if its model has no lifecycle. Set by its first step."""
+
+UPDATED_ATTRIBUTE: Final = "rfork_updated"
+"""Attribute of a worker during an update: the lifecycle of the model that it changes, or None."""
 
 MEASURED: Final = frozenset({"execute_model", "sample_tokens"})
 """Methods whose wrappers only measure."""
@@ -51,8 +54,13 @@ Method = Callable[..., object]
 
 
 def install(worker_class: type) -> None:
-    """Wrap the methods of vLLM's worker class. Idempotent."""
+    """Wrap the methods of vLLM's worker class that it has. Idempotent.
+
+    `compat.decide` determines what a missing method means.
+    """
     for name, wrapper in WRAPPERS.items():
+        if not hasattr(worker_class, name):
+            continue
         # Without measured steps the weights may still be served; without any other wrapper they may not.
         patch_method(worker_class, name, wrapper, on_failure=stop_seeding if name not in MEASURED else None)
 
@@ -102,21 +110,33 @@ def _steps_of(worker: Worker) -> WorkerSteps | None:
     return WorkerSteps(lifecycle.served, DeviceTimer() if on_gpu else None)
 
 
-def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
-    with _sleeping(worker, kept=level == 1):
-        return method(worker, level)
+def _sleep(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    with _sleeping(worker, kept=_argument(args, kwargs, "level", 1) == 1):
+        return method(worker, *args, **kwargs)
 
 
-def _wake_up(method: Method, worker: Worker, tags: list[str] | None = None) -> object:
+def _wake_up(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
     with contextlib.ExitStack() as stack:
-        for lifecycle in _lifecycles(worker) if tags is None or "weights" in tags else []:
-            stack.enter_context(lifecycle.waking())
-        return method(worker, tags)
+        if _has_weights(_argument(args, kwargs, "tags", None)):
+            for lifecycle in _lifecycles(worker):
+                stack.enter_context(lifecycle.waking())
+        return method(worker, *args, **kwargs)
 
 
-def _discard(method: Method, worker: Worker, tags: tuple[str, ...]) -> object:
-    with _sleeping(worker, kept=False) if "weights" in tags else contextlib.nullcontext():
-        return method(worker, tags)
+def _discard(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    discards = _has_weights(_argument(args, kwargs, "tags", None))
+    with _sleeping(worker, kept=False) if discards else contextlib.nullcontext():
+        return method(worker, *args, **kwargs)
+
+
+def _argument(args: tuple[object, ...], kwargs: dict[str, object], name: str, default: object) -> object:
+    """Return the value of a method's first parameter."""
+    return args[0] if args else kwargs.get(name, default)
+
+
+def _has_weights(tags: object) -> bool:
+    """Return True if a request with these tags concerns the weights; without tags it concerns all memory."""
+    return tags is None or "weights" in cast(Container[object], tags)
 
 
 @contextlib.contextmanager
@@ -127,10 +147,10 @@ def _sleeping(worker: Worker, kept: bool) -> Iterator[None]:
         yield
 
 
-def _reset(method: Method, worker: Worker) -> object:
+def _reset(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
     if (lifecycle := _main_lifecycle(worker)) is not None:
         lifecycle.mark_lost()
-    return method(worker)
+    return method(worker, *args, **kwargs)
 
 
 def _reload(method: Method, worker: Worker, *args: Any, **kwargs: Any) -> object:
@@ -157,68 +177,77 @@ def _version_of_reload(
     return version_of_reload(*loads_from(worker.model_config))
 
 
-def _start(method: Method, worker: Worker) -> object:
-    return _begin(method, worker, _main_lifecycle(worker))
+def _start(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    return _begin(method, worker, _main_lifecycle(worker), *args, **kwargs)
 
 
-def _start_draft(method: Method, worker: Worker) -> object:
-    return _begin(method, worker, lifecycle_of(worker.get_draft_model()))
+def _start_draft(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    return _begin(method, worker, lifecycle_of(worker.get_draft_model()), *args, **kwargs)
 
 
-def _begin(method: Method, worker: Worker, lifecycle: WeightLifecycle | None) -> object:
-    if lifecycle is None:
-        return method(worker)
-    if getattr(worker, "_weight_update_active", False):
-        lifecycle.served.count_update()  # on ranks where the previous update failed, this one begins
-        return method(worker)  # vLLM raises here
-    lifecycle.begin_update()
+def _begin(
+    method: Method, worker: Worker, lifecycle: WeightLifecycle | None, *args: object, **kwargs: object
+) -> object:
+    if _is_updating(worker):
+        if lifecycle is not None:
+            lifecycle.served.count_update()  # on ranks where the previous update failed, this one begins
+        return method(worker, *args, **kwargs)  # vLLM raises here
+    if lifecycle is not None:
+        lifecycle.begin_update()
     try:
-        return method(worker)
+        result = method(worker, *args, **kwargs)
     except BaseException:
-        lifecycle.fail_update()
+        if lifecycle is not None:
+            lifecycle.fail_update()
         raise
+    vars(worker)[UPDATED_ATTRIBUTE] = lifecycle
+    return result
 
 
 def _update(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    active, lifecycle = getattr(worker, "_weight_update_active", False), _updated(worker)
+    active = _is_updating(worker)
     try:
         return method(worker, *args, **kwargs)
     except BaseException:
-        if active and lifecycle is not None:
+        if (lifecycle := _end_update(worker)) is not None and active:
             lifecycle.fail_update()
         raise
 
 
-def _finish(method: Method, worker: Worker) -> object:
-    active, lifecycle = getattr(worker, "_weight_update_active", False), _updated(worker)
-    if not active or lifecycle is None:
-        return method(worker)
+def _finish(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    active = _is_updating(worker)
     try:
-        result = method(worker)
+        result = method(worker, *args, **kwargs)
     except BaseException:
-        lifecycle.fail_update()
+        if (lifecycle := _end_update(worker)) is not None and active:
+            lifecycle.fail_update()
         raise
-    lifecycle.end_update()
+    if (lifecycle := _end_update(worker)) is not None and active:
+        lifecycle.end_update()
     return result
 
 
-def _shutdown(method: Method, worker: Worker) -> object:
+def _shutdown(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
     for lifecycle in _lifecycles(worker):
         settings = lifecycle.served.seed.settings
         # A named replica was already drained by `engine_manager`.
         lifecycle.served.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
-    return method(worker)
+    return method(worker, *args, **kwargs)
+
+
+def _is_updating(worker: Worker) -> bool:
+    """Return True if vLLM has begun an update that has not ended."""
+    return bool(getattr(worker, "_weight_update_active", UPDATED_ATTRIBUTE in vars(worker)))
 
 
 def _main_lifecycle(worker: Worker) -> WeightLifecycle | None:
     return lifecycle_of(worker.get_model())
 
 
-def _updated(worker: Worker) -> WeightLifecycle | None:
-    """Return the lifecycle of the model that is being updated."""
-    if getattr(worker, "_weight_update_is_draft", False):
-        return lifecycle_of(worker.get_draft_model())
-    return _main_lifecycle(worker)
+def _end_update(worker: Worker) -> WeightLifecycle | None:
+    """Forget the update that has begun. Returns the lifecycle of its model; None if rfork does not manage it."""
+    lifecycle: WeightLifecycle | None = vars(worker).pop(UPDATED_ATTRIBUTE, None)
+    return lifecycle
 
 
 WRAPPERS: Final[dict[str, Method]] = {

@@ -19,7 +19,6 @@ from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.base_loader import _get_online_quantization_config
 
 from rfork.engines.load_or_fork import ModelIdentity
 from rfork.engines.vllm.compat import (
@@ -27,9 +26,11 @@ from rfork.engines.vllm.compat import (
     NON_WEIGHT_PATTERNS,
     can_be_rebuilt,
     configuration,
+    is_quantised_online,
     kernels,
     loads_from,
     model_name,
+    supports_pre_processed_weights,
 )
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -64,7 +65,7 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
         yield "elastic expert parallelism loads and moves experts on its own"
     if parallel.decode_context_parallel_size > 1:
         yield "decode context parallelism gathers derived weights: a rank that loads alone would hang"
-    if parallel.world_size_across_dp > 1 and _get_online_quantization_config(vllm_config) is not None:
+    if parallel.world_size_across_dp > 1 and is_quantised_online(vllm_config):
         yield "online quantisation synchronises scales between ranks: a rank that loads alone would hang"
     if speculative is not None and is_draft(vllm_config, model_config) and speculative.method != "draft_model":
         yield f"a draft model of method {speculative.method} shares tensors with its main model"
@@ -74,7 +75,7 @@ def unsupported_model(module: nn.Module) -> str | None:
     """Return why a built model cannot be forked: a kernel keeps data derived from weights elsewhere."""
     for name, submodule in module.named_modules():
         method = getattr(submodule, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+        if isinstance(method, QuantizeMethodBase) and not supports_pre_processed_weights(method):
             return (
                 f"vLLM does not declare that {type(method).__name__} (at {name or 'the top level'}) supports "
                 "pre-processed weights"

@@ -6,8 +6,8 @@ listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,55 +19,94 @@ from rfork.engines.vllm import compat
 from rfork.errors import ForkFailed
 
 if TYPE_CHECKING:
+    from rfork.engines.vllm.model_builder import VllmEngine
     from rfork.settings import InstanceSettings
 
 
 class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
-    """vLLM model loader. Raises EngineMismatch for an incompatible vLLM and SettingsError for invalid options."""
+    """vLLM model loader. Raises SettingsError for invalid options.
+
+    An incompatible vLLM loads its weights with its own loader, unless forks are required (ForkFailed).
+    """
 
     def __init__(self, load_config: LoadConfig) -> None:
         from rfork.engines.load_or_fork import cap_deadline
-        from rfork.engines.vllm.compat import attach_log_handler, settings_of
+        from rfork.engines.vllm.compat import attach_log_handler, load_timeout_s, settings_of
 
         super().__init__(load_config)
-        compat.check(__version__)
         self.settings: InstanceSettings = cap_deadline(
             settings_of(load_config),
-            envs.VLLM_ENGINE_READY_TIMEOUT_S,
+            load_timeout_s(envs),
             "raise VLLM_ENGINE_READY_TIMEOUT_S",
         )
         attach_log_handler(self.settings.log_level)
 
-    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "", **options: Any
+    ) -> nn.Module:
         """Return the model with its weights, ready to serve. vLLM calls this once per model of the process."""
         # Imported only in a process that loads: vLLM imports the plug-in in all of its processes.
-        from rfork.engines.load_or_fork import load_or_fork
-        from rfork.engines.served_model import served_model
-        from rfork.engines.vllm import identity
-        from rfork.engines.vllm.hooks import install
-        from rfork.engines.vllm.identity import identity_of
-        from rfork.engines.vllm.model_builder import VllmEngine, keep_weights_on_cpu
-        from rfork.engines.weight_lifecycle import attach_lifecycle
         from rfork.logs import logger
 
-        engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
-        if reason := identity.unsupported_config(vllm_config, model_config):
-            if self.settings.fail_if_not_forked:
-                raise ForkFailed(
-                    f"this server cannot be forked: {reason}",
-                    hint="unset RFORK_FAIL_IF_NOT_FORKED to start it with vLLM's own loader",
-                )
-            logger(__name__).warning("fork not supported, using vLLM's loader without seeding", reason=reason)
-            return engine.load()
-        install(worker_class())
+        log = logger(__name__)
+        options = {"prefix": prefix, **options}
+        builder: VllmEngine | None = None
+        try:
+            decision = compat.decide_installed(__version__)
+            reason = decision.no_fork_reason
+            if reason is None:
+                for warning in decision.warnings:
+                    log.warning(warning)
+                builder = self._builder(vllm_config, model_config, options)
+                reason = self._prepare(vllm_config, model_config)
+        except Exception as error:  # whatever a new version of vLLM has changed
+            reason = f"{type(error).__name__}: {error}"
+        if reason is None and builder is not None:
+            return self._load_or_fork(builder, vllm_config, model_config, decision.no_seed_reason)
+        if self.settings.fail_if_not_forked:
+            raise ForkFailed(
+                f"this server cannot be forked: {reason}",
+                hint="unset RFORK_FAIL_IF_NOT_FORKED to start it with vLLM's own loader",
+            )
+        log.warning("fork not supported, using vLLM's loader without seeding", reason=reason)
+        if builder is not None:
+            return builder.load()
+        module: nn.Module = self._default().load_model(vllm_config=vllm_config, model_config=model_config, **options)
+        return module
+
+    def _builder(self, vllm_config: VllmConfig, model_config: ModelConfig, options: Mapping[str, Any]) -> VllmEngine:
+        from rfork.engines.vllm.model_builder import VllmEngine
+
+        return VllmEngine(self.load_config, vllm_config, model_config, options)
+
+    def _prepare(self, vllm_config: VllmConfig, model_config: ModelConfig) -> str | None:
+        """Hook the worker and prepare vLLM for a fork. Returns why this server cannot be forked; None if it can."""
+        from rfork.engines.vllm.hooks import install
+        from rfork.engines.vllm.identity import unsupported_config
+        from rfork.engines.vllm.model_builder import keep_weights_on_cpu
+
+        if reason := unsupported_config(vllm_config, model_config):
+            return reason
+        install(compat.worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             keep_weights_on_cpu()
+        return None
+
+    def _load_or_fork(
+        self, builder: VllmEngine, vllm_config: VllmConfig, model_config: ModelConfig, no_seed_reason: str | None
+    ) -> nn.Module:
+        from rfork.engines.load_or_fork import load_or_fork
+        from rfork.engines.served_model import served_model
+        from rfork.engines.vllm.identity import identity_of
+        from rfork.engines.weight_lifecycle import attach_lifecycle
+
         module = load_or_fork(
-            engine,
+            builder,
             lambda: identity_of(vllm_config, model_config, self.settings),
             self.settings,
-            engine.rebuild,
+            builder.rebuild,
+            no_seed_reason,
         )
         if (served := served_model(module)) is not None:
             attach_lifecycle(module, served, observe_loads=True)
@@ -86,14 +125,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         yield from self._default().get_all_weights(model_config, model)
 
     def _default(self) -> BaseModelLoader:
-        from rfork.engines.vllm.model_builder import default_loader
+        """Return vLLM's own checkpoint loader."""
+        from vllm.config import replace
+        from vllm.model_executor.model_loader import get_model_loader
 
-        return default_loader(self.load_config)
-
-
-def worker_class() -> type:
-    """Return the class whose methods vLLM's workers run."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    found: type = Worker
-    return found
+        return get_model_loader(replace(self.load_config, load_format="auto", model_loader_extra_config={}))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,18 +17,11 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-from vllm.model_executor.model_loader.utils import device_loading_context
-from vllm.model_executor.model_loader.weight_utils import (
-    filter_files_not_needed_for_inference,
-    initialize_single_dummy_weight,
-)
-from vllm.model_executor.utils import weights_already_processed
 
-from rfork.engines.vllm import identity
+from rfork.engines.vllm import compat, identity
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 
@@ -41,12 +35,17 @@ class VllmEngine:
     """Builds one model with vLLM; implements `rfork.engines.load_or_fork.EngineAdapter`."""
 
     def __init__(
-        self, load_config: LoadConfig, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
+        self,
+        load_config: LoadConfig,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        options: Mapping[str, Any],
     ) -> None:
+        """`options` are the other arguments of vLLM's `load_model`, such as the prefix."""
         self._load_config = load_config
         self._vllm_config = vllm_config
         self._model_config = model_config
-        self._prefix = prefix
+        self._options = options
         compilation = vllm_config.compilation_config
         self._layers = frozenset(compilation.static_forward_context)
         self._experts = len(compilation.static_all_moe_layers)
@@ -54,7 +53,7 @@ class VllmEngine:
     def empty(self) -> nn.Module:
         """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
         with _gc_frozen():
-            module = self._load_with(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
+            module = self._load_with(dummy_loader(self._load_config))
         if reason := identity.unsupported_model(module):
             raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
@@ -81,18 +80,20 @@ class VllmEngine:
         """
         if self._model_config.quantization is None and not self._model_config.is_moe:
             return
+        from vllm.model_executor.model_loader.utils import device_loading_context
+
         device = torch.device(self._vllm_config.device_config.device)
-        with weights_already_processed():
+        with compat.weights_already_processed():
             for submodule in module.modules():
                 method = getattr(submodule, "quant_method", None)
                 if isinstance(method, QuantizeMethodBase):
-                    moving = method.requires_device_loading
+                    moving = getattr(method, "requires_device_loading", True)
                     with device_loading_context(submodule, device) if moving else contextlib.nullcontext():
                         method.process_weights_after_loading(submodule)
 
-    def _load_with(self, loader: DummyModelLoader | DefaultModelLoader) -> nn.Module:
+    def _load_with(self, loader: BaseModelLoader) -> nn.Module:
         module: nn.Module = loader.load_model(
-            vllm_config=self._vllm_config, model_config=self._model_config, prefix=self._prefix
+            vllm_config=self._vllm_config, model_config=self._model_config, **self._options
         )
         return module
 
@@ -113,6 +114,10 @@ class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has n
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+        from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
         unread_methods: tuple[type, ...] = (UnquantizedLinearMethod,)
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", True):
             unread_methods += (UnquantizedEmbeddingMethod,)
@@ -143,9 +148,15 @@ def _gc_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def default_loader(load_config: LoadConfig) -> DefaultModelLoader:
+def default_loader(load_config: LoadConfig) -> BaseModelLoader:
     """Return vLLM's own checkpoint loader."""
-    return DefaultModelLoader(plain_load_config(load_config, "auto"))
+    return get_model_loader(plain_load_config(load_config, "auto"))
+
+
+def dummy_loader(load_config: LoadConfig) -> BaseModelLoader:
+    """Return vLLM's dummy loader, without the initialisation of weights if vLLM has what that needs."""
+    plain = plain_load_config(load_config, "dummy")
+    return _EmptyWeightsLoader(plain) if compat.can_skip_dummy_weights() else get_model_loader(plain)
 
 
 def plain_load_config(load_config: LoadConfig, load_format: str) -> LoadConfig:
@@ -162,8 +173,9 @@ def keep_weights_on_cpu() -> None:
     import vllm._custom_ops as custom_ops
     from vllm.model_executor.layers import utils as layer_utils
 
-    if custom_ops._supports_onednn:
+    if getattr(custom_ops, "_supports_onednn", False):
         log.info("vLLM's oneDNN weight packing disabled in this process")
+    # Where these names do not exist, packed weights are found in the built model: it is then not forked.
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = _no_packing
 
@@ -174,4 +186,8 @@ def _no_packing(n: int, k: int, dtype: torch.dtype) -> bool:
 
 def _has_weights(folder: Path) -> bool:
     found = [str(path) for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
+    try:
+        from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
+    except ImportError:
+        return bool(found)
     return bool(filter_files_not_needed_for_inference(found))

@@ -1,13 +1,14 @@
 """Sets up the engines that `make test-engines` runs on a CPU, each in its own venv.
 
-``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root, optionally
-followed by a version. Uses only the standard library. An existing venv is kept; an incomplete one, or one made by another version of this
-folder, is rebuilt. rfork itself is installed from this checkout, editable.
+``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root; a version
+may follow. Uses only the standard library. An existing venv is kept; an incomplete one, or one made by another
+version of this folder, is rebuilt. rfork itself is installed from this checkout, editable.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import shutil
@@ -45,17 +46,29 @@ class Venv:
         recorded = HERE / f"constraints-{engine}.txt"
         self.constraints = ("-c", recorded) if version == VERSIONS[engine] else ()
 
-    def create(self) -> None:
-        """Create an empty environment, replacing an existing one."""
-        run(sys.executable, "-m", "venv", "--clear", self.folder)
+    def create(self, base: Path | None) -> None:
+        """Create an environment, replacing an existing one: empty, or with the packages of `base`.
+
+        Files are linked, so that the copy takes no space. Programs of the copy still belong to `base`; its Python
+        and ``python -m`` do not.
+        """
+        if base is None:
+            run(sys.executable, "-m", "venv", "--clear", self.folder)
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(base, self.folder, symlinks=True, copy_function=os.link)
+        for stamp in (*self.folder.glob(".engine"), *self.folder.glob(".rfork")):
+            stamp.unlink()
+        for stub in self.packages.glob("vllm-*+cpu.dist-info"):
+            shutil.rmtree(stub)
 
     def pip(self, command: str, *arguments: str | Path) -> None:
         """Run the venv's pip."""
         run(self.python, "-m", "pip", "-qq", "--disable-pip-version-check", command, *arguments)
 
     def install(self, *arguments: str | Path) -> None:
-        """``pip install`` with the recorded versions, if there are any."""
-        self.pip("install", *self.constraints, *arguments)
+        """``pip install`` with the recorded versions, if there are any. Most modules are never imported."""
+        self.pip("install", "--no-compile", *self.constraints, *arguments)
 
     def install_torch(self) -> None:
         """Install torch before any package that would choose its build; SetupError if pip chose a CUDA build."""
@@ -158,10 +171,11 @@ def recipe(engine: str, version: str) -> str:
     return hashlib.sha256(f"{engine} {version} {sys.version_info[:2]} {sys.prefix}".encode() + content).hexdigest()
 
 
-def set_up(engine: str, folder: Path, version: str | None = None) -> None:
+def set_up(engine: str, folder: Path, version: str | None = None, base: Path | None = None) -> None:
     """Create the engine's venv unless this recipe has done so, and install this checkout into it.
 
-    `version` is that of the engine; without one it is the default.
+    `version` is that of the engine; without one it is the default. `base` is a venv of another version, whose
+    packages are used where they fit: installing from it takes seconds.
 
     Raises SetupError.
     """
@@ -175,7 +189,7 @@ def set_up(engine: str, folder: Path, version: str | None = None) -> None:
     engine_stamp, rfork_stamp = folder / ".engine", folder / ".rfork"
     if not is_up_to_date(engine_stamp, wanted := recipe(engine, chosen)):
         print(f"installing {engine} {chosen} into {folder}: takes minutes and 4 GB", flush=True)
-        venv.create()
+        venv.create(base)
         install(venv, chosen)
         engine_stamp.write_text(wanted)
     # The parts of a checkout that an editable install copies: its path, its dependencies, its entry points.
@@ -196,7 +210,7 @@ def main() -> int:
         print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER [VERSION]", file=sys.stderr)
         return 2
     try:
-        set_up(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+        set_up(sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) == 4 else None)
     except SetupError as error:
         print(f"cannot set up {sys.argv[1]}: {error}", file=sys.stderr)
         return 1

@@ -59,6 +59,13 @@ def rank() -> Rank:
 @pytest.fixture
 def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
     """Return the served model, which serves version ``files:old``."""
+    with serving(module, rank) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serving(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
+    """Serve a model inside the block."""
     hidden_state = HiddenState(module, (), ())
     image, settings = capture(module), InstanceSettings()
     identity = InstanceIdentity("model", rank, version="files:old", replica="replica-1")
@@ -122,6 +129,31 @@ def test_a_changed_layout_ends_seeding(module: nn.Module, instance: ServedModel)
         join_renewals(instance)
         found.append(instance.seed.manifest)
     assert [None, None] == found
+
+
+class LoraLayer(nn.Module):
+    """A layer that an engine puts around another one to serve adapters."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a_stacked = torch.zeros(2, 16)
+
+
+@pytest.mark.parametrize("suspends", [True, False])
+def test_layers_wrapped_for_lora_keep_their_names(rank: Rank, suspends: bool) -> None:
+    """A server that serves adapters still serves its base weights, also after they have changed."""
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with serving(module, rank) as instance:
+        layer = module[1]
+        module[1] = LoraLayer(layer)
+        if suspends:
+            instance.suspend()
+        with updating(instance), torch.no_grad():
+            module.get_parameter("1.base_layer.weight").fill_(3.0)
+        join_renewals(instance)
+        module[1] = layer
+        assert current(module, instance)
 
 
 @pytest.mark.parametrize("suspends", [True, False])

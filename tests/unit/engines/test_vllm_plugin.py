@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from rfork.engines import launch
-from rfork.engines.hook_targets import HookTarget
-from rfork.engines.vllm import compat, engine_manager
+from rfork.engines.hook_targets import Compatibility, HookTarget
+from rfork.engines.vllm import compat, engine_manager, hooks
 from rfork.engines.vllm.compat import can_be_rebuilt, model_name, settings_of
 from rfork.errors import EngineMismatch, SettingsError
 
@@ -114,24 +116,122 @@ def test_kernel_options_are_facts() -> None:
     assert 3 == len({kernel_facts(True, "auto"), kernel_facts(False, "auto"), kernel_facts(True, "marlin")})
 
 
-def test_incompatible_hook_targets_are_reported_on_one_line() -> None:
-    """The message contains the version, the tested versions, and exactly the incompatible targets."""
-    known = HookTarget("rfork.engines.vllm.compat.model_name", ("model", "draft"))
-    wrong = (
-        known,
-        HookTarget("rfork.engines.vllm.compat.model_name", ("path",)),
-        HookTarget("rfork.engines.vllm.compat.Worker.sleep"),
-        HookTarget("rfork.no_such_module.Worker"),
-    )
-    compat.check("1.2.3", (known,), tested=("1.2.3",))
-    with pytest.raises(EngineMismatch) as caught:
-        compat.check("9.9.9", wrong, tested=("1.2.3",))
-    assert (
-        "vLLM 9.9.9 is incompatible with this rfork (tested: 1.2.3): "
-        "rfork.engines.vllm.compat.model_name has no parameter path; rfork.engines.vllm.compat.Worker.sleep "
-        "does not exist (module 'rfork.engines.vllm.compat' has no attribute 'Worker'); "
-        "rfork.no_such_module.Worker does not exist (module 'rfork' has no attribute 'no_such_module')"
-    ) == str(caught.value)
+CORE = HookTarget("vllm.loader.get_model_loader")
+SLEEP = HookTarget("vllm.worker.Worker.sleep", ("level",), "lifecycle")
+STEP = HookTarget("vllm.worker.Worker.execute_model", (), "comfort")
+GONE = "does not exist"
+
+
+@pytest.mark.parametrize(
+    ("version", "compatibility", "unknown", "no_fork", "no_seed", "warnings"),
+    [
+        ("1.2.3+cpu", Compatibility(), (), None, None, ()),
+        (
+            "9.9.9",
+            Compatibility(core=[(CORE, GONE)], lifecycle=[(SLEEP, GONE)]),
+            ("swap_weights",),
+            "vLLM 9.9.9 is incompatible with this rfork (tested: 1.2.3): vllm.loader.get_model_loader does not exist",
+            None,
+            (),
+        ),
+        (
+            "1.2.3",
+            Compatibility(lifecycle=[(SLEEP, GONE)]),
+            ("swap_weights",),
+            None,
+            "vLLM 1.2.3 is incompatible with this rfork (tested: 1.2.3): vllm.worker.Worker.sleep does not exist",
+            (),
+        ),
+        (
+            "1.2.3",
+            Compatibility(comfort=[(STEP, GONE)]),
+            (),
+            None,
+            None,
+            ("some features of rfork are off with vLLM 1.2.3: vllm.worker.Worker.execute_model does not exist",),
+        ),
+        (
+            "9.9.9",
+            Compatibility(),
+            ("move_weights", "swap_weights"),
+            None,
+            "vLLM 9.9.9 may change weights in unknown worker methods: move_weights, swap_weights",
+            ("untested vLLM version 9.9.9 (tested: 1.2.3)",),
+        ),
+    ],
+    ids=["tested", "core", "lifecycle", "comfort", "unknown methods"],
+)
+def test_a_version_is_judged_by_what_it_lacks(
+    version: str,
+    compatibility: Compatibility,
+    unknown: Sequence[str],
+    no_fork: str | None,
+    no_seed: str | None,
+    warnings: Sequence[str],
+) -> None:
+    """Without a core target vLLM loads; without one of the lifecycle, or with an unknown method, it does not seed."""
+    decision = compat.decide(version, compatibility, unknown, tested=("1.2.3",))
+    assert no_fork == decision.no_fork_reason
+    assert no_seed == decision.no_seed_reason
+    assert tuple(warnings) == decision.warnings
+
+
+def test_every_wrapped_method_is_a_hook_target() -> None:
+    """Methods that change weights are checked as such; the others only measure or drain."""
+    tiers = {
+        target.path.rpartition(".")[2]: target.tier for target in compat.HOOK_TARGETS if compat.WORKER in target.path
+    }
+    assert hooks.WRAPPERS.keys() <= tiers.keys()
+    comfort = {name for name in hooks.WRAPPERS if tiers[name] == "comfort"}
+    assert hooks.MEASURED | {"shutdown"} == comfort
+
+
+def worker_type(*bases: type, module: str = "vllm.v1.worker.gpu_worker", **methods: str) -> type:
+    """Return a class of that module with methods of these names."""
+    content = dict.fromkeys(methods, lambda self: None)
+    return type("Worker", bases, {**content, "__module__": module})
+
+
+def test_a_new_method_that_may_change_weights_is_found() -> None:
+    """Known methods, other names, and methods of a worker extension do not count."""
+    extension = worker_type(module="mine.extension", update_params="")
+    found = worker_type(extension, sleep="", add_lora="", profile="", quick_reload="", swap_layers="", _load="")
+    assert ["quick_reload", "swap_layers"] == compat.unknown_weight_methods(found)
+
+
+@pytest.mark.parametrize(
+    ("declared", "module", "name", "expected"),
+    [
+        (True, "quantization.fp8", "Fp8LinearMethod", True),
+        (False, "linear", "UnquantizedLinearMethod", False),
+        (None, "linear", "UnquantizedLinearMethod", True),
+        (None, "vocab_parallel_embedding", "UnquantizedEmbeddingMethod", True),
+        (None, "quantization.fp8", "Fp8LinearMethod", False),
+        (None, "fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", False),
+    ],
+)
+def test_without_a_declaration_only_plain_methods_are_supported(
+    declared: bool | None, module: str, name: str, expected: bool
+) -> None:
+    """vLLM before 0.30 does not declare which methods can start from processed weights."""
+    content = {} if declared is None else {"supports_pre_processed_weights": declared}
+    found = type(name, (), {**content, "__module__": f"vllm.model_executor.layers.{module}"})
+    assert expected == compat.supports_pre_processed_weights(found())
+
+
+def test_names_that_an_older_vllm_lacks_have_fallbacks() -> None:
+    """Without vLLM's timeout there is no limit; without its context, kernels are not rebuilt."""
+    assert math.inf == compat.load_timeout_s(SimpleNamespace())
+    assert 600.0 == compat.load_timeout_s(SimpleNamespace(VLLM_ENGINE_READY_TIMEOUT_S=600))
+    assert not compat.can_skip_dummy_weights()
+    with pytest.raises(EngineMismatch, match="cannot rebuild kernels"):
+        compat.weights_already_processed()
+
+
+def test_a_quantised_model_of_an_unknown_vllm_counts_as_quantised_online() -> None:
+    """The class that would tell does not exist here; an unquantised model is never quantised."""
+    assert not compat.is_quantised_online(SimpleNamespace(quant_config=None))
+    assert compat.is_quantised_online(SimpleNamespace(quant_config=object()))
 
 
 class Manager:
@@ -144,8 +244,9 @@ class Manager:
     def finished_procs(self) -> dict[str, int]:
         return {}
 
-    def shutdown(self, timeout: float | None = None) -> None:
+    def shutdown(self, timeout: float | None = None, *, force: bool = False) -> None:
         self.stopped.append(timeout)
+        self.forced = force
 
 
 def test_a_servers_seeds_are_drained_before_its_engines_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +299,21 @@ def test_the_engines_exit_whatever_fails_in_the_drain(
     load.model_loader_extra_config = {"drain_timeout_s": -1}
     with pytest.raises(SettingsError, match="RFORK_DRAIN_TIMEOUT_S"):
         manager_class(vllm_config=SimpleNamespace(load_config=load))
+
+
+def test_a_changed_configuration_does_not_stop_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engines start without a common name, and one log line has the reason."""
+    utils = ModuleType("vllm.v1.engine.utils")
+    manager_class = type("CoreEngineProcManager", (), {"__init__": vars(Manager)["__init__"]})
+    vars(utils)["CoreEngineProcManager"] = manager_class
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.delenv("RFORK_REPLICA", raising=False)
+    engine_manager.hook_engine_manager()
+    manager = manager_class(vllm_config=SimpleNamespace(load_config=SimpleNamespace()))
+    assert None is manager.name_of_children
+    assert "no attribute 'load_format'" in caplog.text
 
 
 def test_the_drain_survives_an_unreachable_planner() -> None:

@@ -111,7 +111,7 @@ class Worker:
         self.instances = {"target": FakeInstance(), "draft": FakeInstance()}
         attach_lifecycle(self.model, self.instances["target"], observe_loads=True)  # type: ignore[arg-type]
         attach_lifecycle(self.draft, self.instances["draft"], observe_loads=True)  # type: ignore[arg-type]
-        self._weight_update_active = self._weight_update_is_draft = False
+        self._weight_update_active = False
         self.fails = False
         self.model_config = SimpleNamespace(model="no such folder", model_weights="", revision=None)
         self.while_reading = lambda: None
@@ -149,7 +149,8 @@ class Worker:
         output = self.execute_model(scheduler_output="scheduled")
         return self.sample_tokens("grammar") if output is None else output
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, *, deep: bool = False) -> None:
+        self.slept = (level, deep)
         if self.fails:
             raise OSError("more memory in use than before")
 
@@ -174,10 +175,10 @@ class Worker:
     def start_weight_update(self) -> None:
         if self._weight_update_active:
             raise RuntimeError("a weight update is already active")
-        self._weight_update_active, self._weight_update_is_draft = True, False
+        self._weight_update_active = True
 
     def start_draft_weight_update(self) -> None:
-        self._weight_update_active = self._weight_update_is_draft = True
+        self._weight_update_active = True
 
     def update_weights(self, update_info: dict[str, str]) -> None:
         if self.fails:
@@ -366,6 +367,33 @@ def test_weights_discarded_by_sleep_are_served_after_loading(worker: Worker, awa
     assert (["update", "renew updated"], []) == worker.pop_calls()
     worker.start_draft_weight_update()
     worker.update_weights({})
+    worker.finish_weight_update()
+    assert ([], ["update", "renew updated"]) == worker.pop_calls()
+
+
+def test_arguments_of_a_newer_vllm_are_passed_on(worker: Worker) -> None:
+    """Parameters that rfork does not know reach the method."""
+    worker.sleep(level=2, deep=True)
+    assert (2, True) == worker.slept
+
+
+def test_an_older_worker_without_a_method_is_hooked(worker: Worker) -> None:
+    """Only the methods that it has are wrapped."""
+    content = {name: value for name, value in vars(Worker).items() if name not in {"discard", "reset_weights"}}
+    older = type("Worker", (), content)
+    hooks.install(older)
+    assert not hasattr(older, "discard")
+    worker = older()
+    worker.sleep()
+    worker.wake_up()
+    assert (["suspend", "renew"], ["suspend", "renew"]) == worker.pop_calls()
+
+
+def test_an_update_without_vllms_state_is_followed(worker: Worker) -> None:
+    """rfork remembers which model an update changes."""
+    del worker._weight_update_active
+    worker.start_draft_weight_update()
+    del worker._weight_update_active
     worker.finish_weight_update()
     assert ([], ["update", "renew updated"]) == worker.pop_calls()
 

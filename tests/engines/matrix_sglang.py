@@ -1,19 +1,10 @@
-"""SGLang's part of the matrix of versions: forks between real servers of one version, or checks of its sources.
-
-``python -m tests.engines.matrix_sglang VERSION … [--venvs FOLDER] [--delete]`` runs single versions and writes one
-JSON object a line. Each version gets its own venv, which takes 3.2 GB.
-"""
+"""SGLang's part of the matrix of versions (`tests.engines.matrix`)."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import subprocess
-import sys
-import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -28,7 +19,7 @@ from tests.engines.planner_process import PlannerProcess
 from tests.engines.queries import PROMPTS, greedy_tokens, wait_serving, weights_ids
 from tests.engines.reference_digests import fused_digests
 from tests.engines.servers import SglangServer
-from tests.engines.setup.install import set_up
+from tests.engines.wheel_sources import WheelSources
 from tests.models import make_tiny_llama
 
 READY_S = 900.0
@@ -45,12 +36,19 @@ class SglangMatrix:
     versions: Sequence[str] = compat.TESTED
     without_cpu_build: Mapping[str, str] = {}
 
-    @property
-    def hook_targets(self) -> Sequence[HookTarget]:
-        return (*compat.early(), *compat.scheduling(), *compat.LAUNCHING)
-
     def distribution(self, version: str) -> str:
         return f"sglang=={version}"
+
+    def hook_targets(self, sources: WheelSources) -> Sequence[HookTarget]:
+        def find(*paths: str) -> str:
+            return next((path for path in paths if sources.has(path)), paths[0])
+
+        return (*compat.early(find), *compat.scheduling(find), *compat.LAUNCHING)
+
+    def check_methods(self, sources: WheelSources) -> Sequence[str]:
+        known = compat.HARMLESS | {target.path.rpartition(".")[2] for target in self.hook_targets(sources)}
+        names = {name for owner in (compat.WEIGHTS, compat.MANAGER) for name in sources.public_methods(owner)}
+        return sorted(name for name in names - known if compat.CHANGES_WEIGHTS.search(name))
 
     def fork(self, version: str, python: Path, scratch: Path) -> str:
         """Compare a seed that SGLang's own loader filled, its update in place, and a fork of it with the files.
@@ -146,36 +144,3 @@ def require(what: str, expected: object, found: object) -> None:
     """Raise AssertionError unless both are equal."""
     if expected != found:
         raise AssertionError(f"{what} differ: expected {expected!r}, found {found!r}")
-
-
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="+", metavar="VERSION")
-    parser.add_argument("--venvs", type=Path, default=ROOT / ".venv-matrix", help="folder for the venvs")
-    parser.add_argument("--delete", action="store_true", help="delete each venv after its version")
-    parsed = parser.parse_args()
-    failed = False
-    for version in parsed.versions:
-        venv = parsed.venvs / f"sglang-{version}"
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-        row = {"engine": "sglang", "version": version, "level": "forked", "commit": commit}
-        try:
-            set_up("sglang", venv, version)
-            with tempfile.TemporaryDirectory(prefix="rfork-matrix-") as scratch:
-                row["notes"] = SglangMatrix().fork(version, venv.absolute() / "bin" / "python", Path(scratch))
-        except Exception as error:
-            traceback.print_exc()
-            row |= {"level": "unsupported", "notes": f"{type(error).__name__}: {error}".splitlines()[0]}
-            failed = True
-        finally:
-            if parsed.delete:
-                shutil.rmtree(venv, ignore_errors=True)
-        print(json.dumps(row), flush=True)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

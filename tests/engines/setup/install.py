@@ -118,8 +118,9 @@ def install_sglang(venv: Venv, version: str) -> None:
     venv.install("--no-deps", TORCHVISION)
     # It is built for CUDA, so operators are missing for which it registers shapes at import.
     registrations = venv.packages / "torchvision" / "_meta_registrations.py"
-    text = registrations.read_text()
-    registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
+    text = re.sub(r"^(?=@torch\.library\.register_fake)", "# ", registrations.read_text(), flags=re.MULTILINE)
+    registrations.unlink()  # another venv may share it
+    registrations.write_text(text)
     install_kernel_stub(venv, version)
 
 
@@ -137,6 +138,7 @@ def sglang_requirements(venv: Venv, version: str) -> list[str]:
 def install_kernel_stub(venv: Venv, version: str) -> None:
     """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang requires."""
     target = venv.packages / "sgl_kernel"
+    shutil.rmtree(target, ignore_errors=True)  # it may be that of another version
     shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
     sglang = metadata.PathDistribution(venv.packages / f"sglang-{version}.dist-info")
     kernels = [name for name in sglang.requires or [] if re.match(r"sgl(ang)?-kernel\b", name)]

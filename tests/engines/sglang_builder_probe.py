@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     config = SimpleNamespace(
         dtype=torch.float32, model_path=str(folder), quantization=None, revision=None, hf_config=SimpleNamespace()
     )
-    engine = SglangEngine(LoadConfig(), config, DeviceConfig("cpu", 0))
+    engine = SglangEngine(LoadConfig(), config, DeviceConfig("cpu", 0), forkable_methods=("Method",))
     taken = {}
     layouts = {}
     for name in ("empty", "load"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
-from rfork.engines.sglang import compat, hooks, identity
+from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
 from rfork.engines.weight_lifecycle import attach_lifecycle
 from rfork.errors import CheckpointError, ModelError, RforkError
@@ -45,7 +45,13 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
                 settings = cap_deadline(settings, timeout_s)
             own = _without_rfork(self.load_config, model_config)
             module = load_or_fork(
-                SglangEngine(own, model_config, device_config, identity.unsupported_config(model_config)),
+                SglangEngine(
+                    own,
+                    model_config,
+                    device_config,
+                    identity.unsupported_config(model_config),
+                    settings.forkable_methods,
+                ),
                 lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
                 no_seed_reason=compat.no_seed_reason(hooks.install()),
@@ -75,15 +81,18 @@ class SglangEngine:
         model_config: ModelConfig,
         device_config: DeviceConfig,
         refusal: str | None = None,
+        forkable_methods: Collection[str] = (),
     ) -> None:
         """`config` is the load configuration without rfork.
 
-        `refusal` is the reason why the model cannot be forked, if any.
+        `refusal` is the reason why the model cannot be forked, if any. `forkable_methods` are accepted besides those
+        that rfork knows.
         """
         self._config = config
         self._model_config = model_config
         self._device_config = device_config
         self._refusal = refusal
+        self._forkable_methods = forkable_methods
 
     def empty(self) -> nn.Module:
         """Return the model as SGLang's loader leaves it, but with undefined weights.
@@ -99,13 +108,20 @@ class SglangEngine:
         if compat.is_quantized_on_cpu():
             raise ModelError(f"{' and '.join(compat.CPU_QUANTIZATION)} cannot be used with rfork")
         self._check_loader()
-        if reason := identity.unsupported_class(identity.model_class(self._model_config)):
+        reason = identity.unsupported_class(
+            identity.model_class(self._model_config)
+        ) or methods.unsupported_configuration(self._model_config.quantization, self._forkable_methods)
+        if reason is not None:
             raise ModelError(reason)
         compat.rotary_tables().clear()
         dummy = dataclasses.replace(self._config, load_format=hooks.DUMMY, model_loader_extra_config={})
         loader = _own_loader(dummy, self._model_config)
         model = loader.load_model(model_config=self._model_config, device_config=self._device_config)
-        if reason := identity.unsupported_model(model):
+        device_type = str(self._device_config.device).partition(":")[0]
+        reason = identity.unsupported_model(model) or methods.unsupported_method(
+            model, device_type, self._forkable_methods
+        )
+        if reason is not None:
             raise ModelError(reason)
         return self._with_full_rope_tables(model)
 

@@ -40,6 +40,17 @@ METHODS: Final = ForkableMethods(
 )
 
 
+FORKABLE_CONFIGURATIONS: Final = frozenset({None, "fp8"})
+"""Quantisation configurations all of whose methods are in `METHODS`."""
+
+
+def unsupported_configuration(quantization: str | None, accepted: Collection[str] = ()) -> str | None:
+    """Return why no model with this quantisation can be forked, before one is built; None if it depends on its layers."""
+    if quantization in FORKABLE_CONFIGURATIONS or accepted:
+        return None
+    return f"quantisation {quantization} has not passed the golden check: `{METHODS.command}` runs it"
+
+
 def unsupported_method(module: nn.Module, device_type: str, accepted: Collection[str] = ()) -> str | None:
     """Return why a model cannot be forked, judged by the methods of its layers."""
     for name, layer in module.named_modules():

@@ -45,7 +45,7 @@ FORKABLE_CONFIGURATIONS: Final = frozenset({None, "fp8"})
 
 
 def unsupported_configuration(quantization: str | None, accepted: Collection[str] = ()) -> str | None:
-    """Return why no model with this quantisation can be forked, before one is built; None if it depends on its layers."""
+    """Return why no model with this quantisation can be forked; None if that depends on its layers."""
     if quantization in FORKABLE_CONFIGURATIONS or accepted:
         return None
     return f"quantisation {quantization} has not passed the golden check: `{METHODS.command}` runs it"

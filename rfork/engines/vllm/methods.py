@@ -39,10 +39,12 @@ METHODS: Final = ForkableMethods(
     proven={
         "cpu": (
             "AutoAWQMarlinLinearMethod/CPUWNA16LinearKernel",
+            "AutoAWQMoEMethod/CPUExpertsInt4",
             "AutoGPTQLinearMethod/CPUWNA16LinearKernel",
             "AutoGPTQMoEMethod/CPUExpertsInt4",
             "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/ChannelWiseTorchFP8ScaledMMLinearKernel",
             "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8/CPUInt8ScaledMMLinearKernel",
+            "CompressedTensorsLinearMethod/CompressedTensorsWNA16/CPUWNA16LinearKernel",
             "CompressedTensorsW8A8Int8MoEMethod/CPUExpertsInt8",
             "CompressedTensorsWNA16MoEMethod/CPUExpertsInt4",
             "Fp8LinearMethod/CPUFp8BlockScaledMMKernel",

@@ -244,6 +244,7 @@ class InstanceSettings(Settings):
     verify_chunks: bool = Field(True, json_schema_extra=ADVANCED, description="verify every chunk against the manifest; turn off only for measurements")
     resume_dir: Path | None = Field(None, description="directory, on a local disk or in /dev/shm, for verified chunks, so that a restarted process fetches only the missing ones; unset: nothing is kept")
     fail_if_not_forked: bool = Field(False, description="exit instead of falling back to the engine's own loader when the server can neither fork nor read the snapshot")
+    forkable_methods: Annotated[tuple[str, ...], NoDecode, COMMA_SEPARATED] = Field((), json_schema_extra=ADVANCED, description="quantisation methods, comma separated, that have passed `rfork doctor --engine` on this hardware: their models are forked, besides those of the methods that rfork knows")
 
     # Served model.
     model: ModelName | None = Field(None, description="name under which instances of this model find each other; unset: the engine's model name")

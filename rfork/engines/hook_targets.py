@@ -184,6 +184,8 @@ def _mismatch(hook_target: HookTarget) -> str:
         found = pkgutil.resolve_name(hook_target.path)
     except (ImportError, AttributeError) as error:
         return f"does not exist ({error})"
+    except Exception as error:  # a module of an engine may raise anything when it is imported
+        return f"cannot be imported ({type(error).__name__}: {error})"
     if not hook_target.parameters:
         return ""
     try:

@@ -80,7 +80,7 @@ class EngineServer(ABC):
     `model` is the folder it serves. `log` receives all its output and is overwritten. `arguments` are
     appended to its command line; `environment` is added to this process's environment without ``RFORK_*``.
     `threads` is the number of compute threads: one by default, so that two servers on two cores do not starve
-    each other.
+    each other. `python` is that of another venv than the default.
     """
 
     engine: ClassVar[str]
@@ -96,8 +96,9 @@ class EngineServer(ABC):
         environment: Mapping[str, str] | None = None,
         threads: int = 1,
         port: int | None = None,
+        python: Path | None = None,
     ) -> None:
-        self.python = engine_python(self.engine)
+        self.python = python or engine_python(self.engine)
         self.model = model
         self.log_file = log
         self.dtype = dtype

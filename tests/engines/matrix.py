@@ -57,7 +57,6 @@ class Engine(Protocol):
     """Supported versions, oldest first."""
     without_cpu_build: Mapping[str, str]
     """Versions that do not run on a CPU, each with the reason."""
-    hook_targets: Sequence[HookTarget]
 
     def distribution(self, version: str) -> str:
         """Return the requirement whose wheel contains the sources of a version."""
@@ -67,6 +66,10 @@ class Engine(Protocol):
         """Fork with the engine in this venv's Python; returns notes. Raises any exception if something differs."""
         ...
 
+    def hook_targets(self, sources: WheelSources) -> Sequence[HookTarget]:
+        """Return the hook targets of the version with these sources."""
+        ...
+
     def check_methods(self, sources: WheelSources) -> Sequence[str]:
         """Return methods in these sources that may change weights and that rfork does not know."""
         ...
@@ -74,9 +77,10 @@ class Engine(Protocol):
 
 def engines() -> Mapping[str, Engine]:
     """Return the engines by name."""
+    from tests.engines.matrix_sglang import SglangMatrix
     from tests.engines.matrix_vllm import VllmMatrix
 
-    return {engine.name: engine for engine in (VllmMatrix(),)}
+    return {engine.name: engine for engine in (SglangMatrix(), VllmMatrix())}
 
 
 def examine(engine: Engine, version: str, venvs: Path, base: Path | None, *, delete: bool) -> Row:
@@ -110,7 +114,8 @@ def check(engine: Engine, version: str) -> tuple[Level, Sequence[str]]:
         command = ("download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder, engine.distribution(version))
         subprocess.run([sys.executable, "-m", "pip", *command], check=True)
         (wheel,) = Path(folder).glob("*.whl")
-        return judge(check_sources(wheel, engine.hook_targets), engine.check_methods(WheelSources(wheel)))
+        sources = WheelSources(wheel)
+        return judge(check_sources(wheel, engine.hook_targets(sources)), engine.check_methods(sources))
 
 
 def judge(incompatible: Iterable[tuple[HookTarget, str]], unknown: Sequence[str]) -> tuple[Level, Sequence[str]]:

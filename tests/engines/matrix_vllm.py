@@ -88,10 +88,12 @@ class VllmMatrix:
     name = "vllm"
     versions: Sequence[str] = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
     without_cpu_build: Mapping[str, str] = {"0.33.0": "no CPU build exists"}
-    hook_targets: Sequence[HookTarget] = compat.HOOK_TARGETS
 
     def distribution(self, version: str) -> str:
         return f"vllm=={version}"
+
+    def hook_targets(self, sources: WheelSources) -> Sequence[HookTarget]:
+        return compat.HOOK_TARGETS
 
     def check_methods(self, sources: WheelSources) -> Sequence[str]:
         names = sources.public_methods(compat.WORKER)

@@ -55,26 +55,32 @@ MODEL_RUNNER = f"{SGLANG_SRT}.model_executor.model_runner.ModelRunner"
 SGLANG = {
     "scheduler": (f"{SGLANG_SRT}.managers.scheduler.Scheduler",),
     "tp_worker": (f"{SGLANG_SRT}.managers.tp_worker.TpModelWorker",),
-    "worker": (f"{SGLANG_SRT}.managers.tp_worker.TpModelWorker",),
+    "worker": (
+        f"{SGLANG_SRT}.managers.tp_worker.TpModelWorker",
+        f"{SGLANG_SRT}.speculative.base_spec_worker.BaseSpecWorker",
+    ),
+    "drafts": (f"{SGLANG_SRT}.speculative.base_spec_worker.EagleDraftWorkerBase",),
     "model_runner": (MODEL_RUNNER,),
     "runner": (WEIGHT_UPDATER, MODEL_RUNNER),
     "manager": (f"{SGLANG_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",),
     "batch": (f"{SGLANG_SRT}.managers.schedule_batch.ScheduleBatch",),
     "forward_mode": (f"{SGLANG_SRT}.model_executor.forward_batch_info.ForwardMode",),
-    "result": (f"{SGLANG_SRT}.managers.utils.GenerationBatchResult",),
+    "result": (
+        f"{SGLANG_SRT}.managers.utils.GenerationBatchResult",
+        f"{SGLANG_SRT}.managers.io_struct.UpdateWeightFromDiskReqOutput",
+    ),
     "recv_req": (
         f"{SGLANG_SRT}.managers.io_struct.UpdateWeightFromDiskReqInput",
         f"{SGLANG_SRT}.managers.io_struct.ReleaseMemoryOccupationReqInput",
+        f"{SGLANG_SRT}.managers.io_struct.CheckWeightsReqInput",
     ),
     "model_config": (f"{SGLANG_SRT}.configs.model_config.ModelConfig",),
     "_model_config": (f"{SGLANG_SRT}.configs.model_config.ModelConfig",),
     "load_config": (f"{SGLANG_SRT}.configs.load_config.LoadConfig",),
     "device_config": (f"{SGLANG_SRT}.configs.device_config.DeviceConfig",),
-    "own": (f"{SGLANG_SRT}.model_loader.loader",),
-    "load_model_utils": (f"{SGLANG_SRT}.model_executor.model_runner_components.load_model_utils",),
+    "context": (f"{SGLANG_SRT}.runtime_context.RuntimeContext",),
     "HookRegistry": (f"{SGLANG_SRT}.plugins.hook_registry.HookRegistry",),
     "HookType": (f"{SGLANG_SRT}.plugins.hook_registry.HookType",),
-    "view": (f"{SGLANG_SRT}.server_args.ServerArgs",),
     "arguments": (f"{SGLANG_SRT}.server_args.ServerArgs",),
 }
 """The same for SGLang."""

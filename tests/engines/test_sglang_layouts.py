@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.engines.engine_server import ROOT, engine_python
+from tests.engines.matrix_sglang import check_builders
 from tests.ports import free_port
 
 # Entries of a hub checkpoint's configuration that transformers does not write.
@@ -61,7 +62,8 @@ def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
     make_deepseek(folder, tiny_model)
     ran = subprocess.run(
         [python, ROOT / "tests/engines/sglang_layout_probe.py", folder, str(free_port())],
-        env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+        | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,3 +73,8 @@ def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
     assert layouts["difference"] is None
     derived = {"w_kc", "w_vc", "cos_sin_cache", "e_score_correction_bias"}
     assert derived <= {name.rpartition(".")[2] for name in layouts["names"]}
+
+
+def test_both_of_sglangs_loaders_take_the_same_steps(tmp_path: Path) -> None:
+    """A model with quantised layers and derived tensors has the same layout with and without its weights."""
+    check_builders(engine_python("sglang"), tmp_path)

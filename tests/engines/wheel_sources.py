@@ -46,6 +46,14 @@ class WheelSources:
             found = self._member(found, name)
         return found
 
+    def has(self, path: str) -> bool:
+        """Return True if a dotted path leads to a definition."""
+        try:
+            self.find(path)
+        except NotFound:
+            return False
+        return True
+
     def public_methods(self, path: str) -> Sequence[str]:
         """Return the public methods of a class and of its base classes in this wheel, sorted."""
         names: set[str] = set()
@@ -88,7 +96,9 @@ class WheelSources:
         last: Found | None = None
         for node in _statements(owner.node):
             if name in _names_bound(node):
-                last = Found(owner.module, node)
+                # ``Class = dataclass(Class)`` keeps the methods of the class.
+                if not (isinstance(node, ast.Assign) and last is not None and isinstance(last.node, ast.ClassDef)):
+                    last = Found(owner.module, node)
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:

@@ -28,6 +28,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "grpc-peer": lambda: grpc_page.page(grpc_page.PEER),
     "grpc-scaler": lambda: grpc_page.page(grpc_page.SCALER),
     "metrics": metrics_page.page,
+    "sglang-versions": lambda: matrix_page.table_of("sglang"),
     "vllm-versions": lambda: matrix_page.table_of("vllm"),
     "python": python_page.page,
     "rest-problems": rest_page.page_problems,

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from rfork.engine_command import LOAD_FORMAT
-from rfork.engines.hook_targets import call_after, call_before
+from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
-from rfork.errors import EngineMismatch, RforkError, SettingsError
+from rfork.errors import RforkError, SettingsError
 from rfork.logs import logger
 from rfork.storage.versions.version import checked_version
 
@@ -36,8 +36,8 @@ PARTIAL_UPDATE_PREFIX = "Failed to update weights"
 
 NO_VERSION = "default"
 """SGLang's weight version if the user set none."""
-MAIN_RUNNER = "target"
-"""SGLang's name for the runner of the main model, as opposed to its drafts."""
+RESET = "reset_tensors"
+"""SGLang's check of weights that overwrites them."""
 DUMMY = "dummy"
 """SGLang's load format that reads no files."""
 
@@ -51,16 +51,28 @@ class WeightUpdateHooks:
     def __init__(self) -> None:
         self._requested: str | None = None
         """Version of the weights in the current request."""
+        self._adopted: str | None = None
+        """Version of the last successful request: before 0.5.19, SGLang's schedulers do not record it."""
         self._step_versions: WeakKeyDictionary[WeightLifecycle, str] = WeakKeyDictionary()
         """Versions that the steps of an update requested."""
 
-    def request(self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+    def request(
+        self,
+        update: Callable[..., Any],
+        manager: SchedulerWeightUpdaterManager,
+        recv_req: Any,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         """Wrap an SGLang request to update weights. All ranks of the server receive it."""
-        self._requested = _new_version(recv_req)
+        self._requested = _new_version(recv_req, self._adopted)
         try:
-            return update(manager, recv_req)
+            result = update(manager, recv_req, *args, **kwargs)
         finally:
-            self._requested = None
+            requested, self._requested = self._requested, None
+        if requested is not None and getattr(result, "success", False):
+            self._adopted = requested
+        return result
 
     def _requested_version(self) -> str | None:
         return self._requested
@@ -87,33 +99,48 @@ class WeightUpdateHooks:
             runner, lambda: update(runner, model_path, load_format_used, *args, **kwargs), version=version
         )
 
-    def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
+    def from_ipc(
+        self,
+        update: Callable[..., Updated],
+        runner: WeightUpdater,
+        recv_req: object,
+        *args: object,
+        **kwargs: object,
+    ) -> Updated:
         """Wrap an update of all weights by another process of the host. Some may be written if it fails."""
         return self._full_update(
-            runner, lambda: update(runner, recv_req), version=self._requested_version, fails_before_writing=False
+            runner,
+            lambda: update(runner, recv_req, *args, **kwargs),
+            version=self._requested_version,
+            fails_before_writing=False,
         )
 
-    def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
+    def begin(self, begin: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the start of an update: until `end`, weights are written in any number of steps."""
         lifecycle = lifecycle_of(runner.get_model())
         if lifecycle is None:
-            return begin(runner)
+            return begin(runner, *args, **kwargs)
         lifecycle.abandon_updates()
         lifecycle.begin_update()
         self._step_versions.pop(lifecycle, None)
         try:
-            begin(runner)
+            return begin(runner, *args, **kwargs)
         except BaseException:
             lifecycle.fail_update()
             raise
 
     def within(self, update: Callable[..., Updated], runner: WeightUpdater, *args: object, **kwargs: object) -> Updated:
-        """Wrap one step of an update."""
+        """Wrap one step of an update.
+
+        Before 0.5.21, SGLang's updates have neither a begin nor an end. So it is unknown whether the weights are
+        complete, and they are served again after the next update from disk.
+        """
         lifecycle = lifecycle_of(runner.get_model())
         if lifecycle is None:
             return update(runner, *args, **kwargs)
         try:
-            done = update(runner, *args, **kwargs)
+            with lifecycle.loading():
+                done = update(runner, *args, **kwargs)
         except BaseException:
             lifecycle.fail_step()
             raise
@@ -123,41 +150,54 @@ class WeightUpdateHooks:
             self._step_versions[lifecycle] = self._requested
         return done
 
-    def end(self, end: Callable[..., None], runner: WeightUpdater, **kwargs: object) -> None:
+    def end(self, end: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the end of an update. The weights are complete unless a step failed."""
         lifecycle = lifecycle_of(runner.get_model())
         if lifecycle is None:
-            return end(runner, **kwargs)
+            return end(runner, *args, **kwargs)
         try:
-            end(runner, **kwargs)
+            result = end(runner, *args, **kwargs)
         except BaseException:
             lifecycle.fail_update()
             raise
         lifecycle.end_update(self._step_versions.pop(lifecycle, None))
+        return result
 
-    def release(self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+    def check(self, manager: SchedulerWeightUpdaterManager, recv_req: Any, *args: object, **kwargs: object) -> None:
+        """Stop serving before a check of the weights that overwrites them."""
+        if recv_req.action == RESET:
+            for _, lifecycle in _lifecycles(manager):
+                lifecycle.mark_lost()
+
+    def release(
+        self,
+        release: Callable[..., Any],
+        manager: SchedulerWeightUpdaterManager,
+        recv_req: Any,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         """Wrap a release of memory: stop serving the weights first."""
         lifecycles = [lifecycle for _, lifecycle in _lifecycles(manager)] if _of_weights(recv_req.tags) else []
         for lifecycle in lifecycles:
             lifecycle.sleep(kept=True)  # `resume` checks whether SGLang has kept a copy
         try:
-            return release(manager, recv_req)
+            return release(manager, recv_req, *args, **kwargs)
         except BaseException:
             for lifecycle in lifecycles:
                 lifecycle.wake()
             raise
 
-    def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
+    def resume(
+        self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any, *args: object, **kwargs: object
+    ) -> None:
         """Handle the return of released memory. Its content is restored only if SGLang kept a copy."""
         if not _of_weights(recv_req.tags):
             return
-        from sglang.srt.runtime_context import get_exec
-
-        features = get_exec().features
-        kept = features.enable_weights_cpu_backup or not features.enable_memory_saver
+        kept = compat.option("enable_weights_cpu_backup") or not compat.option("enable_memory_saver")
         for role, lifecycle in _lifecycles(manager):
             if lifecycle.asleep:
-                lifecycle.wake(kept or (role != MAIN_RUNNER and features.enable_draft_weights_cpu_backup))
+                lifecycle.wake(kept or (role != compat.TARGET and compat.option("enable_draft_weights_cpu_backup")))
 
     def _full_update(
         self,
@@ -189,12 +229,10 @@ class WeightUpdateHooks:
         return done
 
 
-def _new_version(recv_req: Any) -> str | None:
+def _new_version(recv_req: Any, adopted: str | None) -> str | None:
     """Return the weight version of a request; None if it has none or an unchanged one."""
-    from sglang.srt.runtime_context import get_serving
-
     version: str | None = getattr(recv_req, "weight_version", None)
-    if version in (None, NO_VERSION, get_serving().weight_version):
+    if version in (None, NO_VERSION, adopted, compat.option("weight_version", None)):
         return None
     try:
         return checked_version(str(version))
@@ -216,7 +254,7 @@ def _of_weights(tags: list[Tag] | None) -> bool:
 
 
 def _lifecycles(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, WeightLifecycle]]:
-    for role, runner in manager._select_runners():
+    for role, runner in compat.runners(manager.tp_worker, manager.draft_worker):
         if (lifecycle := lifecycle_of(runner.model)) is not None:
             yield role, lifecycle
 
@@ -230,10 +268,11 @@ STEP_ATTRIBUTE = "rfork_step"
 
 
 @cache
-def install() -> None:
-    """Install the hooks in this process. Idempotent. Raises EngineMismatch if this SGLang is incompatible."""
-    if incompatible := compat.find_incompatible(compat.SCHEDULING):
-        raise EngineMismatch(compat.format_incompatibility(incompatible), hint="install a tested version of SGLang")
+def install() -> Compatibility:
+    """Install the hooks that this SGLang has in this process, unless it cannot be forked at all. Idempotent."""
+    compatibility = compat.find_compatibility()
+    if compatibility.core:
+        return compatibility
     updates = WeightUpdateHooks()
     for request in compat.REQUESTS:
         compat.hook(request, updates.request, stop_seeding)
@@ -241,9 +280,10 @@ def install() -> None:
         (compat.FROM_DISK, updates.from_disk),
         (compat.FROM_IPC, updates.from_ipc),
         (compat.FROM_TENSOR, updates.within),
-        (compat.FROM_DISTRIBUTED, updates.within),
+        (compat.first_of(*compat.FROM_DISTRIBUTED), updates.within),
         (compat.BEGIN_UPDATE, updates.begin),
         (compat.END_UPDATE, updates.end),
+        (compat.CHECK_WEIGHTS, call_before(updates.check)),
         (compat.RELEASE_MEMORY, updates.release),
         (compat.RESUME_MEMORY, call_after(updates.resume)),
         (compat.RUN_LOOP, call_before(_on_ready)),
@@ -253,6 +293,7 @@ def install() -> None:
     # These two only measure: without them the weights may still be served.
     compat.hook(compat.RUN_BATCH, _run_batch)
     compat.hook(compat.PROCESS_RESULT, _process_result)
+    return compatibility
 
 
 def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +341,7 @@ def _process_result(
         served.steps.end(step, counted=counted)
 
 
-def _on_ready(scheduler: Scheduler) -> None:
+def _on_ready(scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Serve tensors that SGLang has replaced since the model was loaded. Called when SGLang is ready to serve."""
     for _, model in _runners(scheduler):
         if (served := served_model(model)) is None:
@@ -319,7 +360,7 @@ def _on_ready(scheduler: Scheduler) -> None:
             served.renew()
 
 
-def _on_exit(scheduler: Scheduler) -> None:
+def _on_exit(scheduler: Scheduler, *args: object, **kwargs: object) -> None:
     """Close the served models. The server has finished its requests and exits."""
     for _, model in _runners(scheduler):
         served = served_model(model)
@@ -332,6 +373,5 @@ def _never_decodes(scheduler: Scheduler) -> bool:
 
 
 def _runners(scheduler: Scheduler) -> Iterator[tuple[str, nn.Module]]:
-    for worker in (scheduler.tp_worker, scheduler.draft_worker):
-        if worker is not None:
-            yield from ((role, runner.model) for role, runner in worker.weight_update_runners())
+    found = compat.runners(scheduler.tp_worker, scheduler.draft_worker)
+    yield from ((role, runner.model) for role, runner in found)

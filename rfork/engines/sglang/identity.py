@@ -6,7 +6,7 @@ SGLang loads those itself and they are not seeds.
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 def unsupported_config(model_config: ModelConfig) -> str | None:
     """Return why this model cannot be forked with the resolved server arguments, or None if it can."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_parallel
 
-    view = resolving_view(get_server_args())
-    if reason := compat.unsupported_reason(
-        {name: getattr(view, name) for name in compat.UNSUPPORTED if hasattr(view, name)}
-    ):
+    if reason := compat.unsupported_option():
         return reason
-    return unsupported_draft(model_config.is_draft_model, view.speculative_algorithm)
+    if reason := unsupported_parallelism(get_parallel(), compat.option("dp_size", 1)):
+        return reason
+    return unsupported_draft(model_config.is_draft_model, compat.option("speculative_algorithm"))
+
+
+def unsupported_parallelism(parallel: Any, dp_size: int) -> str | None:
+    """Return why the ranks of a server of this parallelism cannot be told apart, or None if they can."""
+    if dp_size > 1 and parallel.attn_dp_size == 1 and not hasattr(parallel, "dp_rank"):
+        return f"data parallelism without --enable-dp-attention cannot be forked with SGLang {version('sglang')}"
+    return None
 
 
 def unsupported_draft(is_draft: bool, algorithm: str | None) -> str | None:
@@ -46,9 +51,16 @@ def unsupported_draft(is_draft: bool, algorithm: str | None) -> str | None:
 def unsupported_model(module: nn.Module) -> str | None:
     """Return why a built model cannot be forked: `load_weights` would set more than its tensors."""
     for submodule in module.modules():
-        for base_class in type(submodule).__mro__:
-            if extra_state := compat.SET_BY_WEIGHTS.get(base_class.__name__):
-                return f"loading the weights of {base_class.__name__} sets more than tensors: {extra_state}"
+        if reason := unsupported_class(type(submodule)):
+            return reason
+    return None
+
+
+def unsupported_class(model: type) -> str | None:
+    """Return why models of this class cannot be forked, as far as the class shows it before a model is built."""
+    for base_class in model.__mro__:
+        if extra_state := compat.SET_BY_WEIGHTS.get(base_class.__name__):
+            return f"loading the weights of {base_class.__name__} sets more than tensors: {extra_state}"
     return None
 
 
@@ -62,11 +74,9 @@ def identity_of(
     settings: InstanceSettings,
 ) -> ModelIdentity:
     """Return the identity of this process's model: name, rank, and facts that must be equal on both sides of a fork."""
-    from sglang.srt.runtime_context import get_model, get_serving
-
     path, revision = str(model_config.model_path), getattr(model_config, "revision", None)
-    served = None if model_config.is_draft_model else get_serving().served_model_name
-    if served == get_model().model_path:
+    served = None if model_config.is_draft_model else compat.option("served_model_name")
+    if served == compat.option("model_path"):
         served = None
     name = settings.model or served or canonical_model_name(path)
     if (draft_index := load_config.draft_model_idx) is not None:
@@ -94,34 +104,35 @@ def _rank(*, draft: bool) -> Rank:
         pp_size=parallel.pp_size,
         ep=parallel.moe_ep_rank,
         ep_size=parallel.moe_ep_size,
-        dp=(parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank) or 0,
+        dp=(parallel.attn_dp_rank if parallel.attn_dp_size > 1 else getattr(parallel, "dp_rank", None)) or 0,
         role="speculative" if draft else "main",
     )
 
 
 def _facts(model_config: ModelConfig, device_config: DeviceConfig) -> tuple[str, ...]:
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_parallel
 
-    parallel, exec_ = get_parallel(), get_exec()
+    parallel = get_parallel()
     return (
         f"engine sglang {version('sglang')}",
-        f"model {type_name(model_config)}",
+        f"model {model_class(model_config).__name__}",
         f"device {_device(torch.device(device_config.device))}",
         f"dtype {str(model_config.dtype).removeprefix('torch.')}",
         f"quantization {model_config.quantization or 'none'}",
         f"parallel attention tp {parallel.attn_tp_size} cp {parallel.attn_cp_size}, experts dp {parallel.moe_dp_size}",
-        f"experts {exec_.moe.init_expert_location}, {exec_.moe.ep_num_redundant_experts} redundant, "
-        f"by {exec_.moe.moe_runner_backend}",
-        f"attention {exec_.kernel.attention_backend}",
+        f"experts {compat.option('init_expert_location')}, {compat.option('ep_num_redundant_experts')} redundant, "
+        f"by {compat.option('moe_runner_backend')}",
+        f"attention {compat.option('attention_backend')}",
         *compat.facts(model_config),
     )
 
 
-def type_name(model_config: ModelConfig) -> str:
-    """Return the name of the class that implements the model in SGLang."""
+def model_class(model_config: ModelConfig) -> type:
+    """Return the class that implements the model in SGLang."""
     from sglang.srt.model_loader.utils import get_model_architecture
 
-    return str(get_model_architecture(model_config)[0].__name__)
+    found: type = get_model_architecture(model_config)[0]
+    return found
 
 
 def _device(device: torch.device) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from rfork import settings as options
 from rfork.engine_command import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
-from rfork.engines.hook_targets import call_after, call_before
+from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.sglang import compat
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
@@ -34,32 +35,71 @@ log = logging.getLogger(__name__)
 
 NOT_FLAGS: Final = common.NOT_FLAGS | {"replica"}
 """The launcher names the replica."""
+OWN_LOAD_FORMAT: Final = "auto"
+"""SGLang's own load format, with which it detects the format of the files."""
 
 
-class _UnavailableFlag(argparse.Action):
-    """Flag of an unavailable plug-in: using it ends the launch with the reason."""
+class _IgnoredFlag(argparse.Action):
+    """Flag of a plug-in that this SGLang does not support; its help text is the reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        _exit(f"{self.option_strings[0]}: {(self.help or '').replace('%%', '%')}")
+        _use_own_loader(
+            (self.help or "").replace("%%", "%"), required=_flag("fail_if_not_forked") in self.option_strings
+        )
 
 
-def add(parser: argparse.ArgumentParser, *, unavailable_reason: str = "") -> None:
-    """Add the flags as an argument group. With `unavailable_reason`, every flag ends the launch with that message."""
-    group = parser.add_argument_group(
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the flags as an argument group."""
+    common.add(_group(parser), lambda name: [f"--rfork-{name}"], NOT_FLAGS)
+
+
+def add_ignored(parser: argparse.ArgumentParser, reason: str) -> None:
+    """Add flags, and the load format, with which SGLang uses its own loader and logs the reason.
+
+    If a fork is required, they end the launch with it.
+    """
+    group = _group(parser)
+    for name, _ in common.fields(NOT_FLAGS):
+        group.add_argument(
+            _flag(name), nargs="?", action=_IgnoredFlag, dest=argparse.SUPPRESS, help=reason.replace("%", "%%")
+        )
+
+    def own_format(value: str) -> str:
+        if value == LOAD_FORMAT:
+            _use_own_loader(reason)
+        return OWN_LOAD_FORMAT if value == LOAD_FORMAT else value
+
+    if (load_format := parser._option_string_actions.get("--load-format")) is not None:
+        load_format.type = own_format
+
+
+def _group(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group(
         "rfork", f"Load weights from running instances. Each flag implies --load-format {LOAD_FORMAT}."
     )
-    if not unavailable_reason:
-        common.add(group, lambda name: [f"--rfork-{name}"], NOT_FLAGS)
-        return
-    for name, _ in common.fields(NOT_FLAGS):
-        help_text = unavailable_reason.replace("%", "%%")
-        group.add_argument(_flag(name), nargs="?", action=_UnavailableFlag, dest=argparse.SUPPRESS, help=help_text)
+
+
+def _use_own_loader(reason: str, *, required: bool = False) -> None:
+    """Log that SGLang's own loader is used. Ends the launch if a fork is `required`, here or by the settings."""
+    try:
+        required = required or options.load(InstanceSettings).fail_if_not_forked
+    except SettingsError as error:
+        _exit(str(error))
+    if required:
+        _exit(f"{reason} (RFORK_FAIL_IF_NOT_FORKED is set)")
+    _log_own_loader(reason)
+
+
+@cache
+def _log_own_loader(reason: str) -> None:
+    log.error("falling back to SGLang's own loader: %s", reason)
 
 
 def apply_flags(arguments: argparse.Namespace) -> None:
     """Export the flags to the server's processes, and validate all settings before any process starts.
 
-    If something is wrong, the launch ends with exit code 2 and one line on stderr.
+    If something is wrong, the launch ends with exit code 2 and one line on stderr. With an SGLang that cannot be
+    forked, it uses SGLang's own loader, unless a fork is required.
     """
     flags = common.to_environment(arguments, NOT_FLAGS)
     if flags and arguments.load_format not in ("auto", LOAD_FORMAT):
@@ -80,20 +120,29 @@ def apply_flags(arguments: argparse.Namespace) -> None:
         settings.tls  # noqa: B018  # its files are settings, too
     except SettingsError as error:
         _exit(_rename_to_flag(str(error), flags))
-    if reason := compat.unsupported_reason(vars(arguments)) or _ignored_load_format_reason(str(arguments.model_path)):
+    if reason := compat.unsupported_reason(vars(arguments)):
         _exit(reason)
-    if incompatible := compat.find_incompatible((*compat.LAUNCHING, *compat.SCHEDULING)):
-        _exit(compat.format_incompatibility(incompatible))
+    compatibility = Compatibility.of((*compat.LAUNCHING, *compat.scheduling()))
+    if compatibility.core:
+        arguments.load_format = OWN_LOAD_FORMAT
+        _use_own_loader(compat.format_incompatibility(compatibility.core))
+        return
+    if reason := _ignored_load_format_reason(str(arguments.model_path)):
+        _exit(reason)
+    if compatibility.comfort:
+        log.warning("rfork runs without some features: %s", compat.format_incompatibility(compatibility.comfort))
     if settings.planner is not None:
         install_drain(settings)
 
 
 def _ignored_load_format_reason(model: str) -> str | None:
     """Return why SGLang would ignore the load format for such a model, or None if it would not."""
-    from sglang.srt.utils.common import is_remote_url
-    from sglang.srt.utils.hf_transformers_utils import check_gguf_file
-    from sglang.srt.utils.runai_utils import is_runai_obj_uri
-
+    try:
+        from sglang.srt.utils.common import is_remote_url
+        from sglang.srt.utils.hf_transformers_utils import check_gguf_file
+        from sglang.srt.utils.runai_utils import is_runai_obj_uri
+    except ImportError:  # SGLang reports such a model itself
+        return None
     if is_runai_obj_uri(model) or is_remote_url(model):
         return f"--model-path: {model} is a storage URI: pass a folder or a model name, and the URI as --rfork-snapshot"
     if check_gguf_file(model):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from rfork import settings as options
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
-from rfork.engines.sglang import identity
+from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
 from rfork.engines.weight_lifecycle import attach_lifecycle
 from rfork.errors import CheckpointError, ModelError, RforkError
@@ -39,17 +39,22 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
         """Return the model with its weights and make it a seed. Raises the exceptions of `load_or_fork`."""
-        from sglang.srt.model_executor.model_runner_components import load_model_utils
-
-        # The time that the server's ranks wait for one that is loading.
-        load_timeout_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S
         try:
-            settings = cap_deadline(options.load(InstanceSettings), load_timeout_s)
+            settings = options.load(InstanceSettings)
+            if (timeout_s := compat.load_timeout_s()) is not None:
+                settings = cap_deadline(settings, timeout_s)
             own = _without_rfork(self.load_config, model_config)
             module = load_or_fork(
-                SglangEngine(own, model_config, device_config, identity.unsupported_config(model_config)),
+                SglangEngine(
+                    own,
+                    model_config,
+                    device_config,
+                    identity.unsupported_config(model_config),
+                    settings.forkable_methods,
+                ),
                 lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
+                no_seed_reason=compat.no_seed_reason(hooks.install()),
             )
             if (served := served_model(module)) is not None:
                 attach_lifecycle(module, served)
@@ -58,6 +63,13 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
             # SGLang reports it as a traceback, in which this line must be easy to find.
             log.error("cannot start the server: no weights", reason=str(error), hint=error.hint)
             raise
+
+
+def choose_loader(choose: Callable[..., BaseModelLoader], load_config: LoadConfig, *args: Any, **kwargs: Any) -> Any:
+    """Wrap SGLang's choice of a loader: a loader class is always used."""
+    if load_config.load_format is RforkLoader:
+        return RforkLoader(load_config)
+    return choose(load_config, *args, **kwargs)
 
 
 class SglangEngine:
@@ -69,48 +81,67 @@ class SglangEngine:
         model_config: ModelConfig,
         device_config: DeviceConfig,
         refusal: str | None = None,
+        forkable_methods: Collection[str] = (),
     ) -> None:
         """`config` is the load configuration without rfork.
 
-        `refusal` is the reason why the model cannot be forked, if any.
+        `refusal` is the reason why the model cannot be forked, if any. `forkable_methods` are accepted besides those
+        that rfork knows.
         """
         self._config = config
         self._model_config = model_config
         self._device_config = device_config
         self._refusal = refusal
-        self._device = torch.device(device_config.device)
+        self._forkable_methods = forkable_methods
 
     def empty(self) -> nn.Module:
-        """Return the model as SGLang's loader leaves it, after the same steps, but with undefined weights."""
-        from sglang.srt.model_loader import loader as own
-        from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+        """Return the model as SGLang's loader leaves it, but with undefined weights.
 
+        It is built by SGLang's loader of dummy weights. In all supported versions that loader takes the steps of the
+        loader with weights, in the same order: it builds the model, fills the parameters with finite values, which
+        quantisation reads, calls `post_load_weights`, and processes the weights of all quantised modules but those
+        that create theirs quantised. Only parameters that CPU offload has moved, and an option to quantise on the
+        CPU, are handled differently, and neither can be forked.
+        """
         if self._refusal is not None:
             raise ModelError(self._refusal)
+        if compat.is_quantized_on_cpu():
+            raise ModelError(f"{' and '.join(compat.CPU_QUANTIZATION)} cannot be used with rfork")
+        self._check_loader()
+        reason = identity.unsupported_class(
+            identity.model_class(self._model_config)
+        ) or methods.unsupported_configuration(self._model_config.quantization, self._forkable_methods)
+        if reason is not None:
+            raise ModelError(reason)
+        compat.rotary_tables().clear()
+        dummy = dataclasses.replace(self._config, load_format=hooks.DUMMY, model_loader_extra_config={})
+        loader = _own_loader(dummy, self._model_config)
+        model = loader.load_model(model_config=self._model_config, device_config=self._device_config)
+        device_type = str(self._device_config.device).partition(":")[0]
+        reason = identity.unsupported_model(model) or methods.unsupported_method(
+            model, device_type, self._forkable_methods
+        )
+        if reason is not None:
+            raise ModelError(reason)
+        return self._with_full_rope_tables(model)
+
+    def _check_loader(self) -> None:
+        """Raise ModelError if SGLang's own loader does more than load the weights of the model into its tensors."""
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
         loader = _own_loader(self._config, self._model_config)
-        if not isinstance(loader, own.DefaultModelLoader) or getattr(self._model_config, "modelopt_quant", None):
+        quantizes = bool(getattr(self._model_config, "modelopt_quant", None))
+        if type(loader) is DefaultModelLoader and not quantizes:
+            return
+        # Its subclasses quantise the weights, unless the files contain them quantised.
+        is_quantized = getattr(self._model_config, "_is_already_quantized", None)
+        if quantizes or not isinstance(loader, DefaultModelLoader) or is_quantized is None or not is_quantized():
             raise ModelError(f"models loaded by {type(loader).__name__} cannot be built without their weights")
-        _clear_shared_caches()
-        quantization = own._get_quantization_config(self._model_config, self._config)
-        with own.set_default_torch_dtype(self._model_config.dtype):
-            with self._device:
-                model = own._initialize_model(self._model_config, self._config, quantization)
-            if reason := identity.unsupported_model(model):
-                raise ModelError(reason)
-            if quantization is not None:
-                initialize_dummy_weights(model)  # quantisation reads the values, so they must be finite
-            # SGLang's loader runs these in this order, the first as the last step of `model.load_weights`.
-            own.post_load_weights(model)
-            for module, method in own._modules_with_quant_method(model):
-                if not _is_already_quantized(module):
-                    with own.device_loading_context(module, self._device):
-                        method.process_weights_after_loading(module)
-        return self._with_full_rope_tables(model.eval())
 
     def load(self) -> nn.Module:
         """Return a model from SGLang's own loader. Raises CheckpointError if there are no files to load."""
         self.check()
-        _clear_shared_caches()
+        compat.rotary_tables().clear()  # all models of a process share them: filling one must not change another
         loader = _own_loader(self._config, self._model_config)
         return self._with_full_rope_tables(
             loader.load_model(model_config=self._model_config, device_config=self._device_config)
@@ -124,18 +155,13 @@ class SglangEngine:
 
     def _with_full_rope_tables(self, model: nn.Module) -> nn.Module:
         """Extend the rotary tables to the length SGLang needs, because it would replace them later."""
-        from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
-
-        reserve_rope_cache_for_long_sequences(model, self._model_config)
+        compat.reserve_rotary_tables(model, self._model_config)
         return model
 
 
 def _without_rfork(config: LoadConfig, model_config: ModelConfig) -> LoadConfig:
     """Return SGLang's load configuration without rfork. SGLang detects file formats only for load format ``auto``."""
-    from sglang.srt.arg_groups.model_path_hook import is_mistral_native_format
-    from sglang.srt.runtime_context import get_server_args
-
-    native = not model_config.is_draft_model and is_mistral_native_format(get_server_args())
+    native = not model_config.is_draft_model and compat.is_mistral_format()
     return dataclasses.replace(config, load_format="mistral" if native else "auto")
 
 
@@ -143,16 +169,3 @@ def _own_loader(config: LoadConfig, model_config: ModelConfig) -> BaseModelLoade
     from sglang.srt.model_loader.loader import get_model_loader
 
     return get_model_loader(config, model_config)
-
-
-def _is_already_quantized(module: nn.Module) -> bool:
-    """Return True if the module creates its weights already quantised, by the check of SGLang's dummy loader."""
-    quantized = getattr(module, "is_weights_quantized", None)
-    return bool(quantized and quantized())
-
-
-def _clear_shared_caches() -> None:
-    """Clear the rotary tables that all models of a process share: filling one model must not change another."""
-    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
-
-    _ROPE_DICT.clear()

@@ -26,52 +26,69 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Add the flags and the load format to SGLang in this process. Idempotent.
 
-    SGLang only logs what a plug-in raises, and continues without it. So if hook targets are incompatible, the
-    error is logged, and using any rfork flag ends the launch with that error.
+    If hook targets are missing, the error is logged, and flags of rfork only log that SGLang's own loader is used.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    incompatible = compat.find_incompatible(compat.EARLY)
+    incompatible = compat.incompatible_early()
     if incompatible:
         log.error("rfork is disabled: %s", compat.format_incompatibility(incompatible))
-        if not any(hook_target.path == compat.ADD_CLI_ARGS for hook_target, _ in incompatible):
-            HookRegistry.register(compat.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
-        return
-    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
+        if any(hook_target.path in (compat.REGISTER, compat.ADD_CLI_ARGS) for hook_target, _ in incompatible):
+            return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if LOAD_FORMAT not in LOAD_FORMAT_CHOICES:
-        add_load_format_choices([LOAD_FORMAT])
+    if incompatible:
+        HookRegistry.register(compat.ADD_CLI_ARGS, _ignore_flags, HookType.AFTER)
+        return
+    if LOAD_FORMAT not in compat.load_formats():
+        compat.load_formats().append(LOAD_FORMAT)
     HookRegistry.register(compat.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(compat.FROM_CLI_ARGS, _apply_flags, HookType.BEFORE)
     HookRegistry.register(compat.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
 
 
-def _add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+def _add_flags(_: object, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
     from rfork.engines.sglang import launcher
 
     launcher.add(parser)
 
 
-def _refuse_flags(_: None, parser: argparse.ArgumentParser) -> None:
+def _ignore_flags(_: object, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
     from rfork.engines.sglang import launcher
 
-    launcher.add(
-        parser,
-        unavailable_reason=compat.format_incompatibility(compat.find_incompatible(compat.EARLY)),
-    )
+    launcher.add_ignored(parser, compat.format_incompatibility(compat.incompatible_early()))
 
 
-def _apply_flags(_: type, arguments: argparse.Namespace) -> None:
+def _apply_flags(_: object, arguments: argparse.Namespace, *args: object, **kwargs: object) -> None:
     from rfork.engines.sglang import launcher
 
     launcher.apply_flags(arguments)
 
 
-def _make_loader(config: LoadConfig) -> None:
-    """Replace the load format by the loader class, which is how SGLang accepts custom loaders."""
-    if config.load_format == LOAD_FORMAT:
-        from rfork.engines.sglang.hooks import install
-        from rfork.engines.sglang.loader import RforkLoader
+def _make_loader(config: LoadConfig, *args: object, **kwargs: object) -> None:
+    """Replace the load format by the loader class, which is how SGLang accepts custom loaders.
 
-        install()
-        config.load_format = RforkLoader
+    If this SGLang cannot be forked, it is replaced by SGLang's own. Raises EngineMismatch if `fail_if_not_forked` is
+    set.
+    """
+    if config.load_format != LOAD_FORMAT:
+        return
+    from rfork.engines.sglang.hooks import install
+
+    if core := install().core:
+        _require_no_fork(compat.format_incompatibility(core))
+        config.load_format = "auto"
+        return
+    from rfork.engines.sglang.loader import RforkLoader, choose_loader
+
+    compat.hook(compat.CHOOSE_LOADER, choose_loader)
+    config.load_format = RforkLoader
+
+
+def _require_no_fork(reason: str) -> None:
+    """Log why SGLang's own loader is used. Raises EngineMismatch if it must not be."""
+    from rfork import settings as options
+    from rfork.errors import EngineMismatch
+    from rfork.settings import InstanceSettings
+
+    if options.load(InstanceSettings).fail_if_not_forked:
+        raise EngineMismatch(reason, hint="install a tested version of SGLang")
+    log.error("falling back to SGLang's own loader: %s", reason)

@@ -211,21 +211,6 @@ def is_quantised_online(vllm_config: VllmConfig) -> bool:
     return isinstance(quant_config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
 
 
-WITHOUT_DERIVED_STATE: Final = frozenset(
-    f"vllm.model_executor.layers.{name}"
-    for name in ("linear.UnquantizedLinearMethod", "vocab_parallel_embedding.UnquantizedEmbeddingMethod")
-)
-"""Methods that need no rebuild on any device. vLLM before 0.30 does not declare which methods support it."""
-
-
-def supports_pre_processed_weights(method: object) -> bool:
-    """Return True if a quantisation method can start from weights that are already processed."""
-    declared = getattr(method, "supports_pre_processed_weights", None)
-    if declared is not None:
-        return bool(declared)
-    return f"{type(method).__module__}.{type(method).__qualname__}" in WITHOUT_DERIVED_STATE
-
-
 def weights_already_processed() -> AbstractContextManager[None]:
     """Return the context in which vLLM's kernels are rebuilt from processed weights. Raises EngineMismatch."""
     try:
@@ -234,31 +219,6 @@ def weights_already_processed() -> AbstractContextManager[None]:
         raise EngineMismatch(f"vLLM cannot rebuild kernels from processed weights: {error}") from None
     context: AbstractContextManager[None] = vllm_context()
     return context
-
-
-STEP: Final = "process_weights_after_loading"
-REBUILDABLE: Final = frozenset(
-    f"vllm.model_executor.layers.{name}"
-    for name in (
-        "linear.UnquantizedLinearMethod",
-        "vocab_parallel_embedding.UnquantizedEmbeddingMethod",
-        "fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
-        "quantization.fp8.Fp8LinearMethod",
-        "quantization.fp8.Fp8MoEMethod",
-        "quantization.kv_cache.BaseKVCacheMethod",
-    )
-)
-"""Classes that define the rebuild step."""
-WITHOUT_STEP: Final = "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase"
-
-
-def can_be_rebuilt(method: object) -> bool:
-    """Return True if the method has no rebuild step, or the class that defines the step is listed."""
-    for base_class in type(method).__mro__:
-        if STEP in vars(base_class):
-            name = f"{base_class.__module__}.{base_class.__qualname__}"
-            return name in REBUILDABLE or name == WITHOUT_STEP
-    return True
 
 
 def model_name(model: str, setting: str | None, draft: bool) -> str:

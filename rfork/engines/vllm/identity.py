@@ -18,19 +18,16 @@ from torch import nn
 from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rfork.engines.load_or_fork import ModelIdentity
 from rfork.engines.vllm.compat import (
     HELPER_ATTRIBUTES,
     NON_WEIGHT_PATTERNS,
-    can_be_rebuilt,
     configuration,
     is_quantised_online,
     kernels,
     loads_from,
     model_name,
-    supports_pre_processed_weights,
 )
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -51,10 +48,6 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
         yield f"worker class {parallel.worker_cls} is not one of vLLM's: its effect on weights is unknown"
     if device not in ("cpu", "cuda"):
         yield f"weights on a device of type {device} are not supported"
-    if device == "cpu" and model_config.quantization is not None:
-        yield "quantised weights on a CPU are packed into kernel handles, which are not tensors"
-    if device == "cpu" and model_config.is_moe:
-        yield "expert weights on a CPU are packed for their kernels"
     if device == "cpu" and _is_zen():
         yield "zentorch packs weights on this CPU"
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
@@ -72,19 +65,8 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
 
 
 def unsupported_model(module: nn.Module) -> str | None:
-    """Return why a built model cannot be forked: a kernel keeps data derived from weights elsewhere."""
+    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere."""
     for name, submodule in module.named_modules():
-        method = getattr(submodule, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and not supports_pre_processed_weights(method):
-            return (
-                f"vLLM does not declare that {type(method).__name__} (at {name or 'the top level'}) supports "
-                "pre-processed weights"
-            )
-        if isinstance(method, QuantizeMethodBase) and not can_be_rebuilt(method):
-            return (
-                f"the kernels of {type(method).__name__} (at {name or 'the top level'}) are not known to be "
-                "rebuildable from forked weights"
-            )
         weight = getattr(submodule, "weight", None)
         if hasattr(submodule, "cpu_linear") and weight is not None and not weight.numel():
             return f"the weight of {name} was packed into a kernel handle"

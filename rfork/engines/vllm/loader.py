@@ -77,7 +77,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     def _builder(self, vllm_config: VllmConfig, model_config: ModelConfig, options: Mapping[str, Any]) -> VllmEngine:
         from rfork.engines.vllm.model_builder import VllmEngine
 
-        return VllmEngine(self.load_config, vllm_config, model_config, options)
+        return VllmEngine(self.load_config, vllm_config, model_config, options, self.settings.forkable_methods)
 
     def _prepare(self, vllm_config: VllmConfig, model_config: ModelConfig) -> str | None:
         """Hook the worker and prepare vLLM for a fork. Returns why this server cannot be forked; None if it can."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ import torch
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from rfork.engines.vllm import compat, identity
+from rfork.engines.vllm import compat, identity, methods
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 
 log = logger(__name__)
 
+Check = Callable[[nn.Module], None]
+"""Checks an unprocessed model; raises UnsupportedTensor."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 """Files that vLLM's load format ``auto`` reads."""
 
@@ -40,12 +42,18 @@ class VllmEngine:
         vllm_config: VllmConfig,
         model_config: ModelConfig,
         options: Mapping[str, Any],
+        forkable_methods: Collection[str] = (),
     ) -> None:
-        """`options` are the other arguments of vLLM's `load_model`, such as the prefix."""
+        """`options` are the other arguments of vLLM's `load_model`, such as the prefix.
+
+        `forkable_methods` are accepted besides those that rfork knows.
+        """
         self._load_config = load_config
         self._vllm_config = vllm_config
         self._model_config = model_config
         self._options = options
+        self._device = torch.device(vllm_config.device_config.device)
+        self._check = partial(_check_methods, device_type=self._device.type, accepted=forkable_methods)
         compilation = vllm_config.compilation_config
         self._layers = frozenset(compilation.static_forward_context)
         self._experts = len(compilation.static_all_moe_layers)
@@ -53,7 +61,7 @@ class VllmEngine:
     def empty(self) -> nn.Module:
         """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
         with _gc_frozen():
-            module = self._load_with(dummy_loader(self._load_config))
+            module = self._load_with(dummy_loader(self._load_config, self._check))
         if reason := identity.unsupported_model(module):
             raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
@@ -75,21 +83,20 @@ class VllmEngine:
     def rebuild(self, module: nn.Module) -> None:
         """Rebuild what kernels derived from the weights, which are now present.
 
-        Uses vLLM's own path for pre-processed weights. It changes no tensor: `identity.unsupported_model`
-        accepts only methods for which that is known.
+        Uses vLLM's own path for pre-processed weights. It changes no tensor: `methods.is_rebuilt` is true only
+        for methods for which that is known.
         """
-        if self._model_config.quantization is None and not self._model_config.is_moe:
+        rebuilt = [layer for layer in module.modules() if methods.is_rebuilt(layer, self._device.type)]
+        if not rebuilt:
             return
         from vllm.model_executor.model_loader.utils import device_loading_context
 
-        device = torch.device(self._vllm_config.device_config.device)
         with compat.weights_already_processed():
-            for submodule in module.modules():
-                method = getattr(submodule, "quant_method", None)
-                if isinstance(method, QuantizeMethodBase):
-                    moving = getattr(method, "requires_device_loading", True)
-                    with device_loading_context(submodule, device) if moving else contextlib.nullcontext():
-                        method.process_weights_after_loading(submodule)
+            for layer in rebuilt:
+                method: Any = layer.quant_method
+                moving = getattr(method, "requires_device_loading", True)
+                with device_loading_context(layer, self._device) if moving else contextlib.nullcontext():
+                    method.process_weights_after_loading(layer)
 
     def _load_with(self, loader: BaseModelLoader) -> nn.Module:
         module: nn.Module = loader.load_model(
@@ -105,7 +112,19 @@ class VllmEngine:
         del compilation.static_all_moe_layers[self._experts :]
 
 
-class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has no types
+class _CheckedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has no types
+    """vLLM's dummy loader, which checks a model before it is processed: that takes long for a large one."""
+
+    def __init__(self, load_config: LoadConfig, check: Check) -> None:
+        super().__init__(load_config)
+        self._check = check
+
+    def load_weights(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._check(model)
+        super().load_weights(model, *args, **kwargs)
+
+
+class _EmptyWeightsLoader(_CheckedLoader):
     """vLLM's dummy loader, which skips initialising weights whose values do not matter.
 
     Quantisation reads the values, so quantised layers get vLLM's dummy weights. Unquantised linear layers and
@@ -113,11 +132,12 @@ class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has n
     out whether they are tied after all.
     """
 
-    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def load_weights(self, model: nn.Module, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
         from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
+        self._check(model)
         unread_methods: tuple[type, ...] = (UnquantizedLinearMethod,)
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", True):
             unread_methods += (UnquantizedEmbeddingMethod,)
@@ -153,10 +173,19 @@ def default_loader(load_config: LoadConfig) -> BaseModelLoader:
     return get_model_loader(plain_load_config(load_config, "auto"))
 
 
-def dummy_loader(load_config: LoadConfig) -> BaseModelLoader:
-    """Return vLLM's dummy loader, without the initialisation of weights if vLLM has what that needs."""
-    plain = plain_load_config(load_config, "dummy")
-    return _EmptyWeightsLoader(plain) if compat.can_skip_dummy_weights() else get_model_loader(plain)
+def dummy_loader(load_config: LoadConfig, check: Check) -> BaseModelLoader:
+    """Return vLLM's dummy loader, without the initialisation of weights if vLLM has what that needs.
+
+    It calls `check` with the unprocessed model.
+    """
+    loader = _EmptyWeightsLoader if compat.can_skip_dummy_weights() else _CheckedLoader
+    return loader(plain_load_config(load_config, "dummy"), check)
+
+
+def _check_methods(module: nn.Module, device_type: str, accepted: Collection[str]) -> None:
+    """Raise UnsupportedTensor if the layers of an unprocessed model cannot be forked."""
+    if reason := methods.unsupported_method(module, device_type, accepted):
+        raise UnsupportedTensor(ALL_TENSORS, reason)
 
 
 def plain_load_config(load_config: LoadConfig, load_format: str) -> LoadConfig:

@@ -118,18 +118,31 @@ def install_sglang(venv: Venv, version: str) -> None:
     """Install SGLang without its CUDA packages; a stand-in replaces the one that must be importable."""
     venv.install_torch()
     venv.install("--no-deps", f"sglang=={version}")
-    venv.install("-r", HERE / "requirements-sglang.txt")
+    venv.install(*sglang_requirements(venv, version))
     venv.install("--no-deps", TORCHVISION)
     # It is built for CUDA, so operators are missing for which it registers shapes at import.
     registrations = venv.packages / "torchvision" / "_meta_registrations.py"
-    text = registrations.read_text()
-    registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
+    text = re.sub(r"^(?=@torch\.library\.register_fake)", "# ", registrations.read_text(), flags=re.MULTILINE)
+    registrations.unlink()  # another venv may share it
+    registrations.write_text(text)
     install_kernel_stub(venv, version)
+
+
+def sglang_requirements(venv: Venv, version: str) -> list[str]:
+    """Return what SGLang imports on a CPU, in the versions that its own list states."""
+    own = {
+        re.split(r"[^\w.-]", requirement, maxsplit=1)[0]: requirement
+        for requirement in metadata.PathDistribution(venv.packages / f"sglang-{version}.dist-info").requires or []
+        if ";" not in requirement
+    }
+    names = [line for line in (HERE / "requirements-sglang.txt").read_text().splitlines() if not line.startswith("#")]
+    return [own.get(name, name) for name in names]
 
 
 def install_kernel_stub(venv: Venv, version: str) -> None:
     """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang requires."""
     target = venv.packages / "sgl_kernel"
+    shutil.rmtree(target, ignore_errors=True)  # it may be that of another version
     shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
     sglang = metadata.PathDistribution(venv.packages / f"sglang-{version}.dist-info")
     kernels = [name for name in sglang.requires or [] if re.match(r"sgl(ang)?-kernel\b", name)]

@@ -51,7 +51,7 @@ def with_float(layer: nn.Module) -> None:
 
 
 def outputs_with_float(layer: nn.Module) -> torch.Tensor:
-    return outputs(layer) * vars(layer)["factor"]
+    return outputs(layer) * float(vars(layer)["factor"])
 
 
 def hidden(layer: nn.Module) -> None:

@@ -29,7 +29,8 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     storage.__dict__["is_runai_obj_uri"] = lambda model: model.startswith("s3://")
     for module in (common, files, storage):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(compat, "find_incompatible", lambda _: [])
+    monkeypatch.setattr(compat, "LAUNCHING", ())
+    monkeypatch.setattr(compat, "scheduling", tuple)
     monkeypatch.setattr(launcher, "install_drain", lambda settings: None)
     parser = argparse.ArgumentParser()
     parser.add_argument("--load-format", default="auto")
@@ -111,30 +112,106 @@ def test_invalid_arguments_end_the_launch(
     assert 1 == output.count("\n")
 
 
-def test_incompatible_hook_targets_end_the_launch(
+@pytest.fixture
+def version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of SGLang that is not supported."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
+    launcher._log_own_loader.cache_clear()
+
+
+@pytest.mark.usefixtures("version")
+def test_without_a_core_target_sglang_loads_by_itself(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server starts with SGLang's own loader, and one line has the reason."""
+    monkeypatch.setattr(compat, "scheduling", lambda: (HookTarget("json.paint"),))
+    assert "auto" == parse_flags(parser, "--rfork-planner", "http://planner:8700").load_format
+    assert 1 == len(caplog.records)
+    assert "falling back to SGLang's own loader: SGLang 9.9 is incompatible" in caplog.text
+    assert "json.paint does not exist" in caplog.text
+
+
+@pytest.mark.usefixtures("version")
+def test_without_a_core_target_a_required_fork_ends_the_launch(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An incompatible SGLang is rejected before any of its processes starts."""
-    missing_target = HookTarget(compat.RUN_BATCH)
-    monkeypatch.setattr(compat, "find_incompatible", lambda _: [(missing_target, "does not exist")])
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
-    with pytest.raises(SystemExit):
-        parse_flags(parser, "--rfork-planner", "http://planner:8700")
-    assert (
-        "sglang: error: SGLang 9.9 is incompatible with this rfork (tested: 0.5.23): "
-        f"{compat.RUN_BATCH} does not exist\n" == capsys.readouterr().err
-    )
-
-
-def test_unavailable_flags_report_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    """If rfork is disabled, its flags end the launch; a launch without them is unaffected."""
-    parser = argparse.ArgumentParser()
-    launcher.add(parser, unavailable_reason="SGLang changed by 100%")
-    assert argparse.Namespace() == parser.parse_args([])
+    """The error is one line, before any of the server's processes starts."""
+    monkeypatch.setattr(compat, "scheduling", lambda: (HookTarget("json.paint"),))
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--rfork-planner", "http://planner:8700"])
+        parse_flags(parser, "--rfork-planner", "http://planner:8700", "--rfork-fail-if-not-forked")
     assert 2 == ended.value.code
-    assert "sglang: error: --rfork-planner: SGLang changed by 100%\n" == capsys.readouterr().err
+    output = capsys.readouterr().err
+    assert output.startswith("sglang: error: SGLang 9.9 is incompatible with this rfork")
+    assert 1 == output.count("\n")
+
+
+@pytest.mark.usefixtures("version")
+def test_other_missing_targets_do_not_prevent_a_fork(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A comfort that is missing is one line. What ends seeding is logged by the process that would seed."""
+    targets = (HookTarget("json.sleep", tier="lifecycle"), HookTarget("json.steps", tier="comfort"))
+    monkeypatch.setattr(compat, "scheduling", lambda: targets)
+    assert "rfork" == parse_flags(parser, "--rfork-planner", "http://planner:8700").load_format
+    assert 1 == len(caplog.records)
+    assert "json.steps does not exist" in caplog.text
+    assert "json.sleep" not in caplog.text
+
+
+@pytest.fixture
+def ignoring_parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """A parser like that of an SGLang that rfork does not support."""
+    monkeypatch.delenv("RFORK_FAIL_IF_NOT_FORKED", raising=False)
+    launcher._log_own_loader.cache_clear()
+    ignoring = argparse.ArgumentParser()
+    ignoring.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    launcher.add_ignored(ignoring, "SGLang changed by 100%")
+    return ignoring
+
+
+@pytest.mark.parametrize(
+    ("arguments", "load_format", "logged"),
+    [
+        ((), "auto", 0),
+        (("--load-format", "dummy"), "dummy", 0),
+        (("--load-format", "rfork"), "auto", 1),
+        (("--rfork-planner", "http://planner:8700", "--rfork-deadline-s", "9"), "auto", 1),
+    ],
+)
+def test_ignored_flags_are_logged_once(
+    arguments: tuple[str, ...],
+    load_format: str,
+    logged: int,
+    ignoring_parser: argparse.ArgumentParser,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A launch with them uses SGLang's own loader; one without them is unaffected."""
+    assert argparse.Namespace(load_format=load_format) == ignoring_parser.parse_args(arguments)
+    assert logged == caplog.text.count("falling back to SGLang's own loader: SGLang changed by 100%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "required"),
+    [
+        (("--rfork-planner", "http://planner:8700", "--rfork-fail-if-not-forked"), False),
+        (("--rfork-planner", "http://planner:8700"), True),
+        (("--load-format", "rfork"), True),
+    ],
+)
+def test_ignored_flags_end_the_launch_if_a_fork_is_required(
+    arguments: tuple[str, ...],
+    required: bool,
+    ignoring_parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is required by a flag or by the environment."""
+    if required:
+        monkeypatch.setenv("RFORK_FAIL_IF_NOT_FORKED", "1")
+    with pytest.raises(SystemExit) as ended:
+        ignoring_parser.parse_args(arguments)
+    assert 2 == ended.value.code
+    assert "sglang: error: SGLang changed by 100% (RFORK_FAIL_IF_NOT_FORKED is set)\n" == capsys.readouterr().err
 
 
 def test_help_names_the_variable_of_every_option(parser: argparse.ArgumentParser) -> None:

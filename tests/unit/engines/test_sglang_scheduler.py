@@ -75,6 +75,15 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
     return RecordingServedModel()
 
 
+def manager_of(model: RecordingServedModel, draft: RecordingServedModel | None = None) -> SimpleNamespace:
+    """Return SGLang's manager of weight updates for a model and its draft, as before 0.5.21."""
+    drafts = SimpleNamespace(draft_runners=[SimpleNamespace(model=draft)] if draft is not None else [])
+    return SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        draft_worker=SimpleNamespace(draft_worker=drafts) if draft is not None else None,
+    )
+
+
 def scheduler(model: RecordingServedModel, *, generates: bool = True) -> SimpleNamespace:
     """Return a scheduler that serves the model and a draft of it."""
     runner = SimpleNamespace(model=model)
@@ -183,12 +192,14 @@ def test_released_memory_is_not_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Serving stops before memory is released, and resumes only if the content is restored."""
-    features = SimpleNamespace(
-        enable_memory_saver=saver, enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=False
-    )
+    options = {
+        "enable_memory_saver": saver,
+        "enable_weights_cpu_backup": backup,
+        "enable_draft_weights_cpu_backup": False,
+    }
     install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
-    install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=features))
-    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+    monkeypatch.setattr(compat, "option", options.__getitem__)
+    manager = manager_of(instance)
     request = SimpleNamespace(tags=tags)
     updates = hooks.WeightUpdateHooks()
     assert "released" == updates.release(lambda *_: "released", manager, request)
@@ -200,14 +211,15 @@ def test_a_backup_of_drafts_does_not_restore_the_main_model(
     instance: RecordingServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a CPU backup of draft weights only, the draft is served after the resume and the main model is not."""
-    features = SimpleNamespace(
-        enable_memory_saver=True, enable_weights_cpu_backup=False, enable_draft_weights_cpu_backup=True
-    )
+    options = {
+        "enable_memory_saver": True,
+        "enable_weights_cpu_backup": False,
+        "enable_draft_weights_cpu_backup": True,
+    }
     install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
-    install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(compat, "option", options.__getitem__)
     draft = RecordingServedModel()
-    runners = [("target", SimpleNamespace(model=instance)), ("draft", SimpleNamespace(model=draft))]
-    manager, request = SimpleNamespace(_select_runners=lambda: runners), SimpleNamespace(tags=["weights"])
+    manager, request = manager_of(instance, draft), SimpleNamespace(tags=["weights"])
     updates = hooks.WeightUpdateHooks()
     updates.release(lambda *_: None, manager, request)
     updates.resume(None, manager, request)
@@ -220,7 +232,7 @@ def test_weights_are_served_again_if_the_release_fails(
 ) -> None:
     """SGLang may refuse to release the memory."""
     install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
-    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+    manager = manager_of(instance)
 
     def busy(*_: object) -> None:
         raise AssertionError("only when the server is idle")
@@ -251,24 +263,16 @@ def test_ranks_follow_the_engines_own_state(
         tp_rank=3, tp_size=4, pp_rank=1, pp_size=2, moe_ep_rank=1, moe_ep_size=2, attn_dp_size=2,
         attn_dp_rank=1, dp_rank=None, attn_tp_size=2, attn_cp_size=1, moe_dp_size=1,
     )  # fmt: skip
-    moe = SimpleNamespace(init_expert_location="trivial", ep_num_redundant_experts=0, moe_runner_backend="auto")
-    exec_ = SimpleNamespace(moe=moe, kernel=SimpleNamespace(attention_backend="triton"))
+    arguments = SimpleNamespace(
+        model_path="org/model", served_model_name=served, attention_backend="triton", moe_runner_backend="auto",
+        init_expert_location="trivial", ep_num_redundant_experts=0, kv_cache_dtype="fp8_e4m3",
+    )  # fmt: skip
+    context = SimpleNamespace(server_args=arguments)
     install_fake_module(
-        monkeypatch,
-        "sglang.srt.runtime_context",
-        get_model=lambda: SimpleNamespace(model_path="org/model"),
-        get_serving=lambda: SimpleNamespace(served_model_name=served),
-        get_parallel=lambda: parallel,
-        get_exec=lambda: exec_,
-        get_server_args=lambda: None,
-    )
-    install_fake_module(
-        monkeypatch,
-        "sglang.srt.arg_groups.overrides",
-        resolving_view=lambda _: SimpleNamespace(kv_cache_dtype="fp8_e4m3"),
+        monkeypatch, "sglang.srt.runtime_context", get_parallel=lambda: parallel, get_context=lambda: context
     )
     monkeypatch.setattr(identity, "version", lambda _: "0.5.23")
-    monkeypatch.setattr(identity, "type_name", lambda _: "Model")
+    monkeypatch.setattr(identity, "model_class", lambda _: RecordingServedModel)
     found = identity.identity_of(
         SimpleNamespace(
             model_path="org/draft" if draft else "org/model",

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from rfork.engines.served_model import ServedModel
-from rfork.engines.sglang import hooks
+from rfork.engines.sglang import compat, hooks
 from rfork.engines.sglang.hooks import WeightUpdateHooks
 from rfork.engines.weight_lifecycle import WeightLifecycle
 from rfork.storage.versions.version import version_of
@@ -29,6 +29,10 @@ class RecordingInstance:
     def suspend(self) -> None:
         """Record the call."""
         self.calls.append("suspend")
+
+    def fence(self) -> None:
+        """Record the call."""
+        self.calls.append("fence")
 
     def begin_update(self) -> None:
         """Record the call."""
@@ -53,6 +57,12 @@ class Runner:
     def get_model(self) -> RecordingInstance | None:
         """Return the model, which is its own served model here."""
         return self.model
+
+
+def manager_of(instance: RecordingInstance) -> SimpleNamespace:
+    """Return SGLang's manager of weight updates, as since 0.5.21."""
+    runners = [("target", SimpleNamespace(model=instance))]
+    return SimpleNamespace(tp_worker=SimpleNamespace(weight_update_runners=lambda: runners), draft_worker=None)
 
 
 @pytest.fixture
@@ -152,6 +162,47 @@ def test_an_unserved_model_is_not_affected(instance: RecordingInstance) -> None:
     assert [] == instance.calls
 
 
+def test_a_step_outside_an_update_ends_serving_until_a_complete_update(instance: RecordingInstance) -> None:
+    """Before 0.5.21, updates from tensors have no end, so the weights may be a mix of versions."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    assert (True, "") == updates.within(update_returning(True), runner)
+    assert ["fence"] == instance.calls
+    updates.from_disk(EARLY_FAILURE, runner, "folder", "auto")
+    assert 0 == instance.renewals
+    updates.from_disk(update_returning(True), runner, "folder", "auto")
+    assert 1 == instance.renewals
+
+
+@pytest.mark.parametrize(("action", "expected"), [("reset_tensors", ["fence"]), ("checksum", []), ("snapshot", [])])
+def test_a_check_that_overwrites_the_weights_ends_serving(
+    action: str, expected: list[str], instance: RecordingInstance
+) -> None:
+    """SGLang's weight checker can fill the weights with random values; its other actions only read them."""
+    WeightUpdateHooks().check(manager_of(instance), SimpleNamespace(action=action))
+    assert expected == instance.calls
+
+
+def test_hooks_pass_arguments_that_they_do_not_know(instance: RecordingInstance) -> None:
+    """A later SGLang may call its methods with more arguments."""
+    received: list[tuple[object, ...]] = []
+
+    def record(*args: object, **kwargs: object) -> tuple[bool, str]:
+        received.append((*args[1:], *kwargs.items()))
+        return True, ""
+
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.from_ipc(record, runner, "request", "new", flag=1)
+    updates.begin(record, runner, "new", flag=1)
+    updates.within(record, runner, "tensors", "new", flag=1)
+    updates.end(record, runner, "new", flag=1)
+    assert [
+        ("request", "new", ("flag", 1)),
+        ("new", ("flag", 1)),
+        ("tensors", "new", ("flag", 1)),
+        ("new", ("flag", 1)),
+    ] == received
+
+
 PARTIAL_FAILURE = update_returning(False, "Failed to update weights: shape. Rolling back to original weights.")
 EARLY_FAILURE = update_returning(False, "Failed to get weights iterator: no such folder.")
 
@@ -208,17 +259,16 @@ def release_and_resume(
     update: Callable[..., tuple[bool, str]] = EARLY_FAILURE,
 ) -> None:
     """Release the memory of the weights and resume it, optionally with an update in between."""
-    features = SimpleNamespace(
-        enable_memory_saver=True, enable_weights_cpu_backup=copy, enable_draft_weights_cpu_backup=False
-    )
-    for name, content in (
-        ("sglang.srt.constants", {"GPU_MEMORY_TYPE_WEIGHTS": "weights"}),
-        ("sglang.srt.runtime_context", {"get_exec": lambda: SimpleNamespace(features=features)}),
-    ):
-        module = ModuleType(name)
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+    options = {
+        "enable_memory_saver": True,
+        "enable_weights_cpu_backup": copy,
+        "enable_draft_weights_cpu_backup": False,
+    }
+    monkeypatch.setattr(compat, "option", options.__getitem__)
+    module = ModuleType("sglang.srt.constants")
+    module.__dict__["GPU_MEMORY_TYPE_WEIGHTS"] = "weights"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    manager = manager_of(instance)
     request = SimpleNamespace(tags=None)
     updates.release(successful_step, manager, request)
     updates.from_disk(update, Runner(instance), "folder", "auto")
@@ -251,15 +301,18 @@ def test_an_update_while_memory_is_released_names_the_weights_after_the_resume(
 def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scheduler's own settings: ``serving.weight_version`` is the previous version."""
     serving_args = SimpleNamespace(weight_version="default")
-    module = ModuleType("sglang.srt.runtime_context")
-    module.__dict__["get_serving"] = lambda: serving_args
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compat, "option", lambda name, default: getattr(serving_args, name))
     return serving_args
 
 
 def request(updates: WeightUpdateHooks, weight_version: str | None, work: Callable[[], object]) -> None:
     """Let SGLang handle a request that names the new weights."""
-    updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))
+
+    def update(*_: object) -> SimpleNamespace:
+        work()
+        return SimpleNamespace(success=True)
+
+    updates.request(update, None, SimpleNamespace(weight_version=weight_version))
 
 
 @pytest.fixture
@@ -320,6 +373,14 @@ def test_an_uninformative_weight_version_names_nothing(
     updates, runner = WeightUpdateHooks(), Runner(instance)
     request(updates, version, lambda: updates.from_ipc(update_returning(True), runner, "request"))
     assert ["update", "renew updated"] == instance.calls
+
+
+def test_a_repeated_weight_version_names_nothing(instance: RecordingInstance, serving: SimpleNamespace) -> None:
+    """Before 0.5.19, SGLang's schedulers do not record the version of an update."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    for _ in range(2):
+        request(updates, "step-5", lambda: updates.from_ipc(update_returning(True), runner, "request"))
+    assert ["update", "renew step-5", "update", "renew updated"] == instance.calls
 
 
 def test_the_weight_version_of_a_step_names_the_update(instance: RecordingInstance, serving: SimpleNamespace) -> None:

@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from torch import nn
 
 from rfork.engines import launch
 from rfork.engines.hook_targets import Compatibility, HookTarget
-from rfork.engines.vllm import compat, engine_manager, hooks
-from rfork.engines.vllm.compat import can_be_rebuilt, model_name, settings_of
+from rfork.engines.vllm import compat, engine_manager, hooks, methods
+from rfork.engines.vllm.compat import model_name, settings_of
 from rfork.errors import EngineMismatch, SettingsError
 
 
@@ -199,26 +200,6 @@ def test_a_new_method_that_may_change_weights_is_found() -> None:
     assert ["quick_reload", "swap_layers"] == compat.unknown_weight_methods(found)
 
 
-@pytest.mark.parametrize(
-    ("declared", "module", "name", "expected"),
-    [
-        (True, "quantization.fp8", "Fp8LinearMethod", True),
-        (False, "linear", "UnquantizedLinearMethod", False),
-        (None, "linear", "UnquantizedLinearMethod", True),
-        (None, "vocab_parallel_embedding", "UnquantizedEmbeddingMethod", True),
-        (None, "quantization.fp8", "Fp8LinearMethod", False),
-        (None, "fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", False),
-    ],
-)
-def test_without_a_declaration_only_plain_methods_are_supported(
-    declared: bool | None, module: str, name: str, expected: bool
-) -> None:
-    """vLLM before 0.30 does not declare which methods can start from processed weights."""
-    content = {} if declared is None else {"supports_pre_processed_weights": declared}
-    found = type(name, (), {**content, "__module__": f"vllm.model_executor.layers.{module}"})
-    assert expected == compat.supports_pre_processed_weights(found())
-
-
 def test_names_that_an_older_vllm_lacks_have_fallbacks() -> None:
     """Without vLLM's timeout there is no limit; without its context, kernels are not rebuilt."""
     assert math.inf == compat.load_timeout_s(SimpleNamespace())
@@ -327,18 +308,43 @@ def test_the_drain_survives_an_unreachable_planner() -> None:
     launch.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
 
 
-def method(module: str, *bases: type, step: bool = True, name: str = "Method") -> type:
-    """Return a method class of that module that may define the step after loading."""
-    content = {"process_weights_after_loading": lambda self, layer: None} if step else {}
-    return type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
+STEP = "process_weights_after_loading"
 
 
-def test_only_listed_methods_can_be_rebuilt() -> None:
-    """The class that defines the step counts: a subclass with its own step is another method."""
-    known = method("quantization.fp8", name="Fp8LinearMethod")
-    inheriting = method("quantization.online", known, step=False)
-    overriding = method("quantization.online", known)
-    stepless = method("quantization.torchao", step=False)
-    experts = method("quantization.mxfp4", name="Mxfp4MoEMethod")
-    expected = {known: True, inheriting: True, overriding: False, stepless: True, experts: False}
-    assert expected == {method_class: can_be_rebuilt(method_class()) for method_class in expected}
+def layer_of(module: str, name: str, *bases: type, declared: bool = True) -> nn.Module:
+    """Return a layer with a method of that module of vLLM that defines the step after loading."""
+    content = {STEP: lambda self, layer: None, "supports_pre_processed_weights": declared}
+    method = type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
+    layer = nn.Linear(2, 2)
+    vars(layer)["quant_method"] = method()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "device_type", "refused", "rebuilt"),
+    [
+        (layer_of("linear", "UnquantizedLinearMethod"), "cuda", False, False),
+        (layer_of("quantization.fp8", "Fp8LinearMethod"), "cuda", False, True),
+        (layer_of("quantization.fp8", "Fp8LinearMethod", declared=False), "cuda", True, False),
+        (layer_of("quantization.fp8", "Fp8LinearMethod"), "cpu", True, False),
+        (layer_of("quantization.online", "Fp8LinearMethod"), "cuda", True, False),
+        (layer_of("quantization.mxfp4", "Mxfp4MoEMethod"), "cuda", True, False),
+        (nn.Linear(2, 2), "cuda", False, False),
+    ],
+)
+def test_methods_are_forked_if_their_state_is_known(
+    layer: nn.Module, device_type: str, refused: bool, rebuilt: bool
+) -> None:
+    """A kernel of a GPU is rebuilt where vLLM declares that it can be; any other method must have been checked."""
+    assert refused == (methods.unsupported_method(nn.Sequential(layer), device_type) is not None)
+    assert rebuilt == methods.is_rebuilt(layer, device_type)
+
+
+def test_the_refusal_names_the_layer_and_the_check() -> None:
+    """The user may run the check, and accept the method."""
+    model = nn.Sequential(layer_of("quantization.mxfp4", "Mxfp4MoEMethod"))
+    reason = methods.unsupported_method(model, "cuda")
+    assert (
+        "Mxfp4MoEMethod has not passed the golden check on cuda: `rfork doctor --engine vllm` runs it (at 0)" == reason
+    )
+    assert methods.unsupported_method(model, "cuda", ("Mxfp4MoEMethod",)) is None

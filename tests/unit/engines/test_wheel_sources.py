@@ -25,6 +25,9 @@ try:
     FAST = True
 except ImportError:
     SLOW = True
+class Sealed:
+    def parse(self, text): ...
+Sealed = seal(Sealed)
 """,
     "engine/loader.py": "def load_model(config, *, prefix=''): ...\n",
     "engine/worker/__init__.py": "",
@@ -64,6 +67,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (HookTarget("engine.config.FAST"), None),
         (HookTarget("engine.config.SLOW"), None),
         (HookTarget("engine.config.LIMIT", ("value",)), "cannot be inspected (LIMIT of engine.config is no function)"),
+        (HookTarget("engine.config.Sealed.parse", ("text",)), None),
         (HookTarget("engine.worker.gpu.Worker", ("options",)), None),
         (HookTarget("engine.worker.gpu.Worker.wake_up", ("tags",)), None),
         (HookTarget("engine.worker.gpu.Worker.sleep", ("level",)), None),

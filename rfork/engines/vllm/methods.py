@@ -1,0 +1,203 @@
+"""Quantisation methods of vLLM whose layers can be forked, and their golden check.
+
+``python -m rfork.engines.vllm.methods NAME`` (or ``FOLDER``, of a model) builds a small model with one
+quantisation configuration and prints one JSON object per method: ``{"method", "layer", "failure"}``. Runs in an
+environment with vLLM, in a process of its own, because a kernel that is not made for the device may crash.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from rfork.engines.golden_check import Capturing, GoldenLayer, failure_of
+from rfork.engines.golden_models import TOKENS, main
+from rfork.engines.layer_methods import STEP, ForkableMethods, dotted_name, method_name, step_owner
+from rfork.engines.vllm import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LAYERS: Final = "vllm.model_executor.layers"
+METHODS: Final = ForkableMethods(
+    base=(f"{LAYERS}.quantization.base_config.QuantizeMethodBase",),
+    read=(
+        f"{LAYERS}.linear.UnquantizedLinearMethod",
+        f"{LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+        f"{LAYERS}.quantization.kv_cache.BaseKVCacheMethod",
+    ),
+    proven={
+        "cpu": (
+            "AutoAWQMarlinLinearMethod/CPUWNA16LinearKernel",
+            "AutoAWQMoEMethod/CPUExpertsInt4",
+            "AutoGPTQLinearMethod/CPUWNA16LinearKernel",
+            "AutoGPTQMoEMethod/CPUExpertsInt4",
+            "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8/ChannelWiseTorchFP8ScaledMMLinearKernel",
+            "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8/CPUInt8ScaledMMLinearKernel",
+            "CompressedTensorsLinearMethod/CompressedTensorsWNA16/CPUWNA16LinearKernel",
+            "CompressedTensorsW8A8Int8MoEMethod/CPUExpertsInt8",
+            "CompressedTensorsWNA16MoEMethod/CPUExpertsInt4",
+            "Fp8LinearMethod/CPUFp8BlockScaledMMKernel",
+            "Fp8MoEMethod/CPUExpertsFp8",
+            "UnquantizedFusedMoEMethod/X86CPUUnquantizedExperts",
+        ),
+    },
+    command="rfork doctor --engine vllm",
+)
+REBUILT: Final = (
+    f"{LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+    f"{LAYERS}.quantization.fp8.Fp8LinearMethod",
+    f"{LAYERS}.quantization.fp8.Fp8MoEMethod",
+)
+"""Classes whose post-processing rebuilds a kernel on a GPU from weights that are already processed, where vLLM
+declares so. Judged by reading them.
+"""
+
+
+def unsupported_method(module: nn.Module, device_type: str, accepted: Collection[str] = ()) -> str | None:
+    """Return why a model cannot be forked, judged by the methods of its layers. The model may be unprocessed."""
+    for name, layer in module.named_modules():
+        if not is_rebuilt(layer, device_type) and (reason := METHODS.refusal(layer, device_type, accepted)):
+            return f"{reason} (at {name or 'the top level'})"
+    return None
+
+
+def is_rebuilt(layer: nn.Module, device_type: str) -> bool:
+    """Return True if the layer's kernel is rebuilt once its weights have been filled."""
+    method = getattr(layer, "quant_method", None)
+    owner = step_owner(method) if method is not None else None
+    return (
+        device_type != "cpu"
+        and owner is not None
+        and dotted_name(owner) in REBUILT
+        and bool(getattr(method, "supports_pre_processed_weights", False))
+        and not METHODS.is_proven(method_name(layer), device_type)
+    )
+
+
+def golden_layers(module: nn.Module, vllm_config: VllmConfig) -> Iterator[GoldenLayer]:
+    """Yield one layer of an unprocessed model for each of its methods."""
+    seen: set[tuple[str, str]] = set()
+    for layer in module.modules():
+        name = method_name(layer)
+        key = (type(layer).__name__, name)
+        if name and key not in seen:
+            seen.add(key)
+            yield GoldenLayer(
+                name, layer, process=_process, outputs=partial(_outputs, vllm_config), rebuild=_rebuild_of(layer)
+            )
+
+
+def _process(layer: nn.Module) -> None:
+    getattr(layer.quant_method, STEP)(layer)
+
+
+def _rebuild_of(layer: nn.Module) -> Callable[[nn.Module], None] | None:
+    device = next((tensor.device.type for tensor in layer.parameters()), "cpu")
+    if not is_rebuilt(layer, device):
+        return None
+
+    def rebuild(copied: nn.Module) -> None:
+        with compat.weights_already_processed():
+            _process(copied)
+
+    return rebuild
+
+
+def _outputs(vllm_config: VllmConfig, layer: nn.Module) -> torch.Tensor:
+    """Return a layer's outputs for inputs that are always the same."""
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    hf_config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    method: Any = layer.quant_method
+    random = torch.Generator().manual_seed(7)
+    device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
+
+    def inputs(size: int) -> torch.Tensor:
+        return torch.randn(TOKENS, size, generator=random).to(device, dtype)
+
+    with set_forward_context(None, vllm_config):
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            embedded: torch.Tensor = method.embedding(layer, torch.arange(TOKENS, device=device))
+            return embedded
+        if isinstance(layer, LinearBase | ParallelLMHead):
+            size = getattr(layer, "input_size_per_partition", hf_config.hidden_size)
+            computed: torch.Tensor = method.apply(layer, inputs(size), None)
+            return computed
+        if hasattr(layer, "_k_scale"):
+            scales = [getattr(layer, f"_{name}_scale{suffix}", 0.0) for name in "qkv" for suffix in ("", "_float")]
+            return torch.tensor([float(scale) for scale in scales])
+        return _expert_outputs(method, layer, inputs(hf_config.hidden_size), random, hf_config)
+
+
+def _expert_outputs(
+    method: Any, layer: nn.Module, inputs: torch.Tensor, random: torch.Generator, hf_config: Any
+) -> torch.Tensor:
+    """Return the outputs of a layer of experts, whose functions differ between versions of vLLM."""
+    experts, chosen = hf_config.num_local_experts, hf_config.num_experts_per_tok
+    values = {
+        "layer": layer,
+        "x": inputs,
+        "router_logits": torch.randn(TOKENS, experts, generator=random).to(inputs),
+        "topk_weights": torch.rand(TOKENS, chosen, generator=random).to(inputs.device),
+        "topk_ids": torch.randint(experts, (TOKENS, chosen), generator=random).to(inputs.device, torch.int32),
+        "shared_experts": None,
+        "shared_experts_input": None,
+    }
+    apply = method.apply_monolithic if getattr(method, "is_monolithic", False) else method.apply
+    arguments = {name: values[name] for name in inspect.signature(apply).parameters if name in values}
+    outputs = apply(**arguments)
+    result: torch.Tensor = outputs[-1] if isinstance(outputs, tuple) else outputs
+    return result
+
+
+def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Build the model and yield a result per method: its name, the layer's class, and the failure if any."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from rfork.engines.vllm.model_builder import keep_weights_on_cpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(configuration))
+        vllm_config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=128
+        ).create_engine_config()
+        device = torch.device(vllm_config.device_config.device)
+        if device.type == "cpu":
+            keep_weights_on_cpu()
+        with set_current_vllm_config(vllm_config):
+            backend = "gloo" if device.type == "cpu" else "nccl"
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
+            initialize_model_parallel(1, 1)
+            previous = torch.get_default_dtype()
+            torch.set_default_dtype(vllm_config.model_config.dtype)
+            try:
+                with device:
+                    module = initialize_model(vllm_config)
+            finally:
+                torch.set_default_dtype(previous)
+            capturing = Capturing(("vllm",), compat.HELPER_ATTRIBUTES, compat.NON_WEIGHT_PATTERNS)
+            for layer in golden_layers(module, vllm_config):
+                failure = failure_of(layer, capturing)
+                yield {"method": layer.name, "layer": type(layer.module).__name__, "failure": failure}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(golden_results, sys.argv[1]))

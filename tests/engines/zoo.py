@@ -1,0 +1,227 @@
+"""Tiny random models of many architectures, and the results of forking them through each engine.
+
+``python -m tests.engines.zoo FOLDER NAME…`` writes models (all without names); it needs only transformers and torch,
+so that each engine's own Python can write what its version of transformers knows. The models have no tokenizer:
+prompts are token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+Task = Literal["generate", "embed", "transcribe"]
+
+VOCABULARY: Final = 512
+PROMPTS: Final = tuple([1 + (17 * prompt + 5 * position) % 500 for position in range(9)] for prompt in range(4))
+"""Token ids of four prompts."""
+TOKENS: Final = 8
+DENSE: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+EXPERTS: Final[Mapping[str, Any]] = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MLA: Final[Mapping[str, Any]] = {
+    **DENSE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ENCODER: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+VISION: Final[Mapping[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+class Architecture:
+    """One architecture: transformers' model type, arguments of its configuration, and what it is used for."""
+
+    def __init__(
+        self, model_type: str, arguments: Mapping[str, Any] = DENSE, task: Task = "generate", **more: Any
+    ) -> None:
+        self.model_type = model_type
+        self.arguments = {**arguments, **more}
+        self.task: Task = task
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "llama": Architecture("llama"),
+    "llama-tied": Architecture("llama", tie_word_embeddings=True),
+    "mistral": Architecture("mistral"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "phi3": Architecture("phi3"),
+    "gemma": Architecture("gemma"),
+    "gemma2": Architecture("gemma2", query_pre_attn_scalar=32),
+    "gemma3": Architecture("gemma3_text", query_pre_attn_scalar=32),
+    "glm": Architecture("glm"),
+    "glm4": Architecture("glm4"),
+    "granite": Architecture("granite"),
+    "olmo": Architecture("olmo"),
+    "olmo2": Architecture("olmo2"),
+    "starcoder2": Architecture("starcoder2"),
+    "stablelm": Architecture("stablelm"),
+    "cohere": Architecture("cohere"),
+    "smollm3": Architecture("smollm3"),
+    "exaone4": Architecture("exaone4"),
+    "nemotron": Architecture("nemotron"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "hunyuan": Architecture("hunyuan_v1_dense"),
+    "gpt2": Architecture("gpt2", n_embd=128, n_layer=2, n_head=4, n_positions=256),
+    "gpt_neox": Architecture("gpt_neox"),
+    "opt": Architecture("opt", ffn_dim=256, word_embed_proj_dim=128),
+    "bloom": Architecture("bloom", n_layer=2, n_head=4),
+    "qwen2_moe": Architecture("qwen2_moe", EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3_moe": Architecture("qwen3_moe", EXPERTS),
+    "mixtral": Architecture("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": Architecture("olmoe", EXPERTS),
+    "granitemoe": Architecture("granitemoe", num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
+    "deepseek_v2": Architecture("deepseek_v2", MLA, topk_method="greedy"),
+    "deepseek_v3": Architecture("deepseek_v3", MLA),
+    "glm4_moe": Architecture("glm4_moe", MLA),
+    "mamba": Architecture("mamba", hidden_size=128, state_size=16),
+    "mamba2": Architecture("mamba2", num_heads=8, head_dim=32, hidden_size=128, state_size=16, n_groups=1),
+    "falcon_h1": Architecture("falcon_h1", mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16),
+    "bamba": Architecture(
+        "bamba", mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_expand=2, attn_layer_indices=[1]
+    ),
+    "lfm2": Architecture("lfm2", layer_types=["conv", "full_attention"]),
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        EXPERTS,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+    "bert": Architecture("bert", ENCODER, "embed"),
+    "roberta": Architecture("roberta", ENCODER, "embed", max_position_embeddings=258),
+    "modernbert": Architecture("modernbert", ENCODER, "embed"),
+    "nomic_bert": Architecture("nomic_bert", ENCODER, "embed"),
+    "qwen2-embedding": Architecture("qwen2", DENSE, "embed"),
+    "llava": Architecture(
+        "llava",
+        {
+            "text_config": {"model_type": "llama", **DENSE},
+            "vision_config": {"model_type": "clip_vision_model", **VISION},
+            "image_token_index": 3,
+        },
+    ),
+    "qwen2_vl": Architecture(
+        "qwen2_vl",
+        {
+            "text_config": {**DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+            "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 128},
+            "image_token_id": 3,
+            "video_token_id": 4,
+            "vision_start_token_id": 5,
+            "vision_end_token_id": 6,
+        },
+    ),
+    "whisper": Architecture(
+        "whisper",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "max_target_positions": 128,
+            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+        },
+        "transcribe",
+    ),
+}
+"""Architectures by name."""
+
+
+def model_of(architecture: Architecture) -> Any:
+    """Return a random float32 model."""
+    import transformers
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture.model_type, **architecture.arguments)
+    if architecture.task == "embed":
+        build: Any = AutoModel
+    elif architecture.task == "transcribe":
+        build = transformers.AutoModelForSpeechSeq2Seq
+    elif architecture.model_type in ("llava", "qwen2_vl"):
+        build = transformers.AutoModelForImageTextToText
+    else:
+        build = AutoModelForCausalLM
+    torch.manual_seed(0)
+    return build.from_config(config).to(torch.float32)
+
+
+def write(folder: Path, name: str) -> Path:
+    """Write a model with its weights into a subfolder, which is returned."""
+    made = folder / name
+    model = model_of(ARCHITECTURES[name])
+    model.save_pretrained(made)
+    return made
+
+
+def write_all(folder: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Write models; yield each name with the error if transformers cannot build it."""
+    for name in names:
+        try:
+            write(folder, name)
+            yield name, ""
+        except Exception as error:  # transformers raises anything for configurations that it does not know
+            yield name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def main() -> int:
+    """Write the models and print errors as JSON."""
+    for name, error in write_all(Path(sys.argv[1]), sys.argv[2:] or list(ARCHITECTURES)):
+        print(json.dumps({"architecture": name, "error": error}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

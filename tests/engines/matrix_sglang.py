@@ -33,7 +33,7 @@ class SglangMatrix:
     """Forks one tiny model between two servers of one SGLang version."""
 
     name = "sglang"
-    versions: Sequence[str] = compat.TESTED
+    versions: Sequence[str] = tuple(f"0.5.{number}" for number in range(16, 24))
     without_cpu_build: Mapping[str, str] = {}
 
     def distribution(self, version: str) -> str:

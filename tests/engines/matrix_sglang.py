@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import httpx
 
@@ -33,7 +33,7 @@ class SglangMatrix:
     """Forks one tiny model between two servers of one SGLang version."""
 
     name = "sglang"
-    versions: Sequence[str] = compat.TESTED
+    versions: Sequence[str] = tuple(f"0.5.{number}" for number in range(16, 24))
     without_cpu_build: Mapping[str, str] = {}
 
     def distribution(self, version: str) -> str:
@@ -64,7 +64,7 @@ class SglangMatrix:
         bare = copy_without_weights(folders[0], scratch)
         with PlannerProcess() as planner:
             options = ("--rfork-planner", planner.url)
-            with _server(python, folders[0], scratch / "seed.log", *options) as seed_server:
+            with _ReadyServer(python, folders[0], scratch / "seed.log", *options) as seed_server:
                 seed_server.wait_for_line("fork done report=loaded")
                 require("tensors of the seed", _of_files(folders[0]), _digests(seed_server))
                 wait_serving(planner, 1)
@@ -75,7 +75,7 @@ class SglangMatrix:
                 updated = greedy_tokens(seed_server, PROMPTS[:5])
                 if updated == tokens:
                     raise AssertionError("the update changed no tokens")
-                with _server(python, bare, scratch / "fork.log", *options, environment=REQUIRED) as target:
+                with _ReadyServer(python, bare, scratch / "fork.log", *options, environment=REQUIRED) as target:
                     target.wait_for_line(r"fork done report=forked 0\.\d+ GB .*")
                     require("tensors of the fork", _of_files(folders[1]), _digests(target))
                     require("tokens of the fork", updated, greedy_tokens(target, PROMPTS[:5]))
@@ -101,7 +101,7 @@ def check_builders(python: Path, scratch: Path) -> None:
     require("steps", result["loaded"], result["empty"])
 
 
-class _server(SglangServer):
+class _ReadyServer(SglangServer):
     """A server of one version, ready when it is entered."""
 
     def __init__(
@@ -112,7 +112,7 @@ class _server(SglangServer):
             folder, log=log, arguments=arguments, environment={**paths, **(environment or {})}, python=python
         )
 
-    def __enter__(self) -> SglangServer:
+    def __enter__(self) -> Self:
         super().__enter__()
         try:
             self.wait_ready(READY_S)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,7 +31,7 @@ steps: list[str] = []
 class Method:
     """Quantisation method that replaces a layer's weight by a packed one and its scale."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Layer) -> None:
         """Derive the tensors from values that must be finite."""
         steps.append(f"process {layer.name} {bool(torch.isfinite(layer.weight).all())}")
         layer.register_buffer("scale", layer.weight.abs().amax(dim=1))
@@ -44,7 +45,7 @@ class Layer(nn.Module):
         super().__init__()
         self.name = name
         self.weight = nn.Parameter(torch.full((4, 8), torch.nan), requires_grad=False)
-        self.quant_method = Method()
+        self.quant_method: Any = Method()
 
 
 class QuantizedLayer(Layer):
@@ -56,7 +57,6 @@ class QuantizedLayer(Layer):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        del self.quant_method
         self.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
 
 

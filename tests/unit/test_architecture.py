@@ -91,6 +91,7 @@ PLANNER_ALLOWED_IMPORTS = {
 ENVIRONMENT_WRITERS = {
     "rfork/cli/demo.py": "starts processes without the demo's own settings",
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
+    "rfork/engines/sglang/compat.py": "reads variables of SGLang that change how it builds models",
     "rfork/engines/sglang/launcher.py": "turns flags of SGLang's launcher into settings of its processes",
     "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
     "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",

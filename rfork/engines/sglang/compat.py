@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-TESTED: Final = ("0.5.23",)
+TESTED: Final = ("0.5.16", "0.5.18", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 """Versions of SGLang tested with forks."""
 
 

@@ -170,7 +170,6 @@ def engine_images(builder: Builder, base: str, engine: str, settings: PipSetting
     if changed := [f"{name} {version} -> {has.get(name)}" for name, version in had.items() if has.get(name) != version]:
         raise BuildError(f"{forking} changes packages of the engine: {', '.join(changed)}")
     print(f"{forking}: {len(had)} packages unchanged, added: {', '.join(sorted(has.keys() - had.keys()))}")
-    print(f"  run a command in it: buildah {' '.join(builder._command[1:])} run --isolation chroot {forking.rpartition('/')[2]}-rootfs -- rfork doctor")
     sizes = disk_bytes(before), disk_bytes(after)
     return {forking: {"bytes": sizes[1], "added_bytes": sizes[1] - sizes[0]}}
 

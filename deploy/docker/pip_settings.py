@@ -40,9 +40,13 @@ class PipSettings:
         return "\n".join(("[global]", *lines, ""))
 
     def folders(self) -> tuple[Path, ...]:
-        """Return the directories of packages on this machine, which a build must mount."""
+        """Return the directories of packages on this machine, which a build must mount.
+
+        An index in a directory `simple` refers to files beside it.
+        """
         found = (Path(word.removeprefix("file://")) for word in self._places() if word.startswith(("/", "file://")))
-        return tuple(dict.fromkeys(each for each in found if each.is_dir()))
+        complete = (each.parent if each.name == "simple" else each for each in found)
+        return tuple(dict.fromkeys(each for each in complete if each.is_dir()))
 
     def private_names(self) -> frozenset[str]:
         """Return host names and directories that no image may contain."""
@@ -66,7 +70,7 @@ def parse(text: str) -> PipSettings:
     for line in text.splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
-        rank = (("global", "install", ":env:").index(section) if section in ("install", ":env:") else 0)
+        rank = ("global", "install", ":env:").index(section) if section in ("install", ":env:") else 0
         if rank >= found.get(name, (0, ""))[0]:
             found[name] = (rank, " ".join(str(ast.literal_eval(value)).split()))
     values = {name: found[name][1] for name in PASSED if name in found}

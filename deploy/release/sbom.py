@@ -15,6 +15,8 @@ from rfork import __version__
 REQUIRED: Final = ("torch", "fastapi", "grpcio", "numpy", "pydantic", "safetensors", "uvicorn", "xxhash")
 """Components that the bill of an environment must contain."""
 REQUIRED_IN_IMAGE: Final = ("fastapi", "grpcio", "libc6", "lightkube", "pydantic", "python3-minimal", "uvicorn")
+MAX_LICENCE_NAME: Final = 80
+"""Some packages have the licence's text in that field."""
 
 Component = dict[str, Any]
 
@@ -93,8 +95,8 @@ def _python_packages(folder: Path, root: Path) -> Iterator[Component]:
             "bom-ref": f"{place}/{each.name}",
             "properties": [{"name": "rfork:path", "value": place}],
         }
-        if licence := about.get("License-Expression"):
-            component["licenses"] = [{"expression": licence}]
-        elif (licence := about.get("License")) and len(licence) < 80:
-            component["licenses"] = [{"license": {"name": licence}}]
+        if expressions := about.get_all("License-Expression"):
+            component["licenses"] = [{"expression": expressions[0]}]
+        elif (names := about.get_all("License")) and len(names[0]) < MAX_LICENCE_NAME:
+            component["licenses"] = [{"license": {"name": names[0]}}]
         yield component

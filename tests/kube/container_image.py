@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pytest
 
-from deploy.docker.images import DESCRIPTION, OUT, source_digest
+from deploy.buildah.images import DESCRIPTION, OUT, source_digest
 from tests.kube.confined_process import Confinement
 
 Document = dict[str, Any]

@@ -1,6 +1,6 @@
 """Builds the images with buildah, without a container engine: `make images`. Needs root.
 
-    python -m deploy.docker.images [--base IMAGE] [--engine vllm] [--out build/images]
+    python -m deploy.buildah.images [--base IMAGE] [--engine vllm] [--out build/images]
 
 1. A base with Debian's Python, made by debootstrap, unless another image is named.
 2. The planner's image (Dockerfile), checked for names of private package indexes, with an SBOM (CycloneDX).
@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.docker.pip_settings import PipSettings, pip_settings
+from deploy.buildah.pip_settings import PipSettings, pip_settings
 from deploy.docker.requirements import ROOT
 from deploy.release import sbom
 from rfork import __version__

@@ -69,11 +69,27 @@ def confine(wanted: Confinement) -> None:
 
 
 def _mount_into(root: str, source: str, path: str, *, read_only: bool) -> None:
-    target = root + path
+    target = resolve_in(root, path)
     _make_mount_point(target, directory=Path(source).is_dir())
     _mount(source, target, MS_BIND)
     if read_only:
         _mount("none", target, MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def resolve_in(root: str, path: str) -> str:
+    """Return the path below `root`, with the image's symbolic links (`/var/run`) followed inside of it."""
+    found, left = root, [part for part in path.split("/") if part]
+    while left:
+        candidate = os.path.join(found, left.pop(0))
+        if not os.path.islink(candidate):
+            found = candidate
+            continue
+        link = os.readlink(candidate)
+        left = [part for part in link.split("/") if part] + left
+        if ".." in left:
+            raise ValueError(f"{candidate} links to {link}: only links without .. are followed")
+        found = root if os.path.isabs(link) else found
+    return found
 
 
 def _make_mount_point(path: str, *, directory: bool) -> None:

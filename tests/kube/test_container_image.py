@@ -19,6 +19,7 @@ from lightkube.resources.core_v1 import Pod
 
 from planner.integrations.kubernetes.inject import FILES_VOLUME, NON_ROOT_UID, files_init_container
 from rfork import __version__
+from tests.kube.confined_process import resolve_in
 from tests.kube.container_image import ContainerImage, Volumes, built_image
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Component, Installation, installed
@@ -158,6 +159,16 @@ def test_only_volumes_are_writable(image: ContainerImage, tmp_path: Path) -> Non
     assert "Read-only file system" in run(image, ["touch", "/opt/rfork/new"]).stderr
     assert "Read-only file system" in run(image, ["touch", "/tmp/new"]).stderr
     assert 0 == run(image, ["touch", "/tmp/new"], tmp_path).returncode
+
+
+def test_links_of_the_image_stay_inside_of_it(tmp_path: Path) -> None:
+    """Debian's /var/run is a link to /run: a mount below it must not touch this machine's /run."""
+    (tmp_path / "var").mkdir()
+    (tmp_path / "var" / "run").symlink_to("/run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "relative").symlink_to("other")
+    assert f"{tmp_path}/run/secrets/x" == resolve_in(str(tmp_path), "/var/run/secrets/x")
+    assert f"{tmp_path}/run/other/y" == resolve_in(str(tmp_path), "/run/relative/y")
 
 
 def test_an_image_with_a_named_user_is_refused(image: ContainerImage) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-PASSED: Final = (
+PASSED: Final[tuple[str, ...]] = (
     "index-url",
     "extra-index-url",
     "find-links",
@@ -73,5 +73,5 @@ def parse(text: str) -> PipSettings:
         rank = ("global", "install", ":env:").index(section) if section in ("install", ":env:") else 0
         if rank >= found.get(name, (0, ""))[0]:
             found[name] = (rank, " ".join(str(ast.literal_eval(value)).split()))
-    values = {name: found[name][1] for name in PASSED if name in found}
+    values: dict[str, str] = {name: found[name][1] for name in PASSED if name in found}
     return PipSettings(values, Path(found["cert"][1]) if "cert" in found else None)

@@ -42,19 +42,19 @@ class PipSettings:
     def folders(self) -> tuple[Path, ...]:
         """Return the directories of packages on this machine, which a build must mount.
 
-        An index in a directory `simple` refers to files beside it.
+        An index in a directory `simple` refers to files next to it.
         """
-        found = (Path(word.removeprefix("file://")) for word in self._places() if word.startswith(("/", "file://")))
+        found = (Path(word.removeprefix("file://")) for word in self._locations() if word.startswith(("/", "file://")))
         complete = (each.parent if each.name == "simple" else each for each in found)
         return tuple(dict.fromkeys(each for each in complete if each.is_dir()))
 
     def private_names(self) -> frozenset[str]:
         """Return host names and directories that no image may contain."""
-        hosts = {urlsplit(word).hostname or "" for word in (*self._places(), self.values.get("proxy", ""))}
+        hosts = {urlsplit(word).hostname or "" for word in (*self._locations(), self.values.get("proxy", ""))}
         hosts |= set(self.values.get("trusted-host", "").split())
         return frozenset({*hosts, *map(str, self.folders())} - PUBLIC_HOSTS - {""})
 
-    def _places(self) -> list[str]:
+    def _locations(self) -> list[str]:
         return [word for name in PASSED[:3] for word in self.values.get(name, "").split()]
 
 

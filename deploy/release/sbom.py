@@ -84,7 +84,7 @@ def _debian_packages(status: Path) -> Iterator[Component]:
 
 def _python_packages(folder: Path, root: Path) -> Iterator[Component]:
     """Yield the packages in a directory. Those in several directories are listed once for each."""
-    place = f"/{folder.relative_to(root)}"
+    location = f"/{folder.relative_to(root)}"
     for each in sorted(metadata.distributions(path=[str(folder)]), key=lambda found: found.name.lower()):
         about = each.metadata
         component: Component = {
@@ -92,8 +92,8 @@ def _python_packages(folder: Path, root: Path) -> Iterator[Component]:
             "name": each.name,
             "version": each.version,
             "purl": f"pkg:pypi/{each.name.lower().replace('_', '-')}@{each.version.replace('+', '%2B')}",
-            "bom-ref": f"{place}/{each.name}",
-            "properties": [{"name": "rfork:path", "value": place}],
+            "bom-ref": f"{location}/{each.name}",
+            "properties": [{"name": "rfork:path", "value": location}],
         }
         if expressions := about.get_all("License-Expression"):
             component["licenses"] = [{"expression": expressions[0]}]

@@ -25,7 +25,7 @@ LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a container runtime does for a container, as far as tests check it."""
+    """Properties of a process that a container runtime sets, as far as tests check them."""
 
     root: str
     """Root file system of the image. Mount points are created in it."""

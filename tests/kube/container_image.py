@@ -1,6 +1,6 @@
 """The planner's image as built by `make images`: runs its containers from its root file system.
 
-As the containers' securityContext says: not root, without capabilities, read-only root file system. Volumes of
+With the containers' securityContext: not root, without capabilities, read-only root file system. Volumes of
 Pods (emptyDir, Secrets) are directories of this machine.
 """
 

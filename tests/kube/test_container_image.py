@@ -73,7 +73,7 @@ def run(image: ContainerImage, command: list[str], folder: Path | None = None) -
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_a_process_is_confined_as_the_chart_says(
+def test_a_process_is_confined_as_the_chart_requires(
     fleet: Installation, image: ContainerImage, component: Component
 ) -> None:
     """It runs in the image, read-only, as 65532, without capabilities or new privileges, and logs no failure."""

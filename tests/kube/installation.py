@@ -195,7 +195,13 @@ class Installation:
     ) -> list[str]:
         """Return the command of a process in the image, with its Pod's volumes and the ServiceAccount's token."""
         (container,) = spec["containers"]
-        names = [each["secret"]["secretName"] for each in spec.get("volumes", ()) if "secret" in each]
+        # A directory of the test replaces the volume at the path that its variable had.
+        replaced = {value for key, value in environment(spec).items() if Path(changed.get(key, "")).is_absolute()}
+        kept = [each for each in container.get("volumeMounts", ()) if each["mountPath"] not in replaced]
+        container = {**container, "volumeMounts": kept}
+        used = {each["name"] for each in kept}
+        volumes = [each for each in spec.get("volumes", ()) if each["name"] in used]
+        names = [each["secret"]["secretName"] for each in volumes if "secret" in each]
         secrets = {each: self._admin.get(Secret, each, namespace=self.namespace).data or {} for each in names}
         folder = self.folder / f"{name}-volumes"
         shutil.rmtree(folder, ignore_errors=True)

@@ -72,6 +72,10 @@ test-kube: venv ## the chart, and the integrations on a real API server (binarie
 	done
 	$(PYTEST) -m kube tests/kube $(TESTS)
 
+.PHONY: test-kube-image
+test-kube-image: ## test-kube with the processes of the chart in the image from `make images`; root
+	@RFORK_TEST_IMAGE=all $(MAKE) --no-print-directory test-kube
+
 .PHONY: lint
 lint: venv ## ruff and mypy --strict
 	$(BIN)/ruff check --quiet
@@ -87,6 +91,17 @@ format: venv ## format the code and apply ruff's fixes
 release-check: venv ## build and check sdist and wheel in dist, test the wheel, write an SBOM to build/release; REPOSITORY=URL
 	@$(PIP) install -c constraints.txt -e '.[release]'
 	$(BIN)/python -m deploy.release.check $(if $(REPOSITORY),--repository $(REPOSITORY))
+
+ENGINES ?= vllm
+.PHONY: images
+images: venv ## build the planner's image and an engine's with rfork (ENGINES="vllm sglang") in build/images; BASE=IMAGE
+	@missing=; for name in buildah $(if $(BASE),,debootstrap); do \
+	    PATH="$$PATH:/sbin:/usr/sbin" command -v $$name > /dev/null || missing="$$missing $$name"; \
+	done; \
+	$(call apt,$$missing,Images need,without them none is built)
+	@$(PIP) install -c constraints.txt -e '.[release]'
+	PATH="$$PATH:/sbin:/usr/sbin" $(BIN)/python -m deploy.buildah.images $(if $(BASE),--base $(BASE)) \
+	    $(foreach engine,$(ENGINES),--engine $(engine))
 
 .PHONY: docs
 docs: venv ## build the documentation into build/docs; warnings are errors

@@ -26,13 +26,11 @@ import venv
 from pathlib import Path
 from typing import Final
 
-from deploy.release import contents, links
+from deploy.release import contents, links, sbom
 from rfork import __version__
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLIC: Final = "import rfork; [getattr(rfork, name) for name in rfork.__all__]; print(rfork.__version__)"
-REQUIRED: Final = ("torch", "fastapi", "grpcio", "numpy", "pydantic", "safetensors", "uvicorn", "xxhash")
-"""Components that a bill of materials must contain."""
 
 
 class ReleaseError(Exception):
@@ -48,14 +46,14 @@ def main() -> int:
     options = parser.parse_args()
     try:
         check(options.out.resolve(), options.sbom.resolve(), options.repository)
-    except (ReleaseError, contents.InvalidContents) as error:
+    except (ReleaseError, contents.InvalidContents, sbom.InvalidSbom) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def check(out: Path, sbom: Path, repository: str = "") -> None:
-    """Run all steps. Raises ReleaseError or InvalidContents."""
+def check(out: Path, sbom_folder: Path, repository: str = "") -> None:
+    """Run all steps. Raises ReleaseError, InvalidContents or InvalidSbom."""
     with tempfile.TemporaryDirectory(prefix="rfork-release-") as made:
         folder = Path(made)
         files = clean_copy(folder / "source")
@@ -74,7 +72,7 @@ def check(out: Path, sbom: Path, repository: str = "") -> None:
         python = installed(wheel, folder / "venv")
         check_installed(python)
         check_planner(python, wheel)
-        print(f"sbom: {bill_of_materials(python, folder_versions(folder), sbom)}")
+        print(f"sbom: {sbom.of_environment(python, folder_versions(folder), sbom_folder)}")
     for path in (source, wheel):
         print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
@@ -163,25 +161,6 @@ def folder_versions(folder: Path) -> Path:
     path = folder / "pyproject.toml"
     path.write_text(text.replace('dynamic = ["version"]', f'version = "{__version__}"'))
     shutil.copy2(ROOT / "LICENSE", folder)
-    return path
-
-
-def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
-    """Write the environment's packages with versions and licences, validated against CycloneDX's schema."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rfork-{__version__}.cdx.json"
-    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--validate", "--output-reproducible"]
-    about = ["--pyproject", str(project), "--mc-type", "library"]
-    output = ["--output-format", "JSON", "--output-file", str(path)]
-    step("sbom", [*command, *about, *output, str(python)])
-    document = json.loads(path.read_text())
-    subject = document["metadata"]["component"]
-    if (subject["name"], subject.get("version")) != ("rfork", __version__):
-        named = f"{subject['name']} {subject.get('version')}"
-        raise ReleaseError(f"the SBOM describes {named} instead of rfork {__version__}")
-    components = {each["name"].lower() for each in document["components"]}
-    if missing := [name for name in REQUIRED if name not in components]:
-        raise ReleaseError(f"the SBOM lacks {', '.join(missing)}")
     return path
 
 

@@ -1,6 +1,7 @@
 """Runs a container's command as a plain process: environment, probes and hooks as a kubelet does.
 
-Volumes are not mounted. A test can provide stand-ins for their files with `NodeEnvironment.mounts`.
+A container with a `ContainerImage` runs in its root file system, with its volumes mounted. Another one runs on
+this machine: the mount paths of its emptyDirs, and those in `NodeEnvironment.mounts`, are replaced in its values.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import httpx
 
+from tests.kube.container_image import ContainerImage, Volumes
 from tests.kube.control_plane import parent_death_launcher
 
 Document = dict[str, Any]
@@ -59,13 +61,23 @@ Find = Callable[[str, str], Document | None]
 class Container:
     """One container of a Pod: a sequence of processes."""
 
-    def __init__(self, pod: Document, spec: Document, node_environment: NodeEnvironment, log: Path) -> None:
+    def __init__(
+        self,
+        pod: Document,
+        spec: Document,
+        node_environment: NodeEnvironment,
+        log: Path,
+        volumes: Volumes,
+        image: ContainerImage | None = None,
+    ) -> None:
         self.name = str(spec["name"])
         self.spec = spec
         self.restarts = -1
         self._pod = pod
         self._node_environment = node_environment
         self._log = log
+        self._mounts = list(volumes.mounts(spec))
+        self._image = image
         self._environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,6 +87,10 @@ class Container:
         self._environment = {**self._node_environment.environment, "HOSTNAME": self._pod["metadata"]["name"]}
         self._environment |= {name: self._mounted(value) for name, value in environment.items()}
         self.restarts += 1
+        if self._image is not None:
+            self._environment = {**self._image.environment, **environment}
+            self._process = self._popen(self._image.launcher(self._pod["spec"], self.spec, self._mounts), Path("/"))
+            return
         self._process = self._run([*self.spec.get("command", ()), *self.spec.get("args", ())], environment)
 
     @property
@@ -129,11 +145,14 @@ class Container:
         if not command:
             raise FileNotFoundError("the container has no command, and there is no image to provide one")
         words = [self._mounted(expand(word, environment)) for word in command]
+        return self._popen([*parent_death_launcher(), *words], Path(self.spec.get("workingDir") or ROOT))
+
+    def _popen(self, command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [*parent_death_launcher(), *words],
+                command,
                 env=self._environment,
-                cwd=self.spec.get("workingDir") or ROOT,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -156,7 +175,8 @@ class Container:
             process.wait()
 
     def _mounted(self, value: str) -> str:
-        for path, folder in self._node_environment.mounts.items():
+        own = {path: str(folder) for folder, path, _ in self._mounts}
+        for path, folder in {**own, **self._node_environment.mounts}.items():
             value = value.replace(path, folder)
         return value
 

@@ -219,6 +219,11 @@ class ControlPlane:
 
     def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
         """Return a kubeconfig with a token of an existing ServiceAccount; `namespace` is its default."""
+        token = self.service_account_token(namespace, service_account)
+        return self._config(f"{namespace}-{service_account}", {"token": token}, namespace)
+
+    def service_account_token(self, namespace: str, service_account: str) -> str:
+        """Return a token of an existing ServiceAccount."""
         path = f"api/v1/namespaces/{namespace}/serviceaccounts/{service_account}/token"
         request = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -228,8 +233,7 @@ class ControlPlane:
         response = self._client.post(f"{self.url}/{path}", json=request)
         if response.is_error:
             raise RuntimeError(f"no token for {namespace}/{service_account}: {response.text}")
-        token = str(response.json()["status"]["token"])
-        return self._config(f"{namespace}-{service_account}", {"token": token}, namespace)
+        return str(response.json()["status"]["token"])
 
     def calls(self, user: str | None = None) -> list[AuditedCall]:
         """Return the completed calls to resources, oldest first, optionally of one user only.

@@ -1,7 +1,8 @@
 """Installs the chart for a test's namespace with helm, and runs its processes on this machine.
 
 No kubelet runs the chart's own Pods. So each process gets the environment of its container in the chart,
-without what only a cluster provides (DNS, mounts), and the ServiceAccount's token.
+without what only a cluster provides (DNS, mounts), and the ServiceAccount's token. With a `ContainerImage`,
+it also gets the container's file system, user and volumes, and finds the API server as in a cluster.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import httpx
 from lightkube import Client
@@ -23,9 +26,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rfork.planner_client.ownership import OWNER_HEADER
 from tests.kube.chart import CHART, environment, helm_run, pod_specs, render
+from tests.kube.container_image import SERVICE_ACCOUNT, ContainerImage, Volumes, image_for_all_tests
 from tests.kube.control_plane import ControlPlane
 from tests.ports import free_ports
 
+API_CLIENTS: Final = ("webhook", "controller")
+"""Components with a ServiceAccount token."""
 Component = Literal["planner", "webhook", "controller", "scaler"]
 READY_S: Final = 60.0
 STOP_S: Final = 15.0
@@ -34,12 +40,20 @@ STOP_S: Final = 15.0
 class Installation:
     """One release. Not thread-safe."""
 
-    def __init__(self, plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        admin: Client,
+        helm: Path,
+        namespace: str,
+        folder: Path,
+        image: ContainerImage | None = None,
+    ) -> None:
         self.release = f"rfork-{namespace}"
         self.namespace = f"{namespace}-rfork"
         """Namespace of the release's own objects, separate from the test's Pods."""
         self.folder = folder
-        self._plane, self._admin, self._helm = plane, admin, helm
+        self._plane, self._admin, self._helm, self._image = plane, admin, helm, image
         ports = dict(zip(("planner", "webhook", "controller", "scaler"), free_ports(4), strict=True))
         self.planner_port, self.webhook_port = free_ports(2)
         self.planner = f"http://127.0.0.1:{self.planner_port}"
@@ -73,16 +87,18 @@ class Installation:
         name = name or component
         specs = pod_specs(render(self._helm, self.values, release=self.release, namespace=self.namespace))
         spec = next(spec for full, spec in specs.items() if full.endswith(component))
-        (container,) = spec["containers"]
         variables = {**self._environment(component, spec), **changed}
+        if self._image is None:
+            variables |= self._files_on_this_machine(component, variables)
+            command = [sys.executable, "-m", "rfork", *spec["containers"][0]["args"]]
+            environment = {**os.environ, **variables}
+        else:
+            variables |= self._api_server_in_a_cluster()
+            command = self._confined(self._image, component, spec, name, changed)
+            environment = {**self._image.environment, **variables}
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "rfork", *container["args"]],
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         port = self.planner_port if component == "planner" else variables["RFORK_K8S_HEALTH_PORT"]
         self._probes[name] = f"http://127.0.0.1:{port}"
@@ -104,6 +120,10 @@ class Installation:
             process.kill()
             process.wait()
         self._processes.clear()
+
+    def process_id(self, name: str) -> int:
+        """Return the id of a process."""
+        return self._processes[name].pid
 
     def cpu_s(self, name: str) -> float:
         """Return the CPU seconds used by a process."""
@@ -152,14 +172,54 @@ class Installation:
         variables["POD_NAME"] = f"{component}-{os.getpid()}-{len(self._processes)}"
         variables["RFORK_K8S_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
         variables["RFORK_PLANNER"] = self.planner
+        return variables
+
+    def _files_on_this_machine(self, component: Component, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return variables that replace paths of the container."""
+        replaced: dict[str, str] = {}
         if tokens := variables.get("RFORK_PLANNER_TOKENS_FILE"):
             file = self.folder / Path(tokens).name
             file.write_text(self.secret(f"{self.release}-planner", "tokens"))
-            variables["RFORK_PLANNER_TOKENS_FILE"] = str(file)
-        if component in ("webhook", "controller"):
-            account = f"{self.release}-{component}"
-            variables["KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
-        return variables
+            replaced["RFORK_PLANNER_TOKENS_FILE"] = str(file)
+        if component in API_CLIENTS:
+            replaced["KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, self._account(component)))
+        return replaced
+
+    def _api_server_in_a_cluster(self) -> dict[str, str]:
+        """Return the variables that a kubelet sets."""
+        server = urlsplit(self._plane.url)
+        return {"KUBERNETES_SERVICE_HOST": str(server.hostname), "KUBERNETES_SERVICE_PORT": str(server.port)}
+
+    def _confined(
+        self, image: ContainerImage, component: Component, spec: dict[str, Any], name: str, changed: Mapping[str, str]
+    ) -> list[str]:
+        """Return the command of a process in the image, with its Pod's volumes and the ServiceAccount's token."""
+        (container,) = spec["containers"]
+        # A directory of the test replaces the volume at the path that its variable had.
+        replaced = {value for key, value in environment(spec).items() if Path(changed.get(key, "")).is_absolute()}
+        kept = [each for each in container.get("volumeMounts", ()) if each["mountPath"] not in replaced]
+        container = {**container, "volumeMounts": kept}
+        used = {each["name"] for each in kept}
+        volumes = [each for each in spec.get("volumes", ()) if each["name"] in used]
+        names = [each["secret"]["secretName"] for each in volumes if "secret" in each]
+        secrets = {each: self._admin.get(Secret, each, namespace=self.namespace).data or {} for each in names}
+        folder = self.folder / f"{name}-volumes"
+        shutil.rmtree(folder, ignore_errors=True)
+        mounts = [*Volumes(folder, spec, secrets).mounts(container)]
+        if component in API_CLIENTS:
+            account = folder / "service-account"
+            account.mkdir(parents=True)
+            token = self._plane.service_account_token(self.namespace, self._account(component))
+            files = {"token": token, "ca.crt": self._plane.ca.read_text(), "namespace": self.namespace}
+            for file, text in files.items():
+                (account / file).write_text(text)
+            mounts.append((account, SERVICE_ACCOUNT, True))
+        # Directories of the test.
+        mounts += [(Path(value), value, True) for value in changed.values() if Path(value).is_dir()]
+        return image.launcher(spec, container, mounts)
+
+    def _account(self, component: Component) -> str:
+        return f"{self.release}-{component}"
 
     def _wait_ready(self, name: str, url: str) -> None:
         process, until = self._processes[name], time.monotonic() + READY_S
@@ -175,9 +235,16 @@ class Installation:
 
 
 @contextlib.contextmanager
-def installed(plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> Iterator[Installation]:
+def installed(
+    plane: ControlPlane,
+    admin: Client,
+    helm: Path,
+    namespace: str,
+    folder: Path,
+    image: ContainerImage | None = None,
+) -> Iterator[Installation]:
     """Install the chart without starting processes; uninstall it at the end, so that no webhook is left."""
-    made = Installation(plane, admin, helm, namespace, folder)
+    made = Installation(plane, admin, helm, namespace, folder, image or image_for_all_tests())
     made.helm("install")
     try:
         yield made

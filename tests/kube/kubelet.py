@@ -9,8 +9,9 @@
 It creates its own Nodes (`nodes`: their names and labels), binds each new Pod to the next one, assigns an
 address in 127.1.0.0/16, runs its init containers and then its containers as processes, and posts its status.
 On deletion it runs preStop, sends SIGTERM, waits for the grace period, sends SIGKILL, and deletes the object.
-Init containers named ``rfork-files`` are skipped, because rfork is installed here. There are no images,
-volumes, limits, liveness or startup probes. Processes that exit are restarted (`restartPolicy: Always`).
+Init containers named ``rfork-files`` run from `image`; without one they are skipped, because rfork is installed
+here. There are no other images, no volumes but emptyDirs, and no limits, liveness or startup probes. Processes
+that exit are restarted (`restartPolicy: Always`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from typing import Final
 import httpx
 from typing_extensions import Self
 
+from tests.kube.container_image import ContainerImage, Volumes
 from tests.kube.containers import Container, Document, MissingReference, NodeEnvironment
 from tests.kube.control_plane import ControlPlane
 
-SKIPPED: Final = frozenset({"rfork-files"})
+IN_THE_IMAGE: Final = "rfork-files"
+"""Init container that runs from the planner's image."""
 POLL_INTERVAL_S: Final = 0.1
 """Interval between two polls of the Pods and their processes."""
 RESTART_S: Final = 1.0
@@ -52,9 +55,11 @@ class Kubelet:
         *,
         nodes: Mapping[str, Mapping[str, str]] = NODES,
         node_environment: NodeEnvironment | None = None,
+        image: ContainerImage | None = None,
     ) -> None:
         self.nodes = {f"{namespace}-{name}": labels for name, labels in nodes.items()}
         self.node_environment = node_environment or NodeEnvironment()
+        self.image = image
         self.api = plane.client()
         self.probes = httpx.Client(verify=False)
         self.pods = f"/api/v1/namespaces/{namespace}/pods"
@@ -101,6 +106,10 @@ class Kubelet:
     def log_path(self, pod: str) -> Path:
         """Path of that output."""
         return self._folder / f"{pod}.log"
+
+    def volumes(self, pod: Document) -> Volumes:
+        """Return the volumes of a Pod."""
+        return Volumes(self._folder / f"{pod['metadata']['name']}-volumes", pod["spec"], {})
 
     def find(self, resource: str, name: str) -> Document | None:
         """Return a Secret or ConfigMap, or None if it does not exist."""
@@ -176,8 +185,11 @@ class PodRunner(threading.Thread):
     def _initialise(self) -> bool:
         """Run the init containers in order. Returns False if the Pod's end came first."""
         for spec in self.pod["spec"].get("initContainers", ()):
-            container = self._container(spec)
-            while spec["name"] not in SKIPPED and not self._ending:
+            image = self._kubelet.image if spec["name"] == IN_THE_IMAGE else None
+            if spec["name"] == IN_THE_IMAGE and image is None:
+                continue
+            container = self._container(spec, image)
+            while not self._ending:
                 self._start(container)
                 while container.exit_code is None and container.restarts >= 0 and not self._ending:
                     time.sleep(POLL_INTERVAL_S)
@@ -216,16 +228,16 @@ class PodRunner(threading.Thread):
         delete_options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.pod["metadata"]["uid"]}}
         self._kubelet.api.request("DELETE", self._path, json=delete_options).raise_for_status()
 
-    def _container(self, spec: Document) -> Container:
-        log = self._kubelet.log_path(self.name)
-        container = Container(self.pod, spec, self._kubelet.node_environment, log)
+    def _container(self, spec: Document, image: ContainerImage | None = None) -> Container:
+        log, volumes = self._kubelet.log_path(self.name), self._kubelet.volumes(self.pod)
+        container = Container(self.pod, spec, self._kubelet.node_environment, log, volumes, image)
         self._made.append(container)
         return container
 
     def _start(self, container: Container) -> None:
         try:
             container.start(self._kubelet.find)
-        except (MissingReference, OSError) as error:
+        except (MissingReference, OSError, ValueError) as error:
             with self._kubelet.log_path(self.name).open("a") as log:
                 log.write(f"kubelet: cannot start {container.name}: {error}\n")
 

@@ -21,6 +21,9 @@ DOCKER = ROOT / "deploy" / "docker"
 PLANNER_ONLY = {"fastapi", "fastapi-offline", "prometheus-client", "starlette", "uvicorn"}
 """Packages that only the planner needs."""
 PLANNER, ENGINE = DOCKER / "Dockerfile", DOCKER / "engine.Dockerfile"
+CPU_ENGINE = ROOT / "tests" / "engines" / "setup" / "Dockerfile"
+DOCKERFILES = [PLANNER, ENGINE, CPU_ENGINE]
+PIP_SECRETS = "--mount=type=secret,id=pip.conf --mount=type=secret,id=pip-ca"
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -35,7 +38,7 @@ def arguments_of(file: Path, word: str) -> list[str]:
     return [rest for name, rest in instructions(file) if name == word]
 
 
-@pytest.mark.parametrize("file", [PLANNER, ENGINE], ids=lambda file: str(file.name))
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_linter_finds_nothing(file: Path) -> None:
     """hadolint with its defaults reports nothing."""
     hadolint = Path(sys.executable).parent / "hadolint"
@@ -46,25 +49,41 @@ def test_the_linter_finds_nothing(file: Path) -> None:
     assert "" == done.stdout + done.stderr
 
 
-def test_versions_are_pinned() -> None:
-    """The base has a version and an optional digest; package indexes and versions are build arguments."""
-    base = "docker.io/library/python:${PYTHON_VERSION}-slim-bookworm${PYTHON_DIGEST}"
-    assert [f"{base} AS build", base] == arguments_of(PLANNER, "FROM")
+def test_every_dockerfile_is_linted() -> None:
+    """The list of Dockerfiles for the linter is complete."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = [name for name in listed.splitlines() if name.endswith("Dockerfile")]
+    assert sorted(found) == sorted(str(file.relative_to(ROOT)) for file in DOCKERFILES)
+
+
+def test_bases_and_versions_are_arguments() -> None:
+    """Each image takes its base as a build argument; the planner's default base has a version."""
+    assert ["${BASE} AS build", "${BASE}"] == arguments_of(PLANNER, "FROM")
     assert [
-        "PYTHON_VERSION=3.12.12",
-        "PYTHON_DIGEST=",
-        "PIP_INDEX_URL=https://pypi.org/simple",
+        "BASE=docker.io/library/python:3.12.12-slim-bookworm",
         f'PYTHONS="{" ".join(PYTHONS)}"',
+        "BASE",
         f"VERSION={rfork.__version__}",
         "REVISION=unknown",
     ] == arguments_of(PLANNER, "ARG")
+    assert ["${RFORK_IMAGE} AS rfork", "${BASE}"] == arguments_of(ENGINE, "FROM")
     assert [
         f"RFORK_IMAGE=rfork:{rfork.__version__}",
-        "ENGINE_IMAGE",
-        "PIP_INDEX_URL=https://pypi.org/simple",
+        "BASE",
         "EXTRAS=s3",
         "MAY_REPLACE=",
     ] == arguments_of(ENGINE, "ARG")
+    assert ["${BASE}"] == arguments_of(CPU_ENGINE, "FROM")
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_pip_settings_are_secrets(file: Path) -> None:
+    """A package index is neither an argument nor a variable, which the image's history would contain."""
+    run = arguments_of(file, "RUN")[-1]
+    assert PIP_SECRETS in re.sub(r"\s+", " ", run)
+    assert "PIP_CONFIG_FILE=/run/secrets/pip.conf" in run
+    words = " ".join(rest for word in ("ARG", "ENV") for rest in arguments_of(file, word))
+    assert [] == re.findall(r"PIP_|INDEX", words)
 
 
 def test_the_planners_image_runs_as_a_numeric_user() -> None:
@@ -78,8 +97,10 @@ def test_the_steps_are_those_of_install() -> None:
     """The Dockerfile runs each step of install.py once, in order, and reaches the network only through them."""
     (run,) = arguments_of(PLANNER, "RUN")
     commands = [command.strip() for command in run.split("&&")]
-    assert [f"python -m deploy.docker.install {step} /opt/rfork" for step in install.STEPS] == [
-        command.removesuffix(' --pythons "${PYTHONS}"') for command in commands[:-1]
+    python = "/tools/bin/python"
+    assert "python3 -m venv /tools" == commands[1]
+    assert [f"{python} -m deploy.docker.install {step} /opt/rfork" for step in install.STEPS] == [
+        command.removesuffix(' --pythons "${PYTHONS}"') for command in commands[2:-1]
     ]
     assert f"cp deploy/docker/engine.py /opt/rfork/{install.WHEELS}/" == commands[-1]
     texts = [rest for file in (PLANNER, ENGINE) for word, rest in instructions(file) if word == "RUN"]

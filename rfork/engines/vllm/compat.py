@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 
-TESTED: Final = ("0.27.1", "0.30.0", "0.31.0", "0.32.0")
+TESTED: Final = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Versions of vLLM whose servers have forked, as in docs/engine-matrix.json."""
 
 WORKER: Final = "vllm.v1.worker.gpu_worker.Worker"

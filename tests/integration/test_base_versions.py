@@ -29,6 +29,9 @@ from tests.packages import build_wheel, link_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+PYTHONS: Final = {
+    name: os.environ.get(f"RFORK_TEST_{name.upper()}_PYTHON", sys.executable) for name in ("oldest", "newest")
+}
 SEED: Final = """
 import sys, rfork, torch
 torch.manual_seed(1)
@@ -54,7 +57,9 @@ IMAGES: Final[Mapping[str, Sequence[str]]] = {
         "grpcio==1.75.1", "grpcio-health-checking==1.75.1", "httpx==0.28.1", "numpy==2.2.6", "protobuf==6.32.1",
         "pydantic==2.11.9", "rich==14.1.0", "safetensors==0.6.2", "typing-extensions==4.15.0", "xxhash==3.5.0",
     ),
-    "protobuf 5": ("grpcio==1.62.3", "protobuf==5.29.6", "pydantic==2.8.2", "typing-extensions==4.12.2"),
+    "protobuf 5": (
+        "grpcio==1.62.3", "numpy==1.26.4", "protobuf==5.29.6", "pydantic==2.8.2", "typing-extensions==4.15.0",
+    ),
 }  # fmt: skip
 """Versions of packages in engines' images."""
 
@@ -131,8 +136,7 @@ class BaseInstall:
 @pytest.fixture(scope="module", params=["oldest", "newest"])
 def install(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseInstall:
     """The oldest and the newest versions of the base requirements, and then rfork."""
-    python = os.environ.get(f"RFORK_TEST_{request.param.upper()}_PYTHON", sys.executable)
-    environment = Environment.create(tmp_path_factory.mktemp(request.param) / "venv", python)
+    environment = Environment.create(tmp_path_factory.mktemp(request.param) / "venv", PYTHONS[request.param])
     wanted = (*for_python(requirements(), environment.version), "numpy>=1.24")
     versions = [oldest(line) for line in wanted] if request.param == "oldest" else list(wanted)
     environment.pip("install", "--upgrade", *versions)
@@ -195,8 +199,7 @@ def test_engine_images_keep_their_packages(image: str, wheel: Path, tmp_path: Pa
 
 def test_injected_files_use_the_images_packages(wheel: Path, rfork_process: StartRfork, tmp_path: Path) -> None:
     """The webhook's files fork in an image with protobuf 5 and an old grpcio, and add only what is missing."""
-    python = os.environ.get("RFORK_TEST_OLDEST_PYTHON", sys.executable)
-    environment = Environment.create(tmp_path / "venv", python)
+    environment = Environment.create(tmp_path / "venv", PYTHONS["oldest"])
     environment.pip("install", *IMAGES["protobuf 5"])
     files.build(tmp_path / "files", wheel, [environment.version], files.by_pip(pip, CONSTRAINTS))
     variables = {"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONPATH": str(tmp_path / "files" / "path")}

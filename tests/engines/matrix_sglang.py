@@ -7,9 +7,10 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import httpx
+from typing_extensions import Self
 
 from rfork.engines.hook_targets import HookTarget
 from rfork.engines.sglang import compat

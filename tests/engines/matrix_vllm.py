@@ -8,7 +8,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from rfork.engines.hook_targets import HookTarget
 from rfork.engines.vllm import compat

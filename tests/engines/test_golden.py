@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,12 @@ CONFIGURATIONS = (
 
 def results_of(engine: str, configuration: str) -> list[dict[str, Any]]:
     """Return the results of a configuration with experts."""
-    command = [engine_python(engine), "-m", f"rfork.engines.{engine}.methods", f"{configuration}+experts"]
+    command: list[str | Path] = [
+        engine_python(engine),
+        "-m",
+        f"rfork.engines.{engine}.methods",
+        f"{configuration}+experts",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert found, run.stderr

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -308,12 +309,10 @@ def test_the_drain_survives_an_unreachable_planner() -> None:
     launch.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
 
 
-STEP = "process_weights_after_loading"
-
-
 def layer_of(module: str, name: str, *bases: type, declared: bool = True) -> nn.Module:
     """Return a layer with a method of that module of vLLM that defines the step after loading."""
-    content = {STEP: lambda self, layer: None, "supports_pre_processed_weights": declared}
+    content: dict[str, Any] = {"supports_pre_processed_weights": declared}
+    content["process_weights_after_loading"] = lambda self, layer: None
     method = type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
     layer = nn.Linear(2, 2)
     vars(layer)["quant_method"] = method()

@@ -65,11 +65,11 @@ def doctor(
 
 
 def _check_engine(engine: Engine, model: Path | None, *, as_json: bool) -> None:
-    from rfork.diagnostics import golden
+    from rfork.cli import golden_checks
 
     if model is not None and not (model / "config.json").is_file():
         raise SettingsError(f"--model: there is no config.json in {model}", hint="pass the folder of a model")
-    checks = golden.run_checks(engine, str(model) if model is not None else None)
+    checks = golden_checks.run_checks(engine, str(model) if model is not None else None)
     ok = all(check.status != "fail" for check in checks)
     if as_json:
         print_json({"ok": ok, "checks": [asdict(check) for check in checks]})

@@ -42,7 +42,7 @@ class GoldenLayer:
     """
 
     name: str
-    """What is checked: classes of the layer and of its quantisation method."""
+    """Name of its method; see `rfork.engines.layer_methods`."""
     module: nn.Module
     process: Callable[[nn.Module], object]
     """Post-process loaded weights."""
@@ -54,7 +54,7 @@ class GoldenLayer:
 
 @dataclass(frozen=True, slots=True)
 class Capturing:
-    """How an engine's models are captured; see `rfork.engines.load_or_fork.ModelIdentity`."""
+    """Options with which an engine's models are captured; see `rfork.engines.load_or_fork.ModelIdentity`."""
 
     packages: Collection[str] = ()
     helper_attributes: Collection[str] = ()
@@ -144,7 +144,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 def randomise(module: nn.Module, seed: int) -> None:
     """Fill floats and packed weights with random values, the same for the same seed.
 
-    Small integers, and those whose name says that they are indices or shapes, are kept.
+    Small integers, and those whose name means indices or shapes, are kept.
     """
     for index, (name, tensor) in enumerate(_named_tensors(module)):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)

@@ -98,14 +98,14 @@ def main(folder: Path) -> None:
         dtype=torch.float32, model_path=str(folder), quantization=None, revision=None, hf_config=SimpleNamespace()
     )
     engine = SglangEngine(LoadConfig(), config, DeviceConfig("cpu", 0), forkable_methods=("Method",))
-    taken = {}
+    logged = {}
     layouts = {}
     for name in ("empty", "load"):
         steps.clear()
         layouts[name] = capture(getattr(engine, name)()).layout
-        taken[name] = list(steps)
+        logged[name] = list(steps)
     difference = layouts["empty"].first_difference(layouts["load"])
-    print("RESULT " + json.dumps({"difference": difference, "empty": taken["empty"], "loaded": taken["load"]}))
+    print("RESULT " + json.dumps({"difference": difference, "empty": logged["empty"], "loaded": logged["load"]}))
 
 
 if __name__ == "__main__":

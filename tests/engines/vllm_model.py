@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rfork.engines.served_model import ServedModel, served_model
-from rfork.engines.vllm.model_builder import keep_weights_on_cpu
+from rfork.engines.vllm.compat import keep_weights_on_cpu
 from tests.engines.reference_digests import digest
 
 

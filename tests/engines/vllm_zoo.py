@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from rfork.engines.served_model import ServedModel, served_model
-from rfork.engines.vllm.model_builder import keep_weights_on_cpu
+from rfork.engines.vllm.compat import keep_weights_on_cpu
 from tests.engines.model_folders import copy_without_weights
 from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES, PROMPTS, TOKENS, Architecture

@@ -89,6 +89,8 @@ PLANNER_ALLOWED_IMPORTS = {
 """Modules of `rfork` that the planner may import. None of them imports torch."""
 
 ENVIRONMENT_WRITERS = {
+    "rfork/engines/vllm/methods.py": "command that sets vLLM's variables in its own process",
+    "rfork/engines/sglang/methods.py": "command that sets SGLang's variables in its own process",
     "rfork/cli/demo.py": "starts processes without the demo's own settings",
     "rfork/cli/launch.py": "passes the launcher's environment to the engine",
     "rfork/engines/sglang/compat.py": "reads variables of SGLang that change how it builds models",

@@ -35,7 +35,7 @@ def unsupported_config(model_config: ModelConfig) -> str | None:
 
 
 def unsupported_parallelism(parallel: Any, dp_size: int) -> str | None:
-    """Return why the ranks of a server of this parallelism cannot be told apart, or None if they can."""
+    """Return why the ranks of a server of this parallelism have no distinct names, or None if they have."""
     if dp_size > 1 and parallel.attn_dp_size == 1 and not hasattr(parallel, "dp_rank"):
         return f"data parallelism without --enable-dp-attention cannot be forked with SGLang {version('sglang')}"
     return None

@@ -211,6 +211,26 @@ def is_quantised_online(vllm_config: VllmConfig) -> bool:
     return isinstance(quant_config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
 
 
+def keep_weights_on_cpu() -> None:
+    """Make vLLM keep the weights of linear layers as tensors in this process, instead of packing them.
+
+    On a CPU, vLLM passes them to oneDNN and empties the parameters, so there would be nothing to serve or to
+    fill. torch computes the same results from them, except for the last bits.
+    """
+    import vllm._custom_ops as custom_ops
+    from vllm.model_executor.layers import utils as layer_utils
+
+    if getattr(custom_ops, "_supports_onednn", False):
+        log.info("vLLM's oneDNN weight packing disabled in this process")
+    # Where these names do not exist, packed weights are found in the built model: it is then not forked.
+    custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = _no_packing
+
+
+def _no_packing(n: int, k: int, dtype: torch.dtype) -> bool:
+    return False
+
+
 def weights_already_processed() -> AbstractContextManager[None]:
     """Return the context in which vLLM's kernels are rebuilt from processed weights. Raises EngineMismatch."""
     try:

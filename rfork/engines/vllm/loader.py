@@ -83,14 +83,13 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         """Hook the worker and prepare vLLM for a fork. Returns why this server cannot be forked; None if it can."""
         from rfork.engines.vllm.hooks import install
         from rfork.engines.vllm.identity import unsupported_config
-        from rfork.engines.vllm.model_builder import keep_weights_on_cpu
 
         if reason := unsupported_config(vllm_config, model_config):
             return reason
         install(compat.worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
-            keep_weights_on_cpu()
+            compat.keep_weights_on_cpu()
         return None
 
     def _load_or_fork(

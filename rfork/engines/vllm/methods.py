@@ -170,8 +170,6 @@ def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, ob
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from rfork.engines.vllm.model_builder import keep_weights_on_cpu
-
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(configuration))
         vllm_config = EngineArgs(
@@ -179,7 +177,7 @@ def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, ob
         ).create_engine_config()
         device = torch.device(vllm_config.device_config.device)
         if device.type == "cpu":
-            keep_weights_on_cpu()
+            compat.keep_weights_on_cpu()
         with set_current_vllm_config(vllm_config):
             backend = "gloo" if device.type == "cpu" else "nccl"
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)

@@ -193,26 +193,6 @@ def plain_load_config(load_config: LoadConfig, load_format: str) -> LoadConfig:
     return replace(load_config, load_format=load_format, model_loader_extra_config={})
 
 
-def keep_weights_on_cpu() -> None:
-    """Make vLLM keep the weights of linear layers as tensors in this process, instead of packing them.
-
-    On a CPU, vLLM passes them to oneDNN and empties the parameters, so there would be nothing to serve or to
-    fill. torch computes the same results from them, except for the last bits.
-    """
-    import vllm._custom_ops as custom_ops
-    from vllm.model_executor.layers import utils as layer_utils
-
-    if getattr(custom_ops, "_supports_onednn", False):
-        log.info("vLLM's oneDNN weight packing disabled in this process")
-    # Where these names do not exist, packed weights are found in the built model: it is then not forked.
-    custom_ops._supports_onednn = False
-    layer_utils.check_cpu_sgl_kernel = _no_packing
-
-
-def _no_packing(n: int, k: int, dtype: torch.dtype) -> bool:
-    return False
-
-
 def _has_weights(folder: Path) -> bool:
     found = [str(path) for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
     try:

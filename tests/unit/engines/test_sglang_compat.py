@@ -95,7 +95,7 @@ class SpawnedRanks(SimpleNamespace):
         (SpawnedRanks(attn_dp_size=1), 2, False),
     ],
 )
-def test_replicas_of_one_server_that_look_the_same_are_rejected(
+def test_replicas_of_one_server_without_distinct_names_are_rejected(
     parallel: SimpleNamespace, dp_size: int, is_rejected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before 0.5.21, a loader cannot find the data-parallel rank of its process."""
@@ -154,7 +154,7 @@ ARGUMENTS = SimpleNamespace(attention_backend="requested", dtype="auto")
 def test_options_are_resolved_ones(
     context: SimpleNamespace, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What SGLang has published comes first; before 0.5.18 it resolves its arguments in place."""
+    """The options that SGLang has published come first; before 0.5.18 it resolves its arguments in place."""
     install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_context=lambda: context)
     assert value == compat.option(name, "default")
 

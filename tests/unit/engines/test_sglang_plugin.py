@@ -1,4 +1,4 @@
-"""What the plug-in adds to each process of an SGLang server, with fakes in place of SGLang."""
+"""Additions of the plug-in to each process of an SGLang server, with fakes in place of SGLang."""
 
 from __future__ import annotations
 

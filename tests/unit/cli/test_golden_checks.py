@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from rfork.diagnostics import golden
+from rfork.cli import golden_checks
 from rfork.diagnostics.result import CheckResult
 from rfork.engines.layer_methods import ForkableMethods
 
@@ -23,7 +23,7 @@ def line(method: str, failure: str | None = None) -> dict[str, str]:
 def test_each_method_has_one_result() -> None:
     """It fails if it fails for one type of layer; methods that were checked before are not repeated."""
     lines = [line("Known/Kernel"), line("Plain"), line("New/Kernel"), line("Bad/Kernel"), line("Bad/Kernel", "no GPU")]
-    found = golden.check_methods(lines, METHODS, checked := {"Plain"})
+    found = golden_checks.check_methods(lines, METHODS, checked := {"Plain"})
     assert [
         CheckResult("Known/Kernel", "ok", "passes the golden check"),
         CheckResult("New/Kernel", "ok", "passes the golden check", "to fork it, set RFORK_FORKABLE_METHODS=New/Kernel"),
@@ -37,9 +37,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of an installed engine with two configurations."""
     module = ModuleType("engine_methods")
     vars(module).update(METHODS=METHODS)
-    monkeypatch.setattr(golden, "CONFIGURATIONS", {"plain": None, "crashing": {}})
+    monkeypatch.setattr(golden_checks, "CONFIGURATIONS", {"plain": None, "crashing": {}})
     monkeypatch.setitem(sys.modules, "engine_methods", module)
-    monkeypatch.setattr(golden, "MODULES", {"json": "engine_methods"})
+    monkeypatch.setattr(golden_checks, "MODULES", {"json": "engine_methods"})
     return "json"
 
 
@@ -50,33 +50,33 @@ def test_a_crash_is_a_result_of_its_own(engine: str) -> None:
         output = "noise\n" + json.dumps(line(f"{configuration}/Kernel"))
         return (-11 if configuration == "crashing+experts" else 0), output, ""
 
-    found = golden.run_checks(engine, run=run)  # type: ignore[arg-type]
+    found = golden_checks.run_checks(engine, run=run)  # type: ignore[arg-type]
     assert ["plain+experts/Kernel", "crashing+experts/Kernel", "crashing+experts"] == [result.name for result in found]
     assert "cannot be checked here: crashed (signal 11)" == found[-1].detail
 
 
 def test_a_models_own_configuration_is_checked_alone(engine: str) -> None:
     """The folder is passed to the check."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     def run(module: str, configuration: str) -> tuple[int, str, str]:
-        asked.append(configuration)
+        requested.append(configuration)
         return 1, "", "Traceback\nValueError: no such method\n"
 
-    found = golden.run_checks(engine, "/models/x", run)  # type: ignore[arg-type]
-    assert ["/models/x"] == asked
+    found = golden_checks.run_checks(engine, "/models/x", run)  # type: ignore[arg-type]
+    assert ["/models/x"] == requested
     assert ["cannot be checked here: ValueError: no such method"] == [result.detail for result in found]
 
 
 def test_a_missing_engine_is_a_failure() -> None:
-    """Nothing is checked, and the fix says where to run the command."""
-    found = golden.run_checks("vllm")
+    """Nothing is checked, and the fix names the environment to run the command in."""
+    found = golden_checks.run_checks("vllm")
     assert ["fail"] == [result.status for result in found]
 
 
 def test_processes_report_their_end() -> None:
     """A module that does not exist ends with an error."""
-    status, output, errors = golden._run("no_such_module", "none")
+    status, output, errors = golden_checks._run("no_such_module", "none")
     assert 1 == status
     assert "" == output
     assert "no_such_module" in errors

@@ -37,7 +37,7 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
     options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
     llm = LLM(
         str(folder),
-        dtype="float32",
+        dtype="float32" if architecture.quantise is None else "bfloat16",
         max_model_len=64,
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
@@ -102,7 +102,7 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
         if source["outcome"] == "not forked":
             return "refused", ""
         bare = copy_without_weights(folder / name, Path(scratch))
-        with second_engine(), vllm_model(bare, architecture, planner) as second:
+        with vllm_model(bare, architecture, planner) as second:
             target = content_of(second, architecture)
     if target["outcome"] != "forked":
         return "failed", f"{target['outcome']}: {target['reasons']}"
@@ -111,12 +111,6 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
             differing = [one for one in source["tensors"] if source["tensors"][one] != target["tensors"].get(one)]
             return "failed", f"{key} differ {differing[:3]}"
     return "forked", f"{len(source['tensors'])} tensors"
-
-
-@contextmanager
-def second_engine() -> Iterator[None]:
-    """Keep the process groups of the first engine while a second one is built in this process."""
-    yield
 
 
 def main() -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 
 Task = Literal["generate", "embed", "transcribe"]
 
@@ -35,6 +36,8 @@ DENSE: Final[Mapping[str, Any]] = {
     "pad_token_id": 0,
     "initializer_range": 0.1,
 }
+WIDE: Final[Mapping[str, Any]] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Sizes of quantised layers."""
 EXPERTS: Final[Mapping[str, Any]] = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA: Final[Mapping[str, Any]] = {
     **DENSE,
@@ -72,20 +75,57 @@ VISION: Final[Mapping[str, Any]] = {
 }
 
 
+Quantise = Callable[[torch.Tensor | None], Mapping[str, Any]]
+
+
+def gptq(weight: torch.Tensor | None) -> Mapping[str, Any]:
+    """Return 4-bit tensors in GPTQ's format, in groups of 128 inputs."""
+    if weight is None:
+        return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    outputs, inputs = weight.shape
+    return {
+        "qweight": torch.randint(-(2**31), 2**31 - 1, (inputs // 8, outputs), dtype=torch.int32),
+        "qzeros": torch.full((inputs // 128, outputs // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.rand(inputs // 128, outputs).to(torch.bfloat16) * 0.02,
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // 128,
+    }
+
+
+def fp8_block(weight: torch.Tensor | None) -> Mapping[str, Any]:
+    """Return 8-bit floats with one scale per block of 128 by 128, as DeepSeek-V3's."""
+    if weight is None:
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    outputs, inputs = weight.shape
+    scales = torch.rand(-(-outputs // 128), -(-inputs // 128)) * 0.02
+    return {"weight": torch.randn_like(weight).to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+
+
 class Architecture:
     """One architecture: transformers' model type, arguments of its configuration, and what it is used for."""
 
     def __init__(
-        self, model_type: str, arguments: Mapping[str, Any] = DENSE, task: Task = "generate", **more: Any
+        self,
+        model_type: str,
+        arguments: Mapping[str, Any] = DENSE,
+        task: Task = "generate",
+        quantise: Quantise | None = None,
+        **more: Any,
     ) -> None:
+        """`quantise` replaces a layer's weight by random quantised ones, and ``None`` by the configuration."""
         self.model_type = model_type
         self.arguments = {**arguments, **more}
         self.task: Task = task
+        self.quantise = quantise
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("llama"),
     "llama-tied": Architecture("llama", tie_word_embeddings=True),
+    "llama-gptq": Architecture("llama", DENSE, quantise=gptq, **WIDE),
+    "llama-fp8": Architecture("llama", DENSE, quantise=fp8_block, **WIDE),
+    "mixtral-fp8": Architecture(
+        "mixtral", DENSE, quantise=fp8_block, num_local_experts=4, num_experts_per_tok=2, **WIDE
+    ),
     "mistral": Architecture("mistral"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
@@ -117,7 +157,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
     "deepseek_v2": Architecture("deepseek_v2", MLA, topk_method="greedy"),
-    "deepseek_v3": Architecture("deepseek_v3", MLA),
+    "deepseek_v3": Architecture("deepseek_v3", MLA, head_dim=16),
     "glm4_moe": Architecture("glm4_moe", MLA),
     "mamba": Architecture("mamba", hidden_size=128, state_size=16),
     "mamba2": Architecture("mamba2", num_heads=8, head_dim=32, hidden_size=128, state_size=16, n_groups=1),
@@ -200,10 +240,27 @@ def model_of(architecture: Architecture) -> Any:
 
 def write(folder: Path, name: str) -> Path:
     """Write a model with its weights into a subfolder, which is returned."""
-    made = folder / name
-    model = model_of(ARCHITECTURES[name])
-    model.save_pretrained(made)
+    made, architecture = folder / name, ARCHITECTURES[name]
+    model_of(architecture).save_pretrained(made)
+    if architecture.quantise is not None:
+        _quantise(made, architecture.quantise)
     return made
+
+
+def _quantise(folder: Path, quantise: Quantise) -> None:
+    """Replace the weights of all linear layers but the head."""
+    file, config_file = folder / "model.safetensors", folder / "config.json"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        layer = name.removesuffix(".weight")
+        if layer != name and tensor.dim() == 2 and not any(part in name for part in ("embed", "lm_head", ".gate.")):
+            tensors |= {f"{layer}.{key}": value for key, value in quantise(tensor).items()}
+        else:
+            tensors[name] = tensor.to(torch.bfloat16)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads(config_file.read_text())
+    config |= {"quantization_config": quantise(None), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    config_file.write_text(json.dumps(config))
 
 
 def write_all(folder: Path, names: list[str]) -> Iterator[tuple[str, str]]:

@@ -58,7 +58,8 @@ IMAGES: Final[Mapping[str, Sequence[str]]] = {
         "pydantic==2.11.9", "rich==14.1.0", "safetensors==0.6.2", "typing-extensions==4.15.0", "xxhash==3.5.0",
     ),
     "protobuf 5": (
-        "grpcio==1.62.3", "numpy==1.26.4", "protobuf==5.29.6", "pydantic==2.8.2", "typing-extensions==4.15.0",
+        "grpcio==1.62.3", "httpx==0.27.2", "numpy==1.26.4", "protobuf==5.29.6", "pydantic==2.8.2",
+        "typing-extensions==4.15.0",
     ),
 }  # fmt: skip
 """Versions of packages in engines' images."""

@@ -20,11 +20,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from rfork.engines.hidden_state import HiddenState
+from rfork.engines.hidden_state import COMMON_HELPER_ATTRIBUTES, HiddenState
 from rfork.errors import RforkError
 from rfork.image.capture import capture
 from rfork.image.layout import ATTRIBUTE, Layout
 from rfork.image.memory import Image
+from rfork.image.module_tensors import OWN_ATTRIBUTES
 
 SCALE: Final = 0.02
 """Random floats are between half and one and a half of this value: plausible as weights and as scales."""
@@ -131,14 +132,31 @@ class _Captured:
 def copy_of(module: nn.Module) -> nn.Module:
     """Return a copy of a module with memory of its own.
 
-    Engines' parameter classes do not support `copy.deepcopy`; attributes of parameters are shared.
+    Engines' parameter classes do not support `copy.deepcopy`; attributes of parameters are shared. So are attributes
+    of modules that cannot be copied, such as process groups, unless they refer to the code computing with the weights:
+    then the exception of `copy.deepcopy` is raised.
     """
     copies: dict[int, Any] = {}
     for tensor in _tensors_of(module):
         made = torch.Tensor._make_subclass(type(tensor), tensor.detach().clone(), tensor.requires_grad)
         vars(made).update(vars(tensor))
         copies[id(tensor)] = made
-    return copy.deepcopy(module, copies)
+    modules = list(module.modules())
+    for each in modules:
+        copies[id(each)] = type(each).__new__(type(each))
+    for each in modules:
+        vars(copies[id(each)]).update({key: _copied(key, value, copies) for key, value in vars(each).items()})
+    copied: nn.Module = copies[id(module)]
+    return copied
+
+
+def _copied(key: str, value: object, copies: dict[int, Any]) -> object:
+    try:
+        return copy.deepcopy(value, copies)
+    except TypeError:  # it cannot be pickled
+        if key in COMMON_HELPER_ATTRIBUTES or key in OWN_ATTRIBUTES:
+            raise
+        return value
 
 
 def randomise(module: nn.Module, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,17 @@ def test_copies_have_their_own_memory() -> None:
     assert EngineParameter is type(weight)
     assert layer.weight.loader is weight.loader
     assert layer.weight.data_ptr() != weight.data_ptr()
+
+
+def test_objects_that_cannot_be_copied_are_shared() -> None:
+    """Unless they belong to the code that computes with the weights: a check of shared state proves nothing."""
+    layer = nn.Sequential(Layer())
+    lock = threading.Lock()
+    vars(layer[0])["group"] = lock
+    assert lock is vars(copy_of(layer)[0])["group"]  # type: ignore[index]
+    vars(layer[0])["kernel"] = lock
+    with pytest.raises(TypeError):
+        copy_of(layer)
 
 
 def test_random_values_are_valid() -> None:

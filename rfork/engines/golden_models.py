@@ -78,14 +78,15 @@ def model_configuration(quantisation: Mapping[str, object] | None, *, experts: b
 
 
 def configurations_of(argument: str) -> Iterator[Mapping[str, object]]:
-    """Yield the configurations of a name, ``NAME+experts``, or the folder of a model."""
-    name, _, experts = argument.partition("+")
+    """Yield the configurations of ``NAME``, ``NAME+experts`` or ``NAME+experts+float32``, or the folder of a model."""
+    name, *options = argument.split("+")
     if name in CONFIGURATIONS:
-        yield model_configuration(CONFIGURATIONS[name], experts=bool(experts))
+        found = model_configuration(CONFIGURATIONS[name], experts="experts" in options)
+        yield found | ({"torch_dtype": "float32"} if "float32" in options else {})
         return
-    found = json.loads((Path(argument) / "config.json").read_text())
-    quantisation = found.get("quantization_config", found.get("text_config", {}).get("quantization_config"))
-    has_experts = any("expert" in key for key in found)
+    config = json.loads((Path(argument) / "config.json").read_text())
+    quantisation = config.get("quantization_config", config.get("text_config", {}).get("quantization_config"))
+    has_experts = any("expert" in key for key in config)
     yield model_configuration(quantisation, experts=has_experts)
 
 

@@ -15,6 +15,7 @@ from tests.engines.engine_server import ROOT, engine_python
 
 CONFIGURATIONS = (
     "none",
+    "none+float32",
     "fp8-block",
     "awq",
     "gptq",

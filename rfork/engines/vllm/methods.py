@@ -49,6 +49,7 @@ METHODS: Final = ForkableMethods(
             "CompressedTensorsWNA16MoEMethod/CPUExpertsInt4",
             "Fp8LinearMethod/CPUFp8BlockScaledMMKernel",
             "Fp8MoEMethod/CPUExpertsFp8",
+            "UnquantizedFusedMoEMethod/CPUUnquantizedExperts",
             "UnquantizedFusedMoEMethod/X86CPUUnquantizedExperts",
         ),
     },
@@ -173,7 +174,12 @@ def golden_results(configuration: Mapping[str, object]) -> Iterator[dict[str, ob
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(configuration))
         vllm_config = EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, max_model_len=128
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=128,
+            dtype=str(configuration["torch_dtype"]),
         ).create_engine_config()
         device = torch.device(vllm_config.device_config.device)
         if device.type == "cpu":

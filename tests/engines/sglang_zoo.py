@@ -41,7 +41,7 @@ def set_up(folder: Path) -> None:
         sampling_backend="pytorch",
         load_format="rfork",
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=ARCHITECTURES[folder.name].dtype,
     )
     arguments.resolve_once()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -59,7 +59,7 @@ def load(folder: Path) -> nn.Module:
 
     from rfork.engines.sglang.loader import RforkLoader
 
-    model_config = ModelConfig(str(folder), dtype="float32")
+    model_config = ModelConfig(str(folder), dtype=ARCHITECTURES[folder.name].dtype)
     loaded: nn.Module = RforkLoader(LoadConfig(load_format="auto")).load_model(
         model_config=model_config, device_config=DeviceConfig("cpu", 0)
     )
@@ -87,7 +87,7 @@ def result_of(folder: Path, name: str) -> tuple[str, str]:
     expected, found = digests(source), digests(target)
     if expected != found:
         return "failed", f"tensors differ {[key for key in expected if expected[key] != found.get(key)][:3]}"
-    return "forked", f"{len(expected)} tensors"
+    return "forked", f"{len(expected)} tensors only"
 
 
 def main() -> int:

@@ -61,7 +61,8 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
     for key in ("tensors", "outputs"):
         if expected[key] != found[key]:
             return "failed", f"{key} differ"
-    return "forked", f"{len(expected['tensors'])} tensors"
+    compared = "and outputs" if expected["outputs"] else "only"
+    return "forked", f"{len(expected['tensors'])} tensors {compared}"
 
 
 def main() -> int:

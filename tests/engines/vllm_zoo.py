@@ -37,7 +37,7 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
     options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
     llm = LLM(
         str(folder),
-        dtype="float32" if architecture.quantise is None else "bfloat16",
+        dtype=architecture.dtype,
         max_model_len=64,
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
@@ -60,14 +60,12 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
 
 
 def outputs_of(llm: Any, architecture: Architecture) -> Any:
-    """Return greedy tokens, or embeddings."""
+    """Return greedy tokens; nothing for a model that does not generate text from tokens."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    if architecture.task == "embed":
-        return [list(output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)]
-    if architecture.task == "transcribe":
-        return []
+    if architecture.task != "generate":
+        return []  # vLLM needs a tokenizer for them
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -110,7 +108,8 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
         if source[key] != target[key]:
             differing = [one for one in source["tensors"] if source["tensors"][one] != target["tensors"].get(one)]
             return "failed", f"{key} differ {differing[:3]}"
-    return "forked", f"{len(source['tensors'])} tensors"
+    compared = "and tokens" if source["outputs"] else "only"
+    return "forked", f"{len(source['tensors'])} tensors {compared}"
 
 
 def main() -> int:

@@ -3,13 +3,16 @@
 ``python -m tests.engines.zoo FOLDER NAME…`` writes models (all without names); it needs only transformers and torch,
 so that each engine's own Python can write what its version of transformers knows. The models have no tokenizer:
 prompts are token ids.
+
+`tests.engines.vllm_zoo`, `sglang_zoo` and `transformers_zoo` fork them; ``python -m tests.engines.zoo record ENGINE``
+reads their output and writes it to docs/model-zoo.json.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 Task = Literal["generate", "embed", "transcribe"]
 
+RESULTS: Final = Path(__file__).parents[2] / "docs" / "model-zoo.json"
 VOCABULARY: Final = 512
 PROMPTS: Final = tuple([1 + (17 * prompt + 5 * position) % 500 for position in range(9)] for prompt in range(4))
 """Token ids of four prompts."""
@@ -109,6 +113,7 @@ class Architecture:
         arguments: Mapping[str, Any] = DENSE,
         task: Task = "generate",
         quantise: Quantise | None = None,
+        dtype: str = "float32",
         **more: Any,
     ) -> None:
         """`quantise` replaces a layer's weight by random quantised ones, and ``None`` by the configuration."""
@@ -116,6 +121,8 @@ class Architecture:
         self.arguments = {**arguments, **more}
         self.task: Task = task
         self.quantise = quantise
+        self.dtype = dtype if quantise is None else "bfloat16"
+        """Data type in which an engine computes: some kernels have no other."""
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -156,8 +163,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "olmoe": Architecture("olmoe", EXPERTS),
     "granitemoe": Architecture("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
-    "deepseek_v2": Architecture("deepseek_v2", MLA, topk_method="greedy"),
-    "deepseek_v3": Architecture("deepseek_v3", MLA, head_dim=16),
+    "deepseek_v2": Architecture("deepseek_v2", MLA, dtype="bfloat16", topk_method="greedy"),
+    "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=16, topk_method="noaux_tc"),
     "glm4_moe": Architecture("glm4_moe", MLA),
     "mamba": Architecture("mamba", hidden_size=128, state_size=16),
     "mamba2": Architecture("mamba2", num_heads=8, head_dim=32, hidden_size=128, state_size=16, n_groups=1),
@@ -273,8 +280,22 @@ def write_all(folder: Path, names: list[str]) -> Iterator[tuple[str, str]]:
             yield name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def record(engine: str, lines: Iterable[str]) -> None:
+    """Write the results of one engine, lines of JSON, into the table of the documentation. Others are kept."""
+    table: dict[str, dict[str, dict[str, str]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for line in lines:
+        if line.startswith("{"):
+            result = json.loads(line)
+            table.setdefault(result["architecture"], {})[engine] = {"level": result["level"], "note": result["note"]}
+    ordered = {name: table[name] for name in ARCHITECTURES if name in table}
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
 def main() -> int:
-    """Write the models and print errors as JSON."""
+    """Write the models and print errors as JSON, or record results."""
+    if sys.argv[1] == "record":
+        record(sys.argv[2], sys.stdin)
+        return 0
     for name, error in write_all(Path(sys.argv[1]), sys.argv[2:] or list(ARCHITECTURES)):
         print(json.dumps({"architecture": name, "error": error}), flush=True)
     return 0

@@ -1,4 +1,8 @@
-"""The nixl transport over UCX (cma, tcp) between processes that die, stop and disagree."""
+"""The nixl transport over UCX (cma, tcp) between processes that die, stop and disagree.
+
+Install ``rfork[nixl]`` and run this file alone: NIXL and grpcio-tools, which other tests import, contain copies of one
+library that crash a process with both.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from docs.site.reference import (
     python_page,
     rest_page,
     settings_page,
+    zoo_page,
 )
 
 MARKER: Final = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
@@ -29,6 +30,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "grpc-scaler": lambda: grpc_page.page(grpc_page.SCALER),
     "metrics": metrics_page.page,
     "sglang-versions": lambda: matrix_page.table_of("sglang"),
+    "architectures": zoo_page.architectures,
     "vllm-versions": lambda: matrix_page.table_of("vllm"),
     "python": python_page.page,
     "rest-problems": rest_page.page_problems,

@@ -35,25 +35,27 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
     from vllm.distributed import cleanup_dist_env_and_memory
 
     options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
-    llm = LLM(
-        str(folder),
-        dtype=architecture.dtype,
-        max_model_len=64,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        load_format="rfork",
-        model_loader_extra_config={"planner": planner},
-        **options,
-    )
+    llm = None
     try:
+        llm = LLM(
+            str(folder),
+            dtype=architecture.dtype,
+            max_model_len=64,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=64 << 20,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            load_format="rfork",
+            model_loader_extra_config={"planner": planner},
+            **options,
+        )
         yield llm
     finally:
-        for served in llm.apply_model(served_model):
-            if isinstance(served, ServedModel):
-                served.close(0.0)
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            for served in llm.apply_model(served_model):
+                if isinstance(served, ServedModel):
+                    served.close(0.0)
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()

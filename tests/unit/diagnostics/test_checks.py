@@ -368,10 +368,10 @@ def test_the_locked_memory_limit_matters_only_for_rdma(limit: int, rdma: bool, s
     assert status == check_locked_memory(limit, rdma=rdma).status
 
 
-def test_python_must_be_3_11_or_newer() -> None:
+def test_python_must_be_3_10_or_newer() -> None:
     """An older Python fails the check."""
-    assert "ok" == check_python(("3", "11", "7"), "2.13.0").status
-    assert "fail" == check_python(("3", "10", "1"), "2.13.0").status
+    assert "ok" == check_python(("3", "10", "13"), "2.13.0").status
+    assert "fail" == check_python(("3", "9", "1"), "2.13.0").status
 
 
 def test_cuda_is_optional() -> None:

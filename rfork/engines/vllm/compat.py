@@ -1,7 +1,7 @@
 """vLLM's private names, and what rfork reads from vLLM's configuration.
 
-The names are the functions that are hooked or called, the quantisation methods whose kernels can be rebuilt,
-tensors that are no weights, and options that select kernels. Importing this module imports no part of vLLM.
+The names are the functions that are hooked or called, tensors that are no weights, and options that select
+kernels. Importing this module imports no part of vLLM.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ HOOK_TARGETS: Final = (
     HookTarget(f"{MANAGER}.finished_procs", (), "comfort"),
     HookTarget("vllm._custom_ops._supports_onednn", (), "comfort"),
     HookTarget("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", ("n", "k", "dtype"), "comfort"),
-    # Since vLLM 0.30. Quantised models are not forked without it.
+    # Since vLLM 0.30. Without it, models whose kernels must be rebuilt are not forked.
     HookTarget("vllm.model_executor.utils.weights_already_processed", (), "comfort", optional=True),
     *DUMMY_LAYER_TARGETS,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakSet
 
 import torch
@@ -174,18 +174,26 @@ class WeightLifecycle:
             log.exception("failed to close the seed")
 
 
-def attach_lifecycle(module: nn.Module, served: ServedModel, *, observe_loads: bool = False) -> WeightLifecycle:
+def attach_lifecycle(
+    module: nn.Module,
+    served: ServedModel,
+    *,
+    observe_loads: bool = False,
+    also_changes: WeightLifecycle | None = None,
+) -> WeightLifecycle:
     """Attach a lifecycle to a model. `observe_loads`: detect every call of its `load_weights` from then on.
 
     vLLM users make these calls from their own extensions (in reinforcement learning, for example), where no
-    worker method is involved.
+    worker method is involved. `also_changes`: lifecycle of another model with which it shares tensors.
     """
     lifecycle = WeightLifecycle(served)
     _attached.add(lifecycle)
     setattr(module, ATTRIBUTE, lifecycle)
     load: LoadWeights | None = getattr(module, "load_weights", None) if observe_loads else None
     if load is not None:
-        vars(module)["load_weights"] = functools.wraps(load)(functools.partial(_observe_load, lifecycle, load))
+        vars(module)["load_weights"] = functools.wraps(load)(
+            functools.partial(_observe_load, [each for each in (lifecycle, also_changes) if each is not None], load)
+        )
     return lifecycle
 
 
@@ -202,11 +210,13 @@ def stop_seeding() -> None:
 
 
 def _observe_load(
-    lifecycle: WeightLifecycle,
+    lifecycles: Sequence[WeightLifecycle],
     load: LoadWeights,
     weights: Iterable[tuple[str, torch.Tensor]],
     *args: object,
     **kwargs: object,
 ) -> object:
-    with lifecycle.loading():
+    with contextlib.ExitStack() as stack:
+        for lifecycle in lifecycles:
+            stack.enter_context(lifecycle.loading())
         return load(weights, *args, **kwargs)

@@ -97,8 +97,9 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     ) -> nn.Module:
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
-        from rfork.engines.vllm.identity import identity_of
-        from rfork.engines.weight_lifecycle import attach_lifecycle
+        from rfork.engines.vllm import draft_sharing
+        from rfork.engines.vllm.identity import identity_of, is_draft
+        from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 
         module = load_or_fork(
             builder,
@@ -107,8 +108,11 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             builder.rebuild,
             no_seed_reason,
         )
+        main = draft_sharing.main_model() if draft_sharing.shared_patterns(module) else None
         if (served := served_model(module)) is not None:
-            attach_lifecycle(module, served, observe_loads=True)
+            attach_lifecycle(module, served, observe_loads=True, also_changes=lifecycle_of(main))
+        if not is_draft(vllm_config, model_config):
+            draft_sharing.remember_main(module)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:

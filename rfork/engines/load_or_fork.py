@@ -313,6 +313,7 @@ class _LoadOrFork:
             version = unused.version_by_content(manifest)
         identity = replace(unused.identity, instance_id=f"{unused.identity.instance_id}-loaded", version=version)
         unused.close()
+        log.info("serving the loaded model as another instance", instance=identity.instance_id)
         return Seed(image, identity, self._settings, Connections.of(self._settings), manifest=manifest).start()
 
     @property

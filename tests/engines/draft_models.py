@@ -24,7 +24,8 @@ HEADS: Final = 4
 KEY_HEADS: Final = 2
 HEAD_DIM: Final = 32
 REDUCED_VOCABULARY: Final = 256
-LAYERS: Final = 4
+LAYERS: Final = 8
+"""EAGLE-3 reads hidden states of layers 2, n/2 and n-3, which must differ."""
 DEVIATION: Final = 0.1
 
 Kind = Literal["eagle", "eagle3", "mtp"]

@@ -21,7 +21,7 @@ from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
-from rfork.engines.tensor_sharing import Patterns, TensorSharing
+from rfork.engines.tensor_sharing import Patterns, TensorSharing, matches
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,
@@ -332,7 +332,9 @@ class _LoadOrFork:
     def _abandon(self) -> None:
         """Free the memory of an unused model: the engine is about to allocate the same amount again."""
         if self._model is not None:
-            for value in self._model.parameters():
+            for name, value in self._model.named_parameters():
+                if matches(name, self._shared):
+                    continue  # they may be the main model's
                 with contextlib.suppress(RuntimeError):  # borrowed memory cannot be resized
                     value.untyped_storage().resize_(0)
         self._model = self._hidden_state = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -38,13 +39,34 @@ class TensorSharing(Protocol):
         ...
 
 
+_main: ReferenceType[nn.Module] | None = None
+
+
+def remember_main(module: nn.Module) -> None:
+    """Note the main model of this process. An engine loads it before its drafts."""
+    global _main  # an engine's loaders know nothing of one another
+    _main = ref(module)
+
+
+def main_model() -> nn.Module | None:
+    """Return the main model of this process, if rfork has seen it."""
+    return _main() if _main is not None else None
+
+
 def not_shared(draft: nn.Module, main: nn.Module, shared: Patterns) -> Sequence[str]:
     """Return the names of tensors that match `shared`, but are none of the main model's."""
     addresses = {_key(tensor) for _, tensor in _tensors(main)}
-    return [name for name, tensor in _tensors(draft) if _matches(name, shared) and _key(tensor) not in addresses]
+    return [name for name, tensor in _tensors(draft) if matches(name, shared) and _key(tensor) not in addresses]
 
 
-def _matches(name: str, patterns: Collection[str]) -> bool:
+def shared_names(draft: nn.Module, main: nn.Module) -> Patterns:
+    """Return the names of the draft's tensors that are the main model's."""
+    addresses = {_key(tensor) for _, tensor in _tensors(main)}
+    return tuple(name for name, tensor in _tensors(draft) if _key(tensor) in addresses)
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Return True if a tensor's name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -1,13 +1,11 @@
 """Tiny random main models with drafts that share tensors with them: EAGLE, EAGLE-3 and multi-token prediction.
 
-``python -m tests.engines.draft_models FOLDER`` writes them; it needs only transformers and torch. Prompts are token
-ids, as in `tests.engines.zoo`.
+Prompts are token ids, as in `tests.engines.zoo`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ LAYERS: Final = 8
 DEVIATION: Final = 0.1
 
 Kind = Literal["eagle", "eagle3", "mtp"]
+Engine = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,8 @@ def _add_prediction_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def write_draft(folder: Path, draft: Draft, main: Path) -> None:
-    """Write the files of an EAGLE draft of the main model in folder `main`."""
+def write_draft(folder: Path, draft: Draft, main: Path, engine: Engine) -> None:
+    """Write the files of an EAGLE draft of the main model in folder `main`, for one engine."""
     folder.mkdir(parents=True)
     served = load_file(main / "model.safetensors")
     with torch.random.fork_rng(devices=[]):
@@ -95,6 +94,8 @@ def write_draft(folder: Path, draft: Draft, main: Path) -> None:
     if draft.kind == "eagle3":
         settings["architectures"] = ["LlamaForCausalLMEagle3"]
         settings["draft_vocab_size"] = REDUCED_VOCABULARY if draft.head == "reduced" else VOCABULARY
+    elif engine == "sglang":
+        settings["architectures"] = ["LlamaForCausalLMEagle"]
     (folder / "config.json").write_text(json.dumps(settings))
 
 
@@ -138,23 +139,12 @@ def _random(*shape: int) -> torch.Tensor:
     return DEVIATION * torch.randn(shape)
 
 
-def write(folder: Path, name: str) -> tuple[Path, Path]:
+def write(folder: Path, name: str, engine: Engine) -> tuple[Path, Path]:
     """Write the draft of that name and its main model below `folder`; return both folders, equal for ``mtp``."""
     draft = DRAFTS[name]
     main = folder / f"main-{name}"
     write_main(main, draft.kind)
     if draft.kind == "mtp":
         return main, main
-    write_draft(folder / name, draft, main)
+    write_draft(folder / name, draft, main, engine)
     return main, folder / name
-
-
-def main() -> int:
-    """Write all models."""
-    for name in DRAFTS:
-        print(*write(Path(sys.argv[1]), name))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

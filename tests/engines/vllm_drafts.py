@@ -110,7 +110,7 @@ def main() -> int:
     torch.set_num_threads(1)
     keep_weights_on_cpu()
     for name in names or list(DRAFTS):
-        main_folder, draft_folder = write(Path(folder), name)
+        main_folder, draft_folder = write(Path(folder), name, "vllm")
         kind = DRAFTS[name].kind
         with server(main_folder, draft_folder, kind, planner) as llm, tempfile.TemporaryDirectory() as scratch:
             source = content_of(llm)

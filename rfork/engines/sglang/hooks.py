@@ -17,6 +17,7 @@ from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
+from rfork.engines.tensor_sharing import main_model
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import logger
@@ -117,7 +118,7 @@ class WeightUpdateHooks:
 
     def begin(self, begin: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the start of an update: until `end`, weights are written in any number of steps."""
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return begin(runner, *args, **kwargs)
         lifecycle.abandon_updates()
@@ -135,7 +136,7 @@ class WeightUpdateHooks:
         Before 0.5.21, SGLang's updates have neither a begin nor an end. So it is unknown whether the weights are
         complete, and they are served again after the next update from disk.
         """
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return update(runner, *args, **kwargs)
         try:
@@ -152,7 +153,7 @@ class WeightUpdateHooks:
 
     def end(self, end: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the end of an update. The weights are complete unless a step failed."""
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return end(runner, *args, **kwargs)
         try:
@@ -211,7 +212,7 @@ class WeightUpdateHooks:
 
         `fails_before_writing`: a failed update normally fails before it writes anything.
         """
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return update()
         lifecycle.begin_update()
@@ -227,6 +228,11 @@ class WeightUpdateHooks:
         else:
             lifecycle.fail_update()
         return done
+
+
+def _changed_by(runner: WeightUpdater) -> WeightLifecycle | None:
+    """Return the lifecycle of a runner's model. A draft that is not served may share tensors with its main model."""
+    return lifecycle_of(runner.get_model()) or lifecycle_of(main_model())
 
 
 def _new_version(recv_req: Any, adopted: str | None) -> str | None:

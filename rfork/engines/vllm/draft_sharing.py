@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, Final
-from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -35,19 +34,6 @@ SHARED: Final = "rfork_shared"
 """Attribute of a draft: the patterns of its shared tensors."""
 FILLED: Final = "rfork_filled"
 """Attribute of a draft that was filled by a fork or a snapshot."""
-
-_main: ReferenceType[nn.Module] | None = None
-
-
-def remember_main(module: nn.Module) -> None:
-    """Note the main model of this process. vLLM loads it before its draft."""
-    global _main  # vLLM's loaders know nothing of one another
-    _main = ref(module)
-
-
-def main_model() -> nn.Module | None:
-    """Return the main model of this process, if rfork has seen it."""
-    return _main() if _main is not None else None
 
 
 class DraftSharing:

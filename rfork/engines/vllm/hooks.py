@@ -8,7 +8,7 @@ have to be passed in addition to the load format.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from rfork.engines.hook_targets import patch_method
 from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
-from rfork.engines.vllm.draft_sharing import check_shared, shared_patterns
+from rfork.engines.vllm.draft_sharing import check_shared
 from rfork.engines.vllm.worker_steps import DeviceTimer, WorkerSteps
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 
@@ -25,7 +25,7 @@ STEPS_ATTRIBUTE: Final = "rfork_steps"
 """Attribute of a worker: its WorkerSteps, or None if its model has no lifecycle. Set by its first step."""
 
 UPDATED_ATTRIBUTE: Final = "rfork_updated"
-"""Attribute of a worker during an update: the lifecycles of the models that it changes."""
+"""Attribute of a worker during an update: the lifecycle of the model that it changes, or None."""
 
 MEASURED: Final = frozenset({"execute_model", "sample_tokens"})
 """Methods whose wrappers only measure."""
@@ -89,17 +89,13 @@ def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
 
 def _check_shared(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
     """Check that a draft has the tensors that it shares with its main model. Raises EngineMismatch."""
-    draft = _draft_of(worker)
+    draft: nn.Module | None = None
+    with contextlib.suppress(AttributeError):  # a runner that never has a draft
+        draft = worker.get_draft_model()
     as_expected = draft is None or check_shared(draft, worker.get_model())
     if not as_expected and (lifecycle := lifecycle_of(draft)) is not None:
         lifecycle.stop()
     return method(worker, *args, **kwargs)
-
-
-def _draft_of(worker: Worker) -> nn.Module | None:
-    with contextlib.suppress(AttributeError):  # a runner that never has a draft
-        return worker.get_draft_model()
-    return None
 
 
 def _execute_model(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
@@ -203,34 +199,31 @@ def _version_of_reload(
 
 
 def _start(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    return _begin(method, worker, [_main_lifecycle(worker)], *args, **kwargs)
+    return _begin(method, worker, _main_lifecycle(worker), *args, **kwargs)
 
 
 def _start_draft(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    """Wrap an update of the draft, which also writes the tensors that it shares with the main model."""
-    draft = worker.get_draft_model()
-    shares = draft is not None and bool(shared_patterns(draft))
-    changed = [lifecycle_of(draft), _main_lifecycle(worker) if shares else None]
-    return _begin(method, worker, changed, *args, **kwargs)
+    # A draft that is not served may share tensors with its main model.
+    lifecycle = lifecycle_of(worker.get_draft_model()) or _main_lifecycle(worker)
+    return _begin(method, worker, lifecycle, *args, **kwargs)
 
 
 def _begin(
-    method: Method, worker: Worker, changed: Sequence[WeightLifecycle | None], *args: object, **kwargs: object
+    method: Method, worker: Worker, lifecycle: WeightLifecycle | None, *args: object, **kwargs: object
 ) -> object:
-    lifecycles = [lifecycle for lifecycle in changed if lifecycle is not None]
     if _is_updating(worker):
-        for lifecycle in lifecycles:
+        if lifecycle is not None:
             lifecycle.served.count_update()  # on ranks where the previous update failed, this one begins
         return method(worker, *args, **kwargs)  # vLLM raises here
-    for lifecycle in lifecycles:
+    if lifecycle is not None:
         lifecycle.begin_update()
     try:
         result = method(worker, *args, **kwargs)
     except BaseException:
-        for lifecycle in lifecycles:
+        if lifecycle is not None:
             lifecycle.fail_update()
         raise
-    vars(worker)[UPDATED_ATTRIBUTE] = lifecycles
+    vars(worker)[UPDATED_ATTRIBUTE] = lifecycle
     return result
 
 
@@ -239,9 +232,8 @@ def _update(method: Method, worker: Worker, *args: object, **kwargs: object) -> 
     try:
         return method(worker, *args, **kwargs)
     except BaseException:
-        for lifecycle in _end_update(worker):
-            if active:
-                lifecycle.fail_update()
+        if (lifecycle := _end_update(worker)) is not None and active:
+            lifecycle.fail_update()
         raise
 
 
@@ -250,13 +242,11 @@ def _finish(method: Method, worker: Worker, *args: object, **kwargs: object) -> 
     try:
         result = method(worker, *args, **kwargs)
     except BaseException:
-        for lifecycle in _end_update(worker):
-            if active:
-                lifecycle.fail_update()
+        if (lifecycle := _end_update(worker)) is not None and active:
+            lifecycle.fail_update()
         raise
-    for lifecycle in _end_update(worker):
-        if active:
-            lifecycle.end_update()
+    if (lifecycle := _end_update(worker)) is not None and active:
+        lifecycle.end_update()
     return result
 
 
@@ -277,10 +267,10 @@ def _main_lifecycle(worker: Worker) -> WeightLifecycle | None:
     return lifecycle_of(worker.get_model())
 
 
-def _end_update(worker: Worker) -> Sequence[WeightLifecycle]:
-    """Forget the update that has begun. Returns the lifecycles of the models that it changes."""
-    lifecycles: Sequence[WeightLifecycle] = vars(worker).pop(UPDATED_ATTRIBUTE, ())
-    return lifecycles
+def _end_update(worker: Worker) -> WeightLifecycle | None:
+    """Forget the update that has begun. Returns the lifecycle of its model; None if rfork does not manage it."""
+    lifecycle: WeightLifecycle | None = vars(worker).pop(UPDATED_ATTRIBUTE, None)
+    return lifecycle
 
 
 WRAPPERS: Final[dict[str, Method]] = {

@@ -20,6 +20,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.load_or_fork import ModelIdentity
+from rfork.engines.tensor_sharing import main_model
 from rfork.engines.vllm import draft_sharing
 from rfork.engines.vllm.compat import (
     HELPER_ATTRIBUTES,
@@ -75,7 +76,7 @@ def _draft_reasons(speculative: Any, parallel: Any) -> Iterator[str]:
         yield f"which tensors {min(others)} shares with its main model is unknown"
     if parallel.pipeline_parallel_size > 1:
         yield "with pipeline stages, which tensors a draft model shares with its main model is unknown"
-    if draft_sharing.main_model() is None:
+    if main_model() is None:
         yield "the main model of this draft was not loaded with the load format rfork"
 
 
@@ -127,7 +128,7 @@ def shares_tensors(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
 
 def sharing_of(vllm_config: VllmConfig, model_config: ModelConfig) -> DraftSharing | None:
     """Return which tensors the model shares with its main model; None for a model that shares none."""
-    main = draft_sharing.main_model()
+    main = main_model()
     return DraftSharing(main) if main is not None and shares_tensors(vllm_config, model_config) else None
 
 

@@ -97,7 +97,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     ) -> nn.Module:
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
-        from rfork.engines.vllm import draft_sharing
+        from rfork.engines.tensor_sharing import main_model, remember_main
+        from rfork.engines.vllm.draft_sharing import shared_patterns
         from rfork.engines.vllm.identity import identity_of, is_draft
         from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 
@@ -108,11 +109,11 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             builder.rebuild,
             no_seed_reason,
         )
-        main = draft_sharing.main_model() if draft_sharing.shared_patterns(module) else None
+        main = main_model() if shared_patterns(module) else None
         if (served := served_model(module)) is not None:
-            attach_lifecycle(module, served, observe_loads=True, also_changes=lifecycle_of(main))
+            attach_lifecycle(module, served, observe_loads=True, shares_with=lifecycle_of(main))
         if not is_draft(vllm_config, model_config):
-            draft_sharing.remember_main(module)
+            remember_main(module)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:

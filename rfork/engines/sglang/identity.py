@@ -63,10 +63,10 @@ def unsupported_draft(algorithm: str | None, pp_size: int, main: nn.Module | Non
 
 def sharing_of(model_config: ModelConfig) -> DraftSharing | None:
     """Return which tensors the model shares with its main model; None for a model that shares none."""
-    algorithm, main = compat.option("speculative_algorithm"), main_model()
-    if not model_config.is_draft_model or algorithm is None or algorithm.upper() == STANDALONE or main is None:
+    if not model_config.is_draft_model:
         return None
-    return DraftSharing(main, algorithm)
+    algorithm, main = (compat.option("speculative_algorithm", None) or STANDALONE).upper(), main_model()
+    return DraftSharing(main, algorithm) if main is not None and algorithm != STANDALONE else None
 
 
 def unsupported_model(module: nn.Module) -> str | None:

@@ -307,12 +307,14 @@ class _LoadOrFork:
         """Return a seed of the loaded model, which has another layout than the model that was to be forked."""
         if self._model is None:
             raise AllSourcesFailed("the engine loaded no model: this is a bug in rfork", ())
-        image = capture(self._model, exclude=self._exclude)
-        manifest, (version, _) = compute_manifest(image), self._version()
-        if version is None or version != unused.version:  # the files have changed since the fork began
-            version = unused.version_by_content(manifest)
+        try:
+            image = capture(self._model, exclude=self._exclude)
+            manifest, (version, _) = compute_manifest(image), self._version()
+            if version is None or version != unused.version:  # the files have changed since the fork began
+                version = unused.version_by_content(manifest)
+        finally:
+            unused.close()
         identity = replace(unused.identity, instance_id=f"{unused.identity.instance_id}-loaded", version=version)
-        unused.close()
         log.info("serving the loaded model as another instance", instance=identity.instance_id)
         return Seed(image, identity, self._settings, Connections.of(self._settings), manifest=manifest).start()
 

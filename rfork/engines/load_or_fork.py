@@ -21,7 +21,7 @@ from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
-from rfork.engines.tensor_sharing import Patterns, TensorSharing, matches
+from rfork.engines.shared_tensors import Patterns, TensorSharing, matches
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,

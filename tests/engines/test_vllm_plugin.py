@@ -12,7 +12,7 @@ import json
 from types import SimpleNamespace as Some
 from vllm import __version__
 from torch import nn
-from rfork.engines import tensor_sharing
+from rfork.engines import shared_tensors
 from rfork.engines.vllm import compat, identity, plugin
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
@@ -57,7 +57,7 @@ result = {
     },
 }
 main = nn.Linear(1, 1)
-tensor_sharing.remember_main(main)
+shared_tensors.remember_main(main)
 result["supported"] += [reason(method=method) for method in ("eagle", "eagle3", "mtp")]
 print("RESULT " + json.dumps(result))
 """

@@ -17,7 +17,7 @@ from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
-from rfork.engines.tensor_sharing import main_model
+from rfork.engines.shared_tensors import main_model
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import logger

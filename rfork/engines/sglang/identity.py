@@ -14,8 +14,8 @@ from torch import nn
 from rfork.engines.arguments import canonical_model_name
 from rfork.engines.load_or_fork import ModelIdentity
 from rfork.engines.sglang import compat
-from rfork.engines.sglang.draft_sharing import ALGORITHMS, DraftSharing
-from rfork.engines.tensor_sharing import main_model
+from rfork.engines.sglang.draft_tensors import ALGORITHMS, SglangTensorSharing
+from rfork.engines.shared_tensors import main_model
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 
@@ -61,12 +61,12 @@ def unsupported_draft(algorithm: str | None, pp_size: int, main: nn.Module | Non
     return None
 
 
-def sharing_of(model_config: ModelConfig) -> DraftSharing | None:
+def sharing_of(model_config: ModelConfig) -> SglangTensorSharing | None:
     """Return which tensors the model shares with its main model; None for a model that shares none."""
     if not model_config.is_draft_model:
         return None
     algorithm, main = (compat.option("speculative_algorithm", None) or STANDALONE).upper(), main_model()
-    return DraftSharing(main, algorithm) if main is not None and algorithm != STANDALONE else None
+    return SglangTensorSharing(main, algorithm) if main is not None and algorithm != STANDALONE else None
 
 
 def unsupported_model(module: nn.Module) -> str | None:

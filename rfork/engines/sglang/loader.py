@@ -15,7 +15,7 @@ from rfork.engines.load_or_fork import cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
-from rfork.engines.tensor_sharing import main_model, remember_main
+from rfork.engines.shared_tensors import main_model, remember_main
 from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger

@@ -17,7 +17,7 @@ from torch import nn
 from rfork.engines.hook_targets import patch_method
 from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
-from rfork.engines.vllm.draft_sharing import check_shared
+from rfork.engines.vllm.draft_tensors import check_shared
 from rfork.engines.vllm.worker_steps import DeviceTimer, WorkerSteps
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 

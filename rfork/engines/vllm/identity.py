@@ -20,8 +20,8 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.load_or_fork import ModelIdentity
-from rfork.engines.tensor_sharing import main_model
-from rfork.engines.vllm import draft_sharing
+from rfork.engines.shared_tensors import main_model
+from rfork.engines.vllm import draft_tensors
 from rfork.engines.vllm.compat import (
     HELPER_ATTRIBUTES,
     NON_WEIGHT_PATTERNS,
@@ -31,7 +31,7 @@ from rfork.engines.vllm.compat import (
     loads_from,
     model_name,
 )
-from rfork.engines.vllm.draft_sharing import DraftSharing
+from rfork.engines.vllm.draft_tensors import VllmTensorSharing
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 
@@ -70,9 +70,9 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
 def _draft_reasons(speculative: Any, parallel: Any) -> Iterator[str]:
     """Yield why a draft that shares tensors with its main model cannot be forked."""
     architectures = getattr(speculative.draft_model_config.hf_config, "architectures", None) or ()
-    if speculative.method not in draft_sharing.METHODS:
+    if speculative.method not in draft_tensors.METHODS:
         yield f"which tensors a draft model of method {speculative.method} shares with its main model is unknown"
-    if others := draft_sharing.OTHER_RULES.intersection(architectures):
+    if others := draft_tensors.OTHER_RULES.intersection(architectures):
         yield f"which tensors {min(others)} shares with its main model is unknown"
     if parallel.pipeline_parallel_size > 1:
         yield "with pipeline stages, which tensors a draft model shares with its main model is unknown"
@@ -126,10 +126,10 @@ def shares_tensors(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
     return is_draft(vllm_config, model_config) and vllm_config.speculative_config.method != "draft_model"
 
 
-def sharing_of(vllm_config: VllmConfig, model_config: ModelConfig) -> DraftSharing | None:
+def sharing_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmTensorSharing | None:
     """Return which tensors the model shares with its main model; None for a model that shares none."""
     main = main_model()
-    return DraftSharing(main) if main is not None and shares_tensors(vllm_config, model_config) else None
+    return VllmTensorSharing(main) if main is not None and shares_tensors(vllm_config, model_config) else None
 
 
 def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> Rank:

@@ -97,8 +97,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     ) -> nn.Module:
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
-        from rfork.engines.tensor_sharing import main_model, remember_main
-        from rfork.engines.vllm.draft_sharing import shared_patterns
+        from rfork.engines.shared_tensors import main_model, remember_main
+        from rfork.engines.vllm.draft_tensors import shared_patterns
         from rfork.engines.vllm.identity import identity_of, is_draft
         from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 

@@ -13,14 +13,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from rfork.engines.tensor_sharing import Patterns, shared_names
+from rfork.engines.shared_tensors import Patterns, shared_names
 
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN")
 """Algorithms whose drafts share tensors in the way described here."""
 
 
-class DraftSharing:
-    """Implements `rfork.engines.tensor_sharing.TensorSharing` for a draft of `main`."""
+class SglangTensorSharing:
+    """Implements `rfork.engines.shared_tensors.TensorSharing` for a draft of `main`."""
 
     def __init__(self, main: nn.Module, algorithm: str) -> None:
         self._main = main

@@ -20,7 +20,7 @@ Patterns = tuple[str, ...]
 
 
 class TensorSharing(Protocol):
-    """Which tensors an engine's draft shares with its main model."""
+    """The tensors that an engine's draft shares with its main model."""
 
     def choices(self, module: nn.Module) -> Sequence[Patterns]:
         """Return what a draft without weights may share, the most likely choice first. Never empty."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from rfork.engines.served_model import ServedModel
 from rfork.engines.sglang import identity as sglang_identity
-from rfork.engines.sglang.draft_sharing import DraftSharing as SglangSharing
-from rfork.engines.tensor_sharing import Patterns, main_model, not_shared, remember_main, shared_names
-from rfork.engines.vllm.draft_sharing import EMBEDDING, HEAD, DraftSharing, check_shared, shared_patterns
+from rfork.engines.sglang.draft_tensors import SglangTensorSharing
+from rfork.engines.shared_tensors import Patterns, main_model, not_shared, remember_main, shared_names
+from rfork.engines.vllm.draft_tensors import EMBEDDING, HEAD, VllmTensorSharing, check_shared, shared_patterns
 from rfork.engines.weight_lifecycle import WeightLifecycle
 from rfork.errors import EngineMismatch
 from tests.draft_models import Draft, EagleDraft, Main
@@ -52,7 +52,7 @@ def eagle(
 )
 def test_choices_of_a_draft_without_weights(draft: nn.Module, choices: list[Patterns]) -> None:
     """The input embedding is mostly shared, a head that exists is mostly the draft's own."""
-    assert choices == list(DraftSharing(Main(4, 8)).choices(draft))
+    assert choices == list(VllmTensorSharing(Main(4, 8)).choices(draft))
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_shared_tensors_of_a_loaded_draft(draft: nn.Module, shared: Patterns) ->
     main = Main(4, 8)
     for parameter in main.parameters():
         nn.init.constant_(parameter, 1.0)
-    assert shared == DraftSharing(main).of_loaded(draft)
+    assert shared == VllmTensorSharing(main).of_loaded(draft)
 
 
 @pytest.mark.parametrize("shared", [(), EMBEDDING, HEAD, EMBEDDING + HEAD])
 def test_the_flags_of_a_draft_state_what_it_shares(shared: Patterns) -> None:
     """vLLM shares what a draft has no tensor of its own for."""
     draft = eagle()
-    DraftSharing(Main(4, 8)).apply(draft, shared)
+    VllmTensorSharing(Main(4, 8)).apply(draft, shared)
     assert (EMBEDDING[0] not in shared, HEAD[0] not in shared) == (draft.has_own_embed_tokens, draft.has_own_lm_head)
     assert shared == shared_patterns(draft)
 
@@ -89,7 +89,7 @@ def test_the_flags_of_a_draft_state_what_it_shares(shared: Patterns) -> None:
 def test_tensors_that_vllm_did_not_share_end_a_forked_server() -> None:
     """They have no content. A draft that vLLM has loaded itself only stops being a seed."""
     main, draft = Main(4, 8), eagle()
-    sharing = DraftSharing(main)
+    sharing = VllmTensorSharing(main)
     sharing.apply(draft, EMBEDDING)
     assert not check_shared(draft, main)
     sharing.on_filled(draft)
@@ -120,7 +120,7 @@ class SglangMain(Main):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "takes_head", "shared"),
+    ("algorithm", "shares_head", "shared"),
     [
         ("EAGLE", False, ("model.embed_tokens.weight", "lm_head.weight")),
         ("NEXTN", False, ("model.embed_tokens.weight", "lm_head.weight")),
@@ -128,11 +128,11 @@ class SglangMain(Main):
         ("EAGLE3", True, ("model.embed_tokens.weight", "lm_head.weight")),
     ],
 )
-def test_sglangs_calls_share_the_tensors(algorithm: str, takes_head: bool, shared: Patterns) -> None:
+def test_sglangs_calls_share_the_tensors(algorithm: str, shares_head: bool, shared: Patterns) -> None:
     """They are the main model's own tensors before the draft is captured."""
     main, draft = SglangMain(4, 8), SglangDraft(4, 8)
-    vars(draft)["load_lm_head_from_target"] = takes_head
-    sharing = SglangSharing(main, algorithm)
+    vars(draft)["load_lm_head_from_target"] = shares_head
+    sharing = SglangTensorSharing(main, algorithm)
     assert [shared] == list(sharing.choices(draft))
     assert draft.model.embed_tokens.weight is main.model.embed_tokens.weight
     assert shared == sharing.of_loaded(draft)
@@ -144,7 +144,7 @@ def test_the_token_map_of_a_draft_without_weights_gets_memory(vocabulary: int | 
     draft = SglangDraft(4, 8)
     vars(draft)["config"] = type("Config", (), {"vocab_size": 8, "draft_vocab_size": vocabulary})
     vars(draft)["hot_token_id"] = None
-    SglangSharing(SglangMain(4, 8), "EAGLE3").choices(draft)
+    SglangTensorSharing(SglangMain(4, 8), "EAGLE3").choices(draft)
     found = vars(draft)["hot_token_id"]
     assert tokens == (None if found is None else len(found))
 

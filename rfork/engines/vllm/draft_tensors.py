@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from rfork.engines.tensor_sharing import Patterns, not_shared
+from rfork.engines.shared_tensors import Patterns, not_shared
 from rfork.errors import EngineMismatch
 from rfork.logs import logger
 
@@ -36,8 +36,8 @@ FILLED: Final = "rfork_filled"
 """Attribute of a draft that was filled by a fork or a snapshot."""
 
 
-class DraftSharing:
-    """Implements `rfork.engines.tensor_sharing.TensorSharing` for a draft of `main`."""
+class VllmTensorSharing:
+    """Implements `rfork.engines.shared_tensors.TensorSharing` for a draft of `main`."""
 
     def __init__(self, main: nn.Module) -> None:
         get_language_model = getattr(main, "get_language_model", None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rfork.engines.load_or_fork import ModelIdentity, load_or_fork
 from rfork.engines.served_model import served_model
-from rfork.engines.vllm.draft_sharing import EMBEDDING, HEAD, DraftSharing, shared_patterns
+from rfork.engines.vllm.draft_tensors import EMBEDDING, HEAD, VllmTensorSharing, shared_patterns
 from rfork.errors import CheckpointError
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -94,7 +94,7 @@ def test_a_draft_without_files_is_forked_with_what_it_has_of_its_own(
     """Whatever the source's files contain, the target shares the same tensors and gets the others; shared ones are
     not sent.
     """
-    identity = ModelIdentity("draft", Rank(role="speculative"), sharing=DraftSharing(main))
+    identity = ModelIdentity("draft", Rank(role="speculative"), sharing=VllmTensorSharing(main))
     settings = InstanceSettings(planner=planner, transports=("http",), drain_timeout_s=0.0, version="one")
     source_engine, target_engine = Toy(files), Toy(None)
     source = load_or_fork(source_engine, lambda: identity, settings)

@@ -90,7 +90,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it meets its goal."""
+        """The comparison of the value with the goal."""
         return self.goal.verdict(self.value)
 
 

@@ -21,6 +21,7 @@ from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
+from rfork.engines.update_agreement import agreement_of
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,
@@ -182,7 +183,10 @@ class _LoadOrFork:
             log.warning("not a seed: this instance serves its weights to no other", reason=self._no_seed_reason)
             return module
         try:
-            setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._identity.exclude))
+            served = ServedModel(
+                module, seed, report, hidden_state, self._identity.exclude, agreement_of(seed.identity)
+            )
+            setattr(module, ATTRIBUTE, served)
         except BaseException:
             seed.close()  # it must not serve a model that is about to be dropped
             raise

@@ -10,7 +10,7 @@ blocks the engine: the rank's own thread polls.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -144,20 +144,28 @@ class UpdateAgreement:
         for pause_s in _pauses():
             if is_superseded():
                 return False
-            others = other_ranks(count, self._records.completed())
-            if not others:
-                return self._records.decide(Decision(count, "served")).serves(count)
-            if monotonic() > ended:
-                if self._records.decide(Decision(count, "withdrawn")).serves(count):
-                    return True
-                log.error(
-                    "not seeding until the next weight update: it was not completed by all ranks",
-                    update=count,
-                    other_ranks=_format_ranks(others),
-                )
-                return False
-            threading.Event().wait(pause_s)
+            is_served = self.poll(count, is_expired=monotonic() > ended)
+            if is_served is not None:
+                return is_served
+            time.sleep(pause_s)
         return False
+
+    def poll(self, count: int, *, is_expired: bool) -> bool | None:
+        """Return whether the ranks serve update `count`, which this rank has recorded; None: not decided yet.
+
+        Once it `is_expired`, this rank decides for all of them.
+        """
+        others = other_ranks(count, self._records.completed())
+        if others and not is_expired:
+            return None
+        decision = self._records.decide(Decision(count, "withdrawn" if others else "served"))
+        if not decision.serves(count):
+            log.error(
+                "not seeding until the next weight update: the last one was not completed by all ranks",
+                update=count,
+                other_ranks=_format_ranks(others) or "too late",
+            )
+        return decision.serves(count)
 
 
 def _pauses() -> Iterator[float]:

@@ -104,8 +104,9 @@ def load_or_fork(
 
     Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
     The returned model is in the same state as after the engine's own loader. `served_model` returns its
-    ServedModel if it is served. Raises the exceptions of the engine's loader. If a fork is required (`fail_if_not_forked`,
-    or a version that only a running server has), raises an RforkError instead of calling that loader. Invalid settings raise SettingsError.
+    ServedModel if it is served. Raises the exceptions of the engine's loader. If a fork is required
+    (`InstanceSettings.fork_required_reason`), raises an RforkError instead of calling that loader. Invalid
+    settings raise SettingsError.
     """
     chosen = settings or options.load(InstanceSettings)
     if chosen.planner is None and chosen.snapshot is None:

@@ -103,9 +103,7 @@ class StoreRecords:
     def completed(self) -> Mapping[int, int | None]:
         """See UpdateRecords."""
         found = {rank: self._read(self._key(rank)) for rank in range(self._world_size)}
-        return {
-            rank: int(text) if text else None for rank, text in found.items() if text or self._is_on_all_ranks
-        }
+        return {rank: int(text) if text else None for rank, text in found.items() if text or self._is_on_all_ranks}
 
     def decide(self, decision: Decision) -> Decision:
         """See UpdateRecords."""

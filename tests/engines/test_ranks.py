@@ -110,8 +110,10 @@ def served(planner: PlannerProcess) -> dict[Position, InstanceReport]:
 def wait_all_ranks(planner: PlannerProcess, engine: RankedEngine, versions: set[str | None]) -> None:
     """Wait until the seeds are all ranks of one server, and serve these versions."""
     wait_until(
-        lambda: sorted(served(planner)) == sorted(engine.ranks)
-        and {report.version for report in served(planner).values()} == versions,
+        lambda: (
+            sorted(served(planner)) == sorted(engine.ranks)
+            and {report.version for report in served(planner).values()} == versions
+        ),
         deadline_s=UPDATE_TIMEOUT_S,
         what=f"all ranks of {versions}",
     )

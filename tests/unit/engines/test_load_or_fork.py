@@ -114,9 +114,7 @@ def test_files_never_have_the_version_of_an_update(toy: Toy, tmp_path: Path) -> 
     with pytest.raises(SettingsError, match="version update:replica-1:3 is that of a running server"):
         load_or_fork(toy, lambda: IDENTITY, InstanceSettings(version=version))
     with pytest.raises(AllSourcesFailed):
-        load_or_fork(
-            toy, lambda: IDENTITY, InstanceSettings(version=version, snapshot=missing, transports=("http",))
-        )
+        load_or_fork(toy, lambda: IDENTITY, InstanceSettings(version=version, snapshot=missing, transports=("http",)))
     assert 0 == toy.loads
 
 

@@ -320,9 +320,8 @@ def test_a_rank_that_waits_for_the_others_follows_the_next_update(module: nn.Mod
 
 def test_closing_ends_the_wait_for_the_other_ranks(module: nn.Module) -> None:
     """No thread is left."""
-    with serving(module, Rank(tp_size=2), lambda: agreement_with(2)) as instance:
-        with updating(instance):
-            fill(module, 3.0)
+    with serving(module, Rank(tp_size=2), lambda: agreement_with(2)) as instance, updating(instance):
+        fill(module, 3.0)
     join_renewals(instance)
     assert [] == [thread for thread in threading.enumerate() if thread.name == "rfork-renew"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -22,10 +23,25 @@ from rfork.schema import Rank
 from rfork.source.seed import InstanceIdentity
 
 
-def records_of(size: int, *, role: str = "main", ranks: int | None = None) -> list[StoreRecords]:
+def records_of(
+    size: int, *, role: str = "main", ranks: int | None = None, store: torch.distributed.Store | None = None
+) -> list[StoreRecords]:
     """Return the records of the first `ranks` of a process group of this size, in one store."""
-    store = torch.distributed.HashStore()
-    return [StoreRecords(store, "model", role, rank, size) for rank in range(size if ranks is None else ranks)]
+    shared = store or torch.distributed.HashStore()
+    return [StoreRecords(shared, "model", role, rank, size) for rank in range(size if ranks is None else ranks)]
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> torch.distributed.Store:
+    """Return a store of each type that a process group may have."""
+    match request.param:
+        case "hash":
+            return torch.distributed.HashStore()
+        case "file":
+            return torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        case _:
+            tcp = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            return torch.distributed.PrefixStore("default_pg", tcp)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +79,9 @@ def test_a_decision_is_recorded_as_text() -> None:
     assert decision == Decision.parse(str(decision))
 
 
-def test_records_are_shared_by_all_ranks() -> None:
+def test_records_are_shared_by_all_ranks(store: torch.distributed.Store) -> None:
     """A rank of the main model without a record is one that serves no weights."""
-    first, second = records_of(3, ranks=2)
+    first, second = records_of(3, ranks=2, store=store)
     second.record(4)
     assert {0: 0, 1: 4, 2: None} == first.completed()
 
@@ -77,18 +93,18 @@ def test_a_draft_may_be_on_some_ranks_only() -> None:
     assert {0: 1, 1: 0} == second.completed()
 
 
-def test_the_first_decision_stands() -> None:
+def test_the_first_decision_stands(store: torch.distributed.Store) -> None:
     """A rank that decides later gets the same one, and a later update is decided again."""
-    first, second = records_of(2)
+    first, second = records_of(2, store=store)
     assert Decision(1, "served") == first.decide(Decision(1, "served"))
     assert Decision(1, "served") == second.decide(Decision(1, "withdrawn"))
     assert Decision(2, "withdrawn") == second.decide(Decision(2, "withdrawn"))
     assert Decision(2, "withdrawn") == first.decide(Decision(1, "served"))
 
 
-def test_concurrent_ranks_get_one_decision() -> None:
+def test_concurrent_ranks_get_one_decision(store: torch.distributed.Store) -> None:
     """Whichever is first."""
-    records = records_of(8)
+    records = records_of(8, store=store)
     for count in range(1, 30):
         barrier = threading.Barrier(len(records))
 

@@ -22,6 +22,7 @@ from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
 from rfork.engines.shared_tensors import Patterns, TensorSharing, matches
+from rfork.engines.update_agreement import agreement_of
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,
@@ -111,14 +112,15 @@ def load_or_fork(
 
     Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
     The returned model is in the same state as after the engine's own loader. `served_model` returns its
-    ServedModel if it is served. Raises the exceptions of the engine's loader. If `fail_if_not_forked` is set,
-    raises an RforkError instead of calling that loader. Invalid settings raise SettingsError.
+    ServedModel if it is served. Raises the exceptions of the engine's loader. If a fork is required
+    (`InstanceSettings.fork_required_reason`), raises an RforkError instead of calling that loader. Invalid
+    settings raise SettingsError.
     """
     chosen = settings or options.load(InstanceSettings)
     if chosen.planner is None and chosen.snapshot is None:
-        if chosen.fail_if_not_forked:
+        if (reason := chosen.fork_required_reason) is not None:
             raise SettingsError(
-                "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is",
+                f"{reason}, but neither a planner nor a snapshot is set",
                 hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
             )
         log.warning("no planner is set, using the engine's loader", hint="set RFORK_PLANNER")
@@ -165,7 +167,7 @@ class _LoadOrFork:
                 return self._model
             if self._loading or isinstance(error, (SettingsError, WrongVersion)):
                 raise
-            if self._settings.fail_if_not_forked:
+            if self._settings.fork_required_reason is not None:
                 if isinstance(error, RforkError):
                     raise
                 raise TargetError(f"fork failed: {type(error).__name__}: {error}") from error
@@ -194,7 +196,8 @@ class _LoadOrFork:
         if self._shared != shared:
             seed = self._seed_of_loaded(seed)
         try:
-            setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._exclude))
+            served = ServedModel(module, seed, report, hidden_state, self._exclude, agreement_of(seed.identity))
+            setattr(module, ATTRIBUTE, served)
         except BaseException:
             seed.close()  # it must not serve a model that is about to be dropped
             raise
@@ -263,7 +266,7 @@ class _LoadOrFork:
                 self._prepare()
 
             fallbacks.append(replace(fallback, load=load))
-        if not self._settings.fail_if_not_forked:
+        if self._settings.fork_required_reason is None:
             fallbacks.append(engine_fallback(self._load, self._engine.check))
         return fallbacks
 

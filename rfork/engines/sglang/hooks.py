@@ -56,6 +56,8 @@ class WeightUpdateHooks:
         """Version of the last successful request: before 0.5.19, SGLang's schedulers do not record it."""
         self._step_versions: WeakKeyDictionary[WeightLifecycle, str] = WeakKeyDictionary()
         """Versions that the steps of an update requested."""
+        self._begun: set[WeightLifecycle] = set()
+        """Models that the current request has begun to update."""
 
     def request(
         self,
@@ -74,6 +76,26 @@ class WeightUpdateHooks:
         if requested is not None and getattr(result, "success", False):
             self._adopted = requested
         return result
+
+    def full_request(
+        self,
+        update: Callable[..., Any],
+        manager: SchedulerWeightUpdaterManager,
+        recv_req: Any,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        """Wrap a request that is an update by itself. It counts for each model of this rank.
+
+        If it fails for one model, SGLang skips those that follow: on this rank, but perhaps not on the others.
+        """
+        self._begun.clear()
+        try:
+            return self.request(update, manager, recv_req, *args, **kwargs)
+        finally:
+            for _, lifecycle in _lifecycles(manager):
+                if lifecycle not in self._begun:
+                    lifecycle.served.count_update()
 
     def _requested_version(self) -> str | None:
         return self._requested
@@ -215,6 +237,7 @@ class WeightUpdateHooks:
         lifecycle = _changed_by(runner)
         if lifecycle is None:
             return update()
+        self._begun.add(lifecycle)
         lifecycle.begin_update()
         try:
             done = update()
@@ -280,9 +303,9 @@ def install() -> Compatibility:
     if compatibility.core:
         return compatibility
     updates = WeightUpdateHooks()
-    for request in compat.REQUESTS:
-        compat.hook(request, updates.request, stop_seeding)
     for path, wrapper in (
+        *((request, updates.full_request) for request in compat.FULL_REQUESTS),
+        *((request, updates.request) for request in compat.STEP_REQUESTS),
         (compat.FROM_DISK, updates.from_disk),
         (compat.FROM_IPC, updates.from_ipc),
         (compat.FROM_TENSOR, updates.within),

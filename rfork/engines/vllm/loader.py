@@ -63,10 +63,10 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             reason = f"{type(error).__name__}: {error}"
         if reason is None and builder is not None:
             return self._load_or_fork(builder, vllm_config, model_config, decision.no_seed_reason)
-        if self.settings.fail_if_not_forked:
+        if (required := self.settings.fork_required_reason) is not None:
             raise ForkFailed(
                 f"this server cannot be forked: {reason}",
-                hint="unset RFORK_FAIL_IF_NOT_FORKED to start it with vLLM's own loader",
+                hint=f"vLLM's own loader is not used, because {required}",
             )
         log.warning("fork not supported, using vLLM's loader without seeding", reason=reason)
         if builder is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_tensor, nn
 
 from rfork.engines.served_model import ServedModel, served_model
 from rfork.engines.vllm.compat import keep_weights_on_cpu
@@ -90,8 +90,12 @@ def _outcome(model: nn.Module) -> tuple[str, str]:
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: digest(tensor) for name, tensor in tensors if tensor.numel()}
+    """Return the SHA-256 of each parameter and buffer, and of tensors that attention derived from them."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, layer in model.named_modules():
+        if (backend := getattr(layer, "impl", None)) is not None:
+            tensors |= {f"{name}.impl.{key}": each for key, each in vars(backend).items() if is_tensor(each)}
+    return {name: digest(tensor) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:

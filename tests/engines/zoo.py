@@ -1,8 +1,8 @@
 """Tiny random models of many architectures, and the results of forking them through each engine.
 
 ``python -m tests.engines.zoo FOLDER NAME…`` writes models (all without names); it needs only transformers and torch,
-so that each engine's own Python can write what its version of transformers knows. The models have no tokenizer:
-prompts are token ids.
+so that each engine's own Python can write what its version of transformers knows. Prompts are token ids; models that
+do not only generate text have a tokenizer or a processor (`tests.engines.zoo_processors`).
 
 `tests.engines.vllm_zoo`, `sglang_zoo` and `transformers_zoo` fork them; ``python -m tests.engines.zoo record ENGINE``
 reads their output and writes it to docs/model-zoo.json.
@@ -18,6 +18,8 @@ from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.engines.zoo_processors import PROCESSORS, write_processor
 
 Task = Literal["generate", "embed", "transcribe"]
 
@@ -114,6 +116,7 @@ class Architecture:
         task: Task = "generate",
         quantise: Quantise | None = None,
         dtype: str = "float32",
+        backend: str | None = None,
         **more: Any,
     ) -> None:
         """`quantise` replaces a layer's weight by random quantised ones, and ``None`` by the configuration."""
@@ -123,6 +126,13 @@ class Architecture:
         self.quantise = quantise
         self.dtype = dtype if quantise is None else "bfloat16"
         """Data type in which an engine computes: some kernels have no other."""
+        self.backend = backend
+        """vLLM's attention backend, if not the one that it selects."""
+
+    @property
+    def needs_processor(self) -> bool:
+        """Return True if an engine computes nothing without the model's tokenizer or processor."""
+        return self.task != "generate" or self.model_type in PROCESSORS
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -165,6 +175,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
     "deepseek_v2": Architecture("deepseek_v2", MLA, dtype="bfloat16", topk_method="greedy"),
     "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=64, topk_method="noaux_tc"),
+    "deepseek_v3-cpu_mla": Architecture("deepseek_v3", MLA, backend="CPU_MLA", head_dim=64, topk_method="noaux_tc"),
+    "deepseek_v3-fp8": Architecture(
+        "deepseek_v3", MLA, quantise=fp8_block, **{**WIDE, "q_lora_rank": 128, "moe_intermediate_size": 128}
+    ),
     "glm4_moe": Architecture("glm4_moe", MLA),
     "mamba": Architecture("mamba", hidden_size=128, state_size=16),
     "mamba2": Architecture("mamba2", num_heads=8, head_dim=32, hidden_size=128, state_size=16, n_groups=1),
@@ -238,7 +252,7 @@ def model_of(architecture: Architecture) -> Any:
         build: Any = AutoModel
     elif architecture.task == "transcribe":
         build = transformers.AutoModelForSpeechSeq2Seq
-    elif architecture.model_type in ("llava", "qwen2_vl"):
+    elif architecture.model_type in PROCESSORS:
         build = transformers.AutoModelForImageTextToText
     else:
         build = AutoModelForCausalLM
@@ -250,6 +264,8 @@ def write(folder: Path, name: str) -> Path:
     """Write a model with its weights into a subfolder, which is returned."""
     made, architecture = folder / name, ARCHITECTURES[name]
     model_of(architecture).save_pretrained(made)
+    if architecture.needs_processor:
+        write_processor(made, architecture.model_type)
     if architecture.quantise is not None:
         _quantise(made, architecture.quantise)
     return made

@@ -41,8 +41,6 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
     from vllm.distributed import cleanup_dist_env_and_memory
 
     options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
-    if architecture.backend is not None:
-        options["attention_backend"] = architecture.backend
     llm = None
     try:
         llm = LLM(
@@ -56,6 +54,7 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
             load_format="rfork",
             model_loader_extra_config={"planner": planner},
             **options,
+            **architecture.vllm,
         )
         yield llm
     finally:
@@ -87,7 +86,7 @@ def prompt_of(tokens: list[int], architecture: Architecture) -> dict[str, Any]:
     if architecture.task == "transcribe":
         speech = random.standard_normal(SAMPLE_RATE).astype(np.float32)
         return {"prompt_token_ids": tokens, "multi_modal_data": {"audio": (speech, SAMPLE_RATE)}}
-    if architecture.model_type in PROCESSORS:
+    if architecture.model_type in PROCESSORS and "limit_mm_per_prompt" not in architecture.vllm:
         pixels = random.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
         image = Image.fromarray(pixels)
         return {"prompt_token_ids": [*tokens[:2], IMAGE_TOKEN, *tokens[2:]], "multi_modal_data": {"image": image}}

@@ -10,6 +10,7 @@ reads their output and writes it to docs/model-zoo.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -186,6 +187,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek_v3-cpu_mla": Architecture(
         "deepseek_v3", MLA, head_dim=64, topk_method="noaux_tc", vllm={"attention_backend": "CPU_MLA"}
     ),
+    "deepseek_v3-fp8-moe": Architecture(
+        "deepseek_v3",
+        MLA,
+        quantise=fp8_block,
+        topk_method="noaux_tc",
+        **{**WIDE, "q_lora_rank": 128, "moe_intermediate_size": 512},
+    ),
     "deepseek_v3-fp8": Architecture(
         "deepseek_v3",
         MLA,
@@ -281,7 +289,8 @@ def write(folder: Path, name: str) -> Path:
     if architecture.model_type == "llava":
         _rename(made / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in older checkpoints
     if architecture.needs_processor:
-        write_processor(made, architecture.model_type)
+        with contextlib.suppress(ImportError):  # without torchvision, which only engines that read images need
+            write_processor(made, architecture.model_type)
     if architecture.quantise is not None:
         _quantise(made, architecture.quantise)
     return made

@@ -96,7 +96,7 @@ def model_configuration(
 
 
 def configurations_of(argument: str) -> Iterator[Mapping[str, object]]:
-    """Yield the configuration of ``NAME``, with options as in ``NAME+experts+float32`` or ``NAME+mla``, or of a folder."""
+    """Yield configurations of ``NAME`` with options such as ``NAME+mla`` or ``NAME+experts+float32``, or a folder."""
     name, *options = argument.split("+")
     if name in CONFIGURATIONS:
         found = model_configuration(CONFIGURATIONS[name], experts="experts" in options, mla="mla" in options)

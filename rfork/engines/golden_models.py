@@ -78,7 +78,7 @@ MLA: Final = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
-    "n_routed_experts": None,
+    "n_routed_experts": 4,
     "moe_intermediate_size": 256,
     "first_k_dense_replace": 1,
 }

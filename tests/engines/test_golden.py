@@ -59,7 +59,7 @@ def test_methods_that_pass_are_listed(passed: set[str]) -> None:
     assert set() == {name for name in passed if "/" in name} - set(VLLM_METHODS.proven["cpu"])
 
 
-@pytest.mark.parametrize("configuration", ["none+mla", "none+mla+float32", "fp8-block+mla"])
+@pytest.mark.parametrize("configuration", ["none+mla", "fp8-block+mla"])
 def test_latent_attention_passes(configuration: str) -> None:
     """Tensors that MLA derives from a weight, which it may drop, determine what it computes."""
     (result,) = [each for each in results_of("vllm", configuration) if each["method"].startswith("MLAAttention")]

@@ -2,7 +2,8 @@
 
 ``python -m tests.engines.vllm_zoo PLANNER FOLDER NAME…``: for each model of FOLDER (see `tests.engines.zoo`), vLLM
 loads it and serves it as a seed, then forks it from there into a second model, whose folder has no weights. Prints
-one JSON object per model: ``{"architecture", "level", "note"}``.
+one JSON object per model: ``{"architecture", "level", "note"}``. Models that read images need torchvision, which the
+venv of `tests.engines.setup` does not have: put the one of SGLang's venv, which works without CUDA, on PYTHONPATH.
 """
 
 from __future__ import annotations

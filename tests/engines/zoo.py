@@ -62,6 +62,8 @@ MLA: Final[Mapping[str, Any]] = {
     "n_group": 1,
     "topk_group": 1,
 }
+ROUTED: Final = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Router of DeepSeek-V3's experts, as its checkpoints describe it."""
 ENCODER: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -183,23 +185,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
     "deepseek_v2": Architecture("deepseek_v2", MLA, dtype="bfloat16", topk_method="greedy"),
-    "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=64, topk_method="noaux_tc"),
+    "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=64, **ROUTED),
     "deepseek_v3-cpu_mla": Architecture(
-        "deepseek_v3", MLA, head_dim=64, topk_method="noaux_tc", vllm={"attention_backend": "CPU_MLA"}
-    ),
-    "deepseek_v3-fp8-moe": Architecture(
-        "deepseek_v3",
-        MLA,
-        quantise=fp8_block,
-        topk_method="noaux_tc",
-        **{**WIDE, "q_lora_rank": 128, "moe_intermediate_size": 512},
+        "deepseek_v3", MLA, head_dim=64, **ROUTED, vllm={"attention_backend": "CPU_MLA"}
     ),
     "deepseek_v3-fp8": Architecture(
-        "deepseek_v3",
-        MLA,
-        quantise=fp8_block,
-        topk_method="noaux_tc",
-        **{**WIDE, "q_lora_rank": 128, "first_k_dense_replace": 2},
+        "deepseek_v3", MLA, quantise=fp8_block, **{**ROUTED, **WIDE, "q_lora_rank": 128, "moe_intermediate_size": 128}
     ),
     "glm4_moe": Architecture("glm4_moe", MLA),
     "mamba": Architecture("mamba", hidden_size=128, state_size=16),

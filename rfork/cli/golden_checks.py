@@ -23,6 +23,8 @@ MODULES: Final[Mapping[Engine, str]] = {
     "sglang": "rfork.engines.sglang.methods",
 }
 """Modules with `METHODS`, and a command that prints results; see `rfork.engines.vllm.methods`."""
+MORE: Final[Mapping[Engine, tuple[str, ...]]] = {"vllm": ("none+mla", "fp8-block+mla")}
+"""Configurations besides those with experts."""
 TIMEOUT_S: Final = 600.0
 """Includes the compilation of kernels."""
 
@@ -37,7 +39,8 @@ def run_checks(engine: Engine, model: str | None = None, run: RunCheck | None = 
         return [CheckResult("golden check", "fail", f"{engine} is not installed here", fix)]
     found = import_module(MODULES[engine])
     methods: ForkableMethods = found.METHODS
-    configurations = [model] if model is not None else [f"{name}+experts" for name in CONFIGURATIONS]
+    every = [*(f"{name}+experts" for name in CONFIGURATIONS), *MORE.get(engine, ())]
+    configurations = [model] if model is not None else every
     results: list[CheckResult] = []
     checked: set[str] = set()
     for configuration in configurations:

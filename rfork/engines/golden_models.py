@@ -69,19 +69,37 @@ SIZES: Final = {
 EXPERTS: Final = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 
 
-def model_configuration(quantisation: Mapping[str, object] | None, *, experts: bool) -> dict[str, object]:
-    """Return the configuration of a model with one layer, and optionally with experts."""
+MLA: Final = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+}
+"""Multi-head latent attention, whose projections engines derive from one weight."""
+
+
+def model_configuration(
+    quantisation: Mapping[str, object] | None, *, experts: bool, mla: bool = False
+) -> dict[str, object]:
+    """Return the configuration of a model with one layer, and optionally with experts or MLA."""
     architecture = "Mixtral" if experts else "Llama"
     found: dict[str, object] = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
-    found |= SIZES | (EXPERTS if experts else {})
+    found |= SIZES | (EXPERTS if experts else {}) | (MLA if mla else {})
     return found | ({"quantization_config": dict(quantisation)} if quantisation is not None else {})
 
 
 def configurations_of(argument: str) -> Iterator[Mapping[str, object]]:
-    """Yield the configurations of ``NAME``, ``NAME+experts`` or ``NAME+experts+float32``, or the folder of a model."""
+    """Yield configurations of ``NAME`` with options such as ``NAME+mla`` or ``NAME+experts+float32``, or a folder."""
     name, *options = argument.split("+")
     if name in CONFIGURATIONS:
-        found = model_configuration(CONFIGURATIONS[name], experts="experts" in options)
+        found = model_configuration(CONFIGURATIONS[name], experts="experts" in options, mla="mla" in options)
         yield found | ({"torch_dtype": "float32"} if "float32" in options else {})
         return
     config = json.loads((Path(argument) / "config.json").read_text())

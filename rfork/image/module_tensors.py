@@ -265,6 +265,8 @@ class _TensorWalker:
         """Classes of objects other than tensors, modules, containers, code and plain values."""
         self._visited = 0
         self._depth = 0
+        self._unregistered = 0
+        """Nesting of modules that are only referenced."""
         self._compare = MARKED not in vars(root)
         """For an engine's model only flags are compared: its floats are part of the image, and limits differ
         between servers.
@@ -355,7 +357,9 @@ class _TensorWalker:
         elif not ordinary and isinstance(value, nn.Module):
             if id(value) not in self._registered_modules and id(value) not in self._seen:
                 self._seen[id(value)] = value
+                self._unregistered += 1
                 self.walk_module(name, value)
+                self._unregistered -= 1
         elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
             self._depth += 1
             self._contents(name, value, compare)
@@ -491,6 +495,8 @@ class _TensorWalker:
         self._path.discard(id(tensor))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._unregistered and tensor.is_meta and not self._compare:
+            return  # an engine keeps a layer that it does not compute with, such as the head of an embedding model
         if self.state.tensors.setdefault(name, tensor) is not tensor:
             self.state.refused[name] = "another tensor has the same name"
 

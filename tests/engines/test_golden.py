@@ -27,12 +27,12 @@ CONFIGURATIONS = (
 
 
 def results_of(engine: str, configuration: str) -> list[dict[str, Any]]:
-    """Return the results of a configuration with experts."""
+    """Return the results of a configuration."""
     command: list[str | Path] = [
         engine_python(engine),
         "-m",
         f"rfork.engines.{engine}.methods",
-        f"{configuration}+experts",
+        configuration,
     ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
@@ -43,7 +43,7 @@ def results_of(engine: str, configuration: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def passed() -> set[str]:
     """Return the methods that pass with vLLM."""
-    results = [result for configuration in CONFIGURATIONS for result in results_of("vllm", configuration)]
+    results = [result for name in CONFIGURATIONS for result in results_of("vllm", f"{name}+experts")]
     failed = {result["method"] for result in results if result["failure"]}
     return {result["method"] for result in results} - failed
 
@@ -59,9 +59,16 @@ def test_methods_that_pass_are_listed(passed: set[str]) -> None:
     assert set() == {name for name in passed if "/" in name} - set(VLLM_METHODS.proven["cpu"])
 
 
+@pytest.mark.parametrize("configuration", ["none+mla", "fp8-block+mla"])
+def test_latent_attention_passes(configuration: str) -> None:
+    """Tensors that MLA derives from a weight, which it may drop, determine what it computes."""
+    (result,) = [each for each in results_of("vllm", configuration) if each["method"].startswith("MLAAttention")]
+    assert result["failure"] is None
+
+
 def test_sglangs_unquantised_layers_pass() -> None:
     """They are listed without a device and a kernel."""
-    results = results_of("sglang", "none")
+    results = results_of("sglang", "none+experts")
     read = {name.rpartition(".")[2] for name in SGLANG_METHODS.read}
     assert [] == [result for result in results if result["failure"]]
     assert {result["method"].partition("/")[0] for result in results} <= read

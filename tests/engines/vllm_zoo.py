@@ -2,7 +2,8 @@
 
 ``python -m tests.engines.vllm_zoo PLANNER FOLDER NAME…``: for each model of FOLDER (see `tests.engines.zoo`), vLLM
 loads it and serves it as a seed, then forks it from there into a second model, whose folder has no weights. Prints
-one JSON object per model: ``{"architecture", "level", "note"}``.
+one JSON object per model: ``{"architecture", "level", "note"}``. Models that read images need torchvision, which the
+venv of `tests.engines.setup` does not have: put the one of SGLang's venv, which works without CUDA, on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from PIL import Image
+from torch import is_tensor, nn
 
 from rfork.engines.served_model import ServedModel, served_model
 from rfork.engines.vllm.compat import keep_weights_on_cpu
 from tests.engines.model_folders import copy_without_weights
 from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES, PROMPTS, TOKENS, Architecture
+from tests.engines.zoo_processors import IMAGE_SIZE, IMAGE_TOKEN, PROCESSORS
+
+SAMPLE_RATE = 16_000
+"""Samples of speech per second."""
 
 
 @contextmanager
@@ -40,14 +47,15 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
         llm = LLM(
             str(folder),
             dtype=architecture.dtype,
-            max_model_len=64,
+            max_model_len=128,
             max_num_seqs=4,
             kv_cache_memory_bytes=64 << 20,
             enforce_eager=True,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not architecture.needs_processor,
             load_format="rfork",
             model_loader_extra_config={"planner": planner},
             **options,
+            **architecture.vllm,
         )
         yield llm
     finally:
@@ -62,15 +70,28 @@ def vllm_model(folder: Path, architecture: Architecture, planner: str) -> Iterat
 
 
 def outputs_of(llm: Any, architecture: Architecture) -> Any:
-    """Return greedy tokens; nothing for a model that does not generate text from tokens."""
+    """Return embeddings, or greedy tokens for prompts that may contain an image or speech."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    if architecture.task != "generate":
-        return []  # vLLM needs a tokenizer for them
+    prompts = [prompt_of(tokens, architecture) for tokens in PROMPTS]
+    if architecture.task == "embed":
+        return [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prompt_of(tokens: list[int], architecture: Architecture) -> dict[str, Any]:
+    """Return a prompt for vLLM; the same one for the same tokens."""
+    random = np.random.default_rng(sum(tokens))
+    if architecture.task == "transcribe":
+        speech = random.standard_normal(SAMPLE_RATE).astype(np.float32)
+        return {"prompt_token_ids": tokens, "multi_modal_data": {"audio": (speech, SAMPLE_RATE)}}
+    if architecture.model_type in PROCESSORS and "limit_mm_per_prompt" not in architecture.vllm:
+        pixels = random.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels)
+        return {"prompt_token_ids": [*tokens[:2], IMAGE_TOKEN, *tokens[2:]], "multi_modal_data": {"image": image}}
+    return {"prompt_token_ids": tokens}
 
 
 def content_of(llm: Any, architecture: Architecture) -> Mapping[str, Any]:
@@ -90,8 +111,12 @@ def _outcome(model: nn.Module) -> tuple[str, str]:
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: digest(tensor) for name, tensor in tensors if tensor.numel()}
+    """Return the SHA-256 of each parameter and buffer, and of tensors that attention derived from them."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, layer in model.named_modules():
+        if (backend := getattr(layer, "impl", None)) is not None:
+            tensors |= {f"{name}.impl.{key}": each for key, each in vars(backend).items() if is_tensor(each)}
+    return {name: digest(tensor) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
@@ -110,8 +135,8 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
         if source[key] != target[key]:
             differing = [one for one in source["tensors"] if source["tensors"][one] != target["tensors"].get(one)]
             return "failed", f"{key} differ {differing[:3]}"
-    compared = "and tokens" if source["outputs"] else "only"
-    return "forked", f"{len(source['tensors'])} tensors {compared}"
+    compared = "embeddings" if architecture.task == "embed" else "tokens"
+    return "forked", f"{len(source['tensors'])} tensors and {compared}"
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Tiny random models of many architectures, and the results of forking them through each engine.
 
 ``python -m tests.engines.zoo FOLDER NAME…`` writes models (all without names); it needs only transformers and torch,
-so that each engine's own Python can write what its version of transformers knows. The models have no tokenizer:
-prompts are token ids.
+so that each engine's own Python can write what its version of transformers knows. Prompts are token ids; models that
+do not only generate text have a tokenizer or a processor (`tests.engines.zoo_processors`).
 
 `tests.engines.vllm_zoo`, `sglang_zoo` and `transformers_zoo` fork them; ``python -m tests.engines.zoo record ENGINE``
 reads their output and writes it to docs/model-zoo.json.
@@ -10,6 +10,7 @@ reads their output and writes it to docs/model-zoo.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.engines.zoo_processors import IMAGE_TOKEN, PROCESSORS, write_processor
 
 Task = Literal["generate", "embed", "transcribe"]
 
@@ -59,6 +62,8 @@ MLA: Final[Mapping[str, Any]] = {
     "n_group": 1,
     "topk_group": 1,
 }
+ROUTED: Final = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Router of DeepSeek-V3's experts, as its checkpoints describe it."""
 ENCODER: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -77,6 +82,12 @@ VISION: Final[Mapping[str, Any]] = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN2_VL: Final[Mapping[str, Any]] = {
+    "text_config": {**DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 128},
+    **{"image_token_id": IMAGE_TOKEN, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6},
+}
+"""Special tokens as in `tests.engines.zoo_processors`."""
 
 
 Quantise = Callable[[torch.Tensor | None], Mapping[str, Any]]
@@ -114,15 +125,25 @@ class Architecture:
         task: Task = "generate",
         quantise: Quantise | None = None,
         dtype: str = "float32",
+        vllm: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """`quantise` replaces a layer's weight by random quantised ones, and ``None`` by the configuration."""
+        """`quantise` replaces a layer's weight by random quantised ones, and ``None`` by the configuration.
+
+        `vllm` are more arguments of vLLM's `LLM`.
+        """
         self.model_type = model_type
         self.arguments = {**arguments, **more}
         self.task: Task = task
         self.quantise = quantise
         self.dtype = dtype if quantise is None else "bfloat16"
         """Data type in which an engine computes: some kernels have no other."""
+        self.vllm = vllm or {}
+
+    @property
+    def needs_processor(self) -> bool:
+        """Return True if an engine computes nothing without the model's tokenizer or processor."""
+        return self.task != "generate" or self.model_type in PROCESSORS
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -164,7 +185,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": Architecture("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=64),
     "deepseek_v2": Architecture("deepseek_v2", MLA, dtype="bfloat16", topk_method="greedy"),
-    "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=64, topk_method="noaux_tc"),
+    "deepseek_v3": Architecture("deepseek_v3", MLA, dtype="bfloat16", head_dim=64, **ROUTED),
+    "deepseek_v3-cpu_mla": Architecture(
+        "deepseek_v3", MLA, head_dim=64, **ROUTED, vllm={"attention_backend": "CPU_MLA"}
+    ),
+    "deepseek_v3-fp8": Architecture(
+        "deepseek_v3", MLA, quantise=fp8_block, **{**ROUTED, **WIDE, "q_lora_rank": 128, "moe_intermediate_size": 128}
+    ),
     "glm4_moe": Architecture("glm4_moe", MLA),
     "mamba": Architecture("mamba", hidden_size=128, state_size=16),
     "mamba2": Architecture("mamba2", num_heads=8, head_dim=32, hidden_size=128, state_size=16, n_groups=1),
@@ -180,8 +207,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=4,
         linear_num_key_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
         dtype="bfloat16",
     ),
     "bert": Architecture("bert", ENCODER, "embed"),
@@ -194,18 +221,17 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         {
             "text_config": {"model_type": "llama", **DENSE},
             "vision_config": {"model_type": "clip_vision_model", **VISION},
-            "image_token_index": 3,
+            "image_token_index": IMAGE_TOKEN,
         },
     ),
-    "qwen2_vl": Architecture(
-        "qwen2_vl",
-        {
-            "text_config": {**DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-            "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 128},
-            "image_token_id": 3,
-            "video_token_id": 4,
-            "vision_start_token_id": 5,
-            "vision_end_token_id": 6,
+    "qwen2_vl": Architecture("qwen2_vl", QWEN2_VL),
+    "qwen2_vl-text": Architecture("qwen2_vl", QWEN2_VL, vllm={"limit_mm_per_prompt": {"image": 0, "video": 0}}),
+    "qwen2_5_vl": Architecture(
+        "qwen2_5_vl",
+        QWEN2_VL,
+        vision_config={
+            **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128},
+            **{"fullatt_block_indexes": [1], "window_size": 28},
         },
     ),
     "whisper": Architecture(
@@ -223,6 +249,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
         },
         "transcribe",
+        vllm={"max_num_batched_tokens": 2048},
     ),
 }
 """Architectures by name."""
@@ -238,7 +265,7 @@ def model_of(architecture: Architecture) -> Any:
         build: Any = AutoModel
     elif architecture.task == "transcribe":
         build = transformers.AutoModelForSpeechSeq2Seq
-    elif architecture.model_type in ("llava", "qwen2_vl"):
+    elif architecture.model_type in PROCESSORS:
         build = transformers.AutoModelForImageTextToText
     else:
         build = AutoModelForCausalLM
@@ -250,9 +277,23 @@ def write(folder: Path, name: str) -> Path:
     """Write a model with its weights into a subfolder, which is returned."""
     made, architecture = folder / name, ARCHITECTURES[name]
     model_of(architecture).save_pretrained(made)
+    if architecture.model_type == "llava":
+        _rename(made / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in older checkpoints
+    if architecture.needs_processor:
+        with contextlib.suppress(ImportError):  # without torchvision, which only engines that read images need
+            write_processor(made, architecture.model_type)
     if architecture.quantise is not None:
         _quantise(made, architecture.quantise)
     return made
+
+
+def _rename(file: Path, old: str, new: str) -> None:
+    """Replace a prefix of names of tensors."""
+    tensors = {
+        new + name.removeprefix(old) if name.startswith(old) else name: tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _quantise(folder: Path, quantise: Quantise) -> None:

@@ -81,10 +81,15 @@ def _draft_reasons(speculative: Any, parallel: Any) -> Iterator[str]:
 
 
 def unsupported_model(module: nn.Module) -> str | None:
-    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere."""
+    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere.
+
+    A layer without a weight that computes with torch is never called: MLA on a CPU empties `kv_b_proj` and computes
+    with two tensors that it derived from it.
+    """
     for name, submodule in module.named_modules():
-        weight = getattr(submodule, "weight", None)
-        if hasattr(submodule, "cpu_linear") and weight is not None and not weight.numel():
+        weight, kernel = getattr(submodule, "weight", None), getattr(submodule, "cpu_linear", None)
+        packed = kernel is not None and kernel is not torch.nn.functional.linear
+        if packed and weight is not None and not weight.numel():
             return f"the weight of {name} was packed into a kernel handle"
     return None
 

@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,6 +30,8 @@ from rfork.engines.vllm import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+MLA: Final = "MLAAttention"
+"""Class of vLLM's multi-head latent attention, which derives tensors from the weight of one of its layers."""
 LAYERS: Final = "vllm.model_executor.layers"
 METHODS: Final = ForkableMethods(
     base=(f"{LAYERS}.quantization.base_config.QuantizeMethodBase",),
@@ -87,9 +91,16 @@ def is_rebuilt(layer: nn.Module, device_type: str) -> bool:
 
 
 def golden_layers(module: nn.Module, vllm_config: VllmConfig) -> Iterator[GoldenLayer]:
-    """Yield one layer of an unprocessed model for each of its methods."""
+    """Yield one layer of an unprocessed model for each of its methods, and for each class of MLA attention."""
     seen: set[tuple[str, str]] = set()
+    dtype = vllm_config.model_config.dtype
     for layer in module.modules():
+        if type(layer).__name__ == MLA and (MLA, "") not in seen:
+            seen.add((MLA, ""))
+            name = f"{MLA} with {type(layer.impl).__name__}"
+            yield GoldenLayer(
+                name, layer, process=partial(_process_mla, dtype), outputs=partial(_mla_outputs, vllm_config)
+            )
         name = method_name(layer)
         key = (type(layer).__name__, name)
         if name and key not in seen:
@@ -101,6 +112,12 @@ def golden_layers(module: nn.Module, vllm_config: VllmConfig) -> Iterator[Golden
 
 def _process(layer: nn.Module) -> None:
     getattr(layer.quant_method, STEP)(layer)
+
+
+def _process_mla(dtype: torch.dtype, layer: nn.Module) -> None:
+    attention: Any = layer
+    _process(attention.kv_b_proj)
+    attention.process_weights_after_loading(dtype)
 
 
 def _rebuild_of(layer: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -141,6 +158,44 @@ def _outputs(vllm_config: VllmConfig, layer: nn.Module) -> torch.Tensor:
             scales = [getattr(layer, f"_{name}_scale{suffix}", 0.0) for name in "qkv" for suffix in ("", "_float")]
             return torch.tensor([float(scale) for scale in scales])
         return _expert_outputs(method, layer, inputs(hf_config.hidden_size), random, hf_config)
+
+
+def _mla_outputs(vllm_config: VllmConfig, layer: nn.Module) -> torch.Tensor:
+    """Return what MLA computes with weights: queries in latent space, and values projected back from there.
+
+    The attention between them has no weights and is left out.
+    """
+    from vllm.forward_context import set_forward_context
+
+    attention: Any = layer
+    random, dtype = torch.Generator().manual_seed(7), vllm_config.model_config.dtype
+    device = next((tensor.device for tensor in layer.parameters()), torch.device("cpu"))
+
+    def inputs(*shape: int) -> torch.Tensor:
+        return torch.randn(TOKENS, *shape, generator=random).to(device, dtype)
+
+    latent: list[torch.Tensor] = []
+
+    def attend(query: torch.Tensor | tuple[torch.Tensor, ...], *_: object) -> tuple[torch.Tensor, None]:
+        latent.append(torch.cat(query, dim=-1) if isinstance(query, tuple) else query)
+        return latent[-1][..., : attention.kv_lora_rank].contiguous(), None
+
+    batch = {"num_decodes": TOKENS, "num_decode_tokens": TOKENS, "num_prefills": 0, "num_actual_tokens": TOKENS}
+    head = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    compressed, output = inputs(attention.kv_lora_rank), inputs(attention.num_heads * attention.v_head_dim)
+    with set_forward_context(None, vllm_config), patch.object(attention.impl, "forward_mqa", attend):
+        attention.forward_impl(
+            inputs(attention.num_heads, head),
+            compressed,
+            inputs(1, attention.qk_rope_head_dim),
+            torch.empty(0, device=device),
+            SimpleNamespace(**batch, decode=SimpleNamespace(), prefill=None),
+            output=output,
+        )
+        parts = [*latent, output]
+        if attention.kv_b_proj.weight.numel():  # prefill computes with it
+            parts.append(attention.kv_b_proj(compressed)[0])
+    return torch.cat([part.flatten() for part in parts])
 
 
 def _expert_outputs(

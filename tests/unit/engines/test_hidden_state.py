@@ -13,7 +13,7 @@ from torch import nn
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.sglang import compat as sglang_compat
 from rfork.engines.vllm import compat as vllm_compat
-from rfork.errors import LayoutMismatch
+from rfork.errors import LayoutMismatch, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.layout import tags_of
 
@@ -51,6 +51,22 @@ def test_floats_are_transferred_in_the_image() -> None:
     assert 2 == hidden_state.apply()
     assert [2.5, math.inf] == [vars(layer)["scale"] for layer in target]
     assert 0 == hidden_state.apply()
+
+
+def test_layers_without_bytes_are_not_served() -> None:
+    """An engine may keep a layer that it does not compute with, outside the module tree and without memory."""
+    module = nn.Sequential(Layer())
+    vars(module)["head"] = nn.Linear(2, 2, device="meta")
+    HiddenState(module, (), OWN)
+    assert not [spec for spec in capture(module).layout.tensors if spec.name.startswith("head")]
+
+
+def test_registered_tensors_without_bytes_are_rejected() -> None:
+    """A parameter of the module tree may not be missing."""
+    module = nn.Sequential(Layer(), nn.Linear(2, 2, device="meta"))
+    HiddenState(module, (), OWN)
+    with pytest.raises(UnsupportedTensor, match="device meta"):
+        capture(module)
 
 
 def test_floats_of_helpers_and_tensors_are_transferred() -> None:

@@ -22,6 +22,8 @@ from rfork.logs import logger
 from rfork.weights_version import is_single
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from rfork.source.seed import InstanceIdentity
 
 log = logger(__name__)
@@ -85,7 +87,7 @@ class UpdateRecords(Protocol):
 class StoreRecords:
     """Records in a store of torch.distributed, one key for each rank and one for the decision."""
 
-    def __init__(self, store: torch.distributed.Store, model: str, role: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, model: str, role: str, rank: int, world_size: int) -> None:
         """`rank` and `world_size` are those of the process group. Records this rank as one that serves the model."""
         self._store = store
         self._prefix = f"rfork/updates/{role}/{model}"

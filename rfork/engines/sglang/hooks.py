@@ -297,9 +297,11 @@ def install() -> Compatibility:
     if compatibility.core:
         return compatibility
     updates = WeightUpdateHooks()
+    for request in compat.FULL_REQUESTS:
+        compat.hook(request, updates.full_request, stop_seeding)
+    for request in compat.STEP_REQUESTS:
+        compat.hook(request, updates.request, stop_seeding)
     for path, wrapper in (
-        *((request, updates.full_request) for request in compat.FULL_REQUESTS),
-        *((request, updates.request) for request in compat.STEP_REQUESTS),
         (compat.FROM_DISK, updates.from_disk),
         (compat.FROM_IPC, updates.from_ipc),
         (compat.FROM_TENSOR, updates.within),

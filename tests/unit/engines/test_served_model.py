@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed
 from torch import nn
+from torch._C._distributed_c10d import HashStore, Store
 
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.served_model import ATTRIBUTE, ServedModel, served_model
@@ -30,9 +30,9 @@ def join_renewals(instance: ServedModel) -> None:
             thread.join(30)
 
 
-def agreement_with(ranks: int, store: torch.distributed.Store | None = None) -> UpdateAgreement:
+def agreement_with(ranks: int, store: Store | None = None) -> UpdateAgreement:
     """Return the agreement of the first of these ranks."""
-    return UpdateAgreement(StoreRecords(store or torch.distributed.HashStore(), "model", "main", 0, ranks))
+    return UpdateAgreement(StoreRecords(store or HashStore(), "model", "main", 0, ranks))
 
 
 @contextlib.contextmanager
@@ -289,7 +289,7 @@ def test_a_rank_of_several_is_named_by_its_update_count(module: nn.Module, insta
 
 def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Module) -> None:
     """Until then its weights are not served under any version."""
-    store = torch.distributed.HashStore()
+    store = HashStore()
     other = StoreRecords(store, "model", "main", 1, 2)
     with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
         with updating(instance):
@@ -305,7 +305,7 @@ def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Mod
 
 def test_a_rank_that_waits_for_the_others_follows_the_next_update(module: nn.Module) -> None:
     """The update that the other rank has missed is never served."""
-    store = torch.distributed.HashStore()
+    store = HashStore()
     other = StoreRecords(store, "model", "main", 1, 2)
     with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
         with updating(instance):

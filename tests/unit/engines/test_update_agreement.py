@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from rfork.engines.update_agreement import (
     Decision,
@@ -24,24 +24,24 @@ from rfork.source.seed import InstanceIdentity
 
 
 def records_of(
-    size: int, *, role: str = "main", ranks: int | None = None, store: torch.distributed.Store | None = None
+    size: int, *, role: str = "main", ranks: int | None = None, store: Store | None = None
 ) -> list[StoreRecords]:
     """Return the records of the first `ranks` of a process group of this size, in one store."""
-    shared = store or torch.distributed.HashStore()
+    shared = store or HashStore()
     return [StoreRecords(shared, "model", role, rank, size) for rank in range(size if ranks is None else ranks)]
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> torch.distributed.Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """Return a store of each type that a process group may have."""
     match request.param:
         case "hash":
-            return torch.distributed.HashStore()
+            return HashStore()
         case "file":
-            return torch.distributed.FileStore(str(tmp_path / "store"), 1)
+            return FileStore(str(tmp_path / "store"), 1)
         case _:
-            tcp = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return torch.distributed.PrefixStore("default_pg", tcp)
+            tcp = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            return PrefixStore("default_pg", tcp)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_decision_is_recorded_as_text() -> None:
     assert decision == Decision.parse(str(decision))
 
 
-def test_records_are_shared_by_all_ranks(store: torch.distributed.Store) -> None:
+def test_records_are_shared_by_all_ranks(store: Store) -> None:
     """A rank of the main model without a record is one that serves no weights."""
     first, second = records_of(3, ranks=2, store=store)
     second.record(4)
@@ -93,7 +93,7 @@ def test_a_draft_may_be_on_some_ranks_only() -> None:
     assert {0: 1, 1: 0} == second.completed()
 
 
-def test_the_first_decision_stands(store: torch.distributed.Store) -> None:
+def test_the_first_decision_stands(store: Store) -> None:
     """A rank that decides later gets the same one, and a later update is decided again."""
     first, second = records_of(2, store=store)
     assert Decision(1, "served") == first.decide(Decision(1, "served"))
@@ -102,7 +102,7 @@ def test_the_first_decision_stands(store: torch.distributed.Store) -> None:
     assert Decision(2, "withdrawn") == first.decide(Decision(1, "served"))
 
 
-def test_concurrent_ranks_get_one_decision(store: torch.distributed.Store) -> None:
+def test_concurrent_ranks_get_one_decision(store: Store) -> None:
     """Whichever is first."""
     records = records_of(8, store=store)
     for count in range(1, 30):
@@ -162,7 +162,7 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 def test_no_update_is_served_by_some_ranks_only(events: list[Event]) -> None:
     """Whatever fails, in whatever order ranks are reached: all completed an update that one serves, and all that
-    are asked about it agree.
+    decide about it agree.
     """
     records = records_of(RANKS)
     agreements = [UpdateAgreement(each) for each in records]

@@ -277,7 +277,7 @@ class InstanceSettings(Settings):
 
     @property
     def fork_required_reason(self) -> str | None:
-        """Why the weights must not come from files by the engine's own loader; None if they may.
+        """Reason why the engine's own loader must not be used; None if it may.
 
         No files are known to have a version that names a running replica: it is that replica's after an update.
         """

@@ -132,7 +132,6 @@ def of_unknown_version(folder: Path, parent: Path) -> Path:
     "engine",
     [
         pytest.param(SglangRanks(), id="sglang-tp2"),
-        pytest.param(VllmRanks(tp=2, pp=1), id="vllm-tp2"),
         pytest.param(VllmRanks(tp=2, pp=2), id="vllm-tp2-pp2"),
     ],
 )

@@ -42,7 +42,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "logs": set(),
     "shutdown": set(),
     "thread_priority": {"logs"},
-    "settings": {"errors", "addresses", "schema"},
+    "settings": {"errors", "addresses", "schema", "weights_version"},
     "tracing": {"errors", "settings", "logs"},
     "engine_command": {"errors"},
     "weights_version": {"schema"},

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 

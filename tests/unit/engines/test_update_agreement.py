@@ -162,7 +162,7 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 def test_no_update_is_served_by_some_ranks_only(events: list[Event]) -> None:
     """Whatever fails, in whatever order ranks are reached: all completed an update that one serves, and all that
-    are asked about it agree.
+    decide about it agree.
     """
     records = records_of(RANKS)
     agreements = [UpdateAgreement(each) for each in records]

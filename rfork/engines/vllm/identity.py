@@ -14,7 +14,6 @@ from hashlib import sha256
 from typing import Any, Final
 
 import torch
-from torch import nn
 from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
@@ -62,20 +61,6 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
         yield "online quantisation synchronises scales between ranks: a rank that loads alone would hang"
     if speculative is not None and is_draft(vllm_config, model_config) and speculative.method != "draft_model":
         yield f"a draft model of method {speculative.method} shares tensors with its main model"
-
-
-def unsupported_model(module: nn.Module) -> str | None:
-    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere.
-
-    A layer without a weight that computes with torch is never called: MLA on a CPU empties `kv_b_proj` and computes
-    with two tensors that it derived from it.
-    """
-    for name, submodule in module.named_modules():
-        weight, kernel = getattr(submodule, "weight", None), getattr(submodule, "cpu_linear", None)
-        packed = kernel is not None and kernel is not torch.nn.functional.linear
-        if packed and weight is not None and not weight.numel():
-            return f"the weight of {name} was packed into a kernel handle"
-    return None
 
 
 def _is_zen() -> bool:

@@ -62,7 +62,7 @@ MLA: Final[Mapping[str, Any]] = {
     "n_group": 1,
     "topk_group": 1,
 }
-ROUTED: Final = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+ROUTED: Final[Mapping[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """Router of DeepSeek-V3's experts, as its checkpoints describe it."""
 ENCODER: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,

@@ -116,10 +116,12 @@ docs-serve: venv ## serve the documentation on http://localhost:8000
 BENCHMARKS := chaos cold_group digest disturb fanout planner_load pull resume simulate storage
 
 .PHONY: bench
-bench: venv ## quick form of the benchmarks that need no special hardware; RESULTS=FOLDER writes JSON
+bench: venv ## quick form of the benchmarks that need no special hardware; RESULTS=FOLDER gets their JSON files
+	@mkdir -p $(or $(RESULTS),build/bench)
 	@for name in $(BENCHMARKS); do \
-	    $(BIN)/python -m benchmarks.$$name --quick $(if $(RESULTS),--json $(RESULTS)/$$name.json) || exit 1; \
+	    $(BIN)/python -m benchmarks.$$name --quick --json $(or $(RESULTS),build/bench)/$$name.json || exit 1; \
 	done
+	@$(BIN)/python -m benchmarks.figures $(or $(RESULTS),build/bench)
 
 # Uses the Python that has torch for CUDA instead of .venv: see benchmarks/gpu/run.py.
 .PHONY: gpu-first gpu-second gpu-third

@@ -127,13 +127,14 @@ def fork_with_fallbacks(
     check_rank(rank)
     check_patterns(exclude)
     named, rank = snapshot or settings.snapshot, rank or Rank()
-    if settings.fail_if_not_forked and settings.planner is None and named is None:
+    reason = settings.fork_required_reason
+    if reason is not None and settings.planner is None and named is None:
         raise SettingsError(
-            "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is",
+            f"{reason}, but neither a planner nor a snapshot is set",
             hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
         )
     fallbacks, storage = (
-        [] if settings.fail_if_not_forked else list(later_fallbacks),
+        list(later_fallbacks) if reason is None else [],
         options.load(StorageSettings),
     )
     version, current_version = choose_version(settings.version, files, named, storage)

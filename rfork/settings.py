@@ -36,6 +36,7 @@ from typing_extensions import Self
 from rfork.addresses import WILDCARDS, is_loopback, own_address
 from rfork.errors import SettingsError, reason_of
 from rfork.schema import Label, ModelName, StrictCopyModel, WeightsVersion
+from rfork.weights_version import is_shareable
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
@@ -273,6 +274,18 @@ class InstanceSettings(Settings):
         if self.token is not None and self.token_file is not None:
             raise ValueError("RFORK_TOKEN and RFORK_TOKEN_FILE exclude each other: set one of them")
         return self
+
+    @property
+    def fork_required_reason(self) -> str | None:
+        """Why the weights must not come from files by the engine's own loader; None if they may.
+
+        No files are known to have a version that names a running replica: it is that replica's after an update.
+        """
+        if self.fail_if_not_forked:
+            return "RFORK_FAIL_IF_NOT_FORKED is set"
+        if self.version is not None and not is_shareable(self.version):
+            return f"version {self.version} is that of a running server"
+        return None
 
     @property
     def bearer(self) -> str | None:

@@ -146,6 +146,14 @@ def figures(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> 
             value = speeds[transport, True].bytes_per_s / speeds[transport, False].bytes_per_s
             found[f"disturb_speed_{transport}_governed"] = value
             worst_speed = min(worst_speed, value)
+    single = {
+        (case.transport, case.governed): results[case.name].bytes_per_s
+        for case in cases
+        if case.serves and case.readers == 1 and case.transport not in ("idle", "gloo")
+    }
+    ratios = [single[transport, True] / single[transport, False] for transport, governed in single if governed]
+    if ratios:
+        found["disturb_one_reader_speed"] = min(ratios)
     return {"disturb_p99_governed": worst_p99, "disturb_speed_governed": worst_speed, **found}
 
 

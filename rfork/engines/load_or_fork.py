@@ -21,20 +21,27 @@ from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
+from rfork.engines.shared_tensors import Patterns, TensorSharing, matches
+from rfork.engines.update_agreement import agreement_of
 from rfork.errors import (
     AllSourcesFailed,
     EngineMismatch,
+    NetworkError,
+    PlannerRejected,
     RforkError,
     SettingsError,
     TargetError,
     WrongVersion,
 )
+from rfork.image.capture import capture
+from rfork.image.memory import compute_manifest
 from rfork.logs import logger
+from rfork.planner_client.client import PlannerClient
 from rfork.receiver.fallback import Fallback, engine_fallback, snapshot_fallback
 from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.source.seed import InstanceIdentity
+from rfork.source.seed import Connections, InstanceIdentity, Seed
 
 log = logger(__name__)
 
@@ -57,6 +64,8 @@ class ModelIdentity:
     """Folder or hub id that the engine loads this model from."""
     revision: str | None = None
     """Revision of the hub id."""
+    sharing: TensorSharing | None = None
+    """For a draft that shares tensors with its main model."""
 
 
 Rebuild = Callable[[nn.Module], None]
@@ -103,14 +112,15 @@ def load_or_fork(
 
     Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
     The returned model is in the same state as after the engine's own loader. `served_model` returns its
-    ServedModel if it is served. Raises the exceptions of the engine's loader. If `fail_if_not_forked` is set,
-    raises an RforkError instead of calling that loader. Invalid settings raise SettingsError.
+    ServedModel if it is served. Raises the exceptions of the engine's loader. If a fork is required
+    (`InstanceSettings.fork_required_reason`), raises an RforkError instead of calling that loader. Invalid
+    settings raise SettingsError.
     """
     chosen = settings or options.load(InstanceSettings)
     if chosen.planner is None and chosen.snapshot is None:
-        if chosen.fail_if_not_forked:
+        if (reason := chosen.fork_required_reason) is not None:
             raise SettingsError(
-                "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is",
+                f"{reason}, but neither a planner nor a snapshot is set",
                 hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
             )
         log.warning("no planner is set, using the engine's loader", hint="set RFORK_PLANNER")
@@ -136,6 +146,7 @@ class _LoadOrFork:
         self._no_seed_reason = no_seed_reason
         self._model: nn.Module | None = None
         self._hidden_state: HiddenState | None = None
+        self._shared: Patterns = ()
         self._loading = self._loaded = False
 
     @cached_property
@@ -156,7 +167,7 @@ class _LoadOrFork:
                 return self._model
             if self._loading or isinstance(error, (SettingsError, WrongVersion)):
                 raise
-            if self._settings.fail_if_not_forked:
+            if self._settings.fork_required_reason is not None:
                 if isinstance(error, RforkError):
                     raise
                 raise TargetError(f"fork failed: {type(error).__name__}: {error}") from error
@@ -172,7 +183,8 @@ class _LoadOrFork:
 
     def _fork(self) -> nn.Module:
         completeness = Completeness()
-        completeness.check(self._adopt_model(self._engine.empty()))
+        completeness.check(self._adopt_empty_model(self._engine.empty()))
+        shared = self._shared
         report = self._session().run()
         module, hidden_state, seed = self._model, self._hidden_state, report.seed
         if module is None or hidden_state is None or seed is None:
@@ -181,8 +193,11 @@ class _LoadOrFork:
             seed.close()
             log.warning("not a seed: this instance serves its weights to no other", reason=self._no_seed_reason)
             return module
+        if self._shared != shared:
+            seed = self._seed_of_loaded(seed)
         try:
-            setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._identity.exclude))
+            served = ServedModel(module, seed, report, hidden_state, self._exclude, agreement_of(seed.identity))
+            setattr(module, ATTRIBUTE, served)
         except BaseException:
             seed.close()  # it must not serve a model that is about to be dropped
             raise
@@ -195,6 +210,8 @@ class _LoadOrFork:
             raise EngineMismatch("the fork was finished before the engine built its model: this is a bug in rfork")
         if changed := hidden_state.apply():
             log.info("float attributes of the model set to the seed's values", count=changed)
+        if self._identity.sharing is not None:
+            self._identity.sharing.on_filled(module)
         if self._rebuild is None:
             return
         try:
@@ -224,7 +241,7 @@ class _LoadOrFork:
             ForkOptions(
                 fallbacks=self._fallbacks(version),
                 current_version=current_version,
-                exclude=identity.exclude,
+                exclude=self._exclude,
                 on_filled=self._prepare,
             ),
         )
@@ -242,16 +259,14 @@ class _LoadOrFork:
         fallbacks: list[Fallback] = []
         if self._settings.snapshot is not None:
             storage = options.load(StorageSettings)
-            fallback = snapshot_fallback(
-                self._settings.snapshot, self._identity.exclude, self._identity.rank, storage, version
-            )
+            fallback = snapshot_fallback(self._settings.snapshot, self._exclude, self._identity.rank, storage, version)
 
             def load(module: nn.Module) -> None:
                 fallback.load(module)
                 self._prepare()
 
             fallbacks.append(replace(fallback, load=load))
-        if not self._settings.fail_if_not_forked:
+        if self._settings.fork_required_reason is None:
             fallbacks.append(engine_fallback(self._load, self._engine.check))
         return fallbacks
 
@@ -262,19 +277,69 @@ class _LoadOrFork:
         self._loading = True
         module = self._engine.load()
         self._model, self._loaded = module, True
-        completeness.check(self._adopt_model(module))
+        sharing = self._identity.sharing
+        completeness.check(self._adopt_model(module, sharing.of_loaded(module) if sharing is not None else ()))
         return module
 
-    def _adopt_model(self, module: nn.Module) -> nn.Module:
-        self._model = module
+    def _adopt_empty_model(self, module: nn.Module) -> nn.Module:
+        """Adopt a model without weights, with the shared tensors of the first choice whose layout is served."""
+        sharing = self._identity.sharing
+        choices = sharing.choices(module) if sharing is not None else [()]
+        served = self._served_layouts() if len(choices) > 1 else frozenset()
+        for choice in choices:
+            if served and capture(self._adopt_model(module, choice), exclude=self._exclude).layout.layout_id in served:
+                return module
+        return self._adopt_model(module, choices[0])
+
+    def _served_layouts(self) -> frozenset[str]:
+        """Return the layouts of this model and rank at the planner; none if it does not respond."""
+        if self._settings.planner is None:
+            return frozenset()
         identity = self._identity
+        with PlannerClient.of(self._settings) as planner:
+            try:
+                models = planner.models()
+            except (NetworkError, PlannerRejected) as error:
+                log.warning("the layouts that are served are not known", reason=str(error))
+                return frozenset()
+        return frozenset(
+            one.layout_id for one in models if one.model == identity.model and one.rank_key == identity.rank.key
+        )
+
+    def _seed_of_loaded(self, unused: Seed) -> Seed:
+        """Return a seed of the loaded model, which has another layout than the model that was to be forked."""
+        if self._model is None:
+            raise AllSourcesFailed("the engine loaded no model: this is a bug in rfork", ())
+        try:
+            image = capture(self._model, exclude=self._exclude)
+            manifest, (version, _) = compute_manifest(image), self._version()
+            if version is None or version != unused.version:  # the files have changed since the fork began
+                version = unused.version_by_content(manifest)
+        finally:
+            unused.close()
+        identity = replace(unused.identity, instance_id=f"{unused.identity.instance_id}-loaded", version=version)
+        log.info("serving the loaded model as another instance", instance=identity.instance_id)
+        return Seed(image, identity, self._settings, Connections.of(self._settings), manifest=manifest).start()
+
+    @property
+    def _exclude(self) -> Patterns:
+        """Name patterns of tensors that are not in the image."""
+        return (*self._identity.exclude, *self._shared)
+
+    def _adopt_model(self, module: nn.Module, shared: Patterns) -> nn.Module:
+        self._model, self._shared = module, shared
+        identity = self._identity
+        if identity.sharing is not None:
+            identity.sharing.apply(module, shared)
         self._hidden_state = HiddenState(module, identity.facts, identity.packages, identity.helper_attributes)
         return module
 
     def _abandon(self) -> None:
         """Free the memory of an unused model: the engine is about to allocate the same amount again."""
         if self._model is not None:
-            for value in self._model.parameters():
+            for name, value in self._model.named_parameters():
+                if matches(name, self._shared):
+                    continue  # they may be the main model's
                 with contextlib.suppress(RuntimeError):  # borrowed memory cannot be resized
                     value.untyped_storage().resize_(0)
         self._model = self._hidden_state = None

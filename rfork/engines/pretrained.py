@@ -106,7 +106,7 @@ def fork_pretrained(
             model=name or chosen.model or canonical_model_name(source),
             rank=rank,
             snapshot=snapshot,
-            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, load),
+            later_fallbacks=_fallbacks(blueprint, model, load) if chosen.fork_required_reason is None else [],
             files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
@@ -130,8 +130,8 @@ def fork_report(model: nn.Module) -> ForkReport | None:
 
 
 def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: RforkError) -> PreTrainedModel:
-    """Load a model that cannot be forked. Raises `error` if `fail_if_not_forked` is set."""
-    if settings.fail_if_not_forked:
+    """Load a model that cannot be forked. Raises `error` if a fork is required."""
+    if settings.fork_required_reason is not None:
         raise error
     log.warning("fork not supported, loading with transformers", model=blueprint.source, reason=str(error))
     return blueprint.loaded()

@@ -14,6 +14,7 @@ from torch import nn
 
 from rfork.cuda.device import current_work
 from rfork.engines.hidden_state import HiddenState
+from rfork.engines.update_agreement import UpdateAgreement
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.image.capture import capture
 from rfork.image.layout import Manifest
@@ -22,6 +23,7 @@ from rfork.logs import logger
 from rfork.receiver.report import ForkReport
 from rfork.source.seed import Seed
 from rfork.source.served_image import VersionOf
+from rfork.weights_version import is_single
 
 log = logger(__name__)
 
@@ -51,8 +53,12 @@ class ServedModel:
         report: ForkReport,
         hidden_state: HiddenState,
         exclude: Sequence[str] = (),
+        agreement: UpdateAgreement | None = None,
     ) -> None:
-        """`seed` serves the image of `module`, without the tensors matching `exclude`."""
+        """`seed` serves the image of `module`, without the tensors matching `exclude`.
+
+        `agreement` is that of a rank of several; without one, its updates are not served unless they have a version.
+        """
         self.seed = seed
         self.steps = seed.track_steps()
         """Steps of the engine's own work: readers are throttled while they become slower."""
@@ -60,6 +66,7 @@ class ServedModel:
         self._module = module
         self._hidden_state = hidden_state
         self._exclude = exclude
+        self._agreement = agreement
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
@@ -150,6 +157,24 @@ class ServedModel:
 
         return chosen
 
+    def _is_agreed(self, generation: int) -> bool:
+        """Return True if the weights may be served: all ranks have completed the update, or it has a version.
+
+        Waits for the other ranks. Weights of a version are served without them: that version stands for the same
+        weights of this rank on any replica.
+        """
+        update = self._unversioned_update
+        if update is None or update.version is not None or is_single(self.seed.identity.rank):
+            return True
+        if self._agreement is None:
+            log.error(
+                "not seeding until the next weight update: the ranks of this replica cannot agree on an update",
+                update=update.count,
+                hint="state the version of the weights in the update",
+            )
+            return False
+        return self._agreement.reach(update.count, lambda: self._closed or generation != self.seed.generation)
+
     def _detach(self, stop: Callable[[], None]) -> None:
         """Run `stop`. Failures must not stop the engine; the weights are then not served."""
         if self._closed:
@@ -172,6 +197,8 @@ class ServedModel:
             try:
                 if generation != self.seed.generation:
                     return  # the weights are changing again
+                if not self._is_agreed(generation):
+                    return
                 finish_engine_work()
                 self._hidden_state.save()
                 self.seed.resume(self.recapture(), generation, self._version_of())

@@ -27,8 +27,10 @@ _attached: WeakSet[WeightLifecycle] = WeakSet()
 class WeightLifecycle:
     """Tracks changes to the weights. Called on the only thread of the engine's process."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, shares_with: WeightLifecycle | None = None) -> None:
+        """`shares_with`: the main model of a draft that has some of its tensors, which its updates write, too."""
         self.served = served
+        self._shares_with = shares_with
         self._lost = False
         """True while the weights are undefined, until a complete update."""
         self._updated = False
@@ -63,6 +65,8 @@ class WeightLifecycle:
         if self._update_depth == 1:
             self._failed = False
         self._call_served(self.served.begin_update)
+        if self._shares_with is not None:
+            self._shares_with.begin_update()
 
     def end_update(self, version: str | None = None) -> None:
         """Serve the updated, complete weights, of `version` if known, unless a part of the update has failed."""
@@ -71,10 +75,21 @@ class WeightLifecycle:
             self._lost = False
             self._updated, self._version = True, version
             self._publish()
+        if self._shares_with is not None:
+            self._shares_with._end_shared_update()
+
+    def _end_shared_update(self) -> None:
+        """Serve the weights after an update of a model that shares tensors with this one. Their version is unknown."""
+        self._update_depth = max(self._update_depth - 1, 0)
+        if self._update_depth == 0 and not self._failed:
+            self._updated, self._version = True, None
+            self._publish()
 
     def fail_update(self) -> None:
         """End an update that has failed after it had changed weights: they are undefined."""
         self._update_depth = max(self._update_depth - 1, 0)
+        if self._shares_with is not None:
+            self._shares_with._update_depth = max(self._shares_with._update_depth - 1, 0)
         self.fail_step()
 
     def fail_step(self) -> None:
@@ -82,14 +97,20 @@ class WeightLifecycle:
         if not self._lost:
             log.error("not seeding until the next weight update: the last one failed after it had changed weights")
         self._lost = self._failed = True
+        if self._shares_with is not None:
+            self._shares_with.fail_step()
 
     def cancel_update(self) -> None:
         """End an update that has changed nothing: serve the previous weights, if they were served."""
         self._update_depth = max(self._update_depth - 1, 0)
         self._publish()
+        if self._shares_with is not None:
+            self._shares_with.cancel_update()
 
     def abandon_updates(self) -> None:
         """Forget updates that have begun and will never end."""
+        if self._shares_with is not None:
+            self._shares_with._update_depth = max(self._shares_with._update_depth - self._update_depth, 0)
         self._update_depth = 0
 
     def mark_lost(self) -> None:
@@ -107,6 +128,8 @@ class WeightLifecycle:
             if not self._lost:
                 log.warning("not seeding until the next complete weight update: only a part of the weights was loaded")
             self.mark_lost()
+            if self._shares_with is not None:
+                self._shares_with.mark_lost()
         yield
 
     @contextlib.contextmanager
@@ -174,13 +197,19 @@ class WeightLifecycle:
             log.exception("failed to close the seed")
 
 
-def attach_lifecycle(module: nn.Module, served: ServedModel, *, observe_loads: bool = False) -> WeightLifecycle:
+def attach_lifecycle(
+    module: nn.Module,
+    served: ServedModel,
+    *,
+    observe_loads: bool = False,
+    shares_with: WeightLifecycle | None = None,
+) -> WeightLifecycle:
     """Attach a lifecycle to a model. `observe_loads`: detect every call of its `load_weights` from then on.
 
     vLLM users make these calls from their own extensions (in reinforcement learning, for example), where no
-    worker method is involved.
+    worker method is involved. `shares_with` is as for WeightLifecycle.
     """
-    lifecycle = WeightLifecycle(served)
+    lifecycle = WeightLifecycle(served, shares_with)
     _attached.add(lifecycle)
     setattr(module, ATTRIBUTE, lifecycle)
     load: LoadWeights | None = getattr(module, "load_weights", None) if observe_loads else None

@@ -11,6 +11,8 @@ PROBE = """
 import json
 from types import SimpleNamespace as Some
 from vllm import __version__
+from torch import nn
+from rfork.engines import shared_tensors
 from rfork.engines.vllm import compat, identity, plugin
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
@@ -19,12 +21,14 @@ plugin.register()
 first = loaders["rfork"]
 plugin.register()
 
-def reason(device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0, **parallel):
+def reason(
+    device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0, architectures=(), **parallel,
+):
     shape = dict(
         worker_cls="vllm.v1.worker.gpu_worker.Worker", enable_eplb=False, enable_elastic_ep=False,
-        decode_context_parallel_size=1, world_size_across_dp=1,
+        decode_context_parallel_size=1, world_size_across_dp=1, pipeline_parallel_size=1,
     )
-    model = Some(quantization=quantization, is_moe=is_moe)
+    model = Some(quantization=quantization, is_moe=is_moe, hf_config=Some(architectures=architectures))
     config = Some(
         parallel_config=Some(**{**shape, **parallel}),
         offload_config=Some(uva=Some(cpu_offload_gb=gigabytes), prefetch=Some(offload_group_size=0)),
@@ -46,9 +50,15 @@ result = {
         "worker": reason(worker_cls="mine.Worker"), "device": reason("xpu"),
         "offload": reason(gigabytes=1), "eplb": reason(enable_eplb=True),
         "elastic": reason(enable_elastic_ep=True), "context": reason(decode_context_parallel_size=2),
-        "draft": reason(method="eagle"),
+        "draft": reason(method="medusa"),
+        "rules": reason(method="mtp", architectures=["Gemma4MTPModel"]),
+        "main": reason(method="eagle"),
+        "stages": reason(method="eagle", pipeline_parallel_size=2),
     },
 }
+main = nn.Linear(1, 1)
+shared_tensors.remember_main(main)
+result["supported"] += [reason(method=method) for method in ("eagle", "eagle3", "mtp")]
 print("RESULT " + json.dumps(result))
 """
 
@@ -64,10 +74,10 @@ def test_the_installed_vllm_is_compatible() -> None:
     assert [] == result["warnings"]
     assert result["skips_dummy_weights"]
     assert result["same"]
-    assert [None] * 7 == result["supported"]
+    assert [None] * 10 == result["supported"]
     words = {
         "worker": "worker class", "device": "xpu",
         "offload": "offloaded", "eplb": "balancing", "elastic": "elastic", "context": "context parallelism",
-        "draft": "eagle",
+        "draft": "medusa", "rules": "Gemma4MTPModel", "main": "main model", "stages": "pipeline stages",
     }  # fmt: skip
     assert words.keys() == {name for name, reason in result["unsupported"].items() if words[name] in reason}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,3 +215,19 @@ def test_loopback_is_not_advertised_to_a_remote_planner(
 def test_passwords_of_urls_are_redacted(text: str, expected: str) -> None:
     """Passwords may contain any characters."""
     assert expected == redacted(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"version": "2026-11-23"}, False),
+        ({"version": "files:0123"}, False),
+        ({"version": "update:replica-1:3"}, True),
+        ({"version": "unnamed:replica-1"}, True),
+        ({"fail_if_not_forked": True}, True),
+    ],
+)
+def test_a_version_of_a_running_server_requires_a_fork(settings: dict[str, Any], expected: bool) -> None:
+    """No files are known to have it."""
+    assert expected == (InstanceSettings(**settings).fork_required_reason is not None)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from benchmarks import figures
 from docs.site.reference import (
     cli_page,
     errors_page,
@@ -26,6 +27,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "cli": cli_page.page,
     "error-tree": errors_page.tree,
     "errors": errors_page.page,
+    "figures": figures.markdown,
     "grpc-peer": lambda: grpc_page.page(grpc_page.PEER),
     "grpc-scaler": lambda: grpc_page.page(grpc_page.SCALER),
     "metrics": metrics_page.page,

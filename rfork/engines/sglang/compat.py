@@ -97,7 +97,8 @@ FROM_DISTRIBUTED = (f"{WEIGHTS}.load_weights_from_distributed", f"{WEIGHTS}.upda
 BEGIN_UPDATE = f"{WEIGHTS}.begin_weight_update"
 END_UPDATE = f"{WEIGHTS}.end_weight_update"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-REQUESTS = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+FULL_REQUESTS = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("disk", "ipc"))
+STEP_REQUESTS = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("distributed", "tensor"))
 CHECK_WEIGHTS = f"{MANAGER}.check_weights"
 RELEASE_MEMORY = f"{MANAGER}.release_memory_occupation"
 RESUME_MEMORY = f"{MANAGER}.resume_memory_occupation"
@@ -151,7 +152,7 @@ def scheduling(find: Find = first_of) -> tuple[HookTarget, ...]:
         HookTarget(find(*FROM_DISTRIBUTED), ("self",), "lifecycle"),
         HookTarget(BEGIN_UPDATE, ("self",), "lifecycle", optional=True),  # since 0.5.21
         HookTarget(END_UPDATE, ("self",), "lifecycle", optional=True),
-        *(HookTarget(request, ("self", "recv_req"), "lifecycle") for request in REQUESTS),
+        *(HookTarget(request, ("self", "recv_req"), "lifecycle") for request in (*FULL_REQUESTS, *STEP_REQUESTS)),
         HookTarget(CHECK_WEIGHTS, ("self", "recv_req"), "lifecycle"),
         HookTarget(RELEASE_MEMORY, ("self", "recv_req"), "lifecycle"),
         HookTarget(RESUME_MEMORY, ("self", "recv_req"), "lifecycle"),

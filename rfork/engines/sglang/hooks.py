@@ -17,6 +17,7 @@ from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat
+from rfork.engines.shared_tensors import main_model
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import logger
@@ -55,6 +56,8 @@ class WeightUpdateHooks:
         """Version of the last successful request: before 0.5.19, SGLang's schedulers do not record it."""
         self._step_versions: WeakKeyDictionary[WeightLifecycle, str] = WeakKeyDictionary()
         """Versions that the steps of an update requested."""
+        self._begun: set[WeightLifecycle] = set()
+        """Models that the current request has begun to update."""
 
     def request(
         self,
@@ -73,6 +76,26 @@ class WeightUpdateHooks:
         if requested is not None and getattr(result, "success", False):
             self._adopted = requested
         return result
+
+    def full_request(
+        self,
+        update: Callable[..., Any],
+        manager: SchedulerWeightUpdaterManager,
+        recv_req: Any,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        """Wrap a request that is an update by itself. It counts for each model of this rank.
+
+        If it fails for one model, SGLang skips those that follow: on this rank, but perhaps not on the others.
+        """
+        self._begun.clear()
+        try:
+            return self.request(update, manager, recv_req, *args, **kwargs)
+        finally:
+            for _, lifecycle in _lifecycles(manager):
+                if lifecycle not in self._begun:
+                    lifecycle.served.count_update()
 
     def _requested_version(self) -> str | None:
         return self._requested
@@ -117,7 +140,7 @@ class WeightUpdateHooks:
 
     def begin(self, begin: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the start of an update: until `end`, weights are written in any number of steps."""
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return begin(runner, *args, **kwargs)
         lifecycle.abandon_updates()
@@ -135,7 +158,7 @@ class WeightUpdateHooks:
         Before 0.5.21, SGLang's updates have neither a begin nor an end. So it is unknown whether the weights are
         complete, and they are served again after the next update from disk.
         """
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return update(runner, *args, **kwargs)
         try:
@@ -152,7 +175,7 @@ class WeightUpdateHooks:
 
     def end(self, end: Callable[..., Any], runner: WeightUpdater, *args: object, **kwargs: object) -> Any:
         """Wrap the end of an update. The weights are complete unless a step failed."""
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return end(runner, *args, **kwargs)
         try:
@@ -211,9 +234,10 @@ class WeightUpdateHooks:
 
         `fails_before_writing`: a failed update normally fails before it writes anything.
         """
-        lifecycle = lifecycle_of(runner.get_model())
+        lifecycle = _changed_by(runner)
         if lifecycle is None:
             return update()
+        self._begun.add(lifecycle)
         lifecycle.begin_update()
         try:
             done = update()
@@ -227,6 +251,11 @@ class WeightUpdateHooks:
         else:
             lifecycle.fail_update()
         return done
+
+
+def _changed_by(runner: WeightUpdater) -> WeightLifecycle | None:
+    """Return the lifecycle of a runner's model. A draft that is not served may share tensors with its main model."""
+    return lifecycle_of(runner.get_model()) or lifecycle_of(main_model())
 
 
 def _new_version(recv_req: Any, adopted: str | None) -> str | None:
@@ -274,7 +303,9 @@ def install() -> Compatibility:
     if compatibility.core:
         return compatibility
     updates = WeightUpdateHooks()
-    for request in compat.REQUESTS:
+    for request in compat.FULL_REQUESTS:
+        compat.hook(request, updates.full_request, stop_seeding)
+    for request in compat.STEP_REQUESTS:
         compat.hook(request, updates.request, stop_seeding)
     for path, wrapper in (
         (compat.FROM_DISK, updates.from_disk),

@@ -14,6 +14,8 @@ from torch import nn
 from rfork.engines.arguments import canonical_model_name
 from rfork.engines.load_or_fork import ModelIdentity
 from rfork.engines.sglang import compat
+from rfork.engines.sglang.draft_tensors import ALGORITHMS, SglangTensorSharing
+from rfork.engines.shared_tensors import main_model
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 
@@ -31,7 +33,9 @@ def unsupported_config(model_config: ModelConfig) -> str | None:
         return reason
     if reason := unsupported_parallelism(get_parallel(), compat.option("dp_size", 1)):
         return reason
-    return unsupported_draft(model_config.is_draft_model, compat.option("speculative_algorithm"))
+    if not model_config.is_draft_model:
+        return None
+    return unsupported_draft(compat.option("speculative_algorithm"), get_parallel().pp_size, main_model())
 
 
 def unsupported_parallelism(parallel: Any, dp_size: int) -> str | None:
@@ -41,11 +45,28 @@ def unsupported_parallelism(parallel: Any, dp_size: int) -> str | None:
     return None
 
 
-def unsupported_draft(is_draft: bool, algorithm: str | None) -> str | None:
-    """Return why a draft model of this algorithm cannot be forked: it shares tensors with the main model."""
-    if is_draft and (algorithm or "").upper() != "STANDALONE":
-        return f"a draft model for {algorithm or 'an unnamed algorithm'} shares tensors with its main model"
+def unsupported_draft(algorithm: str | None, pp_size: int, main: nn.Module | None) -> str | None:
+    """Return why a draft of this algorithm cannot be forked; None if it can."""
+    name = (algorithm or "an unnamed algorithm").upper()
+    if name == STANDALONE:
+        return None
+    if name not in ALGORITHMS:
+        return f"which tensors a draft model for {name} shares with its main model is unknown"
+    if pp_size > 1:
+        return "with pipeline stages, which tensors a draft model shares with its main model is unknown"
+    if main is None:
+        return "the main model of this draft was not forked, so it may have other tensors than on the source"
+    if not hasattr(main, "get_embed_and_head"):
+        return f"which tensors {type(main).__name__} shares with its draft is unknown"
     return None
+
+
+def sharing_of(model_config: ModelConfig) -> SglangTensorSharing | None:
+    """Return which tensors the model shares with its main model; None for a model that shares none."""
+    if not model_config.is_draft_model:
+        return None
+    algorithm, main = (compat.option("speculative_algorithm", None) or STANDALONE).upper(), main_model()
+    return SglangTensorSharing(main, algorithm) if main is not None and algorithm != STANDALONE else None
 
 
 def unsupported_model(module: nn.Module) -> str | None:
@@ -65,6 +86,8 @@ def unsupported_class(model: type) -> str | None:
 
 
 PACKAGES = ("sglang",)
+STANDALONE = "STANDALONE"
+"""Algorithm whose draft is a complete model."""
 
 
 def identity_of(
@@ -90,6 +113,7 @@ def identity_of(
         compat.SCRATCH,
         path,
         revision,
+        sharing_of(model_config),
     )
 
 

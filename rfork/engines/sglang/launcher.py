@@ -82,11 +82,13 @@ def _group(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def _use_own_loader(reason: str, *, required: bool = False) -> None:
     """Log that SGLang's own loader is used. Ends the launch if a fork is `required`, here or by the settings."""
     try:
-        required = required or options.load(InstanceSettings).fail_if_not_forked
+        required_reason = options.load(InstanceSettings).fork_required_reason
     except SettingsError as error:
         _exit(str(error))
     if required:
-        _exit(f"{reason} (RFORK_FAIL_IF_NOT_FORKED is set)")
+        required_reason = "RFORK_FAIL_IF_NOT_FORKED is set"
+    if required_reason is not None:
+        _exit(f"{reason} ({required_reason})")
     _log_own_loader(reason)
 
 

@@ -15,7 +15,8 @@ from rfork.engines.load_or_fork import cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
-from rfork.engines.weight_lifecycle import attach_lifecycle
+from rfork.engines.shared_tensors import main_model, remember_main
+from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
@@ -57,7 +58,10 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
                 no_seed_reason=compat.no_seed_reason(hooks.install()),
             )
             if (served := served_model(module)) is not None:
-                attach_lifecycle(module, served)
+                shares = identity.sharing_of(model_config) is not None
+                attach_lifecycle(module, served, shares_with=lifecycle_of(main_model()) if shares else None)
+            if not model_config.is_draft_model:
+                remember_main(module)
             return module
         except RforkError as error:
             # SGLang reports it as a traceback, in which this line must be easy to find.

@@ -66,8 +66,8 @@ def _apply_flags(_: object, arguments: argparse.Namespace, *args: object, **kwar
 def _make_loader(config: LoadConfig, *args: object, **kwargs: object) -> None:
     """Replace the load format by the loader class, which is how SGLang accepts custom loaders.
 
-    If this SGLang cannot be forked, it is replaced by SGLang's own. Raises EngineMismatch if `fail_if_not_forked` is
-    set.
+    If this SGLang cannot be forked, it is replaced by SGLang's own. Raises EngineMismatch if a fork is
+    required.
     """
     if config.load_format != LOAD_FORMAT:
         return
@@ -89,6 +89,6 @@ def _require_no_fork(reason: str) -> None:
     from rfork.errors import EngineMismatch
     from rfork.settings import InstanceSettings
 
-    if options.load(InstanceSettings).fail_if_not_forked:
+    if options.load(InstanceSettings).fork_required_reason is not None:
         raise EngineMismatch(reason, hint="install a tested version of SGLang")
     log.error("falling back to SGLang's own loader: %s", reason)

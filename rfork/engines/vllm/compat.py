@@ -76,6 +76,7 @@ HOOK_TARGETS: Final = (
         for method, parameters in (
             ("get_model", ()),
             ("get_draft_model", ()),
+            ("initialize_from_config", ()),
             ("sleep", ("level",)),
             ("wake_up", ("tags",)),
             ("reload_weights", ()),

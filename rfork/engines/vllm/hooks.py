@@ -17,6 +17,7 @@ from torch import nn
 from rfork.engines.hook_targets import patch_method
 from rfork.engines.identity import version_of_reload
 from rfork.engines.vllm.compat import loads_from
+from rfork.engines.vllm.draft_tensors import check_shared
 from rfork.engines.vllm.worker_steps import DeviceTimer, WorkerSteps
 from rfork.engines.weight_lifecycle import WeightLifecycle, lifecycle_of, stop_seeding
 
@@ -28,6 +29,9 @@ UPDATED_ATTRIBUTE: Final = "rfork_updated"
 
 MEASURED: Final = frozenset({"execute_model", "sample_tokens"})
 """Methods whose wrappers only measure."""
+
+CHECK_SHARED: Final = "initialize_from_config"
+"""Method that vLLM calls once, between loading the models and serving."""
 
 WORKER_DRAIN_S: Final = 4.0
 """A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
@@ -62,7 +66,13 @@ def install(worker_class: type) -> None:
         if not hasattr(worker_class, name):
             continue
         # Without measured steps the weights may still be served; without any other wrapper they may not.
-        patch_method(worker_class, name, wrapper, on_failure=stop_seeding if name not in MEASURED else None)
+        patch_method(
+            worker_class,
+            name,
+            wrapper,
+            on_failure=stop_seeding if name not in MEASURED else None,
+            may_refuse=name == CHECK_SHARED,
+        )
 
 
 def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
@@ -75,6 +85,17 @@ def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
             if (lifecycle := lifecycle_of(get())) is not None:
                 found.append(lifecycle)
     return found
+
+
+def _check_shared(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    """Check that a draft has the tensors that it shares with its main model. Raises EngineMismatch."""
+    draft: nn.Module | None = None
+    with contextlib.suppress(AttributeError):  # a runner that never has a draft
+        draft = worker.get_draft_model()
+    as_expected = draft is None or check_shared(draft, worker.get_model())
+    if not as_expected and (lifecycle := lifecycle_of(draft)) is not None:
+        lifecycle.stop()
+    return method(worker, *args, **kwargs)
 
 
 def _execute_model(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
@@ -182,7 +203,9 @@ def _start(method: Method, worker: Worker, *args: object, **kwargs: object) -> o
 
 
 def _start_draft(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
-    return _begin(method, worker, lifecycle_of(worker.get_draft_model()), *args, **kwargs)
+    # A draft that is not served may share tensors with its main model.
+    lifecycle = lifecycle_of(worker.get_draft_model()) or _main_lifecycle(worker)
+    return _begin(method, worker, lifecycle, *args, **kwargs)
 
 
 def _begin(
@@ -251,6 +274,7 @@ def _end_update(worker: Worker) -> WeightLifecycle | None:
 
 
 WRAPPERS: Final[dict[str, Method]] = {
+    CHECK_SHARED: _check_shared,
     "execute_model": _execute_model,
     "sample_tokens": _sample_tokens,
     "sleep": _sleep,

@@ -19,6 +19,8 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.load_or_fork import ModelIdentity
+from rfork.engines.shared_tensors import main_model
+from rfork.engines.vllm import draft_tensors
 from rfork.engines.vllm.compat import (
     HELPER_ATTRIBUTES,
     NON_WEIGHT_PATTERNS,
@@ -28,6 +30,7 @@ from rfork.engines.vllm.compat import (
     loads_from,
     model_name,
 )
+from rfork.engines.vllm.draft_tensors import VllmTensorSharing
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 
@@ -59,8 +62,21 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
         yield "decode context parallelism gathers derived weights: a rank that loads alone would hang"
     if parallel.world_size_across_dp > 1 and is_quantised_online(vllm_config):
         yield "online quantisation synchronises scales between ranks: a rank that loads alone would hang"
-    if speculative is not None and is_draft(vllm_config, model_config) and speculative.method != "draft_model":
-        yield f"a draft model of method {speculative.method} shares tensors with its main model"
+    if shares_tensors(vllm_config, model_config):
+        yield from _draft_reasons(speculative, parallel)
+
+
+def _draft_reasons(speculative: Any, parallel: Any) -> Iterator[str]:
+    """Yield why a draft that shares tensors with its main model cannot be forked."""
+    architectures = getattr(speculative.draft_model_config.hf_config, "architectures", None) or ()
+    if speculative.method not in draft_tensors.METHODS:
+        yield f"which tensors a draft model of method {speculative.method} shares with its main model is unknown"
+    if others := draft_tensors.OTHER_RULES.intersection(architectures):
+        yield f"which tensors {min(others)} shares with its main model is unknown"
+    if parallel.pipeline_parallel_size > 1:
+        yield "with pipeline stages, which tensors a draft model shares with its main model is unknown"
+    if main_model() is None:
+        yield "the main model of this draft was not loaded with the load format rfork"
 
 
 def _is_zen() -> bool:
@@ -85,6 +101,7 @@ def identity_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: In
         exclude=NON_WEIGHT_PATTERNS,
         files=files,
         revision=revision,
+        sharing=sharing_of(vllm_config, model_config),
     )
 
 
@@ -92,6 +109,17 @@ def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
     """Return True if the model is the server's speculative draft."""
     speculative = vllm_config.speculative_config
     return speculative is not None and model_config is speculative.draft_model_config
+
+
+def shares_tensors(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
+    """Return True if the model is a draft that shares tensors with its main model."""
+    return is_draft(vllm_config, model_config) and vllm_config.speculative_config.method != "draft_model"
+
+
+def sharing_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmTensorSharing | None:
+    """Return which tensors the model shares with its main model; None for a model that shares none."""
+    main = main_model()
+    return VllmTensorSharing(main) if main is not None and shares_tensors(vllm_config, model_config) else None
 
 
 def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> Rank:

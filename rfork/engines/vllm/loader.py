@@ -63,10 +63,10 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             reason = f"{type(error).__name__}: {error}"
         if reason is None and builder is not None:
             return self._load_or_fork(builder, vllm_config, model_config, decision.no_seed_reason)
-        if self.settings.fail_if_not_forked:
+        if (required := self.settings.fork_required_reason) is not None:
             raise ForkFailed(
                 f"this server cannot be forked: {reason}",
-                hint="unset RFORK_FAIL_IF_NOT_FORKED to start it with vLLM's own loader",
+                hint=f"vLLM's own loader is not used, because {required}",
             )
         log.warning("fork not supported, using vLLM's loader without seeding", reason=reason)
         if builder is not None:
@@ -97,8 +97,10 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
     ) -> nn.Module:
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
-        from rfork.engines.vllm.identity import identity_of
-        from rfork.engines.weight_lifecycle import attach_lifecycle
+        from rfork.engines.shared_tensors import main_model, remember_main
+        from rfork.engines.vllm.draft_tensors import shared_patterns
+        from rfork.engines.vllm.identity import identity_of, is_draft
+        from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 
         module = load_or_fork(
             builder,
@@ -107,8 +109,11 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             builder.rebuild,
             no_seed_reason,
         )
+        main = main_model() if shared_patterns(module) else None
         if (served := served_model(module)) is not None:
-            attach_lifecycle(module, served, observe_loads=True)
+            attach_lifecycle(module, served, observe_loads=True, shares_with=lifecycle_of(main))
+        if not is_draft(vllm_config, model_config):
+            remember_main(module)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:

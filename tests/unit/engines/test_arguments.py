@@ -197,7 +197,7 @@ def test_fail_if_not_forked_disables_the_checkpoint_fallback(tmp_path: Path, mon
     module = nn.Linear(2, 2)
     before = module.weight.tolist()
     error = raised_error(lambda: rfork.fork(module, model="m", checkpoint=tmp_path))
-    assert "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is" == str(error)
+    assert "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is set" == str(error)
     assert before == module.weight.tolist()
 
 

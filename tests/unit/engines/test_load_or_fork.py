@@ -108,6 +108,16 @@ def test_without_planner_and_snapshot_the_engine_loads(toy: Toy) -> None:
     assert served_model(module) is None
 
 
+def test_files_never_have_the_version_of_an_update(toy: Toy, tmp_path: Path) -> None:
+    """A server that states it forks, or ends: another rank may have forked that update."""
+    version, missing = "update:replica-1:3", f"file://{tmp_path}/none.safetensors"
+    with pytest.raises(SettingsError, match="version update:replica-1:3 is that of a running server"):
+        load_or_fork(toy, lambda: IDENTITY, InstanceSettings(version=version))
+    with pytest.raises(AllSourcesFailed):
+        load_or_fork(toy, lambda: IDENTITY, InstanceSettings(version=version, snapshot=missing, transports=("http",)))
+    assert 0 == toy.loads
+
+
 def broken(module: nn.Module) -> None:
     raise RuntimeError("pre-processed weights require another backend")
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed
 from torch import nn
+from torch._C._distributed_c10d import HashStore, Store
 
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.served_model import ATTRIBUTE, ServedModel, served_model
+from rfork.engines.update_agreement import StoreRecords, UpdateAgreement
 from rfork.image.capture import capture
 from rfork.receiver.report import ForkReport
 from rfork.schema import Rank
@@ -26,6 +29,11 @@ def join_renewals(instance: ServedModel) -> None:
     for thread in threading.enumerate():
         if thread.name == "rfork-renew":
             thread.join(30)
+
+
+def agreement_with(ranks: int, store: Store | None = None) -> UpdateAgreement:
+    """Return the agreement of the first of these ranks."""
+    return UpdateAgreement(StoreRecords(store or HashStore(), "model", "main", 0, ranks))
 
 
 @contextlib.contextmanager
@@ -64,14 +72,16 @@ def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
 
 
 @contextlib.contextmanager
-def serving(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
+def serving(
+    module: nn.Module, rank: Rank, agreement: Callable[[], UpdateAgreement | None] = lambda: agreement_with(1)
+) -> Iterator[ServedModel]:
     """Serve a model inside the block."""
     hidden_state = HiddenState(module, (), ())
     image, settings = capture(module), InstanceSettings()
     identity = InstanceIdentity("model", rank, version="files:old", replica="replica-1")
     seed = Seed(image, identity, settings, Connections([HttpTransport(settings)]), manifest=image.manifest()).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
-    served = ServedModel(module, seed, report, hidden_state)
+    served = ServedModel(module, seed, report, hidden_state, agreement=agreement())
     setattr(module, ATTRIBUTE, served)
     yield served
     served.close(0.0)
@@ -276,6 +286,58 @@ def test_a_rank_of_several_is_named_by_its_update_count(module: nn.Module, insta
     """No rank knows the others' bytes, but all ranks of a replica see the same updates."""
     assert of_update("replica-1", 1) == update(module, instance, 3.0)
     assert of_update("replica-1", 2) == update(module, instance, 4.0)
+
+
+def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Module) -> None:
+    """Until then its weights are not served under any version."""
+    store = HashStore()
+    other = StoreRecords(store, "model", "main", 1, 2)
+    with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
+        with updating(instance):
+            fill(module, 3.0)
+        waiting = [thread for thread in threading.enumerate() if thread.name == "rfork-renew"]
+        assert 1 == len(waiting)
+        assert None is instance.seed.manifest
+        other.record(1)
+        join_renewals(instance)
+        assert current(module, instance)
+        assert of_update("replica-1", 1) == instance.seed.version
+
+
+def test_a_rank_that_waits_for_the_others_follows_the_next_update(module: nn.Module) -> None:
+    """The update that the other rank has missed is never served."""
+    store = HashStore()
+    other = StoreRecords(store, "model", "main", 1, 2)
+    with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
+        with updating(instance):
+            fill(module, 3.0)
+        with updating(instance):
+            fill(module, 4.0)
+        other.record(2)
+        join_renewals(instance)
+        assert current(module, instance)
+        assert of_update("replica-1", 2) == instance.seed.version
+
+
+def test_closing_ends_the_wait_for_the_other_ranks(module: nn.Module) -> None:
+    """No thread is left."""
+    with serving(module, Rank(tp_size=2), lambda: agreement_with(2)) as instance, updating(instance):
+        fill(module, 3.0)
+    join_renewals(instance)
+    assert [] == [thread for thread in threading.enumerate() if thread.name == "rfork-renew"]
+
+
+def test_ranks_that_cannot_agree_serve_updates_of_a_version_only(
+    module: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing proves that the other ranks have the same update."""
+    with serving(module, Rank(tp_size=2), lambda: None) as instance:
+        with updating(instance):
+            fill(module, 3.0)
+        join_renewals(instance)
+        assert None is instance.seed.manifest
+        assert "cannot agree on an update" in caplog.text
+        assert "step-5" == update(module, instance, 4.0, "step-5")
 
 
 @several

@@ -31,22 +31,6 @@ def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
     assert "loading the weights of RadioModel sets more than tensors: whether it embeds videos" == reason
 
 
-@pytest.mark.parametrize(
-    ("is_draft", "algorithm", "is_rejected"),
-    [
-        (False, "EAGLE", False),
-        (True, "STANDALONE", False),
-        (True, "EAGLE", True),
-        (True, "EAGLE3", True),
-        (True, "FROZEN_KV_MTP", True),
-        (True, None, True),
-    ],
-)
-def test_drafts_that_share_tensors_are_rejected(is_draft: bool, algorithm: str | None, is_rejected: bool) -> None:
-    """Only a standalone draft is forked: an update of the main model would change the tensors of other drafts."""
-    assert is_rejected == (identity.unsupported_draft(is_draft, algorithm) is not None)
-
-
 def test_scratch_is_excluded_from_images() -> None:
     """Tensors overwritten by each forward pass and addresses are excluded; strides and weights are not."""
 

@@ -38,6 +38,10 @@ class RecordingInstance:
         """Record the call."""
         self.calls.append("update")
 
+    def count_update(self) -> None:
+        """Record the call."""
+        self.calls.append("count")
+
     def renew(self, *, updated: bool, version: str | None) -> None:
         """Record the call."""
         self.calls.append("renew" if not updated else f"renew {version or 'updated'}")
@@ -362,6 +366,30 @@ def test_the_weight_version_of_the_request_names_the_new_weights(
     request(updates, "step-6", lambda: updates.from_ipc(update_returning(True), runner, "request"))
     updates.from_ipc(update_returning(True), runner, "request")
     assert ["update", "renew step-5", "update", "renew step-6", "update", "renew updated"] == instance.calls
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [(lambda update: None, ["count"]), (lambda update: update(), ["update", "renew updated"])],
+    ids=["skipped", "updated"],
+)
+def test_each_request_counts_once_for_each_model(
+    work: Callable[[Callable[[], object]], object],
+    expected: list[str],
+    instance: RecordingInstance,
+    serving: SimpleNamespace,
+    folder: Path,
+) -> None:
+    """SGLang skips a draft model on the ranks where the main model's update failed: its count must not fall behind."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+
+    def update(*_: object) -> SimpleNamespace:
+        work(lambda: updates.from_disk(update_returning(True), runner, str(folder), "dummy"))
+        return SimpleNamespace(success=True)
+
+    for _ in range(2):
+        updates.full_request(update, manager_of(instance), SimpleNamespace(weight_version=None))
+    assert 2 * expected == instance.calls
 
 
 @pytest.mark.parametrize("version", [None, "default", "step-4", "two\nlines", "x" * 300])

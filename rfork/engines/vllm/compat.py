@@ -19,6 +19,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import nn
 
 from rfork import settings as options
 from rfork.engines.arguments import canonical_model_name
@@ -226,6 +227,20 @@ def keep_weights_on_cpu() -> None:
     # Where these names do not exist, packed weights are found in the built model: it is then not forked.
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = _no_packing
+
+
+def unsupported_model(module: nn.Module) -> str | None:
+    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere.
+
+    A layer without a weight that computes with torch is never called: MLA on a CPU empties `kv_b_proj` and computes
+    with two tensors that it derived from it.
+    """
+    for name, submodule in module.named_modules():
+        weight, kernel = getattr(submodule, "weight", None), getattr(submodule, "cpu_linear", None)
+        packed = kernel is not None and kernel is not torch.nn.functional.linear
+        if packed and weight is not None and not weight.numel():
+            return f"the weight of {name} was packed into a kernel handle"
+    return None
 
 
 def _no_packing(n: int, k: int, dtype: torch.dtype) -> bool:

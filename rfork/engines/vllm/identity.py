@@ -14,7 +14,6 @@ from hashlib import sha256
 from typing import Any, Final
 
 import torch
-from torch import nn
 from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
@@ -78,20 +77,6 @@ def _draft_reasons(speculative: Any, parallel: Any) -> Iterator[str]:
         yield "with pipeline stages, which tensors a draft model shares with its main model is unknown"
     if main_model() is None:
         yield "the main model of this draft was not loaded with the load format rfork"
-
-
-def unsupported_model(module: nn.Module) -> str | None:
-    """Return why a built model cannot be forked: a kernel keeps its weights elsewhere.
-
-    A layer without a weight that computes with torch is never called: MLA on a CPU empties `kv_b_proj` and computes
-    with two tensors that it derived from it.
-    """
-    for name, submodule in module.named_modules():
-        weight, kernel = getattr(submodule, "weight", None), getattr(submodule, "cpu_linear", None)
-        packed = kernel is not None and kernel is not torch.nn.functional.linear
-        if packed and weight is not None and not weight.numel():
-            return f"the weight of {name} was packed into a kernel handle"
-    return None
 
 
 def _is_zen() -> bool:

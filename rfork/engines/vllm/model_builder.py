@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from rfork.engines.vllm import compat, identity, methods
+from rfork.engines.vllm import compat, methods
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 
@@ -62,7 +62,7 @@ class VllmEngine:
         """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
         with _gc_frozen():
             module = self._load_with(dummy_loader(self._load_config, self._check))
-        if reason := identity.unsupported_model(module):
+        if reason := compat.unsupported_model(module):
             raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
 

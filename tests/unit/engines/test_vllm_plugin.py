@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from rfork.engines import launch
@@ -347,3 +348,28 @@ def test_the_refusal_names_the_layer_and_the_check() -> None:
         "Mxfp4MoEMethod has not passed the golden check on cuda: `rfork doctor --engine vllm` runs it (at 0)" == reason
     )
     assert methods.unsupported_method(model, "cuda", ("Mxfp4MoEMethod",)) is None
+
+
+def cpu_layer(weight: torch.Tensor, kernel: object) -> nn.Module:
+    """Return a layer as vLLM leaves it on a CPU, with the function that computes its outputs."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight)
+    vars(layer)["cpu_linear"] = kernel
+    return nn.Sequential(layer)
+
+
+def test_weights_in_kernel_handles_are_refused() -> None:
+    """The parameter is empty, and a function of vLLM has the weight."""
+    reason = compat.unsupported_model(cpu_layer(torch.empty(0), lambda inputs, weight, bias: inputs))
+    assert "the weight of 0 was packed into a kernel handle" == reason
+
+
+@pytest.mark.parametrize("kernel", [torch.nn.functional.linear, lambda inputs, weight, bias: inputs])
+def test_weights_that_are_kept_are_served(kernel: object) -> None:
+    """A parameter with values is in the image, whatever computes with it."""
+    assert compat.unsupported_model(cpu_layer(torch.ones(2, 2), kernel)) is None
+
+
+def test_layers_that_are_never_called_are_served() -> None:
+    """Latent attention drops the weight of a layer, from which it has derived its own tensors."""
+    assert compat.unsupported_model(cpu_layer(torch.empty(0), torch.nn.functional.linear)) is None

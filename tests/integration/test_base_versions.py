@@ -54,11 +54,11 @@ shared = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_h
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 model_class = getattr(transformers, f"{sys.argv[1]}ForCausalLM")
 settings = InstanceSettings(planner=sys.argv[2], no_source_timeout_s=0.2)
-model_class(model_class.config_class(**shared, **heads)).to(torch.bfloat16).save_pretrained("full/model")
-expected = model_class.from_pretrained("full/model", dtype="auto")
-expected.config.save_pretrained("bare/model")
-first = rfork.fork_pretrained("full/model", settings=settings)
-second = rfork.fork_pretrained("bare/model", settings=settings)
+model_class(model_class.config_class(**shared, **heads)).to(torch.bfloat16).save_pretrained("full/tiny")
+expected = model_class.from_pretrained("full/tiny", dtype="auto")
+expected.config.save_pretrained("bare/tiny")
+first = rfork.fork_pretrained("full/tiny", settings=settings)
+second = rfork.fork_pretrained("bare/tiny", settings=settings)
 reports = [rfork.fork_report(each) for each in (first, second)]
 prompt = torch.tensor([[1, 5, 9, 60, 2, 77]])
 print(transformers.__version__)

@@ -213,7 +213,7 @@ def test_transformers_4_loads_all_weights_unchanged(tmp_path: Path, monkeypatch:
     save_model(tmp_path, "tied")
     meta_model = MetaModel.of(tmp_path)
     model = meta_model.empty()
-    monkeypatch.setattr(transformers, "__version__", "4.56.0")
+    monkeypatch.setattr("transformers.__version__", "4.56.0")
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     assert meta_model.loads_as_stored(model)
 
@@ -225,7 +225,7 @@ def test_without_the_conversions_of_transformers_5_no_weights_are_loaded_unchang
     save_model(tmp_path, "tied")
     meta_model = MetaModel.of(tmp_path)
     model = meta_model.empty()
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     assert not meta_model.loads_as_stored(model)
 

@@ -220,8 +220,10 @@ class MetaModel:
         """Return True if transformers loads the weights of such a model unchanged from its files.
 
         For some models it transposes, merges or permutes weights; the result may have the same name and
-        shape.
+        shape. transformers 4 never does.
         """
+        if _is_transformers_4():
+            return True
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightRenaming
@@ -269,6 +271,12 @@ class MetaModel:
             )
 
 
+def _is_transformers_4() -> bool:
+    from transformers import __version__
+
+    return __version__.startswith("4.")
+
+
 class _LazySlice:
     """Stand-in for a safetensors slice, from which transformers reads a tensor on demand."""
 
@@ -290,9 +298,7 @@ def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str
 
     transformers 4 reads no slices: it gets uninitialised tensors, which it assigns.
     """
-    from transformers import __version__
-
-    lazy = not __version__.startswith("4.")
+    lazy = not _is_transformers_4()
     found: dict[int, str] = {}
     weights: dict[str, _LazySlice | torch.Tensor] = {}
     for name, tensor in abstract.state_dict(keep_vars=True).items():

@@ -47,6 +47,25 @@ module = torch.nn.Linear(64, 64)
 report = rfork.fork(module, model=sys.argv[1], planner=sys.argv[2])
 print(report.outcome, torch.equal(expected.weight, module.weight))
 """
+FORK_PRETRAINED: Final = """
+import sys, rfork, torch, transformers
+from rfork.settings import InstanceSettings
+shared = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+model_class = getattr(transformers, f"{sys.argv[1]}ForCausalLM")
+settings = InstanceSettings(planner=sys.argv[2], no_source_timeout_s=0.2)
+model_class(model_class.config_class(**shared, **heads)).to(torch.bfloat16).save_pretrained("full/tiny")
+expected = model_class.from_pretrained("full/tiny", dtype="auto")
+expected.config.save_pretrained("bare/tiny")
+first = rfork.fork_pretrained("full/tiny", settings=settings)
+second = rfork.fork_pretrained("bare/tiny", settings=settings)
+reports = [rfork.fork_report(each) for each in (first, second)]
+prompt = torch.tensor([[1, 5, 9, 60, 2, 77]])
+print(transformers.__version__)
+print(reports[0].outcome, reports[0].fallback)
+print(reports[1].outcome, [each.source_id for each in reports[1].sources] == [reports[0].seed.identity.instance_id])
+print(*(torch.equal(expected(prompt).logits, each(prompt).logits) for each in (first, second)))
+"""
 IMAGES: Final[Mapping[str, Sequence[str]]] = {
     "vllm": (
         "grpcio==1.78.0", "httpx==0.28.1", "numpy==2.2.6", "protobuf==6.33.6", "pydantic==2.12.5",
@@ -222,3 +241,28 @@ def test_injected_files_use_the_images_packages(wheel: Path, rfork_process: Star
     assert structlog.startswith(str(tmp_path / "files" / "deps"))
     planner = rfork_process("planner", "--port", "0", "--json", until='"ready"')
     assert ["forked True"] == run(FORK_IN_PROCESS, json.loads(planner.stdout.splitlines()[0])["url"])
+
+
+@pytest.fixture(scope="module")
+def oldest_transformers(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Environment, str]:
+    """An environment with rfork and the oldest transformers that its extra allows, and that version."""
+    environment = Environment.create(tmp_path_factory.mktemp("transformers") / "venv", sys.executable)
+    (line,) = (each for each in requirements(["transformers"]) if canonical(each) == "transformers")
+    environment.pip("install", oldest(line), wheel)
+    return environment, environment.installed()["transformers"]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mixtral"])
+def test_the_oldest_transformers_forks(
+    oldest_transformers: tuple[Environment, str], rfork_process: StartRfork, tmp_path: Path, architecture: str
+) -> None:
+    """The first model is read from the files by rfork, the second is forked, and both equal `from_pretrained`'s."""
+    environment, version = oldest_transformers
+    planner = rfork_process("planner", "--port", "0", "--json", until='"ready"')
+    done = subprocess.run(
+        [environment.python, "-c", FORK_PRETRAINED, architecture, json.loads(planner.stdout.splitlines()[0])["url"]],
+        env={"PATH": os.defpath, "HOME": "/nonexistent"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert [version, "forked None", "forked True", "True True"] == done.stdout.splitlines(), done.stderr
+    assert version.startswith("4.56.")

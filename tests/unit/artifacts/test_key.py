@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -136,12 +137,11 @@ def test_an_unknown_cache_type_is_an_error() -> None:
 def test_settings_work_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only caches that are located in the home directory raise an error."""
 
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+    def unknown_user(uid: int) -> NoReturn:
+        raise KeyError(uid)
 
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr("pwd.getpwuid", unknown_user)
     assert [] == cache_dirs(load(ArtifactSettings))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
     assert [Path("/x")] == [cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds="triton"))]

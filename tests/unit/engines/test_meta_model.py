@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -133,7 +135,7 @@ def test_the_empty_model_equals_that_of_from_pretrained(tmp_path: Path, name: st
     folder = tmp_path / "model"
     save_model(folder, name, dtype)
     config_only = without_weights(folder)
-    loaded = MODELS[name][0].from_pretrained(folder)
+    loaded = MODELS[name][0].from_pretrained(folder, dtype="auto")  # transformers 4 defaults to float32
     assert state_of(loaded, folder) == state_of(MetaModel.of(config_only).empty(), config_only)
 
 
@@ -196,12 +198,36 @@ def test_it_is_saved_under_the_names_of_its_architecture(tmp_path: Path) -> None
     assert (theirs / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("name", "expected"), [("tied", True), ("merged experts", False)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("tied", True), ("merged experts", transformers.__version__.startswith("4."))]
+)
 def test_whether_weights_are_loaded_unchanged(tmp_path: Path, name: str, expected: bool) -> None:
     """If transformers merges or transposes weights as it reads them, rfork must not read the files instead."""
     save_model(tmp_path, name)
     meta_model = MetaModel.of(tmp_path)
     assert expected == meta_model.loads_as_stored(meta_model.empty())
+
+
+def test_transformers_4_loads_all_weights_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no module with conversions, and so rfork reads the files of every model."""
+    save_model(tmp_path, "tied")
+    meta_model = MetaModel.of(tmp_path)
+    model = meta_model.empty()
+    monkeypatch.setattr("transformers.__version__", "4.56.0")
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    assert meta_model.loads_as_stored(model)
+
+
+def test_without_the_conversions_of_transformers_5_no_weights_are_loaded_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rfork cannot know which weights a version without that module converts."""
+    save_model(tmp_path, "tied")
+    meta_model = MetaModel.of(tmp_path)
+    model = meta_model.empty()
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    assert not meta_model.loads_as_stored(model)
 
 
 def test_quantised_models_are_rejected(tmp_path: Path) -> None:

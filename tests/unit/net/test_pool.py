@@ -158,7 +158,7 @@ def test_a_request_without_response_is_discarded(responds: bool, end: type[OSErr
                 accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
             with (
                 pytest.raises(StalledResponse),
-                pool.exchange(connection, [b"request"], scope, ReadTimeout(0.01)) as response,
+                pool.exchange(connection, [b"request"], scope, ReadTimeout(0.5 if responds else 0.01)) as response,
             ):
                 list(response.pieces())
             assert b"request" == accepted.recv(100)

@@ -65,7 +65,7 @@ async def test_a_request_continues_the_trace_of_its_caller() -> None:
 async def test_a_plan_of_several_forks_links_to_the_other_traces() -> None:
     """It belongs to the first trace; each fork waits in its own."""
     recorder = SpanRecorder()
-    assert [200] * 3 == await request_forks(recorder, *CALLERS, batch_s=0.05)
+    assert [200] * 3 == await request_forks(recorder, *CALLERS, batch_s=0.5)
     (plan,) = recorder.all_named("make plan")
     waits = recorder.all_named("wait for plan")
     own = f"{plan.context.trace_id:032x}"

@@ -86,6 +86,8 @@ class SimOutcome:
     """The same without stragglers."""
     late: float | None
     """Maximum time of a late joiner from its own arrival."""
+    own: float
+    """Maximum time of a target from its own arrival, without stragglers."""
     max_egress: float
     """Maximum that any host sent over the network."""
     max_ingress: float
@@ -140,6 +142,7 @@ class SimRun:
             total=max(done.values()) - begin,
             healthy=max(time for node, time in done.items() if node not in self._slow) - begin,
             late=max((done[node] - node.arrived_at for node in targets if node in self._late), default=None),
+            own=max(time - node.arrived_at for node, time in done.items() if node not in self._slow),
             max_egress=max(node.egress.carried for node in all_nodes),
             max_ingress=max(node.ingress.carried for node in all_nodes),
             plans=self._plans,

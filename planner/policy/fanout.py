@@ -133,7 +133,8 @@ def two_trees(
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     halves = split(_all_chunks(line[0]), 2)
-    both = trees.two_trees(len(line))
+    both = trees.two_trees(len(line), spare_at_top=bool(feeds) and not feeds[0].complete)
+    feeds = _feeds_by_half(state, feeds[:2], halves)
     for position, demand in enumerate(line):
         shares: list[tuple[Source, tuple[Range, ...]]] = []
         storage: list[tuple[Storage, tuple[Range, ...]]] = []
@@ -146,6 +147,19 @@ def two_trees(
             else:
                 shares.append((feeds[tree % len(feeds)], half))
         _read(state, demand, shares, storage)
+
+
+def _feeds_by_half(
+    state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]
+) -> Sequence[Source]:
+    """Return the sources of the two trees: of two relays, each feeds the half that reaches it over fewer links."""
+    if len(feeds) < 2 or len(halves) < 2 or all(feed.complete for feed in feeds):
+        return feeds
+    chunks = [half[-1][1] - 1 for half in halves]
+    return min(
+        (feeds, feeds[::-1]),
+        key=lambda order: sum(state.links(feed, chunk) for feed, chunk in zip(order, chunks, strict=True)),
+    )
 
 
 def _read(

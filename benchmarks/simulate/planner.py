@@ -16,6 +16,7 @@ from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord, GroupKey
 from planner.core.records import RouteRecord as PlannedRead
 from planner.policy import group_plan
+from planner.policy.starvation import is_starving
 from planner.policy.transports import is_same_host_route
 from planner.policy.types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range
@@ -102,6 +103,7 @@ class SimPlanner:
                 weights_id=WEIGHTS if chunks else source.weights_id,
                 verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
+                read_rate=rate,
             )
         )
 
@@ -124,13 +126,23 @@ class SimPlanner:
         begin = time.perf_counter()
         slow = [
             name
-            for name in group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS)
+            for name in sorted(group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS))
             if not self._sources[name].slow
         ]
         for name in slow:
             self._put(replace(self._sources[name], slow=True))
         self.watch_seconds += time.perf_counter() - begin
         return slow
+
+    def starving(self) -> list[str]:
+        """Return the targets that should request a plan with the response to their report."""
+        begin = time.perf_counter()
+        found = [name for name in self._forks if self._is_starving(name)]
+        self.watch_seconds += time.perf_counter() - begin
+        return found
+
+    def _is_starving(self, name: str) -> bool:
+        return is_starving(self._group.view(()), self._sources[name], self._group.idle_seed(self._sources[name]))
 
     def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
         """Make one plan for all requests; returns the responses by name."""

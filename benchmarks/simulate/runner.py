@@ -252,9 +252,12 @@ class SimRun:
             self._planner.progress(target.name, target.chunks)
         for name in self._planner.stragglers(self._network.now):
             self._network.call(then, partial(self._on_stragglers, self.fleet.nodes[name]))
+        for name in self._planner.starving():
+            self._request_plan(self.fleet.nodes[name])
         self._network.call(then, self._heartbeat)
 
     def _on_stragglers(self, slow: SimNode) -> None:
         """Suggest a new plan to its readers with the response to their next reports."""
+        self._request_plan(slow)
         for route in slow.readers:
             self._request_plan(route.target)

@@ -252,6 +252,7 @@ class GroupIndex:
         self._forks: dict[str, ForkRecord] = {}  # by target
         self._reader_slots = ReaderSlots()
         self._missing: set[str] = set()
+        self._slow: dict[str, None] = {}
         self._elected: dict[str, None] = {}  # targets that read storage for the group
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
@@ -300,6 +301,10 @@ class GroupIndex:
             if source.layout_id != old.layout_id:
                 self._leave_layout(instance_id)
         self.sources[instance_id] = source
+        if source.slow:
+            self._slow[instance_id] = None
+        else:
+            self._slow.pop(instance_id, None)
         self._layouts.setdefault(source.layout_id, {})[instance_id] = None
         self._reader_slots.set_unplanned_readers(instance_id, tuple(unplanned_readers))
         if missing != (instance_id in self._missing):
@@ -317,6 +322,7 @@ class GroupIndex:
             self._unindex(instance_id)
             self._leave_layout(instance_id)
             del self.sources[instance_id]
+            self._slow.pop(instance_id, None)
         self._reader_slots.remove_member(instance_id)
         self._missing.discard(instance_id)
 
@@ -398,6 +404,15 @@ class GroupIndex:
             other_versions=other_versions or {},
         )
 
+    def idle_seed(self, target: Source) -> Source | None:
+        """Return a seed without readers for the target's weights, if there is one."""
+        content = (target.weights_id, None) if target.weights_id else (None, target.provisional_id)
+        buckets = self._buckets_by_layout.get((target.layout_id, content))
+        best = None if buckets is None else next(buckets.best(("all",), 1), None)
+        if best is None or self._bucket_of_member[best][1][:3] != (0, 0, False):
+            return None
+        return self.sources[best]
+
     def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
         """Return the holders of a layout, by content."""
         return self._holders.counts_for(layout_id)
@@ -419,6 +434,8 @@ class GroupIndex:
         """
         # Include those without a free slot: no other instance has to read what they read.
         yield from [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
+        if any(demand.target.slow for demand in demands):
+            yield from [name for name in self._slow if self._is_provider(name, layout_id)]
         contents = [content for name, content in self._buckets_by_layout if name == layout_id]
         wanted_contents: dict[Content, list[ForkDemand]] = {}
         counts_by_content = self._holders.counts_for(layout_id)

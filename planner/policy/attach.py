@@ -18,8 +18,9 @@ from dataclasses import replace
 from planner.policy import reasons
 from planner.policy.chunk_split import merge_storage_reads, to_assignments
 from planner.policy.eligibility import ineligible_reason, no_data_reason, source_sort_key
-from planner.policy.plan_state import PlanState
+from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
+from planner.policy.starvation import is_slowed, is_worth_replan
 from planner.policy.transports import transport_cost
 from planner.policy.types import ForkDemand, PlanDecision, Source, Storage
 from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
@@ -35,6 +36,9 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     target = demand.target
     unassigned = subtract(missing, [each for _, chunks in storage for each in chunks])
     kept = _keep_from_peers(state, demand, unassigned)
+    parking = _parking_source(state, demand, unassigned, candidates)
+    kept = [(parking, unassigned)] if parking is not None else kept
+    kept = _move_to_idle_seed(state, demand, kept, candidates)
     unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
     ineligible_reasons: dict[str, str] = {}
     total = count(missing)
@@ -108,6 +112,58 @@ def _keep_from_peers(
             kept.append((source, chunks))
             unassigned = subtract(unassigned, chunks)
     return kept
+
+
+def _move_to_idle_seed(
+    state: PlanState,
+    demand: ForkDemand,
+    kept: list[tuple[Source, tuple[Range, ...]]],
+    candidates: Iterable[Source],
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Let a starved target read from a seed without readers what it would read from relays or busy sources."""
+    target = demand.target
+    delayed = [each for each in kept if not each[0].complete or state.readers(each[0].instance_id)]
+    if not is_worth_replan([chunk for _, chunks in delayed for chunk in chunks], target):
+        return kept
+    idle = [
+        source
+        for source in candidates
+        if source.complete
+        and weights_compatible(source, target)
+        and state.load(source, target) <= IDLE_LOAD
+        and state.free_slots(source)
+        and is_slowed(target, source)
+        and not ineligible_reason(source, demand, state.now)
+    ]
+    if not idle:
+        return kept
+    seed = min(idle, key=lambda source: source_sort_key(state, source, target))
+    moved = normalise([chunk for _, chunks in delayed for chunk in chunks])
+    return [each for each in kept if each not in delayed] + [(seed, moved)]
+
+
+def _parking_source(
+    state: PlanState, demand: ForkDemand, unassigned: tuple[Range, ...], candidates: Iterable[Source]
+) -> Source | None:
+    """Return another slow target that a slow one reads from, so that it leaves its sources to faster ones."""
+    target = demand.target
+    if not target.slow or target.complete or not unassigned:
+        return None
+    current = {share.source_id for share in demand.current_shares}
+    if any((source := state.source(name)) is not None and (source.slow or source.complete) for name in current):
+        return None
+    found = [
+        source
+        for source in candidates
+        if source.slow
+        and not source.complete
+        and source.instance_id != target.instance_id
+        and (source.watermark, source.instance_id) > (target.watermark, target.instance_id)
+        and state.free_slots(source)
+        and not ineligible_reason(source, demand, state.now)
+        and state.available_chunks(source, unassigned, target) == unassigned
+    ]
+    return min(found, key=lambda each: (len(state.readers(each.instance_id)), -each.watermark, each.instance_id), default=None)
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:

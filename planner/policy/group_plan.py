@@ -114,11 +114,12 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
         _plan_single(state, demand)
 
 
-def _planning_order(demand: ForkDemand) -> tuple[bool, int, str]:
+def _planning_order(demand: ForkDemand) -> tuple[bool, bool, int, str]:
     """Sort storage readers first, then targets by progress: others may wait for them."""
     own = demand.target.instance_id
     return (
         all(share.source_id != own for share in demand.current_shares),
+        not (demand.target.slow and demand.current_shares),
         -demand.target.watermark,
         demand.fork_id,
     )

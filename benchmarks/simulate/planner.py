@@ -150,7 +150,7 @@ class SimPlanner:
         demands = [self._demand(request) for request in requests]
         decisions = group_plan.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
         for demand in demands:
-            self._put(demand.target)
+            self._put(replace(demand.target, read_rate=None))
             self._apply_decision(demand.fork_id, decisions[demand.fork_id], now)
         self.plan_seconds += time.perf_counter() - begin
         return {

@@ -99,7 +99,7 @@ def _keep_from_peers(
         source = state.source(share.source_id)
         if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.free_slots(source):
             continue
-        if (source.slow and not source.complete) or source.instance_id == target.instance_id:
+        if (source.slow and not source.complete and not target.slow) or source.instance_id == target.instance_id:
             continue
         if not weights_compatible(source, target):
             continue

@@ -137,12 +137,15 @@ class SimPlanner:
     def starving(self) -> list[str]:
         """Return the targets that should request a plan with the response to their report."""
         begin = time.perf_counter()
-        found = [name for name in self._forks if self._is_starving(name)]
+        found: list[str] = []
+        idle = self._group.idle_seeds(next(iter(self._sources.values())), len(self._forks)) if self._forks else []
+        view = self._group.view(())
+        for name in self._forks:
+            if idle and is_starving(view, self._sources[name], idle[-1]):
+                found.append(name)
+                idle.pop()
         self.watch_seconds += time.perf_counter() - begin
         return found
-
-    def _is_starving(self, name: str) -> bool:
-        return is_starving(self._group.view(()), self._sources[name], self._group.idle_seed(self._sources[name]))
 
     def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
         """Make one plan for all requests; returns the responses by name."""

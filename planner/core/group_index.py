@@ -404,14 +404,12 @@ class GroupIndex:
             other_versions=other_versions or {},
         )
 
-    def idle_seed(self, target: Source) -> Source | None:
-        """Return a seed without readers for the target's weights, if there is one."""
+    def idle_seeds(self, target: Source, limit: int) -> list[Source]:
+        """Return seeds without readers for the target's weights."""
         content = (target.weights_id, None) if target.weights_id else (None, target.provisional_id)
         buckets = self._buckets_by_layout.get((target.layout_id, content))
-        best = None if buckets is None else next(buckets.best(("all",), 1), None)
-        if best is None or self._bucket_of_member[best][1][:3] != (0, 0, False):
-            return None
-        return self.sources[best]
+        best = () if buckets is None else buckets.best(("all",), limit)
+        return [self.sources[name] for name in best if self._bucket_of_member[name][1][:3] == (0, 0, False)]
 
     def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
         """Return the holders of a layout, by content."""

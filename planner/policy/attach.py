@@ -22,7 +22,7 @@ from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.starvation import is_slowed, is_worth_replan
 from planner.policy.transports import transport_cost
-from planner.policy.types import ForkDemand, PlanDecision, Source, Storage
+from planner.policy.types import SLOW_FRACTION, ForkDemand, PlanDecision, Source, Storage
 from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
@@ -150,20 +150,29 @@ def _parking_source(
     if not target.slow or target.complete or not unassigned:
         return None
     current = {share.source_id for share in demand.current_shares}
-    if any((source := state.source(name)) is not None and (source.slow or source.complete) for name in current):
+    if not current or any((source := state.source(name)) is not None and (source.slow or source.complete) for name in current):
         return None
     found = [
         source
         for source in candidates
-        if source.slow
-        and not source.complete
+        if source.instance_id not in current
         and source.instance_id != target.instance_id
-        and (source.watermark, source.instance_id) > (target.watermark, target.instance_id)
         and state.free_slots(source)
+        and _can_park(state, target, source)
         and not ineligible_reason(source, demand, state.now)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
-    return min(found, key=lambda each: (len(state.readers(each.instance_id)), -each.watermark, each.instance_id), default=None)
+    return min(
+        found,
+        key=lambda each: (not each.slow, len(state.readers(each.instance_id)), each.watermark * (-1 if each.slow else 1), each.instance_id),
+        default=None,
+    )
+
+
+def _can_park(state: PlanState, target: Source, source: Source) -> bool:
+    if source.slow and not source.complete:
+        return (source.watermark, source.instance_id) > (target.watermark, target.instance_id)
+    return state.spare_egress(source, target) >= SLOW_FRACTION
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:

@@ -8,8 +8,8 @@ the link.
 
 Undisturbed rows also show the exact times of other schedules (`benchmarks.simulate.baselines`): star, doubling,
 chain, binomial pipeline, and the floor for complete chunks. In disturbed rows "rfork" is the median and
-"worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is the maximum
-time of a late joiner from its own arrival. "on 4 hosts" are targets that share 4 hosts, each with one link to
+"worst" the worst of several random draws; "the rest" leaves stragglers out, "a joiner" is the maximum time of
+a late joiner from its own arrival, and "the last one" that of any target whose arrivals are spread. "on 4 hosts" are targets that share 4 hosts, each with one link to
 the network and faster ones within. "max sent" and "max read" are the maximum that any host sent and read over
 the network, in S; "plans" is the number of plans, "plan s" the wall time of planning and "watch s" that of
 straggler detection. Without --quick: more draws.
@@ -78,6 +78,11 @@ class SimulationCase:
         return median(times) if times else None
 
     @property
+    def own(self) -> float:
+        """Maximum time of a target from its own arrival."""
+        return median(outcome.own for outcome in self.outcomes)
+
+    @property
     def max_egress(self) -> float:
         """Maximum that any host sent, in S."""
         return max(outcome.max_egress for outcome in self.outcomes)
@@ -110,6 +115,8 @@ class SimulationCase:
             rows.append(head | {"case": f"{self.name}: the rest", "rfork": round(self.healthy, 3)})
         if self.late is not None:
             rows.append(head | {"case": f"{self.name}: a joiner", "rfork": round(self.late, 3)})
+        if scenario.spread:
+            rows.append(head | {"case": f"{self.name}: the last one", "rfork": round(self.own, 3)})
         return rows
 
 
@@ -208,6 +215,7 @@ def figures_of(cases: Sequence[SimulationCase]) -> dict[str, float]:
         "sim_slow_known_rest": named[KNOWN].healthy / undisturbed,
         "sim_late_joiner": named[LATE].late or 0.0,
         "sim_spread": named[SPREAD].total,
+        "sim_trickle": named[SPREAD].own,
         "sim_max_egress": max(case.max_egress for case in plain.values()),
         "sim_max_egress_faults": named[DEATHS].max_egress,
     }

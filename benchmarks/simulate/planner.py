@@ -95,7 +95,8 @@ class SimPlanner:
         new_chunks = chunks.bit_count() - source.watermark
         rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
         fork = self._forks.get(name)
-        if fork is not None and any(is_same_host_route(read.transports) for read in fork.reads):
+        same_host_read = fork is not None and any(is_same_host_route(read.transports) for read in fork.reads)
+        if same_host_read:
             rate = 0.0  # shows nothing about its link
         self._put(
             replace(
@@ -103,7 +104,7 @@ class SimPlanner:
                 weights_id=WEIGHTS if chunks else source.weights_id,
                 verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
-                read_rate=rate,
+                read_rate=None if same_host_read else rate,
             )
         )
 
@@ -135,13 +136,16 @@ class SimPlanner:
         return slow
 
     def starving(self) -> list[str]:
-        """Return the targets that should request a plan with the response to their report."""
+        """Return the targets that are advised to request a plan with the response to their report.
+
+        Each idle seed is offered once: the plan of the first target makes it busy.
+        """
         begin = time.perf_counter()
-        found: list[str] = []
-        idle = self._group.idle_seeds(next(iter(self._sources.values())), len(self._forks)) if self._forks else []
-        view = self._group.view(())
+        group, found, idle = self._group.view(()), list[str](), list[Source]()
+        if self._forks:
+            idle = self._group.idle_seeds(self._sources[next(iter(self._forks))], len(self._forks))
         for name in self._forks:
-            if idle and is_starving(view, self._sources[name], idle[-1]):
+            if idle and is_starving(group, self._sources[name], idle[-1]):
                 found.append(name)
                 idle.pop()
         self.watch_seconds += time.perf_counter() - begin

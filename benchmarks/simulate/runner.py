@@ -257,7 +257,7 @@ class SimRun:
         self._network.call(then, self._heartbeat)
 
     def _on_stragglers(self, slow: SimNode) -> None:
-        """Suggest a new plan to its readers with the response to their next reports."""
+        """Suggest a new plan to it and to its readers with the response to their next reports."""
         self._request_plan(slow)
         for route in slow.readers:
             self._request_plan(route.target)

@@ -149,9 +149,7 @@ def two_trees(
         _read(state, demand, shares, storage)
 
 
-def _feeds_by_half(
-    state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]
-) -> Sequence[Source]:
+def _feeds_by_half(state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]) -> Sequence[Source]:
     """Return the sources of the two trees: of two relays, each feeds the half that reaches it over fewer links."""
     if len(feeds) < 2 or len(halves) < 2 or all(feed.complete for feed in feeds):
         return feeds

@@ -9,16 +9,22 @@ from typing import Final
 from planner.policy.types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
-MIN_BACKLOG: Final = 1 / 24
-"""Fraction of the image that a target must have left unread at its sources to count as slow."""
+MIN_BACKLOG: Final = 1 / 16
+"""Fraction of the image that a slow target has yet to read although its sources have it."""
+MIN_BACKLOG_ONCE_FAST: Final = 1 / 6
+"""The same for a target that has read faster before."""
 SLOW_RATE: Final = 0.35
-"""A target is slow if it reads at less than this fraction of the group's median rate."""
+"""A slow target reads at less than this fraction of what its sources could send it."""
+LINK_QUANTILE: Final = 0.75
+"""Quantile of the targets' fastest observed rates that counts as the speed of a link."""
 
 
 def stragglers(group: GroupView, now: float) -> frozenset[str]:
     """Return relays with readers that fall behind their own sources, by the last reports; pure.
 
-    If all readers of one source fall behind it, and behind no other source, the source is the slow one.
+    A target falls behind if chunks wait for it at its sources and it still reads slowly. Sources that are slow
+    themselves do not count. If all readers of one source fall behind it, and behind no other, the source is
+    the slow one.
     """
     targets: list[Source] = []
     readers: dict[str, list[str]] = {}
@@ -33,20 +39,21 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
     rates = sorted(target.ingress_rate for target in targets if target.ingress_rate)
     if not rates:
         return frozenset()
-    link = rates[len(rates) * 3 // 4]
+    link = rates[int(LINK_QUANTILE * len(rates))]
     slow = {target.instance_id for target in targets if target.slow}
-    for _ in range(2):
+    lagging: dict[str, frozenset[str]] = {}
+    for _ in range(2):  # the second time without the sources that the first time found
         lagging = {
-            target.instance_id: behind
+            target.instance_id: ahead
             for target in targets
-            if not target.slow and (behind := _sources_ahead(group, target, link, readers, slow))
+            if not target.slow and (ahead := _sources_ahead(group, target, link, readers, slow))
         }
         slow |= lagging.keys()
     found: set[str] = set()
-    for target_id, behind in lagging.items():
+    for target_id, ahead in lagging.items():
         slow_sources = {
             name
-            for name in behind
+            for name in ahead
             if len(readers[name]) > 1 and all(lagging.get(reader) == {name} for reader in readers[name])
         }
         found |= slow_sources or {target_id}
@@ -56,23 +63,21 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
 def _sources_ahead(
     group: GroupView, target: Source, link: float, readers: Mapping[str, Sequence[str]], slow: AbstractSet[str]
 ) -> frozenset[str]:
-    """Return the sources that the target falls behind; none unless it is slower than they would allow."""
+    """Return the sources that the target falls behind; none if it reads as fast as they can send."""
     if target.read_rate is None:
         return frozenset()
-    backlogs: dict[str, int] = {}
+    waiting: dict[str, int] = {}
     expected = 0.0
     for share in group.shares[target.instance_id]:
         source = group.sources.get(share.source_id)
-        if source is not None and source is not target and (source.instance_id not in slow or source.complete):
-            backlogs[source.instance_id] = count(
-                subtract(intersect(share.chunks, source.verified), target.verified)
-            )
-            expected += 1 / len(readers[source.instance_id])
-    backlog = sum(backlogs.values()) / max(1, target.chunk_count)
-    if backlog < (MIN_BACKLOG if target.verified else 2 * MIN_BACKLOG):
-        return frozenset()
+        if source is None or source is target or (source.instance_id in slow and not source.complete):
+            continue
+        waiting[source.instance_id] = count(subtract(intersect(share.chunks, source.verified), target.verified))
+        expected += 1 / len(readers[source.instance_id])
     if target.read_rate >= SLOW_RATE * min(1.0, expected) * link:
         return frozenset()
-    if backlog < 1 / 6 and (target.ingress_rate or 0.0) >= 2 * SLOW_RATE * link:
+    once_fast = (target.ingress_rate or 0.0) >= 2 * SLOW_RATE * link
+    min_backlog = MIN_BACKLOG_ONCE_FAST if once_fast else MIN_BACKLOG if target.verified else 2 * MIN_BACKLOG
+    if sum(waiting.values()) < min_backlog * target.chunk_count:
         return frozenset()
-    return frozenset(name for name, chunks in backlogs.items() if chunks)
+    return frozenset(name for name, chunks in waiting.items() if chunks)

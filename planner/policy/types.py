@@ -80,7 +80,7 @@ class Source:
     ingress_rate: float | None = None
     """Fastest observed read rate, if any."""
     read_rate: float | None = None
-    """Read rate of its last report, while its fork runs."""
+    """Read rate over the network by its fork's last report since its plan, if any."""
     slow: bool = False
     """It falls behind its own sources: no target should wait for it."""
     quarantined_until: float = 0.0

@@ -54,7 +54,7 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
         slow_sources = {
             name
             for name in ahead
-            if len(readers[name]) > 1 and all(lagging.get(reader) == {name} for reader in readers[name])
+            if len(readers[name]) > 1 and all(lagging.get(reader) == frozenset({name}) for reader in readers[name])
         }
         found |= slow_sources or {target_id}
     return frozenset(name for name in found if name in readers)

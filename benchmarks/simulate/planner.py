@@ -27,6 +27,7 @@ LINK_BYTES_PER_S: Final = 10e9
 IMAGE_SECONDS: Final = 10.0
 """S/B in seconds, for the policy, whose constants are in seconds."""
 MAX_READERS: Final = 4
+MIN_ELAPSED_S: Final = 0.1
 NEVER: Final = float("inf")
 
 
@@ -87,14 +88,17 @@ class SimPlanner:
         else:
             self._sources[name] = source  # joins the group once it has a plan
 
-    def progress(self, name: str, chunks: int) -> None:
-        """Report the chunks that a target has verified; its read rate since the last report is derived from
-        them.
+    def progress(self, name: str, chunks: int, now: float) -> None:
+        """Report the chunks that a target has verified; its read rate since the last report, or at first since
+        its plan, is derived from them.
         """
         source = self._sources[name]
         new_chunks = chunks.bit_count() - source.watermark
-        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
         fork = self._forks.get(name)
+        elapsed_s = self._heartbeat_s
+        if fork is not None and not source.watermark:
+            elapsed_s = min(elapsed_s, max(now * IMAGE_SECONDS - fork.planned_at, MIN_ELAPSED_S))
+        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / elapsed_s
         same_host_read = fork is not None and any(is_same_host_route(read.transports) for read in fork.reads)
         if same_host_read:
             rate = 0.0  # shows nothing about its link

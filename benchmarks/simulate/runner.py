@@ -249,7 +249,7 @@ class SimRun:
     def _heartbeat(self) -> None:
         then = self._network.now + self.scenario.heartbeat
         for target in self._reading:
-            self._planner.progress(target.name, target.chunks)
+            self._planner.progress(target.name, target.chunks, self._network.now)
         for name in self._planner.stragglers(self._network.now):
             self._network.call(then, partial(self._on_stragglers, self.fleet.nodes[name]))
         for name in self._planner.starving():

@@ -63,8 +63,10 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
 def _sources_ahead(
     group: GroupView, target: Source, link: float, readers: Mapping[str, Sequence[str]], slow: AbstractSet[str]
 ) -> frozenset[str]:
-    """Return the sources that the target falls behind; none if it reads as fast as they can send."""
-    if target.read_rate is None:
+    """Return the sources that the target falls behind; none if it reads as fast as they can send, or has only
+    begun.
+    """
+    if target.read_rate is None or not target.verified:
         return frozenset()
     waiting: dict[str, int] = {}
     expected = 0.0
@@ -77,7 +79,7 @@ def _sources_ahead(
     if target.read_rate >= SLOW_RATE * min(1.0, expected) * link:
         return frozenset()
     once_fast = (target.ingress_rate or 0.0) >= 2 * SLOW_RATE * link
-    min_backlog = MIN_BACKLOG_ONCE_FAST if once_fast else MIN_BACKLOG if target.verified else 2 * MIN_BACKLOG
+    min_backlog = MIN_BACKLOG_ONCE_FAST if once_fast else MIN_BACKLOG
     if sum(waiting.values()) < min_backlog * target.chunk_count:
         return frozenset()
     return frozenset(name for name, chunks in waiting.items() if chunks)

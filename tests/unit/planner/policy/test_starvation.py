@@ -19,7 +19,7 @@ def target(chunks: int = 2, rate: float | None = LINK / 4) -> Source:
 
 
 def fleet(member: Source, *others: Source, reads: Reads | None = None) -> GroupView:
-    """Return a group in which the target reads from the relay `a`, unless `reads` says otherwise."""
+    """Return a group in which the target reads from the relay `a`, or as `reads` lists."""
     relay = loading("a", (0, 3), read_rate=LINK / 4, ingress_rate=LINK)
     return group(seed("s"), relay, IDLE, member, *others, reads=reads or {"a": {"s": ALL}, "t": {"a": ALL}})
 

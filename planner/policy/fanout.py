@@ -2,9 +2,10 @@
 
 One target per node (host, or NVLink domain) reads over the network; the other targets of the node form a
 chain after it. These readers are divided among the available sources. Readers of one source form a chain if
-they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). The
-fastest come first; targets that accept only one reader, or are known to be slow, come last, so that no target
-waits for them.
+they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). Below
+relays, the next batch is expected to read from this one, so the roots have the spare capacity. The fastest
+come first; targets that accept only one reader, or are known to be slow, come last, so that no target waits
+for them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the same group, demands and time yield the same decisions.
 
 `attach` plans one target (`eligibility` decides which sources can be read from, `source_selection` how the
 chunks are divided), `fanout` many that arrived together, in the shapes of `trees`; `cold_start` elects
-storage readers if no instance has the image; `stragglers` finds relays that no target should wait for;
+storage readers if no instance has the image; `stragglers` finds relays that no target should wait for, and
+`starvation` targets that a seed without readers could serve faster;
 `plan_state` is the working state of one call, and `transports`, `weights` and `chunk_split` are helpers for
 all of them.
 """

@@ -11,6 +11,7 @@ from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy import group_plan
 from planner.policy.starvation import is_starving
+from planner.policy.transports import shared_transports
 from planner.policy.types import ChunkShare, ForkDemand, PlanDecision
 from rfork.image.ranges import normalise
 from rfork.schema import Lease, Plan, ProgressAck, Route, StorageAssignment
@@ -92,7 +93,8 @@ def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
         return "this instance falls behind its sources, which other targets need"
     index = state.group(fork.group)
     for seed in index.idle_seeds(target.source):
-        if is_starving(index.view(()), target.source, seed):
+        can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
+        if can_read and is_starving(index.view(()), target.source, seed):
             return f"seed {seed.instance_id} has no readers, and the current sources are slower"
     return None
 

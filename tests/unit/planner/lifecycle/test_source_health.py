@@ -106,6 +106,14 @@ async def test_a_delayed_target_is_advised_to_read_from_an_idle_seed(service: Pl
     assert after is None
 
 
+async def test_a_target_is_not_advised_to_read_from_a_seed_that_it_cannot_reach(service: PlanService) -> None:
+    """The plan would stay the same, and the advice would be repeated with every report."""
+    await start_chain(service, "ab")
+    await service.report(seed_report("new", transports=("nixl",)))
+    await service.progress("fork-b", chunk_progress(1, 1e9))
+    assert (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested is None
+
+
 async def test_a_slow_mark_ends_with_its_fork(service: PlanService, time: FakeTime) -> None:
     """The instance's next fork starts without it."""
     await start_chain(service, "abcdef")

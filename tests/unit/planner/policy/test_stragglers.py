@@ -135,5 +135,5 @@ def test_a_slow_target_moves_once() -> None:
     """It keeps the slow source that it moved to."""
     reads: Reads = {"a": {"s": ALL}, "x": {"a": ALL}, "b": {"x": ALL}}
     members = [member("a", 10), member("x", 4, SLOW, slow=True), member("b", 3, SLOW, slow=True), member("e", 9)]
-    fleet = group(seed("s"), *members, reads=reads | {"e": {"a": ALL}})
+    fleet = group(seed("s"), *members, reads={**reads, "e": {"a": ALL}})
     assert {"x": ((3, 12),)} == routes(decide(fleet, fleet.sources["b"]))

@@ -404,7 +404,7 @@ class PlanService:
                 return found
             with self._metrics.plan_seconds.time():
                 forks, decisions = plans.plan_batch(state, batch, now)
-            instances = tuple(context.target for context in batch)
+            instances = tuple(replace(context.target, read_rate=None) for context in batch)
             try:
                 await self.store.commit(StoreChange(instances=instances, forks=forks, group=key, version=version))
             except CommitConflict:
@@ -453,9 +453,15 @@ class PlanService:
             changed_accusers = contradictions(before, progress, witness, self.state, now, heartbeat_s)
             target = next((each for each in changed_accusers if each.report.instance_id == fork.instance_id), target)
             others = tuple(each for each in changed_accusers if each.report.instance_id != fork.instance_id)
-            instances = (
-                replace(target, report=report, seen_at=now, reported_missing=False, ingress_rate=fastest), *others,
-            )  # fmt: skip
+            target = replace(
+                target,
+                report=report,
+                seen_at=now,
+                reported_missing=False,
+                ingress_rate=fastest,
+                read_rate=None if same_host_read else progress.bytes_per_s,
+            )
+            instances = (target, *others)
         try:
             await self.store.commit(StoreChange(instances=instances, forks=(fork,)))
         except StoreUnavailable as error:

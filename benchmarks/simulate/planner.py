@@ -16,6 +16,7 @@ from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord, GroupKey
 from planner.core.records import RouteRecord as PlannedRead
 from planner.policy import group_plan
+from planner.policy.starvation import is_starving
 from planner.policy.transports import is_same_host_route
 from planner.policy.types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range
@@ -26,6 +27,7 @@ LINK_BYTES_PER_S: Final = 10e9
 IMAGE_SECONDS: Final = 10.0
 """S/B in seconds, for the policy, whose constants are in seconds."""
 MAX_READERS: Final = 4
+MIN_ELAPSED_S: Final = 0.1
 NEVER: Final = float("inf")
 
 
@@ -86,15 +88,19 @@ class SimPlanner:
         else:
             self._sources[name] = source  # joins the group once it has a plan
 
-    def progress(self, name: str, chunks: int) -> None:
-        """Report the chunks that a target has verified; its read rate since the last report is derived from
-        them.
+    def progress(self, name: str, chunks: int, now: float) -> None:
+        """Report the chunks that a target has verified; its read rate since the last report, or at first since
+        its plan, is derived from them.
         """
         source = self._sources[name]
         new_chunks = chunks.bit_count() - source.watermark
-        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
         fork = self._forks.get(name)
-        if fork is not None and any(is_same_host_route(read.transports) for read in fork.reads):
+        elapsed_s = self._heartbeat_s
+        if fork is not None and not source.watermark:
+            elapsed_s = min(elapsed_s, max(now * IMAGE_SECONDS - fork.planned_at, MIN_ELAPSED_S))
+        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / elapsed_s
+        same_host_read = fork is not None and any(is_same_host_route(read.transports) for read in fork.reads)
+        if same_host_read:
             rate = 0.0  # shows nothing about its link
         self._put(
             replace(
@@ -102,6 +108,7 @@ class SimPlanner:
                 weights_id=WEIGHTS if chunks else source.weights_id,
                 verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
+                read_rate=None if same_host_read else rate,
             )
         )
 
@@ -124,7 +131,7 @@ class SimPlanner:
         begin = time.perf_counter()
         slow = [
             name
-            for name in group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS)
+            for name in sorted(group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS))
             if not self._sources[name].slow
         ]
         for name in slow:
@@ -132,13 +139,29 @@ class SimPlanner:
         self.watch_seconds += time.perf_counter() - begin
         return slow
 
+    def starving(self) -> list[str]:
+        """Return the targets that are advised to request a plan with the response to their report.
+
+        Each idle seed is offered once: the plan of the first target makes it busy.
+        """
+        begin = time.perf_counter()
+        group, found, idle = self._group.view(()), list[str](), list[Source]()
+        if self._forks:
+            idle = self._group.idle_seeds(self._sources[next(iter(self._forks))], len(self._forks))
+        for name in self._forks:
+            if idle and is_starving(group, self._sources[name], idle[-1]):
+                found.append(name)
+                idle.pop()
+        self.watch_seconds += time.perf_counter() - begin
+        return found
+
     def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
         """Make one plan for all requests; returns the responses by name."""
         begin = time.perf_counter()
         demands = [self._demand(request) for request in requests]
         decisions = group_plan.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
         for demand in demands:
-            self._put(demand.target)
+            self._put(replace(demand.target, read_rate=None))
             self._apply_decision(demand.fork_id, decisions[demand.fork_id], now)
         self.plan_seconds += time.perf_counter() - begin
         return {

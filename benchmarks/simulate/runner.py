@@ -86,6 +86,8 @@ class SimOutcome:
     """The same without stragglers."""
     late: float | None
     """Maximum time of a late joiner from its own arrival."""
+    own: float
+    """Maximum time of a target from its own arrival, without stragglers."""
     max_egress: float
     """Maximum that any host sent over the network."""
     max_ingress: float
@@ -140,6 +142,7 @@ class SimRun:
             total=max(done.values()) - begin,
             healthy=max(time for node, time in done.items() if node not in self._slow) - begin,
             late=max((done[node] - node.arrived_at for node in targets if node in self._late), default=None),
+            own=max(time - node.arrived_at for node, time in done.items() if node not in self._slow),
             max_egress=max(node.egress.carried for node in all_nodes),
             max_ingress=max(node.ingress.carried for node in all_nodes),
             plans=self._plans,
@@ -246,12 +249,15 @@ class SimRun:
     def _heartbeat(self) -> None:
         then = self._network.now + self.scenario.heartbeat
         for target in self._reading:
-            self._planner.progress(target.name, target.chunks)
+            self._planner.progress(target.name, target.chunks, self._network.now)
         for name in self._planner.stragglers(self._network.now):
             self._network.call(then, partial(self._on_stragglers, self.fleet.nodes[name]))
+        for name in self._planner.starving():
+            self._request_plan(self.fleet.nodes[name])
         self._network.call(then, self._heartbeat)
 
     def _on_stragglers(self, slow: SimNode) -> None:
-        """Suggest a new plan to its readers with the response to their next reports."""
+        """Suggest a new plan to it and to its readers with the response to their next reports."""
+        self._request_plan(slow)
         for route in slow.readers:
             self._request_plan(route.target)

@@ -27,7 +27,7 @@ MAX_BATCH: Final = 2048
 """Maximum requests per batch, so that one call of the policy does not delay other work for long."""
 MAX_WINDOW_S: Final = 1.0
 """Maximum window: a fork lasts seconds, and a waiting one makes no progress."""
-WINDOW_GROWTH: Final = 0.5
+WINDOW_GROWTH: Final = 1.0
 """Length of the next window, as a fraction of the time since the burst began."""
 SOLO_WINDOW_S: Final = 0.002
 """Requests that were sent together all arrive within this time of the first."""

@@ -34,6 +34,8 @@ Content = tuple[str | None, str | None]
 Scope = tuple[str, ...]
 Bucket = tuple[int, int, bool, int]
 """Tier (see `availability_tier`), load in quarters, incomplete, eighths missing: the lowest is best."""
+IDLE_SEED: Final = (0, 0, False)
+"""The bucket of a seed without readers begins with these."""
 MAX_LOAD_LEVEL: Final = 60
 """Quarters from which all loads count as equal."""
 
@@ -237,6 +239,8 @@ MAX_NEARBY: Final = 4
 """Members of each locality of a target that a plan inspects."""
 MAX_SAME_HOST: Final = 16
 """Members on a target's own host that a plan inspects: usually all of them."""
+MAX_SLOW: Final = 64
+"""Slow members that a plan for slow targets inspects: they read from one another."""
 MAX_ANYWHERE: Final = 12
 """Members of the complete group that a plan inspects, in addition to one per target of the batch."""
 
@@ -252,6 +256,7 @@ class GroupIndex:
         self._forks: dict[str, ForkRecord] = {}  # by target
         self._reader_slots = ReaderSlots()
         self._missing: set[str] = set()
+        self._slow: dict[str, None] = {}  # members that fall behind their sources
         self._elected: dict[str, None] = {}  # targets that read storage for the group
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
@@ -300,6 +305,10 @@ class GroupIndex:
             if source.layout_id != old.layout_id:
                 self._leave_layout(instance_id)
         self.sources[instance_id] = source
+        if source.slow:
+            self._slow[instance_id] = None
+        else:
+            self._slow.pop(instance_id, None)
         self._layouts.setdefault(source.layout_id, {})[instance_id] = None
         self._reader_slots.set_unplanned_readers(instance_id, tuple(unplanned_readers))
         if missing != (instance_id in self._missing):
@@ -317,6 +326,7 @@ class GroupIndex:
             self._unindex(instance_id)
             self._leave_layout(instance_id)
             del self.sources[instance_id]
+            self._slow.pop(instance_id, None)
         self._reader_slots.remove_member(instance_id)
         self._missing.discard(instance_id)
 
@@ -398,6 +408,12 @@ class GroupIndex:
             other_versions=other_versions or {},
         )
 
+    def idle_seeds(self, target: Source, limit: int = 1) -> list[Source]:
+        """Return up to `limit` seeds without readers for the weights that the target receives."""
+        buckets = self._buckets_by_layout.get((target.layout_id, self._content(target)))
+        best = () if buckets is None else buckets.best(("all",), limit)
+        return [self.sources[name] for name in best if self._bucket_of_member[name][1][:3] == IDLE_SEED]
+
     def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
         """Return the holders of a layout, by content."""
         return self._holders.counts_for(layout_id)
@@ -419,6 +435,8 @@ class GroupIndex:
         """
         # Include those without a free slot: no other instance has to read what they read.
         yield from [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
+        if any(demand.target.slow for demand in demands):
+            yield from [name for name in self._slow if self._is_provider(name, layout_id)][:MAX_SLOW]
         contents = [content for name, content in self._buckets_by_layout if name == layout_id]
         wanted_contents: dict[Content, list[ForkDemand]] = {}
         counts_by_content = self._holders.counts_for(layout_id)

@@ -10,6 +10,8 @@ from planner.core.records import ForkRecord, InstanceRecord, RouteRecord
 from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy import group_plan
+from planner.policy.starvation import is_starving
+from planner.policy.transports import shared_transports
 from planner.policy.types import ChunkShare, ForkDemand, PlanDecision
 from rfork.image.ranges import normalise
 from rfork.schema import Lease, Plan, ProgressAck, Route, StorageAssignment
@@ -68,7 +70,7 @@ def current_plan(state: PlannerState, fork: ForkRecord, signer: LeaseSigner, uni
 def renew_leases(state: PlannerState, fork: ForkRecord, signer: LeaseSigner, unix_s: float) -> ProgressAck:
     """Return new leases for the routes of a fork, and whether a better plan is available."""
     leases: dict[str, Lease] = {}
-    replan_reason: str | None = None
+    replan_reason = _delay_reason(state, fork)
     for read in fork.reads:
         source = state.instance(read.source_id)
         # Changed weights are fenced: readers of the old ones get no more time.
@@ -80,6 +82,21 @@ def renew_leases(state: PlannerState, fork: ForkRecord, signer: LeaseSigner, uni
         elif _lost_sources(state, source, fork.planned_at):
             replan_reason = f"source {read.source_id} has no source of its own any more"
     return ProgressAck(leases=leases, replan_suggested=replan_reason)
+
+
+def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
+    """Return why the target should read elsewhere although its sources work; None if it should not."""
+    target = state.instance(fork.instance_id)
+    if target is None or not fork.reads:
+        return None
+    if target.slow_since is not None and target.slow_since > fork.planned_at:
+        return "this instance falls behind its sources, which other targets need"
+    index = state.group(fork.group)
+    for seed in index.idle_seeds(target.source):
+        can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
+        if can_read and is_starving(index.view(()), target.source, seed):
+            return f"seed {seed.instance_id} has no readers, and the current sources are slower"
+    return None
 
 
 def is_after_restart(context: PlanContext, now: float, heartbeat_s: float) -> bool:

@@ -98,6 +98,8 @@ class InstanceRecord:
     """A reader could not reach it, and it has not reported since."""
     ingress_rate: float | None = None
     """Fastest observed read rate of its forks, in bytes per second."""
+    read_rate: float | None = None
+    """Read rate over the network by its fork's last report since its plan, in bytes per second."""
     slow_since: float | None = None
     """Time since which its fork falls behind its sources, if it does."""
     since: float = 0.0
@@ -150,6 +152,7 @@ class InstanceRecord:
             egress_share=report.egress_share,
             egress_rate=report.egress_rate,
             ingress_rate=self.ingress_rate,
+            read_rate=self.read_rate,
             slow=self.slow_since is not None,
             quarantined_until=self.quarantined_until,
             quarantine=self.quarantine,

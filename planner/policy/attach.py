@@ -8,6 +8,10 @@ target's host, so that a node receives each byte over its NIC once, and there ov
 least loaded, so that targets that arrive one by one form a chain; nearest; complete; most progress. Several
 idle seeds at the same distance share the work, and so do sources with spare egress; if no source has
 everything, each serves what it has.
+
+Two targets leave good sources: one that is found to be slow moves below other slow ones, so that its readers can
+take its position (`_source_for_slow_target`), and one that its sources delay moves to a seed that became
+idle (`_move_to_idle_seed`).
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from dataclasses import replace
 from planner.policy import reasons
 from planner.policy.chunk_split import merge_storage_reads, to_assignments
 from planner.policy.eligibility import ineligible_reason, no_data_reason, source_sort_key
-from planner.policy.plan_state import PlanState
+from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
+from planner.policy.starvation import is_delayed, is_worth_replan
 from planner.policy.transports import transport_cost
-from planner.policy.types import ForkDemand, PlanDecision, Source, Storage
+from planner.policy.types import SLOW_FRACTION, ForkDemand, PlanDecision, Source, Storage
 from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
@@ -35,6 +40,9 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     target = demand.target
     unassigned = subtract(missing, [each for _, chunks in storage for each in chunks])
     kept = _keep_from_peers(state, demand, unassigned)
+    if (yielded_to := _source_for_slow_target(state, demand, unassigned, candidates)) is not None:
+        kept = [(yielded_to, unassigned)]
+    kept = _move_to_idle_seed(state, demand, kept, candidates)
     unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
     ineligible_reasons: dict[str, str] = {}
     total = count(missing)
@@ -95,7 +103,7 @@ def _keep_from_peers(
         source = state.source(share.source_id)
         if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.free_slots(source):
             continue
-        if (source.slow and not source.complete) or source.instance_id == target.instance_id:
+        if (_is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
             continue
         if not weights_compatible(source, target):
             continue
@@ -108,6 +116,73 @@ def _keep_from_peers(
             kept.append((source, chunks))
             unassigned = subtract(unassigned, chunks)
     return kept
+
+
+def _move_to_idle_seed(
+    state: PlanState, demand: ForkDemand, kept: list[tuple[Source, tuple[Range, ...]]], candidates: Iterable[Source]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Let a delayed target read from a seed without readers what it would read from relays or busy seeds."""
+    target = demand.target
+    delayed = [each for each in kept if not each[0].complete or state.readers(each[0].instance_id)]
+    chunks = normalise(chunk for _, part in delayed for chunk in part)
+    if not is_worth_replan(chunks, target):
+        return kept
+    idle = [
+        source
+        for source in candidates
+        if source.complete
+        and is_delayed(target, source)
+        and weights_compatible(source, target)
+        and state.load(source, target) <= IDLE_LOAD
+        and state.free_slots(source)
+        and not ineligible_reason(source, demand, state.now)
+    ]
+    if not idle:
+        return kept
+    seed = min(idle, key=lambda source: source_sort_key(state, source, target))
+    return [*(each for each in kept if each not in delayed), (seed, chunks)]
+
+
+def _source_for_slow_target(
+    state: PlanState, demand: ForkDemand, unassigned: tuple[Range, ...], candidates: Iterable[Source]
+) -> Source | None:
+    """Return the source to which a slow target moves, so that its sources can serve the targets that read from it.
+
+    Preferably another slow target that has more, otherwise a source with spare egress, but the one with the
+    least progress, because few wait for it. None if it has moved before, or no such source exists.
+    """
+    target = demand.target
+    current = [state.source(share.source_id) for share in demand.current_shares]
+    if not target.slow or not unassigned or not current:
+        return None
+    if any(source is not None and (source.slow or source.complete) for source in current):
+        return None
+    current_ids = {share.source_id for share in demand.current_shares}
+    found = [
+        source
+        for source in candidates
+        if source.instance_id not in current_ids
+        and source.instance_id != target.instance_id
+        and (
+            (source.watermark, source.instance_id) > (target.watermark, target.instance_id)
+            if _is_slow_relay(source)
+            else state.spare_egress(source, target) >= SLOW_FRACTION
+        )
+        and state.free_slots(source)
+        and not ineligible_reason(source, demand, state.now)
+        and state.available_chunks(source, unassigned, target) == unassigned
+    ]
+
+    def key(source: Source) -> tuple[bool, int, int, str]:
+        is_slow = _is_slow_relay(source)
+        progress = -source.watermark if is_slow else source.watermark
+        return not is_slow, len(state.readers(source.instance_id)), progress, source.instance_id
+
+    return min(found, key=key, default=None)
+
+
+def _is_slow_relay(source: Source) -> bool:
+    return source.slow and not source.complete
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:

@@ -2,9 +2,10 @@
 
 One target per node (host, or NVLink domain) reads over the network; the other targets of the node form a
 chain after it. These readers are divided among the available sources. Readers of one source form a chain if
-they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). The
-fastest come first; targets that accept only one reader, or are known to be slow, come last, so that no target
-waits for them.
+they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). Below
+relays, the next batch is expected to read from this one, so the roots have the spare capacity. The fastest
+come first; targets that accept only one reader, or are known to be slow, come last, so that no target waits
+for them.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def two_trees(
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     halves = split(_all_chunks(line[0]), 2)
-    both = trees.two_trees(len(line))
+    both = trees.two_trees(len(line), spare_at_top=bool(feeds) and not feeds[0].complete)
+    feeds = _feeds_by_half(state, feeds[:2], halves)
     for position, demand in enumerate(line):
         shares: list[tuple[Source, tuple[Range, ...]]] = []
         storage: list[tuple[Storage, tuple[Range, ...]]] = []
@@ -146,6 +148,17 @@ def two_trees(
             else:
                 shares.append((feeds[tree % len(feeds)], half))
         _read(state, demand, shares, storage)
+
+
+def _feeds_by_half(state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]) -> Sequence[Source]:
+    """Return the sources of the two trees: of two relays, each feeds the half that reaches it over fewer links."""
+    if len(feeds) < 2 or len(halves) < 2 or all(feed.complete for feed in feeds):
+        return feeds
+    chunks = [half[-1][1] - 1 for half in halves]
+    return min(
+        (feeds, feeds[::-1]),
+        key=lambda order: sum(state.links(feed, chunk) for feed, chunk in zip(order, chunks, strict=True)),
+    )
 
 
 def _read(

@@ -5,7 +5,8 @@ the same group, demands and time yield the same decisions.
 
 `attach` plans one target (`eligibility` decides which sources can be read from, `source_selection` how the
 chunks are divided), `fanout` many that arrived together, in the shapes of `trees`; `cold_start` elects
-storage readers if no instance has the image; `stragglers` finds relays that no target should wait for;
+storage readers if no instance has the image; `stragglers` finds relays that no target should wait for, and
+`starvation` targets that a seed without readers could serve faster;
 `plan_state` is the working state of one call, and `transports`, `weights` and `chunk_split` are helpers for
 all of them.
 """
@@ -114,11 +115,12 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
         _plan_single(state, demand)
 
 
-def _planning_order(demand: ForkDemand) -> tuple[bool, int, str]:
+def _planning_order(demand: ForkDemand) -> tuple[bool, bool, int, str]:
     """Sort storage readers first, then targets by progress: others may wait for them."""
     own = demand.target.instance_id
     return (
         all(share.source_id != own for share in demand.current_shares),
+        not (demand.target.slow and demand.current_shares),
         -demand.target.watermark,
         demand.fork_id,
     )

@@ -167,6 +167,20 @@ class PlanState:
                     pending.append((share.source_id, part))
         return normalise(found)
 
+    def links(self, source: Source, chunk: int) -> int:
+        """Return the number of links that a chunk passes until the source has it, as far as they are known."""
+        links, visited = 0, {source.instance_id}
+        upstream: Source | None = source
+        while upstream is not None and not _contains(upstream.verified, chunk):
+            links += 1
+            parents = (each.source_id for each in self.shares(upstream.instance_id) if _contains(each.chunks, chunk))
+            parent = next(parents, None)
+            if parent is None or parent in visited:
+                break
+            visited.add(parent)
+            upstream = self.source(parent)
+        return links
+
     def _is_valid(self, share: ChunkShare, demand: ForkDemand) -> bool:
         """Return True if a target can keep a read: its source is alive and not excluded, or it has storage."""
         if share.source_id in demand.excluded:
@@ -203,3 +217,7 @@ class PlanState:
                 set(self.group.same_host_readers.get(instance_id, ())) - self._fork_ids
             )
         return self._same_host_readers[instance_id]
+
+
+def _contains(ranges: Iterable[Range], chunk: int) -> bool:
+    return any(begin <= chunk < end for begin, end in ranges)

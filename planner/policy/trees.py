@@ -7,8 +7,10 @@ it sends what it receives, once, and no link is overloaded. Both trees are searc
 neighbours in the line are neighbours in the trees, and a line sorted by rack crosses racks as rarely as
 possible.
 
-N targets have capacity for N + 1: half of a link is left over twice. In large trees it is left at the top,
-where late targets, and those that lose their source, find chunks first.
+N targets have capacity for N + 1. Of an even number, the first and the last target each have one child, and
+half of a link left over. Of an odd number, the last target is a leaf in both trees, below these two, and has
+a link to spare. Both are as near to the top as they can be without another level, because late targets, and
+those that lose their source, read there.
 """
 
 from __future__ import annotations
@@ -17,44 +19,59 @@ from typing import Final
 
 ROOT: Final = -1
 """The source that the entire line reads from."""
-LARGE: Final = 16
-"""Number of targets from which spare capacity is left at the top: it costs one level, which matters in a
-short line.
-"""
 
 
-def two_trees(length: int) -> tuple[list[int], list[int]]:
-    """Return each target's parent in the first and in the second tree."""
-    return _tree(length, 0), _tree(length, 1)
+def two_trees(length: int, *, spare_at_top: bool = False) -> tuple[list[int], list[int]]:
+    """Return each target's parent in the first and in the second tree.
+
+    `spare_at_top`: the targets with spare capacity are the roots, which may cost one level.
+    """
+    if length == 1:
+        return [ROOT], [ROOT]
+    even = length - length % 2
+    first = _tree(even, spare_at_top)
+    # The second tree is the mirror image of the first.
+    second = [parent if parent == ROOT else even - 1 - parent for parent in reversed(first)]
+    if even < length:
+        first.append(0)
+        second.append(even - 1)
+    return first, second
 
 
-def _tree(length: int, parity: int) -> list[int]:
-    """Return a binary search tree whose inner nodes are the positions of one parity; the others are its
-    leaves.
+def _tree(length: int, spare_at_top: bool) -> list[int]:
+    """Return a binary search tree whose inner nodes are the even positions, and the odd ones their leaves.
+
+    Position 0 has no left child: half of its link is left over.
     """
     parents = [ROOT] * length
     depths = [0] * length
-    inner = range(parity, length, 2)
-    begin, end, top, depth = 0, len(inner), ROOT, 0
-    if length >= LARGE:
-        # An end of the line without a neighbour beyond it: as the root it has one child, and half a link to
-        # spare.
-        for outer, free in ((0, parity == 0), (len(inner) - 1, inner[-1] == length - 1)):
-            if free and begin < end:
-                parents[inner[outer]], depths[inner[outer]] = top, depth
-                top, depth = inner[outer], depth + 1
-                begin, end = (begin + 1, end) if outer == 0 else (begin, end - 1)
-    pending_spans = [(begin, end, top, depth)]
+    pending_spans = [(0, length // 2, ROOT, (length // 2).bit_length() + spare_at_top, True)]
     while pending_spans:
-        begin, end, parent, depth = pending_spans.pop()
+        begin, end, parent, levels, has_spare = pending_spans.pop()
         if begin == end:
             continue
         middle = (begin + end) // 2
-        parents[inner[middle]], depths[inner[middle]] = parent, depth
-        pending_spans.append((begin, middle, inner[middle], depth + 1))
-        pending_spans.append((middle + 1, end, inner[middle], depth + 1))
-    for leaf in range(1 - parity, length, 2):
+        if has_spare:
+            middle = begin + _left_size(end - begin, levels)
+        position = 2 * middle
+        parents[position] = parent
+        depths[position] = 0 if parent == ROOT else depths[parent] + 1
+        pending_spans.append((begin, middle, position, levels - 1, has_spare))
+        pending_spans.append((middle + 1, end, position, levels - 1, False))
+    for leaf in range(1, length, 2):
         # The gap that a leaf fills belongs to the deeper of its two neighbouring inner nodes.
-        neighbours = [node for node in (leaf - 1, leaf + 1) if 0 <= node < length]
-        parents[leaf] = max(neighbours, key=lambda node: depths[node], default=ROOT)
+        neighbours = [node for node in (leaf - 1, leaf + 1) if node < length]
+        parents[leaf] = max(neighbours, key=lambda node: depths[node])
     return parents
+
+
+def _left_size(size: int, levels: int) -> int:
+    """Return how many of the inner nodes of a span are left of its root, so that its first node is as near to
+    the root as `levels` levels allow.
+    """
+    half = 1 << levels - 1
+    depth = next(depth for depth in range(levels) if size <= 2 * half - (half >> depth))
+    if depth == 0:
+        return 0
+    # The left part has one level less, and its first node is at one depth less.
+    return min(max(size // 2, size - half), half - (half >> depth))

@@ -79,6 +79,8 @@ class Source:
     """Maximum egress bandwidth, if it reports one."""
     ingress_rate: float | None = None
     """Fastest observed read rate, if any."""
+    read_rate: float | None = None
+    """Read rate over the network by its fork's last report since its plan, if any."""
     slow: bool = False
     """It falls behind its own sources: no target should wait for it."""
     quarantined_until: float = 0.0

@@ -380,3 +380,21 @@ def test_a_same_host_only_source_does_not_hide_others() -> None:
         (each.source_id, each.transports)
         for each in plan(index.view([fork_demand]), [fork_demand], NOW)[fork_demand.fork_id].assignments
     ]
+
+
+def test_idle_seeds_are_complete_and_have_no_readers() -> None:
+    """Neither relays nor seeds that another target reads from, or that must not be read from, are idle."""
+    members = [
+        seed("busy"), seed("draining", state="draining"), seed("idle"), loading("relay", (0, 4)), loading("t", (0, 1)),
+    ]  # fmt: skip
+    forks = [record("relay", {"busy": ALL}), record("t", {"relay": ALL})]
+    index = build_index(*members, forks=forks)
+    assert ["idle"] == [each.instance_id for each in index.idle_seeds(members[-1], 5)]
+
+
+def test_slow_members_are_candidates_of_slow_targets_only() -> None:
+    """A slow target may read from another slow one; for the others there are enough better sources."""
+    relays = [loading(f"r{number:03}", (0, 4), slow=number == 0) for number in range(3 * MAX_ANYWHERE)]
+    index = build_index(seed("s"), *relays, forks=[record(each.instance_id, {"s": ALL}) for each in relays])
+    found = {slow: "r000" in (index.view([demand(loading("t", slow=slow))]).candidates or ()) for slow in (False, True)}
+    assert {False: False, True: True} == found

@@ -70,26 +70,54 @@ async def test_quarantine_ends_and_its_reason_is_shown_until_then(service: PlanS
     assert {"s": ALL} == routes_by_source(await service.plan(fork_request("b")))
 
 
-async def test_readers_of_a_slow_relay_are_advised_to_replan(service: PlanService, time: FakeTime) -> None:
-    """They are advised once: the new plan is kept."""
-    await start_chain(service, "abcdef")
+async def report_slow_relay(service: PlanService) -> None:
+    """Report progress of a chain whose third target has a slow link."""
     for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
-        await service.progress(f"fork-{name}", chunk_progress(count))
+        await service.progress(f"fork-{name}", chunk_progress(count, 1e8 if name == "c" else 1e9))
+
+
+async def test_readers_of_a_slow_relay_are_advised_to_replan(service: PlanService, time: FakeTime) -> None:
+    """So is the relay, which leaves its sources to them. They are advised once: the new plan is kept."""
+    await start_chain(service, "abcdef")
+    await report_slow_relay(service)
     time.now += 2
     replan_reasons = {
-        name: (await service.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bd"
+        name: (await service.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bcd"
     }
     await service.plan(fork_request("d", (0, 1), max_readers=4))
     after = (await service.progress("fork-d", chunk_progress(1))).replan_suggested
-    assert {"b": None, "d": "source c is falling behind"} == replan_reasons
+    assert {
+        "b": None,
+        "c": "this instance falls behind its sources, which other targets need",
+        "d": "source c is falling behind",
+    } == replan_reasons
     assert after is None
+
+
+async def test_a_delayed_target_is_advised_to_read_from_an_idle_seed(service: PlanService) -> None:
+    """It moves there, and is then advised no more."""
+    await start_chain(service, "ab")
+    await service.report(seed_report("new"))
+    advice = [(await service.progress("fork-b", chunk_progress(1, rate))).replan_suggested for rate in (1e9, 1e8)]
+    plan = await service.plan(fork_request("b", (0, 1)))
+    after = (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested
+    assert [None, "seed new has no readers, and the current sources are slower"] == advice
+    assert {"new": ((1, 12),)} == routes_by_source(plan)
+    assert after is None
+
+
+async def test_a_target_is_not_advised_to_read_from_a_seed_that_it_cannot_reach(service: PlanService) -> None:
+    """The plan would stay the same, and the advice would be repeated with every report."""
+    await start_chain(service, "ab")
+    await service.report(seed_report("new", transports=("nixl",)))
+    await service.progress("fork-b", chunk_progress(1, 1e9))
+    assert (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested is None
 
 
 async def test_a_slow_mark_ends_with_its_fork(service: PlanService, time: FakeTime) -> None:
     """The instance's next fork starts without it."""
     await start_chain(service, "abcdef")
-    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
-        await service.progress(f"fork-{name}", chunk_progress(count))
+    await report_slow_relay(service)
     time.now += 2
     await service.sweep()
     slow = service.instance("c").source.slow

@@ -62,9 +62,9 @@ def test_a_short_line_is_a_chain() -> None:
 def test_a_longer_line_is_two_trees() -> None:
     """Seven targets receive each half of the chunks over a separate tree."""
     expected = {
-        "t00": {"t02": LOW, "t01": HIGH}, "t01": {"t00": LOW, "t03": HIGH}, "t02": {"t04": LOW, "t01": HIGH},
-        "t03": {"t02": LOW, "s": HIGH}, "t04": {"s": LOW, "t05": HIGH}, "t05": {"t06": LOW, "t03": HIGH},
-        "t06": {"t04": LOW, "t05": HIGH},
+        "t00": {"t02": LOW, "t01": HIGH}, "t01": {"t00": LOW, "t03": HIGH}, "t02": {"s": LOW, "t01": HIGH},
+        "t03": {"t04": LOW, "s": HIGH}, "t04": {"t02": LOW, "t05": HIGH}, "t05": {"t04": LOW, "t03": HIGH},
+        "t06": {"t00": LOW, "t05": HIGH},
     }  # fmt: skip
     assert expected == plan_reads(group(source("s")), wide(7))
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from planner.policy.group_plan import stragglers
+from planner.policy.group_plan import plan, stragglers
+from planner.policy.types import ChunkShare, ForkDemand, Source
 from tests.unit.planner.builders import NOW, Reads, decide, group, loading, routes, seed
 
 ALL = ((0, 12),)
+FAST, SLOW = 1e9, 2.5e8
 LINE: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}, "d": {"c": ALL}, "e": {"d": ALL}}
 
 
-def line(**chunks: int) -> frozenset[str]:
-    """Return the stragglers of the line s-a-b-c-d-e with these numbers of chunks."""
-    members = [loading(name, *([(0, number)] if number else [])) for name, number in chunks.items()]
+def member(name: str, chunks: int, rate: float | None = FAST, **changes: object) -> Source:
+    """Return a target with this number of chunks that reads at this rate, and has not read faster."""
+    verified = [(0, chunks)] if chunks else []
+    return loading(name, *verified, **({"read_rate": rate, "ingress_rate": rate} | changes))
+
+
+def line(slow: str = "", **chunks: int) -> frozenset[str]:
+    """Return the stragglers of the line s-a-b-c-d-e with these numbers of chunks; `slow` have slow links."""
+    members = [member(name, number, SLOW if name in slow else FAST) for name, number in chunks.items()]
     return stragglers(group(seed("s"), *members, reads=LINE), NOW)
 
 
@@ -21,8 +29,46 @@ def test_a_line_that_progresses_together_has_no_straggler() -> None:
 
 
 def test_a_lagging_relay_is_found() -> None:
-    """It is the relay with readers that follows the gap."""
-    assert {"c"} == line(a=10, b=9, c=3, d=2, e=1)
+    """It is the relay that reads slowly what its source has; those after it wait for it."""
+    assert {"c"} == line(slow="cde", a=10, b=9, c=3, d=2, e=1)
+
+
+def test_a_slow_relay_is_found_after_the_first_chunk() -> None:
+    """One more chunk at its source is enough, though the image has twelve."""
+    assert {"c"} == line(slow="c", a=4, b=3, c=2, d=2, e=2)
+
+
+def test_a_slow_reader_of_a_seed_is_found() -> None:
+    """The seed has everything, so that only its own link limits it."""
+    assert {"a"} == line(slow="a", a=1, b=1, c=1, d=1, e=1)
+
+
+def test_a_target_that_catches_up_is_no_straggler() -> None:
+    """Many chunks wait for a relay that has a new source, and it reads them at the speed of its link."""
+    assert frozenset() == line(a=10, b=9, c=3, d=2, e=1)
+
+
+def test_a_target_that_was_fast_needs_a_longer_backlog() -> None:
+    """Its rate may vary from one report to the next."""
+    found = []
+    for chunks in (8, 6):
+        members = [member("a", 10), member("b", 9), member("c", chunks, SLOW, ingress_rate=FAST), member("d", 1)]
+        reads: Reads = {name: LINE[name] for name in "abcd"}
+        found.append(stragglers(group(seed("s"), *members, reads=reads), NOW))
+    assert [frozenset(), {"c"}] == found
+
+
+def test_a_target_without_a_rate_since_its_plan_is_no_straggler() -> None:
+    """A new plan may have changed its rate."""
+    members = [member("a", 10), member("b", 9), member("c", 1, None), member("d", 1), member("e", 1)]
+    assert frozenset() == stragglers(group(seed("s"), *members, reads=LINE), NOW)
+
+
+def test_the_readers_of_a_crowded_source_are_no_stragglers() -> None:
+    """Each of three readers gets a third of its link."""
+    reads: Reads = {"a": {"s": ALL}, **{name: {"a": ALL} for name in "bcd"}, "e": {"b": ALL}}
+    members = [member("a", 10), *(member(name, 6, 3e8) for name in "bcd"), member("e", 6)]
+    assert frozenset() == stragglers(group(seed("s"), *members, reads=reads), NOW)
 
 
 def test_the_last_of_a_line_is_no_straggler() -> None:
@@ -34,8 +80,8 @@ def test_if_all_readers_of_a_source_lag_the_source_is_slow() -> None:
     """Two lagging relays of one source point to the source."""
     reads: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"a": ALL}, "d": {"b": ALL}, "e": {"c": ALL},
                     "f": {"d": ALL}, "g": {"e": ALL}}  # fmt: skip
-    chunks = {"a": 10, "b": 2, "c": 2, "d": 1, "e": 1, "f": 1, "g": 1}
-    members = [loading(name, (0, number)) for name, number in chunks.items()]
+    chunks = {"a": 10, "b": 2, "c": 2, "d": 2, "e": 2, "f": 2, "g": 2}
+    members = [member(name, number, FAST / 10 if name in "bc" else FAST) for name, number in chunks.items()]
     assert {"a"} == stragglers(group(seed("s"), *members, reads=reads), NOW)
 
 
@@ -59,3 +105,35 @@ def test_a_slow_source_is_left_and_chosen_last() -> None:
         decide(group(seed("s", max_readers=max_readers), slow, reads=reads), loading("t")) for max_readers in (2, 1)
     ]
     assert [{"s": ALL}, {"a": ALL}] == [routes(each) for each in both]
+
+
+def test_a_slow_target_yields_its_sources() -> None:
+    """It moves below another slow target that has more, and its reader takes its position."""
+    reads: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}, "x": {"a": ALL}}
+    members = [
+        member("a", 10), member("b", 3, SLOW, slow=True), member("c", 3), member("x", 4, SLOW, slow=True),
+    ]  # fmt: skip
+    fleet = group(seed("s"), *members, reads=reads)
+    demands = [
+        ForkDemand(f"fork-{name}", fleet.sources[name], {}, (ChunkShare(*next(iter(reads[name].items()))),))
+        for name in "bc"
+    ]
+    decisions = plan(fleet, demands, NOW)
+    assert {"x": ((3, 12),)} == routes(decisions["fork-b"])
+    assert {"a": ((3, 12),)} == routes(decisions["fork-c"])
+
+
+def test_a_single_slow_target_moves_to_spare_egress() -> None:
+    """Without another slow target it reads from a source that has egress to spare."""
+    reads: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}, "e": {"a": ALL}}
+    members = [member("a", 10, max_readers=4), member("b", 3, SLOW, slow=True), member("c", 3), member("e", 9)]
+    fleet = group(seed("s"), *members, reads=reads)
+    assert {"e": ((3, 12),)} == routes(decide(fleet, fleet.sources["b"]))
+
+
+def test_a_slow_target_moves_once() -> None:
+    """It keeps the slow source that it moved to."""
+    reads: Reads = {"a": {"s": ALL}, "x": {"a": ALL}, "b": {"x": ALL}}
+    members = [member("a", 10), member("x", 4, SLOW, slow=True), member("b", 3, SLOW, slow=True), member("e", 9)]
+    fleet = group(seed("s"), *members, reads={**reads, "e": {"a": ALL}})
+    assert {"x": ((3, 12),)} == routes(decide(fleet, fleet.sources["b"]))

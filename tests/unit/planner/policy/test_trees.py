@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from math import ceil, log2
 
 import pytest
 
-from planner.policy.trees import LARGE, ROOT, two_trees
+from planner.policy.trees import ROOT, two_trees
 
 LENGTHS = [*range(1, 40), 64, 100, 127, 128, 255, 1000]
 
@@ -16,8 +15,9 @@ SHAPES: list[tuple[int, tuple[list[int], list[int]]]] = [
     (0, ([], [])),
     (1, ([ROOT], [ROOT])),
     (2, ([ROOT, 0], [1, ROOT])),
-    (3, ([2, 0, ROOT], [1, ROOT, 1])),
-    (7, ([2, 0, 4, 2, ROOT, 6, 4], [1, 3, 1, ROOT, 5, 3, 5])),
+    (3, ([ROOT, 0, 0], [1, ROOT, 1])),
+    (6, ([2, 0, ROOT, 4, 2, 4], [1, 3, 1, ROOT, 5, 3])),
+    (7, ([2, 0, ROOT, 4, 2, 4, 0], [1, 3, 1, ROOT, 5, 3, 5])),
 ]
 
 
@@ -46,14 +46,45 @@ def test_a_target_has_at_most_two_children_in_one_tree_only(length: int) -> None
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_each_tree_has_one_root_and_minimal_depth(length: int) -> None:
-    """Half of the targets are inner nodes; the others are their leaves."""
-    max_children = 2 if length >= LARGE else 1
+    """Half of the targets are inner nodes; the others are their leaves, one level below."""
+    levels = (length // 2).bit_length() + 1
     for parents in two_trees(length):
         assert 1 == parents.count(ROOT)
-        assert max(depth(parents, position) for position in range(length)) <= ceil(log2(length)) + max_children
+        assert max(depth(parents, position) for position in range(length)) <= levels
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1])
+def test_spare_capacity_at_the_top_costs_at_most_one_level(length: int) -> None:
+    """The first target is the root of the first tree, the last of an even number that of the second."""
+    first, second = two_trees(length, spare_at_top=True)
+    levels = (length // 2).bit_length() + 2
+    assert ROOT == first[0]
+    assert ROOT == second[length - length % 2 - 1]
+    assert max(depth(parents, position) for parents in (first, second) for position in range(length)) <= levels
+
+
+SPARE_DEPTHS = [(16, 1), (30, 4), (32, 1), (1000, 6), (10_000, 2)]
+
+
+@pytest.mark.parametrize(("length", "expected"), SPARE_DEPTHS)
+def test_spare_capacity_is_as_near_to_the_top_as_the_depth_allows(length: int, expected: int) -> None:
+    """The first and the last target have one child each, at this depth of their tree."""
+    first, second = two_trees(length)
+    assert 1 == first.count(0)
+    assert 1 == second.count(length - 1)
+    assert expected == depth(first, 0)
+    assert expected == depth(second, length - 1)
+
+
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1 and length % 2])
+def test_the_last_of_an_odd_number_has_a_link_to_spare(length: int) -> None:
+    """It is a leaf in both trees, below the targets that have half a link to spare."""
+    for parents in two_trees(length):
+        assert length - 1 not in parents
+    assert [0, length - 2] == [parents[-1] for parents in two_trees(length)]
+
+
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length % 2 == 0])
 def test_neighbours_in_the_line_are_neighbours_in_the_trees(length: int) -> None:
     """A leaf's parent is its neighbour, and each subtree is one run of positions."""
     for parity, parents in enumerate(two_trees(length)):
@@ -64,6 +95,6 @@ def test_neighbours_in_the_line_are_neighbours_in_the_trees(length: int) -> None
         for position, members in below.items():
             if position % 2 != parity:
                 assert {position} == members
-                assert length == 1 or abs(parents[position] - position) == 1
+                assert abs(parents[position] - position) == 1
             else:
                 assert all(after - before == 1 for before, after in pairwise(sorted(members)))

@@ -1,0 +1,42 @@
+"""Detection of targets that their sources delay, while a seed without readers could serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from planner.policy.types import GroupView, Source
+from rfork.image.ranges import Range, count, subtract
+
+MIN_DELAYED: Final = 1 / 16
+"""Fraction of the image for which another plan is worth its cost."""
+DELAYED_RATE: Final = 0.75
+"""A target that reads at this fraction of a link is not delayed."""
+
+
+def is_starving(group: GroupView, target: Source, idle_seed: Source) -> bool:
+    """Return True if the target should request a plan, to read from an idle seed what its sources delay.
+
+    Its new source is complete and has no other reader, so it requests no third plan for this reason.
+    """
+    if not is_delayed(target, idle_seed):
+        return False
+    chunks: list[Range] = []
+    for share in group.shares.get(target.instance_id, ()):
+        source = group.sources.get(share.source_id)
+        if source is None or source.instance_id == target.instance_id:
+            continue
+        if not source.complete or len(group.readers.get(share.source_id, ())) > 1:
+            chunks += subtract(share.chunks, target.verified)
+    return is_worth_replan(chunks, target)
+
+
+def is_delayed(target: Source, idle_seed: Source) -> bool:
+    """Return True if the target reads more slowly than a link allows, by its last report."""
+    link = max(target.ingress_rate or 0.0, idle_seed.ingress_rate or 0.0)
+    return target.read_rate is not None and target.read_rate < DELAYED_RATE * link
+
+
+def is_worth_replan(chunks: Iterable[Range], target: Source) -> bool:
+    """Return True if the target should request another plan for these chunks."""
+    return count(chunks) >= MIN_DELAYED * target.chunk_count

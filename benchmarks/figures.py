@@ -16,7 +16,8 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-RECORDED: Final = Path(__file__).parent / "results" / "epyc-2core"
+RECORDED: Final = tuple(Path(__file__).parent / "results" / name for name in ("xeon-2core", "epyc-2core"))
+"""Folders of recorded results: each figure is that of the first folder with its benchmark."""
 Verdict = Literal["met", "missed", "not measured"]
 
 
@@ -94,9 +95,10 @@ class Figure:
         return self.goal.verdict(self.value)
 
 
-def summary(folder: Path) -> Sequence[Figure]:
-    """Return all figures that have a goal, with their values in the results of a folder."""
-    documents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+def summary(*folders: Path) -> Sequence[Figure]:
+    """Return all figures that have a goal, each with its value in the first folder that has its benchmark."""
+    paths = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.json")}
+    documents = {name: json.loads(path.read_text()) for name, path in paths.items()}
     return [_figure(name, goal, documents.get(goal.benchmark)) for name, goal in GOALS.items()]
 
 
@@ -106,9 +108,11 @@ def _figure(name: str, goal: Goal, document: Mapping[str, Any] | None) -> Figure
     return Figure(name, goal, document["figures"].get(name), bool(document["settings"].get("quick")))
 
 
-def markdown(folder: Path = RECORDED) -> str:
+def markdown(*folders: Path) -> str:
     """Return the summary as a table for the documentation: figures that miss their goal are bold."""
-    return "\n".join(("| figure | what it is | goal | measured |", "|---|---|---|---|", *map(_row, summary(folder))))
+    return "\n".join(
+        ("| figure | what it is | goal | measured |", "|---|---|---|---|", *map(_row, summary(*(folders or RECORDED))))
+    )
 
 
 def _row(figure: Figure) -> str:

@@ -94,7 +94,7 @@ def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
     index = state.group(fork.group)
     for seed in index.idle_seeds(target.source):
         can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
-        if can_read and is_starving(index.view(()), target.source, seed):
+        if can_read and is_starving(index, target.source, seed):
             return f"seed {seed.instance_id} has no readers, and the current sources are slower"
     return None
 

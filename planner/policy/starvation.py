@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
 
-from planner.policy.types import GroupView, Source
+from planner.policy.types import ChunkShare, Source
 from rfork.image.ranges import Range, count, subtract
 
 MIN_DELAYED: Final = 1 / 16
@@ -14,7 +14,26 @@ DELAYED_RATE: Final = 0.75
 """A target that reads at this fraction of a link is not delayed."""
 
 
-def is_starving(group: GroupView, target: Source, idle_seed: Source) -> bool:
+class GroupReads(Protocol):
+    """The reads in a group: of a GroupView, or of the index itself, because a view costs more than this decision."""
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """See GroupView."""
+        ...
+
+    @property
+    def readers(self) -> Mapping[str, Mapping[str, float]]:
+        """See GroupView."""
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, tuple[ChunkShare, ...]]:
+        """See GroupView."""
+        ...
+
+
+def is_starving(group: GroupReads, target: Source, idle_seed: Source) -> bool:
     """Return True if the target should request a plan, to read from an idle seed what its sources delay.
 
     Its new source is complete and has no other reader, so it requests no third plan for this reason.

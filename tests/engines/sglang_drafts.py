@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,38 +22,8 @@ from torch import nn
 
 from tests.engines.draft_models import DRAFTS, write
 from tests.engines.model_folders import copy_without_weights
-from tests.engines.reference_digests import digest
-
-
-def set_up(main: Path, draft: Path, algorithm: str) -> None:
-    """Initialise SGLang's runtime for one rank of a model with a draft."""
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    load_plugins()
-    arguments = ServerArgs(
-        model_path=str(main),
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        load_format="rfork",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        speculative_algorithm=algorithm,
-        speculative_draft_model_path=str(draft),
-        speculative_num_steps=2,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=3,
-    )
-    arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
-    bootstrap.init_layer_runtime(model_config=ModelConfig.from_server_args(arguments))
+from tests.engines.served_state import state_of
+from tests.engines.sglang_zoo import set_up
 
 
 def load_pair(main: Path, draft: Path, algorithm: str) -> tuple[nn.Module, nn.Module]:
@@ -88,28 +57,13 @@ def _runner(folder: Path, *, is_draft: bool) -> Any:
     return SimpleNamespace(model=model, model_config=config, load_config=load_config)
 
 
-def content_of(pair: tuple[nn.Module, nn.Module]) -> Mapping[str, Any]:
+def content_of(pair: tuple[nn.Module, Any]) -> Mapping[str, Any]:
     """Return the state of both models, and the names of the draft's tensors that are the main model's."""
     main, draft = pair
     addresses = {tensor.data_ptr() for tensor in main.parameters() if tensor.numel()}
     shared = [name for name, tensor in draft.named_parameters() if tensor.data_ptr() in addresses]
-    return {"main": _model(main), "draft": _model(draft), "shared": shared}
-
-
-def _model(module: Any) -> dict[str, Any]:
-    from rfork.engines.served_model import served_model
-
-    served = served_model(module)
-    hot_tokens = getattr(module, "hot_token_id", None)
-    extra = [("hot_token_id", hot_tokens)] if hot_tokens is not None else []
-    tensors = [*module.named_parameters(), *module.named_buffers(), *extra]
-    return {
-        "outcome": served.report.outcome if served is not None else "not forked",
-        "reasons": served.report.reasons if served is not None else [],
-        "image_bytes": served.seed.image.layout.image_bytes if served is not None else 0,
-        "serves": served is not None and served.seed.manifest is not None,
-        "tensors": {name: digest(tensor) for name, tensor in tensors if tensor.numel()},
-    }
+    hot_tokens = {"hot_token_id": draft.hot_token_id} if getattr(draft, "hot_token_id", None) is not None else {}
+    return {"main": state_of(main), "draft": state_of(draft, **hot_tokens), "shared": shared}
 
 
 def main() -> None:
@@ -120,7 +74,15 @@ def main() -> None:
     torch.set_num_threads(1)
     algorithm = {"mtp": "NEXTN"}.get(DRAFTS[name].kind, DRAFTS[name].kind.upper())
     main_folder, draft_folder = write(Path(folder), name, "sglang")
-    set_up(main_folder, draft_folder, algorithm)
+    set_up(
+        main_folder,
+        "float32",
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=str(draft_folder),
+        speculative_num_steps=2,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=3,
+    )
     source = content_of(load_pair(main_folder, draft_folder, algorithm))
     with tempfile.TemporaryDirectory() as scratch:
         bare = copy_without_weights(main_folder, Path(scratch))

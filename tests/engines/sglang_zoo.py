@@ -25,8 +25,8 @@ from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES
 
 
-def set_up(folder: Path) -> None:
-    """Initialise SGLang's runtime for one rank of a model."""
+def set_up(folder: Path, dtype: str, **options: Any) -> None:
+    """Initialise SGLang's runtime for one rank of a model. `options` are further server arguments."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.plugins import load_plugins
@@ -41,7 +41,8 @@ def set_up(folder: Path) -> None:
         sampling_backend="pytorch",
         load_format="rfork",
         skip_tokenizer_init=True,
-        dtype=ARCHITECTURES[folder.name].dtype,
+        dtype=dtype,
+        **options,
     )
     arguments.resolve_once()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -99,7 +100,7 @@ def main() -> int:
     if name not in ARCHITECTURES:
         raise SystemExit(f"unknown architecture {name}")
     try:
-        set_up(Path(folder) / name)
+        set_up(Path(folder) / name, ARCHITECTURES[name].dtype)
         level, note = result_of(Path(folder), name)
     except Exception as error:  # an engine may raise anything for an architecture that it cannot run here
         traceback.print_exc()

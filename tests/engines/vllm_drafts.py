@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,14 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from rfork.engines.served_model import served_model
-from rfork.engines.vllm.compat import keep_weights_on_cpu
 from tests.engines.draft_models import DRAFTS, write
 from tests.engines.model_folders import copy_without_weights
-from tests.engines.reference_digests import digest
+from tests.engines.served_state import state_of
+from tests.engines.vllm_zoo import set_up
 from tests.engines.zoo import PROMPTS, TOKENS
 
 
@@ -87,28 +83,13 @@ def _models(worker: Any) -> dict[str, Any]:
     main, draft = worker.get_model(), worker.get_draft_model()
     addresses = {tensor.data_ptr() for tensor in main.parameters() if tensor.numel()}
     aliases = [name for name, tensor in draft.named_parameters() if tensor.data_ptr() in addresses and tensor.numel()]
-    return {"main": _model(main), "draft": _model(draft), "shared": aliases}
-
-
-def _model(module: nn.Module) -> dict[str, Any]:
-    served = served_model(module)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {
-        "outcome": served.report.outcome if served is not None else "not forked",
-        "reasons": served.report.reasons if served is not None else [],
-        "image_bytes": served.seed.image.layout.image_bytes if served is not None else 0,
-        "serves": served is not None and served.seed.manifest is not None,
-        "tensors": {name: digest(tensor) for name, tensor in tensors if tensor.numel()},
-    }
+    return {"main": state_of(main), "draft": state_of(draft), "shared": aliases}
 
 
 def main() -> int:
     """Print what was seen."""
     planner, folder, *names = sys.argv[1:]
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    torch.set_num_threads(1)
-    keep_weights_on_cpu()
+    set_up()
     for name in names or list(DRAFTS):
         main_folder, draft_folder = write(Path(folder), name, "vllm")
         kind = DRAFTS[name].kind

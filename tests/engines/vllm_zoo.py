@@ -139,13 +139,18 @@ def result_of(folder: Path, name: str, planner: str) -> tuple[str, str]:
     return "forked", f"{len(source['tensors'])} tensors and {compared}"
 
 
-def main() -> int:
-    """Print the results."""
-    planner, folder, *names = sys.argv[1:]
+def set_up() -> None:
+    """Prepare this process to run vLLM's engine itself, on a CPU."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     torch.set_num_threads(1)
     keep_weights_on_cpu()
+
+
+def main() -> int:
+    """Print the results."""
+    planner, folder, *names = sys.argv[1:]
+    set_up()
     for name in names or list(ARCHITECTURES):
         try:
             level, note = result_of(Path(folder), name, planner)

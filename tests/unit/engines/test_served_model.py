@@ -287,13 +287,20 @@ def test_a_rank_of_several_is_named_by_its_update_count(module: nn.Module, insta
     assert of_update("replica-1", 2) == update(module, instance, 4.0)
 
 
-def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Module) -> None:
-    """Until then its weights are not served under any version."""
+@contextlib.contextmanager
+def rank_of_two(module: nn.Module) -> Iterator[tuple[ServedModel, StoreRecords]]:
+    """One of two ranks after an update, and the records of the other one, which has not completed it."""
     store = HashStore()
     other = StoreRecords(store, "model", "main", 1, 2)
     with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
         with updating(instance):
             fill(module, 3.0)
+        yield instance, other
+
+
+def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Module) -> None:
+    """Until then its weights are not served under any version."""
+    with rank_of_two(module) as (instance, other):
         waiting = [thread for thread in threading.enumerate() if thread.name == "rfork-renew"]
         assert 1 == len(waiting)
         assert None is instance.seed.manifest
@@ -305,11 +312,7 @@ def test_a_rank_serves_an_update_once_all_ranks_have_completed_it(module: nn.Mod
 
 def test_a_rank_that_waits_for_the_others_follows_the_next_update(module: nn.Module) -> None:
     """The update that the other rank has missed is never served."""
-    store = HashStore()
-    other = StoreRecords(store, "model", "main", 1, 2)
-    with serving(module, Rank(tp_size=2), lambda: agreement_with(2, store)) as instance:
-        with updating(instance):
-            fill(module, 3.0)
+    with rank_of_two(module) as (instance, other):
         with updating(instance):
             fill(module, 4.0)
         other.record(2)

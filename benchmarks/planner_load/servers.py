@@ -17,6 +17,7 @@ from rfork.errors import RforkError
 
 STOP_S = 10.0
 FOR_EVER_S = 86_400.0
+MAX_LEASE_S = 3600.0
 """TTL that keeps a fleet without heartbeats registered while others are measured."""
 
 
@@ -46,7 +47,7 @@ def planner(batch_s: float) -> Iterator[ServerProcess]:
     variables = {
         "RFORK_PLANNER_BATCH_WINDOW_S": batch_s,
         "RFORK_PLANNER_INSTANCE_TTL_S": FOR_EVER_S,
-        "RFORK_PLANNER_LEASE_TTL_S": FOR_EVER_S,
+        "RFORK_PLANNER_LEASE_TTL_S": MAX_LEASE_S,
     }
     command = ["-m", "rfork", "planner", "--json", "--port", "0"]
     with _serving(command, {name: f"{value:g}" for name, value in variables.items()}) as server:
@@ -81,9 +82,9 @@ def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator
             if not line:
                 log.seek(0)
                 raise RforkError(f"{' '.join(arguments)} did not start: {log.read()[-2000:]}")
-            port = urlsplit(json.loads(line)["url"]).port
+            port = urlsplit(json.loads(line).get("url", "")).port
             if port is None:
-                raise RforkError(f"{' '.join(arguments)} printed no port: {line}")
+                raise RforkError(f"{' '.join(arguments)} did not start: {line}")
             yield ServerProcess(process.pid, port)
         finally:
             process.terminate()

@@ -12,7 +12,7 @@ an unplanned reader: a fork that the member reports and that this planner did no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from planner.core.group_history import GroupHistory
@@ -407,6 +407,11 @@ class GroupIndex:
             version=self.version,
             other_versions=other_versions or {},
         )
+
+    @property
+    def storage_readers(self) -> Collection[str]:
+        """Members that currently read their own storage."""
+        return [name for name in self._elected if name in self.sources]
 
     def idle_seeds(self, target: Source, limit: int = 1) -> list[Source]:
         """Return up to `limit` seeds without readers for the weights that the target receives."""

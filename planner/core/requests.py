@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -116,8 +116,13 @@ def resolve_version(state: PlannerState, request: ForkRequest) -> VersionResolut
     if report.rank.role != "main":
         models = {each.report.model for each in ranks if each.report.rank.role == "main"}
         mains = [each for model in models for each in state.members_of(model)]
-    members = [] if _has_own_version(report) else list(state.members_of(report.model))
-    return resolve(report, members, ranks, mains, loading=_storage_readers(state, request, members))
+    members: list[InstanceRecord] = []
+    if not _has_own_version(report):
+        role, own_id = report.rank.role, report.instance_id
+        # A draft's version may depend on the replica of each member.
+        few = state.representatives_of(report.model, role, own_id) if role == "main" else None
+        members += state.members_of(report.model) if few is None else few
+    return resolve(report, members, ranks, mains, loading=_storage_readers(state, request))
 
 
 def is_settled(state: PlannerState, report: InstanceReport, version: str) -> bool:
@@ -223,11 +228,10 @@ def _has_own_version(report: InstanceReport) -> bool:
     return report.version is not None and not report.any_version
 
 
-def _storage_readers(state: PlannerState, request: ForkRequest, members: Iterable[InstanceRecord]) -> set[str]:
-    """Return the ids of the instances that currently read their own storage, including the target."""
+def _storage_readers(state: PlannerState, request: ForkRequest) -> set[str]:
+    """Return the ids of the model's instances that currently read their own storage, including the target."""
     own_id = request.instance.instance_id
-    names = [record.report.instance_id for record in members]
-    found = {name for name in names if (fork := state.live_fork_of(name)) is not None and fork.storage}
+    found = {name for group in state.groups_of(request.instance.model) for name in group.storage_readers}
     if any(share.source_id == own_id for share in request.current_assignments):
         found.add(own_id)
     return found

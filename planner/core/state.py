@@ -14,6 +14,7 @@ from planner.core.group_history import GroupHistory, GroupHistoryCache
 from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord, GroupKey, InstanceRecord, RouteRecord, StoreChange
 from planner.core.scaleups import ScaleUpForecast, ScaleUps
+from planner.policy.types import Source
 from rfork import weights_version
 from rfork.schema import ForkResult, StorageAssignment
 
@@ -64,6 +65,14 @@ class SortedIds:
             first = max(first, bisect_right(self._ids, cursor))
         end = bisect_left(self._ids, prefix + LAST) if prefix else len(self._ids)
         return map(self._ids.__getitem__, range(first, end))
+
+
+def _serves(source: Source) -> bool:
+    return source.complete and source.state != "draining"
+
+
+def _is_complete(source: Source) -> bool:
+    return source.complete
 
 
 class PlannerState:
@@ -249,6 +258,32 @@ class PlannerState:
         """Return the records of all instances of one model, of every version and rank."""
         for group in self._models.get(model, {}).values():
             yield from (self._instances[instance_id] for instance_id in group.sources)
+
+    def representatives_of(self, model: str, role: str, other_than: str) -> Iterator[InstanceRecord]:
+        """Yield enough instances to know which versions of a model are served, received, complete or read from storage.
+
+        Of each group these are one in each of these states, if there is one, and all that read storage. Unlike
+        `members_of`, this does not visit all members of a group that has a seed.
+        """
+        groups = [group for group in self._models.get(model, {}).values() if self._role_of(group) == role]
+        serving = [self._first(group, other_than, _serves) for group in groups]
+        for group, found in zip(groups, serving, strict=True):
+            complete = found or self._first(group, other_than, _is_complete)
+            begun = None if any(serving) else self._first(group, other_than, self._has_begun)
+            names = dict.fromkeys((complete, begun, *group.storage_readers))
+            yield from (self._instances[name] for name in names if name is not None and name != other_than)
+
+    def _role_of(self, group: GroupIndex) -> str:
+        return self._instances[next(iter(group.sources))].report.rank.role
+
+    def _has_begun(self, source: Source) -> bool:
+        record = self._instances[source.instance_id]
+        return record.plan_requested or bool(record.resolved_version)
+
+    @staticmethod
+    def _first(group: GroupIndex, other_than: str, condition: Callable[[Source], bool]) -> str | None:
+        """Return the first member, other than one, that meets a condition."""
+        return next((name for name, each in group.sources.items() if name != other_than and condition(each)), None)
 
     def ranks_of(self, replica: str) -> Iterator[InstanceRecord]:
         """Return the records of all ranks of one replica."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.core.problems import ProblemError
-from planner.core.records import InstanceRecord
+from planner.core.records import InstanceRecord, StoreChange
+from planner.core.state import PlannerState
 from planner.core.versions import ReplicaConflict, resolve
-from rfork.schema import ForkRequest, InstanceReport, Rank, ScaleUp, StorageCandidate
+from rfork.schema import ForkRequest, InstanceReport, Rank, ScaleUp, StorageAssignment, StorageCandidate
 from rfork.weights_version import of_update, of_weights, short, unnamed
-from tests.unit.planner.builders import WEIGHTS, FakeTime, fork_request, make_service, report, seed_report
+from tests.unit.planner.builders import CHUNKS, WEIGHTS, FakeTime, fork_request, make_service, report, seed_report
+from tests.unit.planner.records import fork
 
 PAIR = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
 SPECULATIVE = Rank(role="speculative")
@@ -249,3 +255,42 @@ async def test_replicas_of_another_version_do_not_keep_a_last_seed(time: FakeTim
     await service.report(seed_report("old", version="v1"))
     await service.announce(ScaleUp(scaleup_id="up", model="m", version="v2", replicas=2))
     assert (await service.can_exit("old")).can_exit
+
+
+@st.composite
+def members(draw: st.DrawFn, name: str) -> InstanceRecord:
+    """An instance in any state that matters to the version of a target."""
+    version = draw(st.sampled_from(["v1", "v2", None]))
+    is_complete = draw(st.booleans())
+    made = report(
+        name,
+        *(((0, CHUNKS),) if is_complete else ()),
+        version=version,
+        any_version=version is None,
+        rank=draw(st.sampled_from([Rank(), PAIR[0], SPECULATIVE])),
+        state=draw(st.sampled_from(["serving", "draining"])) if is_complete else "loading",
+    )
+    resolved = draw(st.sampled_from(["", "v3"])) if version is None else ""
+    begun = draw(st.booleans())
+    return InstanceRecord(made, seen_at=0.0, ttl_s=10.0, plan_requested=begun, resolved_version=resolved)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_few_members_of_each_group_decide_as_all(data: st.DataObject) -> None:
+    """A target gets the same version as if every member of its model were visited."""
+    known = PlannerState(max_finished_forks=10)
+    records = [data.draw(members(name)) for name in "abcdefgh"[: data.draw(st.integers(0, 8))]]
+    readers = [each for each in records if each.report.state == "loading" and data.draw(st.booleans())]
+    forks = tuple(
+        replace(fork(each.report.instance_id), instance_id=each.report.instance_id, version=each.version,
+                rank=each.report.rank, storage=(StorageAssignment(kind="loader", chunks=((0, 1),)),))
+        for each in readers
+    )  # fmt: skip
+    known.apply(StoreChange(instances=tuple(records), forks=forks))
+    own_id, own_version = data.draw(st.sampled_from(["t", "a"])), data.draw(st.sampled_from(["v1", "v2", "v3", None]))
+    request = report(own_id, version=own_version, any_version=True)
+    loading = {each.report.instance_id for each in readers}
+    few = list(known.representatives_of("m", "main", own_id))
+    expected = resolve(request, list(known.members_of("m")), (), loading=loading)
+    assert expected == resolve(request, few, (), loading=loading)

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.auth import AUTHORIZATION_CHECK, CALLER, Auth, is_open
 from planner.core.problems import ProblemError
 from planner.http_errors import problem_response
 from rfork.asyncio_timeout import timeout
-from rfork.logs import logger
+from rfork.logs import logger, with_fields
 from rfork.tracing import TRACEPARENT, TraceContext, Tracer
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -80,22 +79,21 @@ class RequestLog:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
-        bound = structlog.contextvars.bind_contextvars(request_id=request_id)
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception:  # answered and logged with its traceback by `http_errors`, outside this middleware
-            status = 500
-            raise
-        finally:
-            # A fleet's heartbeats are thousands of requests a second, so only failures are logged by default.
-            # The level is checked first because a dropped log call costs as much as the rest of this class.
-            level = logging.INFO if status >= 400 else logging.DEBUG
-            if self._level.isEnabledFor(level):
-                seconds = round(time.perf_counter() - started_at, 6)
-                # Quoted as sent: decoded, it could contain terminal escape sequences.
-                path = quote(scope["path"], safe="/:")
-                self._log.log(level, "request", method=scope["method"], path=path, status=status, seconds=seconds)
-            structlog.contextvars.reset_contextvars(**bound)
+        with with_fields(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:  # answered and logged with its traceback by `http_errors`, outside this middleware
+                status = 500
+                raise
+            finally:
+                # A fleet's heartbeats are thousands of requests a second, so only failures are logged by default.
+                # The level is checked first because a dropped log call costs as much as the rest of this class.
+                level = logging.INFO if status >= 400 else logging.DEBUG
+                if self._level.isEnabledFor(level):
+                    seconds = round(time.perf_counter() - started_at, 6)
+                    # Quoted as sent: decoded, it could contain terminal escape sequences.
+                    path = quote(scope["path"], safe="/:")
+                    self._log.log(level, "request", method=scope["method"], path=path, status=status, seconds=seconds)
 
 
 class TracingMiddleware:

@@ -31,7 +31,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered.
 
-    The configured integrations run alongside. Logs through structlog as configured by the caller. Raises
+    The configured integrations run alongside. Logs as configured by the caller. Raises
     PortInUse, or SettingsError for an invalid address or invalid TLS files.
     """
     with (

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv" / "gpu"
 IMPORTS = {
     "pydantic-settings": "pydantic_settings", "grpcio": "grpc",
-    "protobuf": "google.protobuf", "prometheus-client": "prometheus_client", "pyjwt": "jwt",
+    "protobuf": "google.protobuf", "prometheus-client": "prometheus_client",
     "pytest-asyncio": "pytest_asyncio", "pytest-timeout": "pytest_timeout",
     "runai-model-streamer": "runai_model_streamer", "mooncake-transfer-engine": "mooncake",
     "mooncake-transfer-engine-cuda13": "mooncake",
 }  # fmt: skip
 """Import names of packages whose import name differs."""
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout")
-REQUIRED_PACKAGES = ("xxhash", "structlog", "pytest")
+REQUIRED_PACKAGES = ("xxhash", "pytest")
 """Packages that the digest tests need in addition to torch."""
 LOADERS = ("runai-model-streamer", "fastsafetensors", "tensorizer")
 PIP_S = 240.0

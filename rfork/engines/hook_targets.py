@@ -2,8 +2,8 @@
 
 Each engine package has its own table of functions. Methods are wrapped where an engine has no suitable
 extension point. Each wrapper is called in place of the method, as ``wrapper(method, self, …)``. The engine
-proceeds whatever fails in a wrapper. Only the standard library is imported here, because plug-ins are loaded
-in every process of an engine.
+proceeds whatever fails in a wrapper. No other package is imported here, because plug-ins are loaded in every
+process of an engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from re import Pattern
 from typing import Any, Final, Literal
+
+from rfork.logs import logger
 
 WRAPPED: Final = "rfork_wrapped"
 """Attribute of a wrapped method that refers to the original."""
@@ -84,8 +86,6 @@ def patch_method(
 
 
 def _log_failure(method: str, error: Exception) -> None:
-    from rfork.logs import logger  # structlog would dominate the cost of loading a plug-in
-
     logger(__name__).error(
         "rfork's hook failed, the engine proceeds without it",
         method=method,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Protocol
 
-import structlog
 from typing_extensions import Self
+
+from rfork.logs import with_fields
 
 TRACEPARENT: Final = "traceparent"
 """Name of the header and of the gRPC metadata key."""
@@ -76,11 +77,10 @@ def use_context(context: TraceContext | None) -> Iterator[None]:
         yield
         return
     token = _here.set(context)
-    bound = structlog.contextvars.bind_contextvars(trace_id=context.trace_id)
     try:
-        yield
+        with with_fields(trace_id=context.trace_id):
+            yield
     finally:
-        structlog.contextvars.reset_contextvars(**bound)
         _here.reset(token)
 
 

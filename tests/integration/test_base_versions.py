@@ -231,14 +231,14 @@ def test_injected_files_use_the_images_packages(wheel: Path, rfork_process: Star
         return done.stdout.splitlines()
 
     code = (
-        "import rfork._files as files; print(repr(files.unusable_reason())); import google.protobuf, grpc, structlog\n"
-        "for each in (google.protobuf, grpc, structlog): print(each.__file__)"
+        "import rfork._files as files; print(repr(files.unusable_reason())); import google.protobuf, grpc, xxhash\n"
+        "for each in (google.protobuf, grpc, xxhash): print(each.__file__)"
     )
-    reason, protobuf, grpcio, structlog = run(code)
+    reason, protobuf, grpcio, xxhash = run(code)
     assert "''" == reason
     assert protobuf.startswith(str(environment.packages))
     assert grpcio.startswith(str(environment.packages))
-    assert structlog.startswith(str(tmp_path / "files" / "deps"))
+    assert xxhash.startswith(str(tmp_path / "files" / "deps"))
     planner = rfork_process("planner", "--port", "0", "--json", until='"ready"')
     assert ["forked True"] == run(FORK_IN_PROCESS, json.loads(planner.stdout.splitlines()[0])["url"])
 

@@ -177,16 +177,16 @@ def test_nothing_but_rfork_goes_before_the_images_packages(layer: Path) -> None:
 
 def test_the_images_packages_come_before_dependencies(image: EngineImage) -> None:
     """The image's own packages are imported; missing ones come from the end of the path."""
-    image.add({"structlog/__init__.py": "", "structlog-99.dist-info/METADATA": "Name: structlog\nVersion: 99"})
+    image.add({"safetensors/__init__.py": "", "safetensors-99.dist-info/METADATA": "Name: safetensors\nVersion: 99"})
     deps = f"{image.files}/deps/cp{PYTHON_VERSION.replace('.', '')}"
     assert [
-        f"{image.packages}/structlog/__init__.py",
+        f"{image.packages}/safetensors/__init__.py",
         f"{deps}/xxhash/__init__.py",
         "True",
         "''",
     ] == image.run_lines(
-        "import rfork, sys, structlog, xxhash, rfork._files as files\n"
-        "print(structlog.__file__, xxhash.__file__, sep='\\n')\n"
+        "import rfork, sys, safetensors, xxhash, rfork._files as files\n"
+        "print(safetensors.__file__, xxhash.__file__, sep='\\n')\n"
         f"print(sys.path[-1] == {deps!r} and sys.path.count(sys.path[-1]) == 1)\n"
         "print(repr(files.unusable_reason()))"
     )

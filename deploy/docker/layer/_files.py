@@ -35,11 +35,9 @@ NEEDED = (
     "google.protobuf",
     "grpc",
     "httpx",
-    "jwt",
     "pydantic",
     "pydantic_settings",
     "safetensors",
-    "structlog",
     "typing_extensions",
     "xxhash",
 )

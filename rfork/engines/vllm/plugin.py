@@ -11,6 +11,7 @@ import sys
 
 from rfork.engine_command import LOAD_FORMAT
 from rfork.engines.vllm.engine_manager import hook_engine_manager
+from rfork.logs import logger
 
 
 def register() -> None:
@@ -23,8 +24,6 @@ def register() -> None:
         if not _is_api_server():
             _register_loader()
     except Exception as error:  # vLLM must start without rfork, whatever a new version has changed
-        from rfork.logs import logger  # structlog would dominate the cost of registering
-
         logger(__name__).error(
             "incompatible vLLM version, --load-format rfork is unavailable",
             reason=f"{type(error).__name__}: {error}",

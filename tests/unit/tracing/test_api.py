@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
-import structlog
 
+from rfork.logs import logger
 from rfork.tracing import TraceContext, current_context, inject, use_context
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -41,8 +42,10 @@ def test_a_context_survives_encoding(sampled: bool) -> None:
     assert context == TraceContext.parse(context.traceparent)
 
 
-def test_a_context_is_current_inside_the_block() -> None:
+def test_a_context_is_current_inside_the_block(caplog: pytest.LogCaptureFixture) -> None:
     """Calls and log lines of this thread carry the context; those of another thread do not."""
+    caplog.set_level(logging.INFO)
+    log = logger("rfork.test")
     context = TraceContext(TRACE, SPAN)
     contexts_of_thread: list[TraceContext | None] = []
     with use_context(context):
@@ -53,7 +56,8 @@ def test_a_context_is_current_inside_the_block() -> None:
         thread.join()
         assert [None] == contexts_of_thread
         assert {"traceparent": context.traceparent} == inject()
-        assert TRACE == structlog.contextvars.get_contextvars()["trace_id"]
+        log.info("within")
     assert current_context() is None
     assert {} == inject()
-    assert {} == structlog.contextvars.get_contextvars()
+    log.info("after")
+    assert [f"within trace_id={TRACE}", "after"] == caplog.messages

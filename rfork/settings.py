@@ -3,6 +3,8 @@
 Nothing else in the two packages reads the environment. The variable of a setting is its class's prefix and its
 name in upper case: `InstanceSettings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
 ``RFORK_PLANNER_LEASE_TTL_S``.
+
+Written on pydantic alone: importing pydantic-settings takes 40 ms, for sources that are not used here.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     AliasChoices,
     BeforeValidator,
+    ConfigDict,
     Field,
     SecretStr,
     StringConstraints,
@@ -30,15 +33,12 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from typing_extensions import Self
 
 from rfork.addresses import WILDCARDS, is_loopback, own_address
 from rfork.errors import SettingsError, reason_of
 from rfork.schema import Label, ModelName, StrictCopyModel, WeightsVersion
 from rfork.weights_version import is_shareable
-
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 COMMA_SEPARATED: Final = BeforeValidator(
     lambda value: tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
@@ -48,34 +48,35 @@ ADVANCED: Final[JsonDict] = {"advanced": True}
 """`json_schema_extra` of a field that few users need: documented in a separate table, and not a launcher flag."""
 
 
-class Settings(StrictCopyModel, BaseSettings):
-    """Base of all settings."""
+class Settings(StrictCopyModel):
+    """Base of all settings: a field without an argument is read from its environment variable, unless that is empty.
 
-    model_config = SettingsConfigDict(env_ignore_empty=True, extra="forbid", frozen=True)
+    A field with a `validation_alias` is read from a variable of another project.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, validate_default=True)
+    variable_prefix: ClassVar[str] = ""
+
+    def __init__(self, **values: Any) -> None:
+        """Raises pydantic's ValidationError; `load` and `checked` raise SettingsError."""
+        super().__init__(**_environment_values(type(self), values), **values)
 
 
-class ExternalSettings(Settings):
-    """Base of settings that also read variables of other projects: an argument has precedence over such a variable."""
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
-    model_config = SettingsConfigDict(populate_by_name=True)
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read arguments, then the environment."""
-        if isinstance(init_settings, InitSettingsSource):
-            # Before 2.11, pydantic-settings prefers a variable to an argument that is passed by the field's name.
-            init_settings.init_kwargs = {
-                variables_of(cls, name)[0] if is_external(cls, name) else name: value
-                for name, value in init_settings.init_kwargs.items()
-            }
-        return init_settings, env_settings
+def _environment_values(settings_class: type[Settings], arguments: Mapping[str, object]) -> dict[str, str]:
+    """Return the environment's values of all fields without an argument, by argument name."""
+    found: dict[str, str] = {}
+    for name in settings_class.model_fields:
+        variables = variables_of(settings_class, name)
+        if name in arguments or not arguments.keys().isdisjoint(variables):
+            continue
+        for variable in variables:
+            if value := os.environ.get(variable):
+                found[variable if is_external(settings_class, name) else name] = value
+                break
+    return found
 
 
 def is_advanced(field: FieldInfo) -> bool:
@@ -83,18 +84,18 @@ def is_advanced(field: FieldInfo) -> bool:
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("advanced"))
 
 
-def is_external(settings_class: type[BaseSettings], name: str) -> bool:
+def is_external(settings_class: type[Settings], name: str) -> bool:
     """Return True for a field that is read from variables of another project."""
     return name in settings_class.model_fields and settings_class.model_fields[name].validation_alias is not None
 
 
-def is_secret(settings_class: type[BaseSettings], name: str) -> bool:
+def is_secret(settings_class: type[Settings], name: str) -> bool:
     """Return True for a field whose value no message may contain."""
     field = settings_class.model_fields.get(name)
     return field is not None and SecretStr.__name__ in repr(field.annotation)
 
 
-def variables_of(settings_class: type[BaseSettings], name: str) -> tuple[str, ...]:
+def variables_of(settings_class: type[Settings], name: str) -> tuple[str, ...]:
     """Return the environment variables that a field is read from, in order of precedence."""
     match settings_class.model_fields[name].validation_alias:
         case AliasChoices(choices=choices):
@@ -102,7 +103,7 @@ def variables_of(settings_class: type[BaseSettings], name: str) -> tuple[str, ..
         case str(variable):
             return (variable,)
         case _:
-            return (f"{settings_class.model_config.get('env_prefix', '')}{name}".upper(),)
+            return (f"{settings_class.variable_prefix}{name}".upper(),)
 
 
 def load(settings_class: type[SettingsT], **overrides: object) -> SettingsT:
@@ -175,7 +176,7 @@ def own_namespace(file: Path = Path("/var/run/secrets/kubernetes.io/serviceaccou
 class TlsSettings(Settings):
     """Certificate files of this process. With `ca`, a server requires client certificates (mTLS)."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_")
+    variable_prefix = "RFORK_TLS_"
 
     certificate: Path | None = Field(None, description="PEM certificate chain that this process presents")
     key: Path | None = Field(None, description="PEM private key of `certificate`")
@@ -206,7 +207,7 @@ ANY_PORT: Final = range(1)
 class InstanceSettings(Settings):
     """Settings of one inference instance: a seed, relay or target."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_")
+    variable_prefix = "RFORK_"
 
     # Planner.
     planner: str | None = Field(None, description="URL of the planner; unset: no forking, the fallbacks run immediately")
@@ -228,7 +229,7 @@ class InstanceSettings(Settings):
     pod: Label | None = Field(None, json_schema_extra=ADVANCED, description="namespace/name of this instance's Pod, shown by commands and the planner; set by the webhook")
 
     # Transports.
-    transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(None, description="transports to use, comma separated, in order of preference; unset: all that this machine supports, except nixl, nccl and gloo")
+    transports: tuple[TransportName, ...] | None = Field(None, description="transports to use, comma separated, in order of preference; unset: all that this machine supports, except nixl, nccl and gloo")
     allow_unauthenticated_tcp: bool = Field(False, description="allow transfer_engine and nixl over plain TCP, where any process on a reader's host can read and write the shared memory (nixl: all memory of the process)")
     rdma_devices: str = Field("", description="RDMA devices for transfer_engine and nixl, comma separated; unset: those nearest to the GPU, or all for host memory")
     nixl_backend: str = Field("UCX", min_length=1, max_length=32, pattern="^[A-Z0-9_]+$", json_schema_extra=ADVANCED, description="NIXL backend of the nixl transport; another one than UCX, for example LIBFABRIC on AWS EFA, is not tested")
@@ -245,7 +246,7 @@ class InstanceSettings(Settings):
     verify_chunks: bool = Field(True, json_schema_extra=ADVANCED, description="verify every chunk against the manifest; turn off only for measurements")
     resume_dir: Path | None = Field(None, description="directory, on a local disk or in /dev/shm, for verified chunks, so that a restarted process fetches only the missing ones; unset: nothing is kept")
     fail_if_not_forked: bool = Field(False, description="exit instead of falling back to the engine's own loader when the server can neither fork nor read the snapshot")
-    forkable_methods: Annotated[tuple[str, ...], NoDecode, COMMA_SEPARATED] = Field((), json_schema_extra=ADVANCED, description="quantisation methods, comma separated, that have passed `rfork doctor --engine` on this hardware: their models are forked, besides those of the methods that rfork knows")
+    forkable_methods: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field((), json_schema_extra=ADVANCED, description="quantisation methods, comma separated, that have passed `rfork doctor --engine` on this hardware: their models are forked, besides those of the methods that rfork knows")
 
     # Served model.
     model: ModelName | None = Field(None, description="name under which instances of this model find each other; unset: the engine's model name")
@@ -333,14 +334,14 @@ class InstanceSettings(Settings):
         return host is not None and not is_loopback(host)
 
 
-class StorageSettings(ExternalSettings):
+class StorageSettings(Settings):
     """Settings of reads and writes of tensor files, on disk, in object stores and over HTTP.
 
     Credentials come from the standard configuration of each object store; for S3: AWS's environment variables,
     profiles, web identity (IRSA) and instance metadata.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_STORAGE_")
+    variable_prefix = "RFORK_STORAGE_"
 
     concurrency: int = Field(8, ge=1, le=256, description="maximum number of concurrent reads, or parts of an upload")
     staging_bytes: int = Field(128 << 20, ge=16 << 20, description="maximum staging memory, in addition to the tensors; concurrency is reduced if it is too small")
@@ -364,10 +365,10 @@ class ArtifactSettings(Settings):
     Their directories are found through the environment variables of the engines and libraries that own them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_ARTIFACTS_")
+    variable_prefix = "RFORK_ARTIFACTS_"
 
-    kinds: Annotated[tuple[str, ...], NoDecode, COMMA_SEPARATED] = Field((), description="JIT caches to share, comma separated (`rfork cache ls` lists them), or `all`; unset: off. They are programs: trust the fleet")
-    dirs: Annotated[tuple[tuple[str, Path], ...], NoDecode] = Field((), description="directories of caches, KIND=PATH, comma separated: overrides a detected one, or adds a cache that rfork does not know")
+    kinds: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field((), description="JIT caches to share, comma separated (`rfork cache ls` lists them), or `all`; unset: off. They are programs: trust the fleet")
+    dirs: tuple[tuple[str, Path], ...] = Field((), description="directories of caches, KIND=PATH, comma separated: overrides a detected one, or adds a cache that rfork does not know")
     max_bytes: int = Field(4 << 30, gt=0, json_schema_extra=ADVANCED, description="maximum size of the shared caches; they are kept in memory")
     quiet_period_s: float = Field(5.0, ge=0, json_schema_extra=ADVANCED, description="time since its last change after which a file is considered complete; newer ones are not shared")
 
@@ -432,7 +433,7 @@ class TracingSettings(Settings):
     OpenTelemetry's own variables (``OTEL_*``) configure the engine, so rfork does not read them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TRACING_")
+    variable_prefix = "RFORK_TRACING_"
 
     endpoint: str | None = Field(None, description="URL of an OTLP collector, http://HOST:4318; unset: no tracing")
     sample_ratio: float = Field(1.0, ge=0, le=1, json_schema_extra=ADVANCED, description="ratio of the traces started here that are exported; a trace started by a caller is exported if the caller exports it")
@@ -445,20 +446,20 @@ IntegrationName = Literal["webhook", "controller", "scaler"]
 class PlannerSettings(Settings):
     """Settings of the planner. Its logs are configured by ``RFORK_LOG_JSON`` and ``RFORK_LOG_LEVEL``."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_")
+    variable_prefix = "RFORK_PLANNER_"
 
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0: any free port")
     token: SecretStr | None = Field(None, description="bearer token with full access; without this and `tokens_file`, the planner is open to everyone")
     tokens_file: Path | None = Field(None, description="file with one `ROLE TOKEN` per line (roles: instance, operator, reader); read again when it changes")
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, COMMA_SEPARATED] = Field((), description="host names, besides its own and IP addresses, that are accepted while no token is set, comma separated; `*`: any")
-    lease_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), description="keys for signing leases, comma separated: the first signs, all verify; unset: a new key at each start. Required with a shared store")
+    allowed_hosts: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field((), description="host names, besides its own and IP addresses, that are accepted while no token is set, comma separated; `*`: any")
+    lease_keys: tuple[SecretStr, ...] = Field((), description="keys for signing leases, comma separated: the first signs, all verify; unset: a new key at each start. Required with a shared store")
     store: str = Field("memory", description="`memory`, or the URL of a Redis (redis://HOST:PORT/DB) shared by several planner replicas")
     store_timeout_s: float = Field(2.0, gt=0, json_schema_extra=ADVANCED, description="timeout of one store operation")
     batch_window_s: float = Field(0.01, ge=0, json_schema_extra=ADVANCED, description="time that the first of several simultaneous arrivals waits, so that they share one plan")
     # At most 8: a fork retries its first request once after `InstanceSettings.planner_timeout_s` (5).
     scaleup_wait_s: float = Field(2.0, ge=0, le=8, description="time that the first fork of an announced scale-up waits for the others, so that they share one plan; must be less than twice RFORK_PLANNER_TIMEOUT_S of the instances")
-    integrations: Annotated[tuple[IntegrationName, ...], NoDecode, COMMA_SEPARATED] = Field((), description="integrations that run inside the planner process, comma separated; `rfork k8s` runs them in their own")
+    integrations: Annotated[tuple[IntegrationName, ...], COMMA_SEPARATED] = Field((), description="integrations that run inside the planner process, comma separated; `rfork k8s` runs them in their own")
     max_requests_per_s: float = Field(0.0, ge=0, description="maximum requests per second of one caller (token and address); 0: unlimited")
     lease_ttl_s: float = Field(30.0, gt=0, le=3600, description="lifetime of a lease unless renewed")
     heartbeat_interval_s: float = Field(5.0, gt=0, description="interval of the instances' heartbeats")
@@ -486,14 +487,14 @@ class PlannerSettings(Settings):
         return load(TlsSettings)
 
 
-class KubernetesSettings(ExternalSettings):
+class KubernetesSettings(Settings):
     """Settings of the webhook, the controller and the scaler, in addition to ``RFORK_PLANNER`` and ``RFORK_TOKEN``.
 
     Those two name the planner that the integration itself uses, with an operator's token. Pods receive
     `pod_planner_url` and the token in `token_secret`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_K8S_")
+    variable_prefix = "RFORK_K8S_"
 
     # Variables that Kubernetes' own tools use.
     namespace: str = Field(default_factory=own_namespace, validation_alias="POD_NAMESPACE", description="namespace of the integrations' own objects; unset: that of the Pod's ServiceAccount")
@@ -522,7 +523,7 @@ class KubernetesSettings(ExternalSettings):
     certificate_dir: Path | None = Field(None, description="directory with tls.crt and tls.key that are renewed externally (cert-manager); unset: the webhook creates and renews its own certificate")
     certificate_secret: str = Field("rfork-webhook-tls", json_schema_extra=ADVANCED, description="Secret in which the replicas of the webhook share their own certificate")
     webhook_configuration: str = Field("rfork", json_schema_extra=ADVANCED, description="MutatingWebhookConfiguration whose caBundle is kept up to date; empty: none")
-    webhook_hosts: Annotated[tuple[str, ...], NoDecode, COMMA_SEPARATED] = Field(("localhost", "127.0.0.1"), json_schema_extra=ADVANCED, description="DNS names and addresses of the webhook's own certificate, comma separated; in a cluster SERVICE.NAMESPACE.svc")
+    webhook_hosts: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(("localhost", "127.0.0.1"), json_schema_extra=ADVANCED, description="DNS names and addresses of the webhook's own certificate, comma separated; in a cluster SERVICE.NAMESPACE.svc")
 
     # Controller.
     lease: str = Field("rfork-controller", json_schema_extra=ADVANCED, description="Lease with which the replicas of the controller elect a leader")
@@ -547,10 +548,10 @@ class KubernetesSettings(ExternalSettings):
         return self
 
 
-class SidecarSettings(ExternalSettings):
+class SidecarSettings(Settings):
     """Settings of `rfork sidecar`, in addition to `InstanceSettings`."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_SIDECAR_")
+    variable_prefix = "RFORK_SIDECAR_"
 
     engine_url: str | None = Field(None, description="URL of the SGLang server that this sidecar publishes")
     engine_api_key: SecretStr | None = Field(None, description="the server's `--api-key`, if it has one")
@@ -560,7 +561,7 @@ class SidecarSettings(ExternalSettings):
     mooncake_protocol: str = Field("rdma", validation_alias="MOONCAKE_PROTOCOL", description="protocol of the SGLang server's TransferEngine: rdma or tcp")
 
 
-SETTINGS_CLASSES: Final[tuple[type[BaseSettings], ...]] = (
+SETTINGS_CLASSES: Final[tuple[type[Settings], ...]] = (
     InstanceSettings, StorageSettings, ArtifactSettings, TlsSettings, TracingSettings, PlannerSettings, KubernetesSettings,
     SidecarSettings,
 )  # fmt: skip

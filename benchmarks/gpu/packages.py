@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv" / "gpu"
 IMPORTS = {
-    "pydantic-settings": "pydantic_settings", "grpcio": "grpc",
+    "grpcio": "grpc",
     "protobuf": "google.protobuf", "prometheus-client": "prometheus_client",
     "pytest-asyncio": "pytest_asyncio", "pytest-timeout": "pytest_timeout",
     "runai-model-streamer": "runai_model_streamer", "mooncake-transfer-engine": "mooncake",

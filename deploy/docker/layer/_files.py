@@ -36,7 +36,6 @@ NEEDED = (
     "grpc",
     "httpx",
     "pydantic",
-    "pydantic_settings",
     "safetensors",
     "typing_extensions",
     "xxhash",

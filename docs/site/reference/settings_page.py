@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from pydantic_settings import BaseSettings
 
 from docs.site.reference.markdown import anchor_of, cell, code, heading, nowrap_code, sentence, table
-from rfork.settings import SETTINGS_CLASSES, CacheDirs, is_advanced, is_external, variables_of
+from rfork.settings import SETTINGS_CLASSES, CacheDirs, Settings, is_advanced, is_external, variables_of
 
 WORDS = {
     str: "text",
@@ -51,7 +50,7 @@ class SettingsOption:
         return self.variables[0]
 
 
-def options(settings_class: type[BaseSettings]) -> Iterator[SettingsOption]:
+def options(settings_class: type[Settings]) -> Iterator[SettingsOption]:
     """Yield the settings of a class, in the order of its fields."""
     for name, field in settings_class.model_fields.items():
         yield SettingsOption(
@@ -68,7 +67,7 @@ def page() -> str:
     """Return a table per class, one of the advanced settings, and one of variables of other projects."""
     parts = []
     for settings_class in SETTINGS_CLASSES:
-        prefix = str(settings_class.model_config.get("env_prefix", ""))
+        prefix = settings_class.variable_prefix
         parts.append(heading(2, f"{settings_class.__name__} ({prefix}…)", anchor_of(settings_class.__name__)))
         parts.append("\n".join(line.strip() for line in (settings_class.__doc__ or "").splitlines()).strip() + "\n")
         parts.append(_table(each for each in options(settings_class) if each.group == "documented"))

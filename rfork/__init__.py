@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rfork.gc_pause import gc_paused
+
 if TYPE_CHECKING:
     from rfork import artifacts
     from rfork._api import fork, seed
@@ -81,6 +83,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"rfork.{name}")
     if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module 'rfork' has no attribute {name!r}")
-    value: object = getattr(import_module(_LAZY_EXPORTS[name]), name)
+    with gc_paused():
+        value: object = getattr(import_module(_LAZY_EXPORTS[name]), name)
     globals()[name] = value
     return value

@@ -20,8 +20,6 @@ from rfork.errors import RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.version import is_hub_id, version_of
 from rfork.weights_version import is_single
 
 log = logger(__name__)
@@ -82,6 +80,8 @@ def version_of_files(
     A hub `revision` with an unknown commit is a version by its own name, so that no other version is taken
     for it. Raises StorageError types for unreadable files.
     """
+    from rfork.storage.versions.version import is_hub_id, version_of
+
     version = version_of(source, revision=revision, settings=settings)
     if version is None and revision is not None and is_hub_id(source):
         return f"revision:{revision}"
@@ -105,6 +105,8 @@ def choose_version(
         return version, files
     if snapshot is None:
         return None, None
+    from rfork.storage.versions.fingerprint import fingerprint_of
+
     try:
         return fingerprint_of(snapshot, settings), None
     except StorageNotFound:

@@ -23,7 +23,7 @@ from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.module_tensors import plain_tensors
-from rfork.storage.module_io.assignment import extent_of, is_dense, overlaps_itself, registered_state
+from rfork.storage.module_io.module_state import extent_of, is_dense, overlaps_itself, registered_state
 
 BLOCK = 8
 """Consecutive bytes that identify the poison in tensors that may contain any bytes."""

@@ -43,8 +43,7 @@ from rfork.source.served_image import VersionOf
 from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.base import ImageStorage, storage_name, to_candidate
 from rfork.storage.location import Location
-from rfork.storage.module_io.assignment import registered_state, self_loading
-from rfork.storage.snapshots.entry import snapshot_location
+from rfork.storage.module_io.module_state import registered_state, self_loading
 from rfork.tracing import Tracer
 from rfork.weights_version import is_single, is_unnamed, short
 
@@ -164,6 +163,7 @@ def snapshot_fallback(
     It must contain weights of `version`; None: of any version. `uri` (or path) is the file, or the folder
     with one for each rank. Raises SettingsError.
     """
+    from rfork.storage.snapshots.entry import snapshot_location
     from rfork.storage.snapshots.snapshot import Snapshot
 
     named = str(uri)

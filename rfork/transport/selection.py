@@ -6,28 +6,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 from rfork.errors import SettingsError
 from rfork.schema import OPT_IN_TRANSPORTS
 from rfork.settings import InstanceSettings
 from rfork.transport.base import Availability, Transport
-from rfork.transport.collective import gloo_transport, nccl_transport
-from rfork.transport.cuda_ipc import CudaIpcTransport
-from rfork.transport.http import HttpTransport
-from rfork.transport.mooncake import TransferEngineTransport
-from rfork.transport.nixl import NixlTransport
-from rfork.transport.shared_memory import SharedMemoryTransport
 
-TransportRegistry = Mapping[str, Callable[[InstanceSettings], Transport]]
+CreateTransport = Callable[[InstanceSettings], Transport]
+TransportRegistry = Mapping[str, CreateTransport]
+
+
+def _imported(module: str, name: str) -> CreateTransport:
+    """Return a function that imports a transport's package when it creates one: few instances use all of them."""
+
+    def create(settings: InstanceSettings) -> Transport:
+        transport: Transport = getattr(import_module(f"rfork.transport.{module}"), name)(settings)
+        return transport
+
+    return create
+
 
 TRANSPORTS: TransportRegistry = {
-    "cuda_ipc": CudaIpcTransport,
-    "shared_memory": SharedMemoryTransport,
-    "transfer_engine": TransferEngineTransport,
-    "http": HttpTransport,
-    "nixl": NixlTransport,
-    "nccl": nccl_transport,
-    "gloo": gloo_transport,
+    "cuda_ipc": _imported("cuda_ipc", "CudaIpcTransport"),
+    "shared_memory": _imported("shared_memory", "SharedMemoryTransport"),
+    "transfer_engine": _imported("mooncake", "TransferEngineTransport"),
+    "http": _imported("http", "HttpTransport"),
+    "nixl": _imported("nixl", "NixlTransport"),
+    "nccl": _imported("collective", "nccl_transport"),
+    "gloo": _imported("collective", "gloo_transport"),
 }
 """All transports by their names in settings, best first."""
 

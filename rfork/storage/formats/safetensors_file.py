@@ -20,11 +20,11 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from rfork.errors import CheckpointError, RforkError, StorageCorrupt
+from rfork.gc_pause import gc_paused
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, byte_extent, contiguous_stride, dtype_of
 from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, MAX_HEADER_BYTES, header_length, layout_of
 from rfork.storage.blob import Blob, BlobStore, read_range
-from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.tensors import TensorOutline
 
 FIRST_READ = 128 << 10

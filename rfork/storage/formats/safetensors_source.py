@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from rfork.cuda.device import device_of
 from rfork.errors import CheckpointError
+from rfork.gc_pause import gc_paused
 from rfork.image.layout import Layout
 from rfork.image.staging import CPU
 from rfork.settings import StorageSettings
@@ -19,7 +20,6 @@ from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.formats import relayout, tensor_blocks
 from rfork.storage.formats.safetensors_file import Shard, TensorLocation
 from rfork.storage.formats.tensor_blocks import aligned, bytes_of, group_into_blocks, tensors_in
-from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.tensors import StoredTensor
 

@@ -7,229 +7,32 @@ state (an override, a hook) gets its stored tensors through its own `load_state_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.cuda.device import device_of
 from rfork.errors import CheckpointError, RforkError
-from rfork.image import ranges
-from rfork.image.layout import byte_extent
 from rfork.image.memory import first_overlap, raise_read_only, read_only_mappings
-from rfork.image.module_tensors import BASE_TENSOR_TYPES
 from rfork.image.staging import CPU
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.module_io.module_state import (
+    EXTRA_STATE,
+    SelfLoading,
+    extent_of,
+    has_plain_bytes,
+    is_dense,
+    overlapping,
+    overlaps_itself,
+    registered_state,
+    self_loading,
+    uncovered,
+)
 from rfork.storage.tensors import TensorSource
 
-LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra_state"})
-PLAIN_LOADERS = frozenset(
-    {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
-)
-"""Implementations that copy each tensor as stored. Those of norms only add what old files lack."""
-ADDED_BY_NORMS = "num_batches_tracked"
-EXTRA_STATE = "_extra_state"
-"""Name of the result of `get_extra_state`, after the prefix of its module."""
 OnBytes = Callable[[int], None]
-
-
-def geometry_of(tensor: torch.Tensor) -> object:
-    """Return a value that is equal for two tensors with the same elements in the same memory."""
-    if tensor.is_meta or not tensor.numel() or not has_plain_bytes(tensor):
-        return id(tensor)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
-
-
-def uncovered(names: Iterable[str], state: Mapping[str, torch.Tensor], filled: Sequence[torch.Tensor]) -> list[str]:
-    """Return the `names` that the filled tensors do not cover: neither equal to one nor within their memory."""
-    same = {geometry_of(tensor) for tensor in filled}
-    dense: dict[torch.device, list[ranges.Range]] = {}
-    for tensor in filled:
-        if not tensor.is_meta and tensor.numel() and has_plain_bytes(tensor) and is_dense(tensor):
-            dense.setdefault(tensor.device, []).append(extent_of(tensor))
-    merged = {device: ranges.normalise(parts) for device, parts in dense.items()}
-    left: list[str] = []
-    for name in names:
-        missing = state.get(name)
-        if missing is not None and geometry_of(missing) in same:
-            continue
-        if missing is not None and not missing.is_meta and missing.numel() and has_plain_bytes(missing):
-            begin, end = extent_of(missing)
-            if any(first <= begin and end <= last for first, last in merged.get(missing.device, ())):
-                continue
-            if _is_written(missing, filled):
-                continue
-        left.append(name)
-    return left
-
-
-def _is_written(tensor: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
-    """Return True if each element is filled. Exact; for the few tensors that are not dense."""
-    storage, size = tensor.untyped_storage(), tensor.itemsize
-    written = torch.zeros(storage.nbytes() // size, dtype=torch.bool)
-    for other in filled:
-        if (
-            has_plain_bytes(other)
-            and other.itemsize == size
-            and other.device == tensor.device
-            and other.untyped_storage().data_ptr() == storage.data_ptr()
-        ):
-            written.as_strided(other.shape, other.stride(), other.storage_offset()).fill_(True)
-    return bool(written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).all())
-
-
-def extent_of(tensor: torch.Tensor) -> ranges.Range:
-    """Return the address range from a strided tensor's first byte to the end of its last."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    return begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill the extent, each byte once."""
-    if tensor.is_contiguous():
-        return True
-    return not overlaps_itself(tensor) and extent_of(tensor)[1] - tensor.data_ptr() == tensor.nbytes
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if two elements may share memory, as in an expanded tensor."""
-    reach = 0
-    for step, size in sorted(
-        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ):
-        if step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False
-
-
-def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor has its own bytes in memory, laid out by strides."""
-    wraps: bool = type(tensor) not in BASE_TENSOR_TYPES and is_traceable_wrapper_subclass(tensor)
-    return (
-        not wraps and tensor.layout is torch.strided and (tensor.is_cpu or tensor.is_cuda) and not tensor.is_quantized
-    )
-
-
-def overlapping(line: Sequence[tuple[int, int, str]]) -> Iterable[Sequence[tuple[int, int, str]]]:
-    """Iterate over the groups of two or more extents that overlap; `line` is sorted."""
-    first, reached = 0, -1
-    for index, (begin, end, _) in enumerate(line):
-        if begin >= reached:
-            if index - first > 1:
-                yield line[first:index]
-            first = index
-        reached = max(reached, end)
-    if len(line) - first > 1:
-        yield line[first:]
-
-
-class SelfLoading(NamedTuple):
-    """A module that loads its own state, by an override or a hook: see `why`. `prefix` ends in a dot."""
-
-    prefix: str
-    module: nn.Module
-    why: str
-
-
-def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, in the order in which `load_state_dict` fills them.
-
-    They are the module's own objects, regardless of what its `state_dict` returns.
-    """
-    found: dict[str, torch.Tensor] = {}
-    _walk(module, "", found)
-    return found
-
-
-def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading]:
-    """Return the topmost modules whose loading is more than copying each tensor. `stored` are the stored
-    names.
-    """
-    found: list[SelfLoading] = []
-    plain: dict[type, str] = {}
-    module_class = type(module)
-    if module_class.load_state_dict is not nn.Module.load_state_dict:
-        return [SelfLoading("", module, f"{module_class.__name__} overrides load_state_dict")]
-    left = [("", module)]
-    while left:
-        prefix, child = left.pop()
-        if why := _why_self_loading(child, prefix, stored, plain):
-            found.append(SelfLoading(prefix, child, why))
-        else:
-            below = [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
-            left += reversed(below)  # in torch's order: if two share memory, the later one wins
-    return found
-
-
-def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers on the meta device, by name."""
-    found: dict[str, torch.Tensor] = {}
-    below = [("", module)]
-    while below:
-        prefix, child = below.pop()
-        for key, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and tensor.is_meta:
-                found[prefix + key] = tensor
-        below += [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
-    return found
-
-
-def replace_tensors(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> None:
-    """Replace a module's tensors, given by `id`, in every location that refers to them."""
-    for child in module.modules():
-        for registry in cast(Sequence[dict[str, torch.Tensor | None]], (child._parameters, child._buffers)):
-            for key, registered in registry.items():
-                if registered is not None and (other := fresh.get(id(registered))) is not None:
-                    if type(child).__setattr__ is nn.Module.__setattr__:
-                        registry[key] = other
-                    else:  # a class that also stores its parameters elsewhere, such as nn.LSTM
-                        setattr(child, key, other)
-
-
-def _walk(module: nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            found[prefix + key] = parameter
-    if module._buffers:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                found[prefix + key] = buffer
-    for key, child in module._modules.items():
-        if child is not None:
-            _walk(child, f"{prefix}{key}.", found)
-
-
-def _why_self_loading(module: nn.Module, prefix: str, stored: Collection[str], plain: dict[type, str]) -> str | None:
-    module_class = type(module)
-    why = plain.get(module_class)
-    if why is None:
-        why = plain[module_class] = _overrides(module_class)
-    if why:
-        return why
-    if LOAD_METHODS & vars(module).keys():
-        return f"this {module_class.__name__} instance overrides {min(LOAD_METHODS & vars(module).keys())}"
-    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
-        return f"{module_class.__name__} has a load_state_dict hook"
-    if isinstance(module, _NormBase) and module._buffers.get(ADDED_BY_NORMS) is not None:
-        return None if prefix + ADDED_BY_NORMS in stored else f"{ADDED_BY_NORMS} is not stored"
-    return None
-
-
-def _overrides(module_class: type[nn.Module]) -> str:
-    if module_class._load_from_state_dict not in PLAIN_LOADERS:
-        return f"{module_class.__name__} overrides _load_from_state_dict"
-    if module_class.set_extra_state is not nn.Module.set_extra_state:
-        return f"{module_class.__name__} overrides set_extra_state"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, SettingsError, StorageAccessDenied, StorageChanged, UnsupportedTensor
+from rfork.gc_pause import gc_paused
 from rfork.image.capture import capture
 from rfork.image.layout import dtype_of, tensor_views
 from rfork.image.memory import Image, check_writable
@@ -25,16 +26,14 @@ from rfork.storage.blob import Blob
 from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.relayout import is_bytewise
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.location import Location
 from rfork.storage.module_io.assignment import (
     TensorAssignment,
     assign,
     assign_state,
     copy_into,
-    meta_tensors,
-    replace_tensors,
 )
+from rfork.storage.module_io.module_state import meta_tensors, replace_tensors
 from rfork.storage.module_io.no_init import as_parameter
 from rfork.storage.snapshots.entry import open_files
 from rfork.storage.snapshots.snapshot import Snapshot

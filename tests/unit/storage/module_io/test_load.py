@@ -14,7 +14,7 @@ import rfork
 from rfork.errors import CheckpointError, StorageCorrupt
 from rfork.image.capture import capture
 from rfork.storage.formats.detect import INDEX, SINGLE
-from rfork.storage.module_io.assignment import registered_state
+from rfork.storage.module_io.module_state import registered_state
 from rfork.storage.snapshots.writer import write_snapshot
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rfork.storage.io.gc_pause import gc_paused
+from rfork.gc_pause import gc_paused
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,14 @@ _context_fields: ContextVar[Mapping[str, object]] = ContextVar("rfork_log_fields
 class Logger:
     """Logger of one module. A field named `exc_info` adds an exception, as in the standard library."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **fields: object) -> None:
+        """`fields` are those of each event."""
         self._logger = logging.getLogger(name)
+        self._fields = fields
+
+    def bind(self, **fields: object) -> Logger:
+        """Return a logger that adds these fields to each event."""
+        return Logger(self._logger.name, **{**self._fields, **fields})
 
     def debug(self, event: str, /, **fields: object) -> None:
         """Log details for developers."""
@@ -70,7 +76,7 @@ class Logger:
         if not self._logger.isEnabledFor(level):
             return
         exc_info = fields.pop("exc_info", None)
-        fields = {**_context_fields.get({}), **fields}
+        fields = {**_context_fields.get({}), **self._fields, **fields}
         line = " ".join([event, *(f"{name}={value}" for name, value in fields.items())])
         # 3: the caller of `info`, so that the record names its file and line.
         self._logger.log(

@@ -127,7 +127,7 @@ def checked(settings_class: type[SettingsT], settings: object, **overrides: obje
 
 def _validated(settings_class: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
     try:
-        return settings_class(**values)  # type: ignore[arg-type]  # pydantic validates each value
+        return settings_class(**values)
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")

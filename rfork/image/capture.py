@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import translate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -19,7 +20,9 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from rfork.errors import UnsupportedTensor
+from rfork.gc_pause import gc_paused
 from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
+from rfork.image.leaf_plan import Column
 from rfork.image.memory import Image, StorageTable
 from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
 from rfork.image.ranges import normalise
@@ -55,7 +58,7 @@ def capture(
     lies between the rows of an included one.
     """
     # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
         is_excluded = _matcher(exclude)
         state = state_of_module(module, is_excluded)
         excluded_tensors: dict[str, torch.Tensor] = {}
@@ -93,40 +96,98 @@ def _named_like(names: Container[str], found: Mapping[str, _Value], wrappers: Co
     return kept
 
 
+class TensorColumns(NamedTuple):
+    """Properties of tensors, one list per property.
+
+    With one object per tensor, creating them and collecting garbage would dominate the time of a capture.
+    """
+
+    storages: list[torch.UntypedStorage]
+    begins: list[int]
+    """Addresses."""
+    lengths: list[int]
+    """Bytes from the first element to the last; 0 if there are none."""
+    itemsizes: list[int]
+    devices: list[int]
+    """Index of the GPU, -1 for the CPU."""
+    spec_types: list[SpecType]
+
+
 def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
     """Return the image of named tensors; like `capture`, for tensors without a module."""
-    # Column lists: with one object per tensor, garbage collection would dominate the time spent here.
-    lengths = {name: _byte_length(name, tensor) for name, tensor in tensors.items()}
     names = sorted(tensors, key=natural_sort_key)
-    ordered = [tensors[name] for name in names]
-    begins = [tensor.data_ptr() for tensor in ordered]
-    ends = [begin + lengths[name] for begin, name in zip(begins, names, strict=True)]
-    offsets = [0] * len(names)
-    storages: list[torch.UntypedStorage] = []
-    addresses: list[int] = []
-    sizes: list[int] = []
-    image_bytes = 0
-    for members in _regions(ordered, begins, ends):
-        if len(members) == 1:  # the common case
-            first, begin, end = members[0], begins[members[0]], ends[members[0]]
-            offsets[first] = image_bytes
-            storages.append(ordered[first].untyped_storage())
-        else:
-            begin, end = min(begins[index] for index in members), max(ends[index] for index in members)
-            for index in members:
-                offsets[index] = image_bytes + begins[index] - begin
-            storages.append(_storage_of(begin, end, {names[index]: ordered[index] for index in members}))
-        addresses.append(begin)
-        sizes.append(end - begin)
-        image_bytes += end - begin
-    by_offset = sorted(range(len(names)), key=offsets.__getitem__)
-    known_types: dict[tuple[torch.dtype, torch.Size], SpecType] = {}
+    columns = _columns(names, [tensors[name] for name in names])
+    firsts, groups = _regions(columns)
+    begins, lengths = np.array(columns.begins, np.int64), np.array(columns.lengths, np.int64)
+    storages = [columns.storages[first] for first in firsts]
+    region_begins, region_lengths = begins[firsts], lengths[firsts]
+    for position, members in groups.items():
+        begin, end = int(begins[members].min()), int((begins[members] + lengths[members]).max())
+        region_begins[position], region_lengths[position] = begin, end - begin
+        storages[position] = _storage_of(begin, end, {names[index]: tensors[names[index]] for index in members})
+    region_offsets = np.cumsum(region_lengths) - region_lengths
+    offsets = np.zeros(len(names), np.int64)
+    offsets[firsts] = region_offsets
+    for position, members in groups.items():
+        offsets[members] = region_offsets[position] + begins[members] - region_begins[position]
+    by_offset = np.argsort(offsets, kind="stable")
+    order = by_offset.tolist()
     specs = TensorSpecTable.of_columns(
-        [names[index] for index in by_offset],
-        [_spec_type(ordered[index], known_types) for index in by_offset],
-        [offsets[index] for index in by_offset],
+        [names[index] for index in order],
+        [columns.spec_types[index] for index in order],
+        offsets[by_offset].tolist(),
     )
-    return Image(Layout(specs, image_bytes, attributes), StorageTable(storages, addresses, sizes))
+    table = StorageTable(storages, region_begins.tolist(), region_lengths.tolist())
+    return Image(Layout(specs, int(region_lengths.sum()), attributes), table)
+
+
+def _columns(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> TensorColumns:
+    """Return the columns of these tensors. Raises UnsupportedTensor."""
+    columns = TensorColumns([], [], [], [], [], [])
+    are_on_cpu: dict[int, bool] = {}
+    known_types: dict[tuple[torch.dtype, torch.Size], tuple[SpecType, int, int]] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        # Each property that makes a plain tensor's bytes unusable (sparse, quantized, conjugate, …) has a dispatch key.
+        keys = torch._C._dispatch_keys(tensor).raw_repr() if type(tensor) in BASE_TENSOR_TYPES else None
+        is_on_cpu = None if keys is None else are_on_cpu.get(keys)
+        if is_on_cpu is None:
+            if reason := _unsupported_reason(tensor):
+                raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
+            is_on_cpu = tensor.is_cpu
+            if keys is not None:
+                are_on_cpu[keys] = is_on_cpu
+        storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+        if tensor.is_contiguous():
+            shape = tensor.shape
+            known = known_types.get((tensor.dtype, shape))
+            if known is None:
+                # Strides of dimensions with one element are meaningless, and loaders may disagree on them.
+                spec_type = _dtype_name(tensor.dtype), tuple(shape), contiguous_stride(shape)
+                known = known_types[tensor.dtype, shape] = spec_type, tensor.nbytes, tensor.itemsize
+            spec_type, length, itemsize = known
+        else:
+            itemsize = tensor.itemsize
+            spec_type = _dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
+            length = byte_extent(tensor.shape, tensor.stride(), itemsize)
+        if length:
+            storage_bytes = storage.nbytes()
+            needed = tensor.storage_offset() * itemsize + length
+            if storage_bytes < needed:
+                raise UnsupportedTensor(name, f"its storage has {storage_bytes} bytes, but it needs {needed}")
+            if not begin:
+                raise UnsupportedTensor(
+                    name,
+                    f"it is a {type(tensor).__name__} of {length} bytes without an address, such as a wrapper without "
+                    "__tensor_flatten__",
+                    hint=_exclusion_hint(name),
+                )
+        columns.storages.append(storage)
+        columns.begins.append(begin)
+        columns.lengths.append(length)
+        columns.itemsizes.append(itemsize)
+        columns.devices.append(-1 if is_on_cpu else tensor.get_device())
+        columns.spec_types.append(spec_type)
+    return columns
 
 
 def natural_sort_key(name: str) -> tuple[tuple[str | int, ...], str]:
@@ -136,13 +197,14 @@ def natural_sort_key(name: str) -> tuple[tuple[str | int, ...], str]:
     return tuple(parts), name
 
 
-def alignment_of(itemsize: int, length: int) -> int:
-    """Return the alignment of a region in bytes.
+def alignment_of(itemsize: Column, length: Column) -> Column:
+    """Return the alignment of regions in bytes.
 
-    It is the largest power of two that divides its length, at most the widest item size, and at most 16.
+    It is the largest power of two that divides a region's length, at most the widest item size, and at most 16.
     Regions sorted by alignment, widest first, need no padding.
     """
-    return min(itemsize & -itemsize, MAX_ALIGNMENT, length & -length)
+    alignment: Column = np.minimum(np.minimum(itemsize & -itemsize, MAX_ALIGNMENT), length & -length)
+    return alignment
 
 
 def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
@@ -191,37 +253,42 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the indices of each set of tensors that overlap in memory, ascending; the sets in image order.
+def _regions(columns: TensorColumns) -> tuple[Column, dict[int, Column]]:
+    """Return the regions in image order: the first tensor of each, and all tensors of those that have several.
 
-    Adjacent tensors form separate sets. Tensors without bytes are in none.
+    A region is a set of tensors that overlap in memory. Adjacent tensors are in separate regions, and tensors without
+    bytes are in none. The order is by descending alignment, then by first tensor. Several tensors are given by the
+    position of their region, in ascending order.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if begins[index] < ends[index]:
-            by_device.setdefault(tensor.device, []).append(index)
-    regions: list[tuple[int, ...]] = []
-    for indices in by_device.values():
-        indices.sort(key=begins.__getitem__)
-        start, region_end = 0, ends[indices[0]]
-        for position, index in enumerate(indices):
-            if begins[index] >= region_end:
-                regions.append((indices[start],) if position - start == 1 else tuple(sorted(indices[start:position])))
-                start = position
-            region_end = max(region_end, ends[index])
-        regions.append(tuple(sorted(indices[start:])))
-
-    def sort_key(members: tuple[int, ...]) -> int:
-        """Sort by descending alignment, then by first name."""
-        begin, end = begins[members[0]], ends[members[0]]
-        itemsize = tensors[members[0]].itemsize
-        if len(members) > 1:
-            begin, end = min(begins[index] for index in members), max(ends[index] for index in members)
-            itemsize = max(tensors[index].itemsize for index in members)
-        return members[0] - len(tensors) * alignment_of(itemsize, end - begin)
-
-    regions.sort(key=sort_key)
-    return regions
+    begins, lengths = np.array(columns.begins, np.int64), np.array(columns.lengths, np.int64)
+    itemsizes, devices = np.array(columns.itemsizes, np.int64), np.array(columns.devices, np.int64)
+    ends = begins + lengths
+    found: list[Column] = []
+    groups: dict[int, Column] = {}
+    alignments = np.zeros(len(begins), np.int64)  # of the region that starts with this tensor
+    for device in np.unique(devices):
+        indices = np.flatnonzero((devices == device) & (lengths > 0))
+        indices = indices[np.argsort(begins[indices], kind="stable")]
+        if not len(indices):
+            continue
+        reached = np.maximum.accumulate(ends[indices])
+        starts = np.flatnonzero(np.append(True, begins[indices][1:] >= reached[:-1]))
+        counts = np.diff(np.append(starts, len(indices)))
+        single = indices[starts[counts == 1]]
+        alignments[single] = alignment_of(itemsizes[single], lengths[single])
+        found.append(single)
+        for start, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            members = np.sort(indices[start : start + count])
+            length = ends[members].max() - begins[members].min()
+            alignments[members[0]] = alignment_of(itemsizes[members].max(), length)
+            groups[int(members[0])] = members
+            found.append(members[:1])
+    firsts = np.concatenate([*found, np.zeros(0, np.int64)])
+    firsts = firsts[np.lexsort((firsts, -alignments[firsts]))]
+    if not groups:
+        return firsts, {}
+    positions = {first: position for position, first in enumerate(firsts.tolist())}
+    return firsts, {positions[first]: members for first, members in groups.items()}
 
 
 def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:
@@ -234,42 +301,8 @@ def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> to
     raise UnsupportedTensor(first, f"overlaps {last!r}, which lies in another storage")
 
 
-def _spec_type(tensor: torch.Tensor, known: dict[tuple[torch.dtype, torch.Size], SpecType]) -> SpecType:
-    """Return the type of one tensor; `known` caches types, because formatting them would dominate the time."""
-    dtype, shape = tensor.dtype, tensor.shape
-    if not tensor.is_contiguous():
-        return _dtype_name(dtype), tuple(shape), tuple(tensor.stride())
-    spec_type = known.get((dtype, shape))
-    if spec_type is None:
-        # Strides of dimensions with one element are meaningless, and loaders may disagree on them.
-        spec_type = known[dtype, shape] = _dtype_name(dtype), tuple(shape), contiguous_stride(shape)
-    return spec_type
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _byte_length(name: str, tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first element to the last; 0 if there are none. Raises UnsupportedTensor."""
-    if reason := _unsupported_reason(tensor):
-        raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
-    if tensor.is_contiguous():
-        length: int = tensor.nbytes
-    else:
-        length = byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
-    storage_bytes = tensor.untyped_storage().nbytes()
-    needed = tensor.storage_offset() * tensor.itemsize + length
-    if length and storage_bytes < needed:
-        raise UnsupportedTensor(name, f"its storage has {storage_bytes} bytes, but it needs {needed}")
-    if length and not tensor.data_ptr():
-        raise UnsupportedTensor(
-            name,
-            f"it is a {type(tensor).__name__} of {length} bytes without an address, such as a wrapper without "
-            "__tensor_flatten__",
-            hint=_exclusion_hint(name),
-        )
-    return length
 
 
 def _unsupported_reason(tensor: torch.Tensor) -> str | None:

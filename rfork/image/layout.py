@@ -91,8 +91,11 @@ class TensorSpecTable(Sequence[TensorSpec]):
     def of_columns(cls, names: list[str], spec_types: Sequence[SpecType], offsets: list[int]) -> Self:
         """Return a table of these columns of equal length. The lists are not copied."""
         specs = cls()
+        # Few of them are different objects, and hashing each would take most of the time.
+        different = {id(spec_type): spec_type for spec_type in spec_types}
+        shared = {key: specs._known.setdefault(spec_type, spec_type) for key, spec_type in different.items()}
         specs._names = names
-        specs._spec_types = [specs._known.setdefault(spec_type, spec_type) for spec_type in spec_types]
+        specs._spec_types = [shared[id(spec_type)] for spec_type in spec_types]
         specs._offsets = offsets
         return specs
 

@@ -423,21 +423,18 @@ def check_writable(image: Image) -> None:
 
     Does nothing on systems without a list of mappings.
     """
-    runs = image.runs
-    host = [
-        (address, address + length)
-        for storage, address, length in zip(runs.storages, runs.addresses, runs.lengths, strict=True)
-        if device_of(storage) == CPU
-    ]
-    read_only_address = first_overlap(ranges.normalise(host), read_only_mappings())
-    if read_only_address is None:
+    read_only = read_only_mappings()
+    if not read_only:
         return
-    segment = next(
-        segment
-        for segment in image.segments(0, image.layout.image_bytes)
-        if segment.address <= read_only_address < segment.address + segment.length
-    )
-    offset = segment.begin + read_only_address - segment.address
+    addresses, lengths = (column.astype(np.uint64) for column in image.runs.columns)
+    begins, ends = np.array(read_only, np.uint64).T
+    mappings = np.searchsorted(ends, addresses, side="right")  # the first that ends behind each run's begin
+    overlaps = np.append(begins, np.iinfo(np.uint64).max)[mappings] < addresses + lengths
+    # The driver reserves the addresses of a GPU's memory in mappings without access.
+    hit = next((run for run in np.flatnonzero(overlaps).tolist() if device_of(image.runs.storages[run]) == CPU), None)
+    if hit is None:
+        return
+    offset = image._begins[hit] + max(0, int(begins[mappings[hit]]) - int(addresses[hit]))
     specs = image.layout.tensors
     name = specs[bisect_right([spec.offset for spec in specs], offset) - 1].name
     raise_read_only(name)

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -254,7 +254,7 @@ class _TensorWalker:
         self.state = ModuleTensors()
         self._excluded = excluded
         self._postponed: list[tuple[str, object, bool]] = []
-        self._registered_modules = registered_modules(root)
+        self._root = root
         self._seen: dict[int, object] = {}
         """Visited objects and referenced modules; kept alive, because ids are unique only while objects
         exist.
@@ -272,25 +272,30 @@ class _TensorWalker:
         between servers.
         """
 
+    @cached_property
+    def _registered_modules(self) -> set[int]:
+        return registered_modules(self._root)
+
     def walk_module(self, name: str, module: nn.Module) -> None:
         """Collect the state of a registered module and of its registered descendants."""
-        if id(module) in self._path:
+        path, module_id, module_class = self._path, id(module), type(module)
+        if module_id in path:
             return
-        self._path.add(id(module))
+        path.add(module_id)
         prefix = f"{name}." if name else ""
         for registry in (module._parameters, module._buffers):
             for key, tensor in registry.items():
                 if tensor is not None:
                     self._tensor(prefix + key, tensor)
-        type_info = self._classes.get(type(module))
+        type_info = self._classes.get(module_class)
         if type_info is None:
-            type_info = self._classes[type(module)] = object_type(type(module), nn.Module)
+            type_info = self._classes[module_class] = object_type(module_class, nn.Module)
         if isinstance(module, torch.jit.ScriptModule):
             self._script(name, module)
         else:
             attributes = vars(module)
-            if own := attributes.keys() - OWN_ATTRIBUTES:
-                for key in sorted(own):
+            if not OWN_ATTRIBUTES.issuperset(attributes):
+                for key in sorted(attributes.keys() - OWN_ATTRIBUTES):
                     value = attributes[key]
                     if type(value) in SCALARS:
                         if (self._compare or type(value) is bool) and type_info.compares(key):
@@ -303,14 +308,14 @@ class _TensorWalker:
                 if hooks := attributes.get(key):
                     for index, hook in enumerate(hooks.values()):
                         self._value(f"{prefix}{key}.{index}", hook, compare=False)
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if module_class.get_extra_state is not nn.Module.get_extra_state:
             self.state.refused[f"{prefix}_extra_state"] = (
-                f"{type(module).__name__}.get_extra_state keeps state outside tensors"
+                f"{module_class.__name__}.get_extra_state keeps state outside tensors"
             )
         for key, child in module._modules.items():
             if child is not None:
                 self.walk_module(prefix + key, child)
-        self._path.discard(id(module))
+        path.discard(module_id)
 
     def walk_postponed(self) -> None:
         """Collect what is reachable only under excluded names."""
@@ -479,7 +484,8 @@ class _TensorWalker:
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         tensor_attributes = vars(tensor)
         if not tensor_attributes and type(tensor) in BASE_TENSOR_TYPES:
-            self._add(name, tensor)
+            if self._unregistered or self.state.tensors.setdefault(name, tensor) is not tensor:
+                self._add(name, tensor)
             return
         if id(tensor) in self._path:
             return

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from rfork.logs import configure, logger
+from rfork.logs import TextFormatter, configure, logger, with_fields
 
 
 def logged(*, as_json: bool, level: str) -> list[str]:
@@ -63,3 +63,32 @@ def test_libraries_log_warnings_only() -> None:
     logging.getLogger("httpx").info("GET /v1/models")
     logging.getLogger("uvicorn").error("no")
     assert ["no"] == [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
+
+
+def test_bound_and_context_fields_are_added(caplog: pytest.LogCaptureFixture) -> None:
+    """Fields of the context come first, then those of the logger, then those of the event, which replace them."""
+    log = logger("rfork.test").bind(port=1, tries=1)
+    with with_fields(trace="a"):
+        log.warning("retried", tries=2)
+    log.warning("closed")
+    assert ["retried trace=a port=1 tries=2", "closed port=1 tries=1"] == caplog.messages
+
+
+def test_a_record_names_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    """The file of a record is that of the caller, not that of the logger."""
+    logger("rfork.test").warning("here")
+    assert __file__ == caplog.records[0].pathname
+
+
+def test_text_with_spaces_is_quoted() -> None:
+    """The end of a value is visible, except in messages of the standard library's loggers."""
+    stream = io.StringIO()
+    configure(False, "info", stream=stream)
+    logger("rfork.test").info("planner lost", reason="no response", url="http://p", port=None)
+    assert "planner lost reason='no response' url=http://p port=None" in stream.getvalue()
+
+
+def test_terminals_get_colours() -> None:
+    """The level has a colour of its own."""
+    record = logging.makeLogRecord({"levelname": "WARNING", "msg": "disk full"})
+    assert "[\x1b[33mwarning  \x1b[0m] \x1b[1mdisk full\x1b[0m" in TextFormatter(is_coloured=True).format(record)

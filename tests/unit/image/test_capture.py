@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -501,7 +502,7 @@ def shrunk(tensor: torch.Tensor) -> torch.Tensor:
 )
 def test_alignment_divides_the_length(itemsize: int, length: int, expected: int) -> None:
     """A region's alignment is at most its widest item and divides its length."""
-    assert expected == alignment_of(itemsize, length)
+    assert expected == alignment_of(np.array(itemsize), np.array(length))
 
 
 def test_the_natural_order_sorts_numbers_by_value() -> None:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any, Final
 
 import torch
@@ -130,9 +131,12 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
+    # An engine has a million objects of a few thousand types. Types are checked, because `isinstance` would run the code
+    # of proxy objects.
+    objects = gc.get_objects()
+    tensor_types = {each for each in set(map(type, objects)) if issubclass(each, torch.Tensor)}
     with torch._C.DisableTorchFunctionSubclass():
-        # Check the type: `isinstance` would run the code of proxy objects.
-        yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+        yield from compress(objects, map(tensor_types.__contains__, map(type, objects)))
 
 
 def _variables_in(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -266,7 +266,7 @@ def _regions(columns: TensorColumns) -> tuple[Column, dict[int, Column]]:
     found: list[Column] = []
     groups: dict[int, Column] = {}
     alignments = np.zeros(len(begins), np.int64)  # of the region that starts with this tensor
-    for device in np.unique(devices):
+    for device in set(columns.devices):
         indices = np.flatnonzero((devices == device) & (lengths > 0))
         indices = indices[np.argsort(begins[indices], kind="stable")]
         if not len(indices):

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from typing import Any
 
 from rfork.engine_command import LOAD_FORMAT
+from rfork.engines.early_imports import early_imports
+from rfork.engines.hook_targets import Method, patch_method
 from rfork.engines.vllm.engine_manager import hook_engine_manager
 from rfork.logs import logger
+
+INIT_DEVICE = "init_device"
+"""Method of vLLM's `WorkerWrapperBase` that initializes the device, just before the model is loaded."""
 
 
 def register() -> None:
@@ -22,6 +28,7 @@ def register() -> None:
     try:
         hook_engine_manager()
         if not _is_api_server():
+            _hook_workers()
             _register_loader()
     except Exception as error:  # vLLM must start without rfork, whatever a new version has changed
         logger(__name__).error(
@@ -29,6 +36,22 @@ def register() -> None:
             reason=f"{type(error).__name__}: {error}",
             hint="see the documentation of compatible versions",
         )
+
+
+def _hook_workers() -> None:
+    """Wrap the class that creates a worker, if this process has imported it. Idempotent."""
+    wrapper_class = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
+    if hasattr(wrapper_class, INIT_DEVICE):
+        patch_method(wrapper_class, INIT_DEVICE, _init_device)
+
+
+def _init_device(method: Method, worker: Any, *args: object, **kwargs: object) -> object:
+    """Import the modules of a fork meanwhile, if this worker will load its model with rfork."""
+    config = getattr(worker, "vllm_config", None)
+    if config is None or config.load_config.load_format != LOAD_FORMAT:
+        return method(worker, *args, **kwargs)
+    with early_imports():
+        return method(worker, *args, **kwargs)
 
 
 def _register_loader() -> None:

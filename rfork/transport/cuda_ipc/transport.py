@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from rfork.cuda.device import TorchDevices
 from rfork.cuda.library import MIN_VERSION, CudaDriverLibrary, DriverError
@@ -29,30 +30,34 @@ from rfork.transport.base import (
     TokenSource,
     no_control_stream,
 )
-from rfork.transport.cuda_ipc import protocol
-from rfork.transport.cuda_ipc.allocations import allocations_of
-from rfork.transport.cuda_ipc.driver import IpcDriver
-from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
-from rfork.transport.cuda_ipc.reader import CudaIpcReader
-from rfork.transport.cuda_ipc.source_memory import require_peer_access
-from rfork.transport.mooncake.read_plan import AddressMap
-from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.host_identity import same_host_availability
 
+if TYPE_CHECKING:
+    from rfork.transport.cuda_ipc.driver import IpcDriver
+    from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
+    from rfork.transport.cuda_ipc.reader import CudaIpcReader
+
 log = logger(__name__)
+
+
+def _ipc_driver() -> IpcDriver:
+    from rfork.transport.cuda_ipc.driver import IpcDriver
+
+    return IpcDriver()
 
 
 class CudaIpcTransport:
     """Copies from one process's GPU memory to another's on the same host.
 
-    `driver` creates the driver for the GPUs.
+    `driver` creates the driver for the GPUs. The rest of the package is imported on use: each instance without named
+    transports creates this object, also without a GPU.
     """
 
     name = "cuda_ipc"
     one_sided = False
     connect_timeout_s = 0.0
 
-    def __init__(self, settings: InstanceSettings, driver: Callable[[], IpcDriver] = IpcDriver) -> None:
+    def __init__(self, settings: InstanceSettings, driver: Callable[[], IpcDriver] = _ipc_driver) -> None:
         self._settings = settings
         self._driver = driver
 
@@ -78,6 +83,8 @@ class CudaIpcTransport:
         Raises TransportUnavailable or a subclass for an image in host memory, or in memory that other
         processes cannot open; SettingsError if the socket directory cannot be used.
         """
+        from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
+
         try:
             return CudaIpcExporter(image, gate, self._driver(), self._settings)
         except DriverError as error:
@@ -96,6 +103,13 @@ class CudaIpcTransport:
         A lease that is rejected at this point is reported by the first read. Raises as `CudaIpcReader.read`,
         and NotSameHost, PeerAccessUnavailable, VersionMismatch or TransportUnavailable.
         """
+        from rfork.transport.cuda_ipc import protocol
+        from rfork.transport.cuda_ipc.allocations import allocations_of
+        from rfork.transport.cuda_ipc.reader import CudaIpcReader
+        from rfork.transport.cuda_ipc.source_memory import require_peer_access
+        from rfork.transport.mooncake.read_plan import AddressMap
+        from rfork.transport.same_host.client import ConnectionPool
+
         settings, parameters = self._settings, endpoint.parameters
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         connections = ConnectionPool(parameters, settings.source_idle_timeout_s, folder=settings.unix_socket_dir)

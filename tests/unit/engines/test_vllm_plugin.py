@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from rfork.engines import launch
+from rfork.engines import early_imports, launch
 from rfork.engines.hook_targets import Compatibility, HookTarget
-from rfork.engines.vllm import compat, engine_manager, hooks, methods
+from rfork.engines.vllm import compat, engine_manager, hooks, methods, plugin
 from rfork.engines.vllm.compat import model_name, settings_of
 from rfork.errors import EngineMismatch, SettingsError
 
@@ -373,3 +373,33 @@ def test_weights_that_are_kept_are_served(kernel: object) -> None:
 def test_layers_that_are_never_called_are_served() -> None:
     """Latent attention drops the weight of a layer, from which it has derived its own tensors."""
     assert compat.unsupported_model(cpu_layer(torch.empty(0), torch.nn.functional.linear)) is None
+
+
+def test_a_forks_modules_are_imported_while_the_device_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in a worker whose load format is rfork; the engine's method runs once, with its arguments."""
+    imports, calls = list[str](), list[tuple[object, ...]]()
+    worker_base = ModuleType("vllm.v1.worker.worker_base")
+
+    class WorkerWrapperBase:
+        def __init__(self, load_format: str) -> None:
+            self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+
+        def init_device(self, *args: object) -> str:
+            calls.append(args)
+            return "done"
+
+    vars(worker_base)["WorkerWrapperBase"] = WorkerWrapperBase
+    monkeypatch.setitem(sys.modules, worker_base.__name__, worker_base)
+    monkeypatch.setattr(early_imports, "import_module", imports.append)
+    plugin._hook_workers()
+    assert "done" == WorkerWrapperBase("auto").init_device(1)
+    assert [] == imports
+    assert "done" == WorkerWrapperBase("rfork").init_device(2)
+    assert list(early_imports.MODULES) == imports
+    assert [(1,), (2,)] == calls
+
+
+def test_a_vllm_without_that_class_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork then imports its modules itself."""
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.worker_base", raising=False)
+    plugin._hook_workers()

@@ -33,6 +33,11 @@ def small_tensors(quick: bool) -> nn.Module:
     return _module(shapes, seed=2)
 
 
+def tiny() -> nn.Module:
+    """Return a layer whose transfer takes no time."""
+    return _module({"weight": (64, 64)}, seed=3)
+
+
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """Return the module's tensors in the order of creation, the same in every process."""
     return (parameter.data for parameter in module.parameters())

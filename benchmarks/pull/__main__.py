@@ -16,6 +16,8 @@ against the digests (both untimed), so wrong bytes are never timed.
 - "Mooncake, a batch": one `batch_transfer_sync_read` with one entry per tensor, as engines use it today: what
   `pull_te_vs_mooncake` compares with. "Mooncake, merged": adjacent tensors merged, reads of at most
   64 MiB, four in flight. It opens connections as it needs.
+- `pull_first_call_s` is what the first fork of a process takes longer than its later ones, in seconds: imports and
+  set-up.
 - "limit: memcpy": the same bytes copied on one core, from tensors of this process.
 
 GB/s are 1e9 image bytes per second, for the median of the rounds.
@@ -30,6 +32,7 @@ from statistics import median
 
 from benchmarks import harness
 from benchmarks.harness import GB, Contender, Row
+from benchmarks.pull.first_call import first_call_seconds
 from benchmarks.pull.source import (
     IN_FLIGHT,
     LOOPBACK,
@@ -68,6 +71,7 @@ def main() -> None:
         for kept_image in reports.values():
             kept_image.clear()
         seconds = harness.interleave(contenders, options.rounds)
+        first_call_s = first_call_seconds(planner)
     sizes = {name: target.bytes for target in targets for name in contenders if name.startswith(target.name)}
     harness.publish(
         options,
@@ -78,7 +82,8 @@ def main() -> None:
             **{f"{target.name}_chunk_bytes": target.image.layout.chunks.chunk_size for target in targets},
         },
         rows=[row(name, sizes[name], values, reports.get(name, ())) for name, values in seconds.items()],
-        figures=figures({name: sizes[name] / GB / value for name, value in harness.medians(seconds).items()}),
+        figures=figures({name: sizes[name] / GB / value for name, value in harness.medians(seconds).items()})
+        | {"pull_first_call_s": first_call_s},
         plot=("contender", "GB/s"),
     )
 

@@ -21,6 +21,7 @@ from torch import nn
 
 import rfork
 from benchmarks import shapes
+from benchmarks.pull.first_call import MODEL as FIRST_CALL_MODEL
 from rfork import logs, settings
 from rfork.errors import RforkError
 from rfork.image.capture import capture
@@ -185,6 +186,7 @@ def _source_main(ready: Connection, planner: str, quick: bool) -> None:
             seed = seeds.enter_context(rfork.seed(module, model=name, settings=options))
             if not seed.wait_registered(READY_TIMEOUT_S):
                 raise RforkError("the planner did not respond to the seed")
+        seeds.enter_context(rfork.seed(shapes.tiny(), model=FIRST_CALL_MODEL, settings=options))
         areas = {name: areas_of(module) for name, module in modules.items()}
         ready.send(PullOffer(listener.getsockname()[1], session, areas))
         while True:

@@ -131,8 +131,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    # An engine has a million objects of a few thousand types. Types are checked, because `isinstance` would run the code
-    # of proxy objects.
+    # An engine has a million objects of a few thousand types, so types are checked. `isinstance` would also run the
+    # code of proxy objects.
     objects = gc.get_objects()
     tensor_types = {each for each in set(map(type, objects)) if issubclass(each, torch.Tensor)}
     with torch._C.DisableTorchFunctionSubclass():

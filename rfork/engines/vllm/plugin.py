@@ -40,7 +40,7 @@ def register() -> None:
 
 def _hook_workers() -> None:
     """Wrap the class that creates a worker, if this process has imported it. Idempotent."""
-    wrapper_class = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
+    wrapper_class: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
     if hasattr(wrapper_class, INIT_DEVICE):
         patch_method(wrapper_class, INIT_DEVICE, _init_device)
 

@@ -1,7 +1,7 @@
-"""How much longer the first fork of a process takes than its later ones: imports and set-up.
+"""Duration of the first fork of a process, beyond that of its later ones: imports and set-up.
 
 Measured in processes of their own that have imported torch and built their module, as a program of a user has. Their
-byte code is compiled before, as by an installation, whatever PYTHONDONTWRITEBYTECODE says.
+byte code is compiled before, as by an installation, regardless of PYTHONDONTWRITEBYTECODE.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ MODULES = (
     "rfork.engines.load_or_fork",
     "rfork.engines.weight_lifecycle",
     "rfork.storage.versions.version",
+    "rfork.transport.cuda_ipc",
     "rfork.transport.http",
+    "rfork.transport.mooncake",
     "rfork.transport.shared_memory",
 )
 

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rfork.cuda.device import device_of
 from rfork.errors import StorageError
 from rfork.image.staging import CPU, BufferPool, CudaCopier
 from rfork.settings import StorageSettings
 from rfork.storage.io.device_writer import DeviceWriter
-from rfork.storage.io.extents import Extent, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io.extents import Extent, ExtentTable, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.prefetch import POLL_INTERVAL_S
 
@@ -60,19 +59,20 @@ class _FillJob:
         on_filled: Callable[[int], None] | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._extents = extents
+        table = extents if isinstance(extents, ExtentTable) else ExtentTable.of(extents)
+        self._extents = table
         self._on_filled = on_filled
         self._progress = progress
-        total = sum(extent.into.nbytes for extent in extents)
-        devices = {device_of(extent.into) for extent in extents} - {CPU}
+        total = int(table.lengths.sum())
+        devices = set(table.devices) - {CPU}
         size = block_bytes(total, settings.concurrency, settings.staging_bytes)
-        self._streams = min(settings.concurrency, max(1, total // size + len(extents)))
+        self._streams = min(settings.concurrency, max(1, total // size + len(table)))
         self._copier = CudaCopier(devices) if devices else None
         self._staging = None if self._copier is None else BufferPool(settings.staging_bytes, size, self._copier.pinned)
         self._direct_storage = DirectStorage.find(settings) if devices else None
         if self._copier is not None and self._direct_storage is not None:
             self._copier.finish_earlier_work()  # GPUDirect Storage does not synchronise with streams
-        self._plan = ReadPlan(extents, size)
+        self._plan = ReadPlan(table, size)
         self._blocks = self._plan.blocks()
         self._planning = threading.Lock()
         self._progress_lock = threading.Lock()
@@ -84,8 +84,8 @@ class _FillJob:
         self._errors: list[BaseException] = []
 
     def run(self) -> None:
-        for index, extent in enumerate(self._extents):
-            if not extent.into.nbytes and self._on_filled is not None:
+        if self._on_filled is not None:
+            for index in (self._extents.lengths == 0).nonzero()[0].tolist():
                 self._on_filled(index)
         try:
             for _ in range(self._streams):
@@ -112,7 +112,7 @@ class _FillJob:
         if self._wait(self._is_idle, GRACE_S):
             return
         if timeout_s is not None or any(isinstance(error, StorageError) for error in self._errors):
-            for blob in {id(extent.blob): extent.blob for extent in self._extents}.values():
+            for blob in self._extents.blobs:
                 blob.close()
         self._wait(self._is_idle, timeout_s)
 

@@ -28,12 +28,13 @@ from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.location import Location
 from rfork.storage.module_io.assignment import (
+    ModuleTensors,
     TensorAssignment,
     assign,
     assign_state,
     copy_into,
-    meta_tensors,
     replace_tensors,
+    stored_names,
 )
 from rfork.storage.module_io.no_init import as_parameter
 from rfork.storage.snapshots.entry import open_files
@@ -212,19 +213,22 @@ def load(
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
         is_image = isinstance(source, SafetensorsSource) and source.layout is not None
         with gc_paused():
-            assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source)
-        if strict:
-            assigned.require_all()
-        assigned.check_memory()
-        assigned.check_writable()
-        without = _without_memory(module, assigned)
+            found = ModuleTensors(module, stored_names(source))
+            assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source, found)
+            if strict:
+                assigned.require_all()
+            assigned.check_memory()
+            assigned.check_writable()
+            without = _without_memory(module, found, assigned)
         missing, unexpected = assigned.load_own(source, strict=strict, progress=progress)
         restore = partial(restore_snapshot, source, uri, device, chosen, progress)
         verified = _fill(module, assigned, without, source, dtype, device, progress, restore)
-        names = [*assigned.names, *assigned.own_names(source)]
+        with gc_paused():
+            names = [*assigned.names, *assigned.own_names(source)]
+            nbytes = _bytes_of(source, names)
         return LoadReport(
             source.uri,
-            _bytes_of(source, names),
+            nbytes,
             time.monotonic() - began,
             len(names),
             tuple(sorted((*assigned.missing, *missing))),
@@ -249,13 +253,19 @@ def _snapshot(
     return None if open_snapshot is None else (image, open_snapshot)
 
 
-def _without_memory(module: nn.Module, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
+def _without_memory(module: nn.Module, found: ModuleTensors, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
     """Return the tensors on the meta device by name. Raises CheckpointError if one of them is not stored."""
-    empty = meta_tensors(module)
-    if not empty and not any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for child in module.modules()
-        for value in vars(child).values()
+    if assigned.extents is not None and len(assigned.direct) == len(found.state) and not found.other_buffers:
+        empty = {}  # all have memory, which will be filled
+    else:
+        empty = found.without_memory
+    if not empty and not (
+        found.has_unregistered_tensors
+        and any(
+            isinstance(value, torch.Tensor) and value.is_meta
+            for child in module.modules()
+            for value in vars(child).values()
+        )
     ):
         return {}
     filled = {id(tensor) for tensor in assigned.direct.values() if tensor.is_meta}
@@ -369,6 +379,8 @@ def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
     """Return the number of stored bytes, counting tied tensors once."""
     if isinstance(source, SafetensorsSource):
         locations = [source.locations[name] for name in names]
+        if not source.aliases:
+            return sum(location.nbytes for location in locations)
         # Includes the length: an empty tensor begins where another one does.
         return sum(
             nbytes for *_, nbytes in {(location.blob, location.offset, location.nbytes) for location in locations}

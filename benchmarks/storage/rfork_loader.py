@@ -49,6 +49,10 @@ def contenders() -> list[StorageContender]:
 
 def checkpoint(target: LoadTarget) -> Load:
     """Load a Hugging Face folder into an existing module, or into new tensors."""
+    if target.bucket:
+        import rfork.storage.s3.store
+    import rfork.storage.local
+
     folder = target.bucket.uri("safetensors") if target.bucket else str(target.stored.checkpoint)
     if target.destination_tensors is not None:
         return _into_module(target.destination_tensors, folder)

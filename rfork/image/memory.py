@@ -11,6 +11,7 @@ Its storages are in column lists, as there may be a million of them; tensors ove
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -42,6 +43,7 @@ MIN_CUDA_DIGEST_THREADS = 4
 log = logger(__name__)
 _Part = TypeVar("_Part", memoryview, torch.Tensor)
 MAPS = Path("/proc/self/maps")
+_READ_ONLY_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 
 class StorageTable(Sequence[torch.Tensor]):
@@ -457,12 +459,7 @@ def read_only_mappings() -> tuple[ranges.Range, ...]:
         text = MAPS.read_text()
     except OSError:
         return ()
-    found: list[ranges.Range] = []
-    for line in text.splitlines():
-        addresses, permissions, _ = line.split(" ", 2)
-        if permissions[1] != "w":
-            begin, _, end = addresses.partition("-")
-            found.append((int(begin, 16), int(end, 16)))
+    found = [(int(begin, 16), int(end, 16)) for begin, end in _READ_ONLY_MAPPING.findall(text)]
     return ranges.normalise(found)
 
 

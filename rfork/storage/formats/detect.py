@@ -32,6 +32,8 @@ SUFFIX = ".safetensors"
 MAX_INDEX_BYTES = 256 << 20
 MAX_LISTED = 10_000
 """Limit for folder listings: the user may pass a complete bucket, or the root of a disk."""
+MAX_SERIAL_SHARDS = 8
+"""Local files up to this number are opened one after the other, in less time than threads start."""
 _RANK_FILE = re.compile(r"(model|speculative)-rank-\d+.*")
 _SHARD_FILE = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
@@ -121,7 +123,8 @@ def _shards(
         opened.callback(blob.close)
         return read_shard(name, blob)
 
-    return parallel_map(store.uri, shard, names, settings.concurrency)
+    few = len(names) <= MAX_SERIAL_SHARDS and store.uri.startswith("file:")
+    return parallel_map(store.uri, shard, names, 1 if few else settings.concurrency)
 
 
 def _read(store: BlobStore, name: str) -> bytes:

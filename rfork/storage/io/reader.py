@@ -7,6 +7,7 @@ read in place, those for a GPU go through a `DeviceWriter`.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +19,13 @@ from rfork.storage.io.device_writer import DeviceWriter
 from rfork.storage.io.extents import Extent, ExtentTable, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.prefetch import POLL_INTERVAL_S
+from rfork.storage.local import LocalFile
 
 __all__ = ["Extent", "fill"]
 
+MIN_STREAMS = 2
+SAMPLE_BYTES = 64 << 10
+"""Bytes at the beginning and end of a file's ranges that are looked up in the page cache."""
 GRACE_S = 1.0
 """Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
@@ -49,6 +54,23 @@ def fill(
     _FillJob(extents, settings, on_filled, progress).run()
 
 
+def _max_streams(extents: ExtentTable, concurrency: int) -> int:
+    """Return the number of threads to read with: no more than processors if all data seem to be in the page cache, from
+    which reads are copies.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else concurrency
+    if processors >= concurrency:
+        return concurrency
+    for number, blob in enumerate(extents.blobs):
+        if not isinstance(blob, LocalFile):
+            return concurrency
+        offsets = extents.offsets[(extents.blob_of == number) & (extents.lengths > 0)]
+        for offset in (offsets.min(), offsets.max()) if len(offsets) else ():
+            if not blob.cached(int(offset), SAMPLE_BYTES):
+                return concurrency
+    return max(processors, MIN_STREAMS)
+
+
 class _FillJob:
     """State of one `fill` call."""
 
@@ -65,8 +87,9 @@ class _FillJob:
         self._progress = progress
         total = int(table.lengths.sum())
         devices = set(table.devices) - {CPU}
-        size = block_bytes(total, settings.concurrency, settings.staging_bytes)
-        self._streams = min(settings.concurrency, max(1, total // size + len(table)))
+        streams = _max_streams(table, settings.concurrency)
+        size = block_bytes(total, streams, settings.staging_bytes)
+        self._streams = min(streams, max(1, total // size + len(table)))
         self._copier = CudaCopier(devices) if devices else None
         self._staging = None if self._copier is None else BufferPool(settings.staging_bytes, size, self._copier.pinned)
         self._direct_storage = DirectStorage.find(settings) if devices else None

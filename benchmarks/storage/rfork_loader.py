@@ -22,7 +22,7 @@ NAME = "rfork"
 def contenders() -> list[StorageContender]:
     """Return rfork at its defaults, forced past the page cache or through it, and with every chunk verified."""
     return [
-        StorageContender(NAME, checkpoint, "ours", media=("cold", "warm", "s3"), quick=True),
+        StorageContender(NAME, checkpoint, "ours", media=("cold", "warm", "s3"), always=True),
         *(
             StorageContender(
                 f"rfork, direct={direct}",

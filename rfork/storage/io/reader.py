@@ -66,7 +66,7 @@ def _max_streams(extents: ExtentTable, concurrency: int) -> int:
             return concurrency
         offsets = extents.offsets[(extents.blob_of == number) & (extents.lengths > 0)]
         for offset in (offsets.min(), offsets.max()) if len(offsets) else ():
-            if not blob.cached(int(offset), SAMPLE_BYTES):
+            if not blob.cached(int(offset), min(SAMPLE_BYTES, blob.size - int(offset))):
                 return concurrency
     return max(processors, MIN_STREAMS)
 

@@ -18,12 +18,12 @@ Destinations. "fresh": new tensors in the process's own memory; "existing": a mo
 allocation each; "mapped": the files' pages in the page cache, which costs no copy and is valid as long as the
 file is not truncated. The tensors of loaders that only map are cloned or copied for the other two.
 
-Contenders. "rfork" is `rfork.load` and related functions at the default settings. Peers are the loaders that were
-the fastest other one in some row: safetensors' own and Run:ai's. Each row is into new or existing tensors, or both,
-as far as the two can differ by more than the copy. --all measures the rest, in hours where the default takes
-minutes: loaders that never were the fastest, all destinations, and rfork with other settings: "direct=always",
-"=never" (bypassing the page cache, or through it, where the default decides by measurement), and "rfork snapshot",
-which checks every chunk against its digest, as "tensorizer, hashes" checks every tensor. These two are compared with
+Contenders. "rfork" is `rfork.load` and related functions at the default settings. The peers are safetensors' own
+loader, which most tools use, and Run:ai's, the fastest other one. --quick and the full form have the same rows, except
+small tensors from S3, so that they differ in size alone. --all adds the other rows and takes several times as long:
+more loaders, all destinations, and rfork with other settings: "direct=always", "=never" (bypassing the page cache, or
+through it, where the default decides by measurement), and "rfork snapshot", which checks every chunk against its
+digest, as "tensorizer, hashes" checks every tensor. These two are compared with
 each other in `storage_verified_vs_best_peer`; nothing else here verifies anything. Peers run at the best settings
 found (`benchmarks/storage/other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which rfork
 does not get. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the limit (cold),
@@ -69,7 +69,7 @@ from rfork import logs
 from rfork.errors import RforkError
 
 ROUNDS = 3
-"""Rounds by default: with five, the full form takes more than 15 minutes."""
+"""Rounds by default: the full form is to end within 15 minutes."""
 SLOW: Part = (SMALL, "s3")
 """Left out of --quick unless requested."""
 

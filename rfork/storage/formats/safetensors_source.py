@@ -124,16 +124,6 @@ class SafetensorsSource:
         fill(extents, self._settings, progress=progress)
         relayout.fill_converted(convert, self._gap, self._settings, progress)
 
-    def extents(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], addresses: Sequence[int]
-    ) -> ExtentTable:
-        """Return the stored bytes of these names as extents for these tensors in host memory."""
-        locations = [self._locations[name] for name in names]
-        blobs = [shard.blob for shard in self.shards]
-        blob_of = [self._shard_order[id(location[1])] for location in locations] if len(blobs) > 1 else [0] * len(names)
-        offsets = [location[2] for location in locations]
-        return ExtentTable(blobs, blob_of, offsets, tensors, [location[3] for location in locations], addresses)
-
     def fill(self, extents: ExtentTable, progress: Callable[[int], None] | None = None) -> None:
         """Read extents of this source; see `rfork.storage.io.reader.fill`."""
         fill(extents, self._settings, progress=progress)

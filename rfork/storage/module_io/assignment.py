@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -186,13 +188,13 @@ class ModuleTensors:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 self.state[prefix + key] = parameter
-        if module._buffers:
-            for key, buffer in module._buffers.items():
+        if buffers := module._buffers:
+            for key, buffer in buffers.items():
                 if buffer is not None:
                     persistent = key not in module._non_persistent_buffers_set
                     (self.state if persistent else self.other_buffers)[prefix + key] = buffer
-        if module._modules:
-            for key, child in module._modules.items():
+        if children := module._modules:
+            for key, child in children.items():
                 if child is not None:
                     self._visit(f"{prefix}{key}.", child, owned)
 
@@ -412,44 +414,44 @@ def _plain_extents(tensors: Mapping[str, torch.Tensor], source: SafetensorsSourc
     """Return the extents that fill these tensors, if that is all to do: each has the stored shape and dtype, is
     contiguous in the CPU's memory, and shares it with none of the others. None otherwise.
 
-    Takes a microsecond per tensor, in which 8 KB are read from the page cache.
+    Each property is compared for all tensors together, without a loop in Python: with one, the check took 1.7 us per
+    tensor, in which 10 KB are read from the page cache.
     """
-    locations = source.locations
-    plain_types = set(BASE_TENSOR_TYPES)
-    addresses: list[int] = []
-    dtype: torch.dtype | None = None
-    is_lazy = False
+    if not tensors:
+        return None
+    memory = list(tensors.values())
+    locations = map(source.locations.__getitem__, tensors)
+    _, stored_in, offsets, sizes, dtypes, shapes, strides = zip(*locations, strict=True)
+    samples = {type(tensor): tensor for tensor in memory}
+    if set(strides) != {None} or any(map(is_traceable_wrapper_subclass, samples.values())):
+        return None
     try:
-        for name, tensor in tensors.items():
-            location = locations[name]
-            if location[4] is not dtype:
-                dtype = location[4]
-                is_lazy = dtype.is_floating_point or dtype.is_complex
-            if (
-                tensor.dtype is not dtype
-                or tensor.shape != location[5]
-                or location[6] is not None
-                or not tensor.is_contiguous()
-                or tensor.layout is not torch.strided
-                or (is_lazy and (tensor.is_neg() or tensor.is_conj()))
-            ):
-                return None
-            if type(tensor) not in plain_types:
-                if is_traceable_wrapper_subclass(tensor):
-                    return None
-                plain_types.add(type(tensor))
-            addresses.append(tensor.data_ptr())
-        devices = set(map(device_of, tensors.values()))
+        if (
+            tuple(map(attrgetter("dtype"), memory)) != dtypes
+            or tuple(map(torch.Tensor.size, memory)) != shapes
+            or set(map(attrgetter("layout"), memory)) != {torch.strided}
+            or not set(map(device_of, memory)) <= {CPU}
+            or not all(map(torch.Tensor.is_contiguous, memory))
+            or (any(map(_may_be_lazy, set(dtypes))) and any(tensor.is_neg() or tensor.is_conj() for tensor in memory))
+        ):
+            return None
+        addresses = np.array(list(map(torch.Tensor.data_ptr, memory)), dtype=np.int64)
     except (RuntimeError, NotImplementedError):  # a tensor without plain bytes
         return None
-    if not devices <= {CPU}:
+    lengths = np.array(sizes, dtype=np.int64)
+    order = addresses[lengths > 0].argsort()
+    begins, ends = addresses[lengths > 0][order], (addresses + lengths)[lengths > 0][order]
+    if (begins[1:] < ends[:-1]).any():
         return None
-    extents = source.extents(list(tensors), list(tensors.values()), addresses)
-    filled = extents.lengths > 0
-    begins, lengths = extents.addresses[filled], extents.lengths[filled]
-    order = begins.argsort()
-    shared = begins[order][1:] < (begins + lengths)[order][:-1]
-    return None if shared.any() else extents
+    blobs = [shard.blob for shard in source.shards]
+    numbers = {id(blob): number for number, blob in enumerate(blobs)}
+    blob_of = [0] * len(memory) if len(blobs) == 1 else list(map(numbers.__getitem__, map(id, stored_in)))
+    return ExtentTable(blobs, blob_of, offsets, memory, lengths, addresses)
+
+
+def _may_be_lazy(dtype: torch.dtype) -> bool:
+    """Return True if tensors of a dtype may be negated or conjugated when they are read: real parts of complex ones."""
+    return dtype.is_complex or dtype in (torch.float16, torch.float32, torch.float64)
 
 
 def require_all(uri: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:

@@ -34,7 +34,8 @@ def overlaps(
     begins: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], merged: tuple[Range, ...]
 ) -> npt.NDArray[np.bool_]:
     """Return for each range, as begin and length, whether it overlaps one of the normalised ranges."""
-    others = np.array([*merged, (np.iinfo(np.int64).max,) * 2], dtype=np.uint64).astype(np.int64)
+    top = np.iinfo(np.int64).max
+    others = np.array([*((begin, min(end, top)) for begin, end in merged if begin < top), (top, top)], dtype=np.int64)
     following = np.searchsorted(others[:, 1], begins, side="right")
     result: npt.NDArray[np.bool_] = (others[following, 0] < begins + lengths) & (lengths > 0)
     return result

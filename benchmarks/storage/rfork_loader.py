@@ -50,8 +50,7 @@ def contenders() -> list[StorageContender]:
 def checkpoint(target: LoadTarget) -> Load:
     """Load a Hugging Face folder into an existing module, or into new tensors."""
     if target.bucket:
-        import rfork.storage.s3.store
-    import rfork.storage.local
+        pass
 
     folder = target.bucket.uri("safetensors") if target.bucket else str(target.stored.checkpoint)
     if target.destination_tensors is not None:

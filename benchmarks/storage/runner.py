@@ -91,9 +91,7 @@ def estimate_s(parts: Sequence[Part], options: harness.Options, every: bool) -> 
     seconds = local / WRITTEN_SPEED + uploaded / UPLOADED_SPEED
     for part in parts:
         each = GUESSED_RUN_S + bytes_of(shapes_of(part[0], options.quick)) / GUESSED_SPEED[part[1]]
-        seconds += each * sum(
-            rounds_of(case, contender, options.rounds) for case, contender in entries(part, every)
-        )
+        seconds += each * sum(rounds_of(case, contender, options.rounds) for case, contender in entries(part, every))
     return seconds
 
 

@@ -186,10 +186,12 @@ def _plain_entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], 
     types = list(zip(columns[4], columns[7], strict=True))
     spec_cache = _HeaderTypeCache(blob)
     specs: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
-    for word, text in set(types):
-        if (shape := _SHAPE.fullmatch(text)) is None:
+    for word, shape_text in set(types):
+        shape = _SHAPE.fullmatch(shape_text)
+        if shape is None:
             return None
-        specs[word, text] = spec_cache[(word, *map(int, filter(None, shape.group(1).split(","))))]
+        key = (word, *map(int, filter(None, shape.group(1).split(","))))
+        specs[word, shape_text] = spec_cache[key]
     dtypes, shapes, sizes = zip(*map(specs.__getitem__, types), strict=True)
     numbers = np.fromstring(offsets[2:-3].replace("]},:[", ","), dtype=np.int64, sep=",")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -163,7 +164,7 @@ class ReadPlan:
         gaps = self._begins[1:] - self._ends[:-1]
         breaks = (blob_of[1:] != blob_of[:-1]) | (on_device[1:] != on_device[:-1]) | (gaps < 0) | (gaps > MAX_GAP_BYTES)
         starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(order)]
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in pairwise(starts):
             begins, ends = self._begins[start:stop].tolist(), self._ends[start:stop].tolist()
             bytes_before = np.cumsum(self._lengths[start:stop]).tolist()
             blob, device = table.blobs[int(blob_of[start])], table.devices[int(on_device[start])]

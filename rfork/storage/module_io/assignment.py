@@ -398,11 +398,10 @@ def assign_state(
         # A second name of bytes that are loaded under the first, or vice versa.
         loaded = {source.locations[name][1:] for name in names if source.locations[name].nbytes}
         unexpected = {name for name in unexpected if source.locations[name][1:] not in loaded}
-    into = {name: plain[name] for name in filled} if len(filled) < len(plain) else plain
+    into: Mapping[str, torch.Tensor] = {name: plain[name] for name in filled} if len(filled) < len(plain) else plain
     extents = _plain_extents(into, source) if isinstance(source, SafetensorsSource) else None
-    if extents is not None:
-        direct, staged = into, {}
-    else:
+    direct, staged = into, dict[str, torch.Tensor]()
+    if extents is None:
         direct, staged = _split({name: _fitted(name, tensor, source) for name, tensor in into.items()}, source.uri)
     return TensorAssignment(
         source.uri, plain if not own else state, direct, staged, names,

@@ -2,9 +2,9 @@
 
 Objects are listed, written and removed through botocore, which is imported for the first such request. They are read
 with `rfork.storage.http` by presigned URLs: signed here if only the environment configures S3
-(`rfork.storage.s3.url_signer`), by botocore otherwise. obstore, which `rfork.storage.object_store` uses for other clouds, is not used here: reading
-from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one copy more), it reads no AWS
-profiles, and it cannot complete a multipart upload only if the object does not exist.
+(`rfork.storage.s3.url_signer`), by botocore otherwise. obstore, which `rfork.storage.object_store` uses for other
+clouds, is not used here: reading from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one
+copy more), it reads no AWS profiles, and it cannot complete a multipart upload only if the object does not exist.
 """
 
 from __future__ import annotations

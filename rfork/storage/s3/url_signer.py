@@ -132,9 +132,10 @@ def _base_url(bucket: str, settings: StorageSettings, region: str) -> str | None
         host, port = parts.hostname or "", parts.port
     except ValueError:
         return None
-    plain = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and "@" not in parts.netloc
+    if parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or "@" in parts.netloc:
+        return None
     # AWS's own hosts have more forms than one: FIPS, dual stack, acceleration.
-    if not plain or not host or "amazonaws" in host:
+    if not host or "amazonaws" in host:
         return None
     name = f"[{host}]" if ":" in host else host
     # The signature covers the Host field, in which clients omit the default port.

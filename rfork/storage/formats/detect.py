@@ -76,7 +76,8 @@ def open_indexed(location: Location, settings: StorageSettings) -> TensorSource:
         files = _files(text, f"{folder.uri}{location.name}")
         shards = _shards(store, sorted(set(files.values())), settings, opened, of_index=True)
         locations_by_shard = {shard.name: shard.locations for shard in shards}
-        for name, file in files.items():
+        listed = {} if len(shards) == 1 and files.keys() <= shards[0].locations.keys() else files
+        for name, file in listed.items():
             if name not in locations_by_shard[file]:
                 raise CheckpointError(f"{folder.uri}{file} does not contain {name}, although the index lists it there")
         return SafetensorsSource(folder.uri, shards, settings, index=text, files=files).adopt(opened)

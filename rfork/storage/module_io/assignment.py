@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rfork.cuda.device import device_of
+from rfork.cuda.device import TorchDevices, device_of
 from rfork.errors import CheckpointError, RforkError
 from rfork.image import ranges
 from rfork.image.layout import byte_extent
@@ -145,7 +145,7 @@ class SelfLoading(NamedTuple):
     why: str
 
 
-class ModuleTensors:
+class LoadableTensors:
     """A module's tensors, and its modules that load their own state, from one pass over its modules.
 
     `state` are the parameters and persistent buffers by name, in the order in which `load_state_dict` fills them: the
@@ -216,15 +216,15 @@ class ModuleTensors:
 
 
 def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; see `ModuleTensors.state`."""
-    return ModuleTensors(module).state
+    """Return parameters and persistent buffers by name; see `LoadableTensors.state`."""
+    return LoadableTensors(module).state
 
 
 def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading]:
     """Return the topmost modules whose loading is more than copying each tensor. `stored` are the stored
     names.
     """
-    return ModuleTensors(module, stored).self_loading
+    return LoadableTensors(module, stored).self_loading
 
 
 def replace_tensors(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> None:
@@ -357,12 +357,12 @@ class TensorAssignment:
         return missing, unexpected
 
 
-def assign(module: nn.Module, source: TensorSource, found: ModuleTensors | None = None) -> TensorAssignment:
+def assign(module: nn.Module, source: TensorSource, found: LoadableTensors | None = None) -> TensorAssignment:
     """Assign stored tensors to a module like `load_state_dict`. `found`: its tensors, if they are known.
 
     Raises CheckpointError if no name matches, or a tensor does not fit the stored one.
     """
-    found = found or ModuleTensors(module, stored_names(source))
+    found = found or LoadableTensors(module, stored_names(source))
     own = found.self_loading
     if own and (shared := _shared(found.state, own)):
         own = [SelfLoading("", module, shared)]
@@ -376,7 +376,7 @@ def assign_state(
     stored = stored_names(source)
     prefixes = tuple(one.prefix for one in own)
     plain = {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)} if own else state
-    names = tuple(name for name in plain if name in stored)
+    names = tuple(plain) if plain.keys() <= stored.keys() else tuple(name for name in plain if name in stored)
     if not names and stored and not own:
         raise CheckpointError(
             f"{source.uri} contains {next(iter(stored))} and {len(stored) - 1} other tensors, but none of the model's"
@@ -429,7 +429,7 @@ def _plain_extents(tensors: Mapping[str, torch.Tensor], source: SafetensorsSourc
             tuple(map(attrgetter("dtype"), memory)) != dtypes
             or tuple(map(torch.Tensor.size, memory)) != shapes
             or set(map(attrgetter("layout"), memory)) != {torch.strided}
-            or not set(map(device_of, memory)) <= {CPU}
+            or not set(map(TorchDevices.device_of, memory)) <= {CPU}
             or not all(map(torch.Tensor.is_contiguous, memory))
             or (any(map(_may_be_lazy, set(dtypes))) and any(tensor.is_neg() or tensor.is_conj() for tensor in memory))
         ):

@@ -25,10 +25,11 @@ from rfork.storage.blob import Blob
 from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.relayout import is_bytewise
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.io.extents import ExtentTable
 from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.location import Location
 from rfork.storage.module_io.assignment import (
-    ModuleTensors,
+    LoadableTensors,
     TensorAssignment,
     assign,
     assign_state,
@@ -213,7 +214,7 @@ def load(
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
         is_image = isinstance(source, SafetensorsSource) and source.layout is not None
         with gc_paused():
-            found = ModuleTensors(module, stored_names(source))
+            found = LoadableTensors(module, stored_names(source))
             assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source, found)
             if strict:
                 assigned.require_all()
@@ -225,7 +226,7 @@ def load(
         verified = _fill(module, assigned, without, source, dtype, device, progress, restore)
         with gc_paused():
             names = [*assigned.names, *assigned.own_names(source)]
-            nbytes = _bytes_of(source, names)
+            nbytes = _bytes_of(source, names, assigned.extents)
         return LoadReport(
             source.uri,
             nbytes,
@@ -253,7 +254,7 @@ def _snapshot(
     return None if open_snapshot is None else (image, open_snapshot)
 
 
-def _without_memory(module: nn.Module, found: ModuleTensors, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
+def _without_memory(module: nn.Module, found: LoadableTensors, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
     """Return the tensors on the meta device by name. Raises CheckpointError if one of them is not stored."""
     if assigned.extents is not None and len(assigned.direct) == len(found.state) and not found.other_buffers:
         empty = {}  # all have memory, which will be filled
@@ -375,12 +376,12 @@ def _replace_empty(empty: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return as_parameter(filled, empty) if isinstance(empty, nn.Parameter) else filled
 
 
-def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
-    """Return the number of stored bytes, counting tied tensors once."""
+def _bytes_of(source: TensorSource, names: Collection[str], extents: ExtentTable | None) -> int:
+    """Return the number of stored bytes, counting tied tensors once. `extents`: those of the filled tensors."""
     if isinstance(source, SafetensorsSource):
+        if extents is not None and len(extents) == len(names) and not source.aliases:
+            return int(extents.lengths.sum())
         locations = [source.locations[name] for name in names]
-        if not source.aliases:
-            return sum(location.nbytes for location in locations)
         # Includes the length: an empty tensor begins where another one does.
         return sum(
             nbytes for *_, nbytes in {(location.blob, location.offset, location.nbytes) for location in locations}

@@ -9,7 +9,6 @@ copy more), it reads no AWS profiles, and it cannot complete a multipart upload 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from rfork.errors import MissingExtra, StorageError
 from rfork.net.request import HttpRequest
-from rfork.settings import StorageSettings
+from rfork.settings import StorageSettings, aws_variables
 from rfork.storage.blob import Blob, BlobEntry, BlobWriter
 from rfork.storage.http.blob import RangedBlob
 from rfork.storage.http.session import HttpSession
@@ -39,7 +38,7 @@ class S3Store:
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
         self._settings = settings
-        self._signer = UrlSigner.from_environment(folder.host, settings, os.environ)
+        self._signer = UrlSigner.from_variables(folder.host, settings, aws_variables())
         self._lock = threading.Lock()
         self._botocore_bucket: S3Bucket | None = None
         self._http: HttpSession | None = None

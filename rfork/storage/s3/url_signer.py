@@ -68,9 +68,8 @@ class UrlSigner:
     ca_file: Path | None = None
 
     @classmethod
-    def from_environment(cls, bucket: str, settings: StorageSettings, environment: Mapping[str, str]) -> Self | None:
-        """Return the signer for a bucket; None if more than these settings and variables may configure S3."""
-        variables = {name: value for name, value in environment.items() if name.startswith("AWS_")}
+    def from_variables(cls, bucket: str, settings: StorageSettings, variables: Mapping[str, str]) -> Self | None:
+        """Return the signer for a bucket; None if more than these settings and AWS's `variables` may configure S3."""
         if not variables.keys() <= _KNOWN_VARIABLES or any(map(_exists, _config_paths(variables))):
             return None
         region = settings.s3_region or DEFAULT_REGION

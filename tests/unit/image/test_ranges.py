@@ -50,12 +50,12 @@ def test_subtract_and_intersect_match_set_operations(one: list[ranges.Range], tw
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=20), some_ranges)
-def test_overlaps_are_found_for_each_range(places: list[tuple[int, int]], pairs: list[ranges.Range]) -> None:
+def test_overlaps_are_found_for_each_range(spans: list[tuple[int, int]], pairs: list[ranges.Range]) -> None:
     """A range overlaps if it has a member in common; an empty one never does."""
     merged = ranges.normalise(pairs)
-    begins = np.array([begin for begin, _ in places], dtype=np.int64)
-    lengths = np.array([length for _, length in places], dtype=np.int64)
-    expected = [not members(merged).isdisjoint(range(begin, begin + length)) for begin, length in places]
+    begins = np.array([begin for begin, _ in spans], dtype=np.int64)
+    lengths = np.array([length for _, length in spans], dtype=np.int64)
+    expected = [not members(merged).isdisjoint(range(begin, begin + length)) for begin, length in spans]
     assert expected == ranges.overlaps(begins, lengths, merged).tolist()
 
 

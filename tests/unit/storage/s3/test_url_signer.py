@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -11,7 +10,7 @@ import pytest
 
 pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
-from rfork.settings import StorageSettings
+from rfork.settings import StorageSettings, aws_variables
 from rfork.storage.s3.bucket import S3Bucket
 from rfork.storage.s3.url_signer import UrlSigner
 from tests.seaweed import UseIdentity, use_identity
@@ -34,7 +33,7 @@ def _settings(changes: dict[str, str | bool]) -> StorageSettings:
 
 
 def _signer(changes: dict[str, str | bool], bucket: str = "models") -> UrlSigner | None:
-    return UrlSigner.from_environment(bucket, _settings(changes), os.environ)
+    return UrlSigner.from_variables(bucket, _settings(changes), aws_variables())
 
 
 @pytest.mark.parametrize("token", ["", "a/token+="])

@@ -309,7 +309,7 @@ def test_concurrent_reads_are_limited() -> None:
 def test_cached_files_are_read_by_as_many_threads_as_processors(
     cached_fraction: float, processors: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads from the page cache are copies, so that more threads only wait; at least two overlap planning and copies."""
+    """Reads from the page cache are copies, so that more threads would only wait; two overlap planning and copying."""
     (tmp_path / "file").write_bytes(bytes(100))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     monkeypatch.setattr(direct_io, "resident", lambda descriptor, offset, length: int(length * cached_fraction))

@@ -190,7 +190,8 @@ def _plain_entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], 
         shape = _SHAPE.fullmatch(shape_text)
         if shape is None:
             return None
-        key = (word, *map(int, filter(None, shape.group(1).split(","))))
+        sizes_text = shape.group(1)
+        key: tuple[str | int, ...] = (word, *(map(int, sizes_text.split(",")) if sizes_text else ()))
         specs[word, shape_text] = spec_cache[key]
     dtypes, shapes, sizes = zip(*map(specs.__getitem__, types), strict=True)
     numbers = np.fromstring(offsets[2:-3].replace("]},:[", ","), dtype=np.int64, sep=",")

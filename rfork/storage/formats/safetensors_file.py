@@ -45,8 +45,9 @@ SUBBYTE_DTYPES: Mapping[str, torch.dtype] = {"F4": torch.float4_e2m1fn_x2} if ha
 
 _ENTRY = ("", ":{", "dtype", ":", "", ",", "shape", "", "data_offsets", "")
 """An entry of a header, split at its quotes: name, dtype, shape and offsets vary."""
-_SHAPE = re.compile(r":\[((?:[0-9]{1,18}(?:,[0-9]{1,18})*)?)\],")
-_OFFSETS = re.compile(r"(?::\[[0-9]{1,18},[0-9]{1,18}\]\},)+")
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+_SHAPE = re.compile(rf":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],")
+_OFFSETS = re.compile(rf"(?::\[{_NUMBER},{_NUMBER}\]\}},)+")
 
 ALIGNMENT = 8
 """Alignment of the data section, as in safetensors' own writer."""

@@ -52,20 +52,24 @@ class Options:
     plot: Path | None
 
 
-def options(benchmark: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
-    """Parse the options common to all benchmarks; `arguments` default to the command line."""
+def options(
+    benchmark: str, description: str | None, arguments: Sequence[str] | None = None, *, rounds: int = ROUNDS
+) -> Options:
+    """Parse the options common to all benchmarks; `arguments` default to the command line. `rounds`: the default
+    without --quick.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: within a minute")
-    parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {QUICK_ROUNDS})")
+    parser.add_argument("--rounds", type=int, help=f"rounds (default {rounds}, with --quick {QUICK_ROUNDS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
     parsed = parser.parse_args(arguments)
-    rounds = parsed.rounds or (QUICK_ROUNDS if parsed.quick else ROUNDS)
-    return Options(benchmark, parsed.quick, rounds, parsed.json, parsed.plot)
+    chosen_rounds = parsed.rounds or (QUICK_ROUNDS if parsed.quick else rounds)
+    return Options(benchmark, parsed.quick, chosen_rounds, parsed.json, parsed.plot)
 
 
 def timed(call: Callable[[], None]) -> Contender:

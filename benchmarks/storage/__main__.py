@@ -18,19 +18,23 @@ Destinations. "fresh": new tensors in the process's own memory; "existing": a mo
 allocation each; "mapped": the files' pages in the page cache, which costs no copy and is valid as long as the
 file is not truncated. The tensors of loaders that only map are cloned or copied for the other two.
 
-Contenders. "rfork" is `rfork.load` and related functions at the default settings; "direct=always", "=never":
-bypassing the page cache, or through it, where the default decides by measurement. "rfork snapshot" checks
-every chunk against its digest, as "tensorizer, hashes" checks every tensor: these two are compared with each
-other in `storage_verified_vs_best_peer`; nothing else here verifies anything. Peers run at the best settings
-found (`benchmarks/storage/other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which
-rfork does not get. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the
-limit (cold), preadv by two threads (warm), range requests over eight bare sockets (S3). Contenders that could
-not run are listed below the table.
+Contenders. "rfork" is `rfork.load` and related functions at the default settings. The peers are safetensors' own
+loader, which most tools use, and Run:ai's, the fastest other one. --quick and the full form have the same rows, except
+small tensors from S3, so that they differ in size alone. --all adds the other rows and takes several times as long:
+more loaders, all destinations, and rfork with other settings: "direct=always", "=never" (bypassing the page cache, or
+through it, where the default decides by measurement), and "rfork snapshot", which checks every chunk against its
+digest, as "tensorizer, hashes" checks every tensor. These two are compared with
+each other in `storage_verified_vs_best_peer`; nothing else here verifies anything. Peers run at the best settings
+found (`benchmarks/storage/other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which rfork
+does not get. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the limit (cold),
+preadv by two threads (warm), range requests over eight bare sockets (S3). Contenders that could not run are listed
+below the table.
 
 Columns. "GB/s" are 1e9 bytes of tensors per second, for the median of the runs; "CPU s" user and system time
 of the process and its children; "+MiB" the peak memory (VmHWM) of the process in any run, minus what it had
 before and the tensors themselves; "spread" the slowest run's time minus the fastest's, divided by the median;
-"runs" the number of runs: at most three from S3, of mapped loads, and of contenders that are far slower.
+"runs" the number of runs: with --rounds above three, at most three from S3, of mapped loads, and of contenders that
+are far slower.
 
 Known limits. SeaweedFS shares the CPUs with its readers, so S3 rows measure CPU time as much as the network.
 Loaders made for GPUs run on a CPU here. Files are new and of random bytes; the disk is a virtual machine's,
@@ -40,7 +44,7 @@ one, and `copy_` otherwise.
 `storage_vs_best_peer` is rfork's worst row: the best peer's time divided by rfork's, for the same image and
 medium, into the same type of memory. `storage_cold_vs_medium` is the worse of fresh and existing relative to
 the disk's limit, of the dense image; `storage_small_vs_dense` is GB/s of small tensors relative to dense, the
-worse of both, cold. `storage_peak_rss_over` is the maximum of "+MiB" in any row of rfork.
+worse of those measured, cold. `storage_peak_rss_over` is the maximum of "+MiB" in any row of rfork.
 """
 
 from __future__ import annotations
@@ -64,13 +68,15 @@ from benchmarks.storage.s3 import serving
 from rfork import logs
 from rfork.errors import RforkError
 
+ROUNDS = 3
+"""Rounds by default: the full form is to end within 15 minutes."""
 SLOW: Part = (SMALL, "s3")
 """Left out of --quick unless requested."""
 
 
 def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
-    options, parts = parse()
+    options, parts, every = parse()
     logs.configure(json=False, level="warning")
     harness.exit_on_sigterm()
     in_s3 = [part for part in parts if part[1] == "s3"]
@@ -79,18 +85,18 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rfork-storage-") as name:
         folder = Path(name)
-        check_free_space(folder, sum(written_bytes(parts, options.quick)))
-        print(f"{options.rounds} rounds, about {minutes(estimate_s(parts, options))}", file=sys.stderr)
-        read = formats_by_image(parts, options.quick)
+        check_free_space(folder, sum(written_bytes(parts, options.quick, every)))
+        print(f"{options.rounds} rounds, about {minutes(estimate_s(parts, options, every))}", file=sys.stderr)
+        read = formats_by_image(parts, every)
         images = {image: write_image(image, options.quick, folder / image, read[image]) for image in read}
         for image, stored in images.items():
             if "snapshot" in read[image]:
                 write_snapshot(stored)
-        bench = StorageBench(images, options)
+        bench = StorageBench(images, options, every)
         bench.run([part for part in parts if part not in in_s3], {})
         # The server starts last: until then its files would use the memory of the page cache.
         if in_s3:
-            with serving(images, formats_by_image(in_s3, options.quick), folder) as buckets:
+            with serving(images, formats_by_image(in_s3, every), folder) as buckets:
                 bench.run(in_s3, buckets)
     results = bench.results(parts)
     settings_notes = notes(results)
@@ -112,14 +118,15 @@ def main() -> None:
         plot(options.plot, results)
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list[Part]]:
-    """Parse the common benchmark options, and the images and media to run."""
+def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list[Part], bool]:
+    """Parse the common benchmark options, the images and media to run, and whether to run every contender."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_argument(
         "--only", metavar="TEXT", default="", help="run only if IMAGE/MEDIUM contains this: dense/cold, small/, s3"
     )
+    parser.add_argument("--all", action="store_true", help="every contender and destination: takes hours")
     chosen, rest = parser.parse_known_args(arguments)
-    options = harness.options("storage", f"{__doc__}\n{parser.format_help()}", rest)
+    options = harness.options("storage", f"{__doc__}\n{parser.format_help()}", rest, rounds=ROUNDS)
     parts: list[Part] = [
         (image, medium)
         for image in SHARDS
@@ -128,7 +135,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list
     ]
     if not parts:
         raise RforkError(f"nothing matches {chosen.only!r}: images are {', '.join(SHARDS)}, media {', '.join(MEDIA)}")
-    return options, parts
+    return options, parts, chosen.all
 
 
 if __name__ == "__main__":

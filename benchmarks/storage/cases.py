@@ -87,8 +87,8 @@ class StorageContender:
     """Fills one buffer per file and no tensors: a limit."""
     verified: bool = False
     """Checks the bytes against digests as it loads."""
-    quick: bool = False
-    """Also runs with --quick."""
+    always: bool = False
+    """Also runs without --all."""
     max_rounds: int | None = None
     """Maximum number of rounds, if limited."""
 

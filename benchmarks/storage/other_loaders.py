@@ -41,13 +41,13 @@ def contenders() -> list[StorageContender]:
     side_contenders = partial(StorageContender, max_rounds=SIDE_ROUNDS)
     return [
         StorageContender(
-            "safetensors load_file", partial(load_file, backend="mmap"), destinations=ALL_DESTINATIONS, quick=True
+            "safetensors load_file", partial(load_file, backend="mmap"), destinations=ALL_DESTINATIONS, always=True
         ),
         side_contenders("safetensors pread", partial(load_file, backend="pread"), destinations=("fresh",)),
         StorageContender("safetensors safe_open", safe_open, destinations=("existing",)),
-        StorageContender("Run:ai", run_ai, media=("cold",), environment=cold, quick=True),
-        StorageContender("Run:ai", run_ai, media=("warm",), environment=warm, quick=True),
-        StorageContender("Run:ai", run_ai, media=("s3",), environment=in_s3, quick=True),
+        StorageContender("Run:ai", run_ai, media=("cold",), environment=cold, always=True),
+        StorageContender("Run:ai", run_ai, media=("warm",), environment=warm, always=True),
+        StorageContender("Run:ai", run_ai, media=("s3",), environment=in_s3, always=True),
         side_contenders("fastsafetensors", fastsafetensors),
         side_contenders("torch.load mmap", torch_load, destinations=("fresh",), reads="pickled"),
         StorageContender("tensorizer", tensorizer, reads="tensorizer"),

@@ -22,7 +22,7 @@ NAME = "rfork"
 def contenders() -> list[StorageContender]:
     """Return rfork at its defaults, forced past the page cache or through it, and with every chunk verified."""
     return [
-        StorageContender(NAME, checkpoint, "ours", media=("cold", "warm", "s3"), quick=True),
+        StorageContender(NAME, checkpoint, "ours", media=("cold", "warm", "s3"), always=True),
         *(
             StorageContender(
                 f"rfork, direct={direct}",
@@ -49,6 +49,9 @@ def contenders() -> list[StorageContender]:
 
 def checkpoint(target: LoadTarget) -> Load:
     """Load a Hugging Face folder into an existing module, or into new tensors."""
+    if target.bucket:
+        pass
+
     folder = target.bucket.uri("safetensors") if target.bucket else str(target.stored.checkpoint)
     if target.destination_tensors is not None:
         return _into_module(target.destination_tensors, folder)

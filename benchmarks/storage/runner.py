@@ -36,36 +36,36 @@ GUESSED_RUN_S = 0.4
 WRITTEN_SPEED, UPLOADED_SPEED = 0.7e9, 0.25e9
 
 
-def contenders(quick: bool) -> list[StorageContender]:
-    """Return all contenders; with `quick` the smallest meaningful set."""
+def contenders(every: bool) -> list[StorageContender]:
+    """Return the contenders that always run, or `every` one."""
     all_contenders = [
         *rfork_loader.contenders(),
         *other_loaders.contenders(),
         *limits.contenders(),
     ]
-    return [contender for contender in all_contenders if contender.quick or not quick]
+    return [contender for contender in all_contenders if contender.always or every]
 
 
-def entries(part: Part, quick: bool) -> list[tuple[StorageCase, StorageContender]]:
+def entries(part: Part, every: bool) -> list[tuple[StorageCase, StorageContender]]:
     """Return the contenders of a part, in the order of the table."""
     image, medium = part
-    wanted = _destinations(part) if quick else ALL_DESTINATIONS
+    wanted = ALL_DESTINATIONS if every else _destinations(part)
     return [
         (
             StorageCase(image, medium, destination, contender.name, contender.role, contender.verified),
             contender,
         )
         for destination in wanted
-        for contender in contenders(quick)
+        for contender in contenders(every)
         if medium in contender.media and destination in contender.destinations
     ]
 
 
-def formats_by_image(parts: Iterable[Part], quick: bool) -> dict[str, frozenset[FileFormat]]:
+def formats_by_image(parts: Iterable[Part], every: bool) -> dict[str, frozenset[FileFormat]]:
     """Return the formats that are read, by image."""
     read: dict[str, frozenset[FileFormat]] = {}
     for part in parts:
-        found = {contender.reads for _, contender in entries(part, quick)}
+        found = {contender.reads for _, contender in entries(part, every)}
         read[part[0]] = read.get(part[0], frozenset()) | found | {"safetensors"}
     return read
 
@@ -77,32 +77,31 @@ def rounds_of(case: StorageCase, contender: StorageContender, rounds: int) -> in
     return rounds if max_rounds is None else min(rounds, max_rounds)
 
 
-def written_bytes(parts: Sequence[Part], quick: bool) -> tuple[int, int]:
+def written_bytes(parts: Sequence[Part], quick: bool, every: bool) -> tuple[int, int]:
     """Return the bytes that are written to disk in the images' formats, and again to the S3 server."""
     sizes = {image: bytes_of(shapes_of(image, quick)) for image, _ in parts}
-    local = sum(sizes[image] * len(read) for image, read in formats_by_image(parts, quick).items())
+    local = sum(sizes[image] * len(read) for image, read in formats_by_image(parts, every).items())
     in_s3 = [part for part in parts if part[1] == "s3"]
-    return local, sum(sizes[image] * len(read) for image, read in formats_by_image(in_s3, quick).items())
+    return local, sum(sizes[image] * len(read) for image, read in formats_by_image(in_s3, every).items())
 
 
-def estimate_s(parts: Sequence[Part], options: harness.Options) -> float:
+def estimate_s(parts: Sequence[Part], options: harness.Options, every: bool) -> float:
     """Estimate the duration in seconds on a machine with two cores and a disk of 2 GB/s."""
-    local, uploaded = written_bytes(parts, options.quick)
+    local, uploaded = written_bytes(parts, options.quick, every)
     seconds = local / WRITTEN_SPEED + uploaded / UPLOADED_SPEED
     for part in parts:
         each = GUESSED_RUN_S + bytes_of(shapes_of(part[0], options.quick)) / GUESSED_SPEED[part[1]]
-        seconds += each * sum(
-            rounds_of(case, contender, options.rounds) for case, contender in entries(part, options.quick)
-        )
+        seconds += each * sum(rounds_of(case, contender, options.rounds) for case, contender in entries(part, every))
     return seconds
 
 
 class StorageBench:
     """The images and the results of every case."""
 
-    def __init__(self, images: Mapping[str, StoredImage], options: harness.Options) -> None:
+    def __init__(self, images: Mapping[str, StoredImage], options: harness.Options, every: bool) -> None:
         self._images = images
         self._options = options
+        self._every = every
         self._context: ForkServerContext = process.server()
         self._reserve = MemoryReserve()
         self._runs: dict[StorageCase, list[LoadMeasurement]] = {}
@@ -136,7 +135,7 @@ class StorageBench:
                 case = StorageCase(image, medium, "none", name, "limit")
                 self._runs[case] = []
                 yield case.label, self._disk(case, stored, read)
-        for case, contender in entries(part, self._options.quick):
+        for case, contender in entries(part, self._every):
             self._runs[case] = []
             self._bytes[case] = stored.bytes
             yield case.label, self._loader(case, contender, stored, buckets.get(image))
@@ -186,7 +185,7 @@ class StorageBench:
 
 
 def _destinations(part: Part) -> tuple[Destination, ...]:
-    """Return the destinations that --quick has time for."""
+    """Return the destinations of a part without --all."""
     image, medium = part
     if medium == "s3":
         return ("fresh",)

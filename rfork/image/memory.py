@@ -11,6 +11,7 @@ Its storages are in column lists, as there may be a million of them; tensors ove
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -42,6 +43,8 @@ MIN_CUDA_DIGEST_THREADS = 4
 log = logger(__name__)
 _Part = TypeVar("_Part", memoryview, torch.Tensor)
 MAPS = Path("/proc/self/maps")
+MAPS_BUFFER_BYTES = 1 << 20
+_READ_ONLY_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 
 class StorageTable(Sequence[torch.Tensor]):
@@ -451,15 +454,12 @@ def raise_read_only(name: str) -> None:
 def read_only_mappings() -> tuple[ranges.Range, ...]:
     """Return the address ranges that this process may not write; none if the system lists no mappings."""
     try:
-        text = MAPS.read_text()
+        # In few large reads: the kernel walks the mappings again for each.
+        with MAPS.open("rb", buffering=MAPS_BUFFER_BYTES) as file:
+            text = file.read()
     except OSError:
         return ()
-    found: list[ranges.Range] = []
-    for line in text.splitlines():
-        addresses, permissions, _ = line.split(" ", 2)
-        if permissions[1] != "w":
-            begin, _, end = addresses.partition("-")
-            found.append((int(begin, 16), int(end, 16)))
+    found = [(int(begin, 16), int(end, 16)) for begin, end in _READ_ONLY_MAPPING.findall(text)]
     return ranges.normalise(found)
 
 

@@ -115,20 +115,25 @@ class LocalFile:
     @contextmanager
     def reading(self) -> Iterator[int]:
         """Yield the descriptor, which stays open within the block. Raises the errors of `read`, also on exit."""
+        with self._kept_open():
+            yield self._descriptor
+            self._check()
+
+    def cached(self, offset: int, length: int) -> bool:
+        """Return True if most of this range is known to be in the page cache. Does not access the file system."""
+        with self._kept_open():
+            return self._reader.cached(offset, length)
+
+    @contextmanager
+    def _kept_open(self) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise StorageError(f"{self.path} is closed")
             self._reads += 1
         try:
-            yield self._descriptor
-            self._check()
+            yield
         finally:
             self._release()
-
-    def cached(self, offset: int, length: int) -> bool:
-        """Return True if most of this range is known to be in the page cache."""
-        with self.reading():
-            return self._reader.cached(offset, length)
 
     def close(self) -> None:
         """Close immediately, or when the last read in progress ends, which may hang."""

@@ -32,6 +32,8 @@ SUFFIX = ".safetensors"
 MAX_INDEX_BYTES = 256 << 20
 MAX_LISTED = 10_000
 """Limit for folder listings: the user may pass a complete bucket, or the root of a disk."""
+MAX_SERIAL_SHARDS = 8
+"""Local files up to this number are opened one after the other, in less time than threads start."""
 _RANK_FILE = re.compile(r"(model|speculative)-rank-\d+.*")
 _SHARD_FILE = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
@@ -74,7 +76,8 @@ def open_indexed(location: Location, settings: StorageSettings) -> TensorSource:
         files = _files(text, f"{folder.uri}{location.name}")
         shards = _shards(store, sorted(set(files.values())), settings, opened, of_index=True)
         locations_by_shard = {shard.name: shard.locations for shard in shards}
-        for name, file in files.items():
+        listed = {} if len(shards) == 1 and files.keys() <= shards[0].locations.keys() else files
+        for name, file in listed.items():
             if name not in locations_by_shard[file]:
                 raise CheckpointError(f"{folder.uri}{file} does not contain {name}, although the index lists it there")
         return SafetensorsSource(folder.uri, shards, settings, index=text, files=files).adopt(opened)
@@ -121,7 +124,8 @@ def _shards(
         opened.callback(blob.close)
         return read_shard(name, blob)
 
-    return parallel_map(store.uri, shard, names, settings.concurrency)
+    few = len(names) <= MAX_SERIAL_SHARDS and store.uri.startswith("file:")
+    return parallel_map(store.uri, shard, names, 1 if few else settings.concurrency)
 
 
 def _read(store: BlobStore, name: str) -> bytes:

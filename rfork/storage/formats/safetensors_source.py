@@ -20,6 +20,7 @@ from rfork.storage.abandonable_call import AbandonableCall
 from rfork.storage.formats import relayout, tensor_blocks
 from rfork.storage.formats.safetensors_file import Shard, TensorLocation
 from rfork.storage.formats.tensor_blocks import aligned, bytes_of, group_into_blocks, tensors_in
+from rfork.storage.io.extents import ExtentTable
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.tensors import StoredTensor
 
@@ -59,7 +60,7 @@ class SafetensorsSource:
 
     def _add(self, shard: Shard, files: Mapping[str, str] | None) -> None:
         locations = shard.locations
-        if files is not None:
+        if files is not None and not (len(self.shards) == 1 and locations.keys() <= files.keys()):
             # The second name of a tied tensor counts too, although an index omits it.
             locations = {
                 name: location
@@ -122,6 +123,10 @@ class SafetensorsSource:
                     convert.append((location, tensor))
         fill(extents, self._settings, progress=progress)
         relayout.fill_converted(convert, self._gap, self._settings, progress)
+
+    def fill(self, extents: ExtentTable, progress: Callable[[int], None] | None = None) -> None:
+        """Read extents of this source; see `rfork.storage.io.reader.fill`."""
+        fill(extents, self._settings, progress=progress)
 
     def load(
         self,

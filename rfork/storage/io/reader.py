@@ -7,21 +7,25 @@ read in place, those for a GPU go through a `DeviceWriter`.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rfork.cuda.device import device_of
 from rfork.errors import StorageError
 from rfork.image.staging import CPU, BufferPool, CudaCopier
 from rfork.settings import StorageSettings
 from rfork.storage.io.device_writer import DeviceWriter
-from rfork.storage.io.extents import Extent, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io.extents import Extent, ExtentTable, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.gds import DirectStorage
 from rfork.storage.io.prefetch import POLL_INTERVAL_S
+from rfork.storage.local import LocalFile
 
 __all__ = ["Extent", "fill"]
 
+MIN_STREAMS = 2
+SAMPLE_BYTES = 64 << 10
+"""Bytes at the beginning and end of a file's ranges that are looked up in the page cache."""
 GRACE_S = 1.0
 """Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
@@ -50,6 +54,23 @@ def fill(
     _FillJob(extents, settings, on_filled, progress).run()
 
 
+def _max_streams(extents: ExtentTable, concurrency: int) -> int:
+    """Return the number of threads to read with: no more than processors if all data seem to be in the page cache, from
+    which reads are copies.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else concurrency
+    if processors >= concurrency:
+        return concurrency
+    for number, blob in enumerate(extents.blobs):
+        if not isinstance(blob, LocalFile):
+            return concurrency
+        offsets = extents.offsets[(extents.blob_of == number) & (extents.lengths > 0)]
+        for offset in (offsets.min(), offsets.max()) if len(offsets) else ():
+            if not blob.cached(int(offset), min(SAMPLE_BYTES, blob.size - int(offset))):
+                return concurrency
+    return max(processors, MIN_STREAMS)
+
+
 class _FillJob:
     """State of one `fill` call."""
 
@@ -60,19 +81,21 @@ class _FillJob:
         on_filled: Callable[[int], None] | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._extents = extents
+        table = extents if isinstance(extents, ExtentTable) else ExtentTable.of(extents)
+        self._extents = table
         self._on_filled = on_filled
         self._progress = progress
-        total = sum(extent.into.nbytes for extent in extents)
-        devices = {device_of(extent.into) for extent in extents} - {CPU}
-        size = block_bytes(total, settings.concurrency, settings.staging_bytes)
-        self._streams = min(settings.concurrency, max(1, total // size + len(extents)))
+        total = int(table.lengths.sum())
+        devices = set(table.devices) - {CPU}
+        streams = _max_streams(table, settings.concurrency)
+        size = block_bytes(total, streams, settings.staging_bytes)
+        self._streams = min(streams, max(1, total // size + len(table)))
         self._copier = CudaCopier(devices) if devices else None
         self._staging = None if self._copier is None else BufferPool(settings.staging_bytes, size, self._copier.pinned)
         self._direct_storage = DirectStorage.find(settings) if devices else None
         if self._copier is not None and self._direct_storage is not None:
             self._copier.finish_earlier_work()  # GPUDirect Storage does not synchronise with streams
-        self._plan = ReadPlan(extents, size)
+        self._plan = ReadPlan(table, size)
         self._blocks = self._plan.blocks()
         self._planning = threading.Lock()
         self._progress_lock = threading.Lock()
@@ -84,8 +107,8 @@ class _FillJob:
         self._errors: list[BaseException] = []
 
     def run(self) -> None:
-        for index, extent in enumerate(self._extents):
-            if not extent.into.nbytes and self._on_filled is not None:
+        if self._on_filled is not None:
+            for index in (self._extents.lengths == 0).nonzero()[0].tolist():
                 self._on_filled(index)
         try:
             for _ in range(self._streams):
@@ -112,7 +135,7 @@ class _FillJob:
         if self._wait(self._is_idle, GRACE_S):
             return
         if timeout_s is not None or any(isinstance(error, StorageError) for error in self._errors):
-            for blob in {id(extent.blob): extent.blob for extent in self._extents}.values():
+            for blob in self._extents.blobs:
                 blob.close()
         self._wait(self._is_idle, timeout_s)
 

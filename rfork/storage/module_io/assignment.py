@@ -7,27 +7,31 @@ state (an override, a hook) gets its stored tensors through its own `load_state_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rfork.cuda.device import device_of
+from rfork.cuda.device import TorchDevices, device_of
 from rfork.errors import CheckpointError, RforkError
+from rfork.image import ranges
 from rfork.image.memory import first_overlap, raise_read_only, read_only_mappings
 from rfork.image.staging import CPU
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.io.extents import ExtentTable
 from rfork.storage.module_io.module_state import (
     EXTRA_STATE,
+    LoadableTensors,
     SelfLoading,
     extent_of,
     has_plain_bytes,
     is_dense,
     overlapping,
     overlaps_itself,
-    registered_state,
-    self_loading,
     uncovered,
 )
 from rfork.storage.tensors import TensorSource
@@ -42,6 +46,7 @@ class TensorAssignment:
 
     `direct` tensors do not share memory with each other; `staged` ones are copied in order. If a tied weight
     is stored under one of its names, the others do not count as missing; neither do views of filled memory.
+    `extents` are the bytes of all `direct` tensors, if each is filled with its stored bytes, on the CPU.
     """
 
     uri: str
@@ -52,6 +57,7 @@ class TensorAssignment:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     self_loading: Sequence[SelfLoading] = ()
+    extents: ExtentTable | None = None
 
     def require_all(self) -> None:
         """Raise CheckpointError, with the first name, if names are missing or unexpected."""
@@ -75,6 +81,11 @@ class TensorAssignment:
     def check_writable(self) -> None:
         """Raise TargetError if a tensor lies in memory that is mapped read-only."""
         protected = read_only_mappings()
+        if self.extents is not None:
+            overlaps = ranges.overlaps(self.extents.addresses, self.extents.lengths, protected)
+            if overlaps.any():
+                raise_read_only(list(self.direct)[int(overlaps.argmax())])
+            return
         for name, tensor in (*self.direct.items(), *self.staged.items()):
             is_host = device_of(tensor) == CPU and tensor.numel() > 0 and has_plain_bytes(tensor)
             if is_host and first_overlap([extent_of(tensor)], protected) is not None:
@@ -82,7 +93,10 @@ class TensorAssignment:
 
     def fill(self, source: TensorSource, progress: OnBytes | None = None) -> None:
         """Read `direct` and `staged`; none of them may be on the meta device."""
-        source.read_into(self.direct, progress)
+        if self.extents is not None and isinstance(source, SafetensorsSource):
+            source.fill(self.extents, progress)
+        else:
+            source.read_into(self.direct, progress)
         for name, tensor in self.staged.items():
             copy_into(self.uri, name, tensor, source[name])
             if progress is not None:
@@ -135,16 +149,16 @@ class TensorAssignment:
         return missing, unexpected
 
 
-def assign(module: nn.Module, source: TensorSource) -> TensorAssignment:
-    """Assign stored tensors to a module like `load_state_dict`.
+def assign(module: nn.Module, source: TensorSource, found: LoadableTensors | None = None) -> TensorAssignment:
+    """Assign stored tensors to a module like `load_state_dict`. `found`: its tensors, if they are known.
 
     Raises CheckpointError if no name matches, or a tensor does not fit the stored one.
     """
-    state = registered_state(module)
-    own = self_loading(module, stored_names(source))
-    if own and (shared := _shared(state, own)):
+    found = found or LoadableTensors(module, stored_names(source))
+    own = found.self_loading
+    if own and (shared := _shared(found.state, own)):
         own = [SelfLoading("", module, shared)]
-    return assign_state(state, source, own)
+    return assign_state(found.state, source, own)
 
 
 def assign_state(
@@ -154,7 +168,7 @@ def assign_state(
     stored = stored_names(source)
     prefixes = tuple(one.prefix for one in own)
     plain = {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)} if own else state
-    names = tuple(name for name in plain if name in stored)
+    names = tuple(plain) if plain.keys() <= stored.keys() else tuple(name for name in plain if name in stored)
     if not names and stored and not own:
         raise CheckpointError(
             f"{source.uri} contains {next(iter(stored))} and {len(stored) - 1} other tensors, but none of the model's"
@@ -165,19 +179,70 @@ def assign_state(
         kept = [plain[name] for name in names if name not in aliases]
         wanted = frozenset(uncovered((name for name in names if name in aliases), plain, kept))
         filled = tuple(name for name in names if name not in aliases or name in wanted)
-    direct, staged = _split({name: _fitted(name, plain[name], source) for name in filled}, source.uri)
-    missing: Sequence[str] = [name for name in plain if name not in stored]
-    if missing:
+    missing: Sequence[str] = ()
+    unexpected: Collection[str] = ()
+    if len(names) < len(plain):
+        missing = [name for name in plain if name not in stored]
         missing = uncovered(missing, state, [plain[name] for name in names])
-    unexpected = {name for name in stored if name not in state and not (prefixes and name.startswith(prefixes))}
+    if len(names) < len(stored):
+        unexpected = {name for name in stored if name not in state and not (prefixes and name.startswith(prefixes))}
     if unexpected and isinstance(source, SafetensorsSource):
         # A second name of bytes that are loaded under the first, or vice versa.
         loaded = {source.locations[name][1:] for name in names if source.locations[name].nbytes}
         unexpected = {name for name in unexpected if source.locations[name][1:] not in loaded}
+    into: Mapping[str, torch.Tensor] = {name: plain[name] for name in filled} if len(filled) < len(plain) else plain
+    extents = _plain_extents(into, source) if isinstance(source, SafetensorsSource) else None
+    direct, staged = into, dict[str, torch.Tensor]()
+    if extents is None:
+        direct, staged = _split({name: _fitted(name, tensor, source) for name, tensor in into.items()}, source.uri)
     return TensorAssignment(
         source.uri, plain if not own else state, direct, staged, names,
-        tuple(sorted(missing)), tuple(sorted(unexpected)), own,
+        tuple(sorted(missing)), tuple(sorted(unexpected)), own, extents,
     )  # fmt: skip
+
+
+def _plain_extents(tensors: Mapping[str, torch.Tensor], source: SafetensorsSource) -> ExtentTable | None:
+    """Return the extents that fill these tensors, if that is all to do: each has the stored shape and dtype, is
+    contiguous in the CPU's memory, and shares it with none of the others. None otherwise.
+
+    Each property is compared for all tensors together, without a loop in Python: with one, the check took 1.7 us per
+    tensor, in which 10 KB are read from the page cache.
+    """
+    if not tensors:
+        return None
+    memory = list(tensors.values())
+    locations = map(source.locations.__getitem__, tensors)
+    _, stored_in, offsets, sizes, dtypes, shapes, strides = zip(*locations, strict=True)
+    samples = {type(tensor): tensor for tensor in memory}
+    if set(strides) != {None} or any(map(is_traceable_wrapper_subclass, samples.values())):
+        return None
+    try:
+        if (
+            tuple(map(attrgetter("dtype"), memory)) != dtypes
+            or tuple(map(torch.Tensor.size, memory)) != shapes
+            or set(map(attrgetter("layout"), memory)) != {torch.strided}
+            or not set(map(TorchDevices.device_of, memory)) <= {CPU}
+            or not all(map(torch.Tensor.is_contiguous, memory))
+            or (any(map(_may_be_lazy, set(dtypes))) and any(tensor.is_neg() or tensor.is_conj() for tensor in memory))
+        ):
+            return None
+        addresses = np.array(list(map(torch.Tensor.data_ptr, memory)), dtype=np.int64)
+    except (RuntimeError, NotImplementedError):  # a tensor without plain bytes
+        return None
+    lengths = np.array(sizes, dtype=np.int64)
+    order = addresses[lengths > 0].argsort()
+    begins, ends = addresses[lengths > 0][order], (addresses + lengths)[lengths > 0][order]
+    if (begins[1:] < ends[:-1]).any():
+        return None
+    blobs = [shard.blob for shard in source.shards]
+    numbers = {id(blob): number for number, blob in enumerate(blobs)}
+    blob_of = [0] * len(memory) if len(blobs) == 1 else list(map(numbers.__getitem__, map(id, stored_in)))
+    return ExtentTable(blobs, blob_of, offsets, memory, lengths, addresses)
+
+
+def _may_be_lazy(dtype: torch.dtype) -> bool:
+    """Return True if tensors of a dtype may be negated or conjugated when they are read: real parts of complex ones."""
+    return dtype.is_complex or dtype in (torch.float16, torch.float32, torch.float64)
 
 
 def require_all(uri: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:

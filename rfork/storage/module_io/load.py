@@ -26,14 +26,16 @@ from rfork.storage.blob import Blob
 from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.relayout import is_bytewise
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.io.extents import ExtentTable
 from rfork.storage.location import Location
 from rfork.storage.module_io.assignment import (
     TensorAssignment,
     assign,
     assign_state,
     copy_into,
+    stored_names,
 )
-from rfork.storage.module_io.module_state import meta_tensors, replace_tensors
+from rfork.storage.module_io.module_state import LoadableTensors, replace_tensors
 from rfork.storage.module_io.no_init import as_parameter
 from rfork.storage.snapshots.entry import open_files
 from rfork.storage.snapshots.snapshot import Snapshot
@@ -211,19 +213,22 @@ def load(
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
         is_image = isinstance(source, SafetensorsSource) and source.layout is not None
         with gc_paused():
-            assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source)
-        if strict:
-            assigned.require_all()
-        assigned.check_memory()
-        assigned.check_writable()
-        without = _without_memory(module, assigned)
+            found = LoadableTensors(module, stored_names(source))
+            assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source, found)
+            if strict:
+                assigned.require_all()
+            assigned.check_memory()
+            assigned.check_writable()
+            without = _without_memory(module, found, assigned)
         missing, unexpected = assigned.load_own(source, strict=strict, progress=progress)
         restore = partial(restore_snapshot, source, uri, device, chosen, progress)
         verified = _fill(module, assigned, without, source, dtype, device, progress, restore)
-        names = [*assigned.names, *assigned.own_names(source)]
+        with gc_paused():
+            names = [*assigned.names, *assigned.own_names(source)]
+            nbytes = _bytes_of(source, names, assigned.extents)
         return LoadReport(
             source.uri,
-            _bytes_of(source, names),
+            nbytes,
             time.monotonic() - began,
             len(names),
             tuple(sorted((*assigned.missing, *missing))),
@@ -248,13 +253,19 @@ def _snapshot(
     return None if open_snapshot is None else (image, open_snapshot)
 
 
-def _without_memory(module: nn.Module, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
+def _without_memory(module: nn.Module, found: LoadableTensors, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
     """Return the tensors on the meta device by name. Raises CheckpointError if one of them is not stored."""
-    empty = meta_tensors(module)
-    if not empty and not any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for child in module.modules()
-        for value in vars(child).values()
+    if assigned.extents is not None and len(assigned.direct) == len(found.state) and not found.other_buffers:
+        empty = {}  # all have memory, which will be filled
+    else:
+        empty = found.without_memory
+    if not empty and not (
+        found.has_unregistered_tensors
+        and any(
+            isinstance(value, torch.Tensor) and value.is_meta
+            for child in module.modules()
+            for value in vars(child).values()
+        )
     ):
         return {}
     filled = {id(tensor) for tensor in assigned.direct.values() if tensor.is_meta}
@@ -364,9 +375,11 @@ def _replace_empty(empty: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return as_parameter(filled, empty) if isinstance(empty, nn.Parameter) else filled
 
 
-def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
-    """Return the number of stored bytes, counting tied tensors once."""
+def _bytes_of(source: TensorSource, names: Collection[str], extents: ExtentTable | None) -> int:
+    """Return the number of stored bytes, counting tied tensors once. `extents`: those of the filled tensors."""
     if isinstance(source, SafetensorsSource):
+        if extents is not None and len(extents) == len(names) and not source.aliases:
+            return int(extents.lengths.sum())
         locations = [source.locations[name] for name in names]
         # Includes the length: an empty tensor begins where another one does.
         return sum(

@@ -19,6 +19,8 @@ from rfork.image.layout import byte_extent
 from rfork.image.module_tensors import BASE_TENSOR_TYPES
 
 LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra_state"})
+MODULE_ATTRIBUTES = len(vars(nn.Module()))
+"""Number of attributes of a module that has no own ones."""
 PLAIN_LOADERS = frozenset(
     {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
 )
@@ -130,47 +132,86 @@ class SelfLoading(NamedTuple):
     why: str
 
 
-def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, in the order in which `load_state_dict` fills them.
+class LoadableTensors:
+    """A module's tensors, and its modules that load their own state, from one pass over its modules.
 
-    They are the module's own objects, regardless of what its `state_dict` returns.
+    `state` are the parameters and persistent buffers by name, in the order in which `load_state_dict` fills them: the
+    module's own objects, regardless of what its `state_dict` returns. `other_buffers` are the buffers that are not
+    persistent. `attribute_types` are the types of all further attributes. `stored` are the stored names.
     """
-    found: dict[str, torch.Tensor] = {}
-    _walk(module, "", found)
-    return found
+
+    def __init__(self, module: nn.Module, stored: Collection[str] = ()) -> None:
+        self.state: dict[str, torch.Tensor] = {}
+        self.other_buffers: dict[str, torch.Tensor] = {}
+        self.attribute_types: set[type] = set()
+        self.self_loading: list[SelfLoading] = []
+        self._stored = stored
+        self._classes: dict[type, tuple[str, bool]] = {}
+        """For each class why it loads its own state, and whether it is a norm."""
+        module_class = type(module)
+        overrides = module_class.load_state_dict is not nn.Module.load_state_dict
+        if overrides:
+            self.self_loading.append(SelfLoading("", module, f"{module_class.__name__} overrides load_state_dict"))
+        self._visit("", module, overrides)
+
+    @property
+    def without_memory(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers on the meta device."""
+        return {name: tensor for name, tensor in (self.state | self.other_buffers).items() if tensor.is_meta}
+
+    @property
+    def has_unregistered_tensors(self) -> bool:
+        """True if modules may have tensors in attributes that are not registered."""
+        return any(issubclass(each, torch.Tensor) for each in self.attribute_types)
+
+    def _visit(self, prefix: str, module: nn.Module, owned: bool) -> None:
+        """Add a module and those below it; `owned`: a module above it loads their state."""
+        attributes = vars(module)
+        if len(attributes) > MODULE_ATTRIBUTES:
+            self.attribute_types.update(map(type, attributes.values()))
+        if not owned and (why := self._why_self_loading(prefix, module, attributes)):
+            self.self_loading.append(SelfLoading(prefix, module, why))
+            owned = True
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self.state[prefix + key] = parameter
+        if buffers := module._buffers:
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    persistent = key not in module._non_persistent_buffers_set
+                    (self.state if persistent else self.other_buffers)[prefix + key] = buffer
+        if children := module._modules:
+            for key, child in children.items():
+                if child is not None:
+                    self._visit(f"{prefix}{key}.", child, owned)
+
+    def _why_self_loading(self, prefix: str, module: nn.Module, attributes: Mapping[str, object]) -> str | None:
+        module_class = type(module)
+        known = self._classes.get(module_class)
+        if known is None:
+            known = self._classes[module_class] = _overrides(module_class), issubclass(module_class, _NormBase)
+        why, is_norm = known
+        if why:
+            return why
+        if "load_state_dict" in attributes or "_load_from_state_dict" in attributes or "set_extra_state" in attributes:
+            return f"this {module_class.__name__} instance overrides {min(LOAD_METHODS & attributes.keys())}"
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return f"{module_class.__name__} has a load_state_dict hook"
+        if is_norm and module._buffers.get(ADDED_BY_NORMS) is not None:
+            return None if prefix + ADDED_BY_NORMS in self._stored else f"{ADDED_BY_NORMS} is not stored"
+        return None
+
+
+def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by name; see `LoadableTensors.state`."""
+    return LoadableTensors(module).state
 
 
 def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading]:
     """Return the topmost modules whose loading is more than copying each tensor. `stored` are the stored
     names.
     """
-    found: list[SelfLoading] = []
-    plain: dict[type, str] = {}
-    module_class = type(module)
-    if module_class.load_state_dict is not nn.Module.load_state_dict:
-        return [SelfLoading("", module, f"{module_class.__name__} overrides load_state_dict")]
-    left = [("", module)]
-    while left:
-        prefix, child = left.pop()
-        if why := _why_self_loading(child, prefix, stored, plain):
-            found.append(SelfLoading(prefix, child, why))
-        else:
-            below = [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
-            left += reversed(below)  # in torch's order: if two share memory, the later one wins
-    return found
-
-
-def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers on the meta device, by name."""
-    found: dict[str, torch.Tensor] = {}
-    below = [("", module)]
-    while below:
-        prefix, child = below.pop()
-        for key, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and tensor.is_meta:
-                found[prefix + key] = tensor
-        below += [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
-    return found
+    return LoadableTensors(module, stored).self_loading
 
 
 def replace_tensors(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> None:
@@ -183,35 +224,6 @@ def replace_tensors(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> Non
                         registry[key] = other
                     else:  # a class that also stores its parameters elsewhere, such as nn.LSTM
                         setattr(child, key, other)
-
-
-def _walk(module: nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            found[prefix + key] = parameter
-    if module._buffers:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                found[prefix + key] = buffer
-    for key, child in module._modules.items():
-        if child is not None:
-            _walk(child, f"{prefix}{key}.", found)
-
-
-def _why_self_loading(module: nn.Module, prefix: str, stored: Collection[str], plain: dict[type, str]) -> str | None:
-    module_class = type(module)
-    why = plain.get(module_class)
-    if why is None:
-        why = plain[module_class] = _overrides(module_class)
-    if why:
-        return why
-    if LOAD_METHODS & vars(module).keys():
-        return f"this {module_class.__name__} instance overrides {min(LOAD_METHODS & vars(module).keys())}"
-    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
-        return f"{module_class.__name__} has a load_state_dict hook"
-    if isinstance(module, _NormBase) and module._buffers.get(ADDED_BY_NORMS) is not None:
-        return None if prefix + ADDED_BY_NORMS in stored else f"{ADDED_BY_NORMS} is not stored"
-    return None
 
 
 def _overrides(module_class: type[nn.Module]) -> str:

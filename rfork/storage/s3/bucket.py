@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import botocore
@@ -26,11 +26,10 @@ from botocore.session import Session
 import rfork
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.s3.errors import MISSING_CODES, error_code, to_storage_error
+from rfork.storage.s3.botocore_errors import error_code, to_storage_error
+from rfork.storage.s3.errors import MISSING_CODES
+from rfork.storage.s3.url_signer import DEFAULT_REGION, URL_TTL_S
 
-URL_TTL_S: Final = 900
-"""Validity of a presigned URL in seconds; each is used for only a fraction of it."""
-DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 
 

@@ -1,33 +1,32 @@
 """S3 and compatible services: objects of a bucket below a prefix.
 
-Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs, with
-`rfork.storage.http`. obstore, which `rfork.storage.object_store` uses for other clouds, is not used here: reading
-from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one copy more), it reads no AWS
-profiles, and it cannot complete a multipart upload only if the object does not exist.
+Objects are listed, written and removed through botocore, which is imported for the first such request. They are read
+with `rfork.storage.http` by presigned URLs: signed here if only the environment configures S3
+(`rfork.storage.s3.url_signer`), by botocore otherwise. obstore, which `rfork.storage.object_store` uses for other
+clouds, is not used here: reading from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one
+copy more), it reads no AWS profiles, and it cannot complete a multipart upload only if the object does not exist.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rfork.errors import MissingExtra, StorageError
 from rfork.net.request import HttpRequest
-from rfork.settings import StorageSettings
+from rfork.settings import StorageSettings, aws_variables
 from rfork.storage.blob import Blob, BlobEntry, BlobWriter
 from rfork.storage.http.blob import RangedBlob
 from rfork.storage.http.session import HttpSession
 from rfork.storage.location import Location
+from rfork.storage.s3.errors import WrongRegion, explain
+from rfork.storage.s3.url_signer import UrlSigner
 
-try:
+if TYPE_CHECKING:
     from rfork.storage.s3.bucket import S3Bucket
-    from rfork.storage.s3.errors import WrongRegion, explain
-    from rfork.storage.s3.upload import open_upload
-except ImportError as error:
-    raise MissingExtra("boto3 (for s3://)", extra="s3", reason=str(error)) from None
 
 SIGNATURE_REUSE_S: Final = 60.0
 """Seconds for which a signature is reused; the credentials behind it stay valid for longer."""
@@ -39,8 +38,9 @@ class S3Store:
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
         self._settings = settings
-        self._bucket = S3Bucket(folder.host, settings)
+        self._signer = UrlSigner.from_variables(folder.host, settings, aws_variables())
         self._lock = threading.Lock()
+        self._botocore_bucket: S3Bucket | None = None
         self._http: HttpSession | None = None
 
     @property
@@ -55,6 +55,7 @@ class S3Store:
         except WrongRegion:
             # Like AWS's own clients: without a configured region, they start with the default one.
             self._bucket.find_region()
+            self._signer = None
         try:
             return self._open(name, front)
         except WrongRegion as error:
@@ -72,8 +73,11 @@ class S3Store:
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
         """See `BlobStore`."""
+        bucket = self._bucket  # raises MissingExtra
+        from rfork.storage.s3.upload import open_upload
+
         location = self._folder.child(name)
-        return open_upload(self._bucket, location.path, location.uri, self._settings, replace=replace)
+        return open_upload(bucket, location.path, location.uri, self._settings, replace=replace)
 
     def remove(self, name: str) -> None:
         """See `BlobStore`."""
@@ -84,7 +88,21 @@ class S3Store:
         with self._lock:
             if self._http is not None:
                 self._http.pool.unregister()
-        self._bucket.close()
+            bucket = self._botocore_bucket
+        if bucket is not None:
+            bucket.close()
+
+    @property
+    def _bucket(self) -> S3Bucket:
+        """The bucket as botocore accesses it. Raises MissingExtra."""
+        with self._lock:
+            if self._botocore_bucket is None:
+                try:
+                    from rfork.storage.s3.bucket import S3Bucket
+                except ImportError as error:
+                    raise MissingExtra("boto3 (for s3://)", extra="s3", reason=str(error)) from None
+                self._botocore_bucket = S3Bucket(self._folder.host, self._settings)
+            return self._botocore_bucket
 
     def _open(self, name: str, front: int) -> RangedBlob:
         location = self._folder.child(name)
@@ -94,14 +112,14 @@ class S3Store:
 
         return RangedBlob.open(
             location.uri,
-            _RequestSigner(self._bucket, location.path),
+            _RequestSigner((self._signer or self._bucket).url, location.path),
             self._session(),
             explain_status,
             front=front,
         )
 
     def _session(self) -> HttpSession:
-        ca_file = self._bucket.ca_file
+        ca_file = (self._signer or self._bucket).ca_file
         with self._lock:
             if self._http is None:
                 self._http = HttpSession(self._settings.model_copy(update={"ca": ca_file}))
@@ -111,8 +129,8 @@ class S3Store:
 class _RequestSigner:
     """Creates presigned requests for one object; see `rfork.storage.http.requests.Sign`. Thread-safe."""
 
-    def __init__(self, bucket: S3Bucket, key: str) -> None:
-        self._bucket = bucket
+    def __init__(self, sign_url: Callable[[str], str], key: str) -> None:
+        self._sign_url = sign_url
         self._key = key
         self._lock = threading.Lock()
         self._signed: tuple[HttpRequest, float] | None = None
@@ -122,5 +140,5 @@ class _RequestSigner:
         with self._lock:
             now = time.monotonic()
             if self._signed is None or now - self._signed[1] >= SIGNATURE_REUSE_S:
-                self._signed = HttpRequest(self._bucket.url(self._key)), now
+                self._signed = HttpRequest(self._sign_url(self._key)), now
             return self._signed[0]

@@ -41,7 +41,7 @@ def loader(max_rounds: int | None = None) -> StorageContender:
 )
 def test_parts_are_selected_by_name(arguments: list[str], expected: list[Part]) -> None:
     """The name is that of image and medium; --quick alone leaves out the longest parts."""
-    _, parts = parse(arguments)
+    _, parts, _ = parse(arguments)
     assert expected == parts
 
 
@@ -54,38 +54,39 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 def test_the_common_options_are_accepted() -> None:
     """They can be combined with the benchmark's own options."""
-    options, _ = parse(["--only", "s3", "--quick", "--rounds", "2"])
+    options, _, every = parse(["--only", "s3", "--quick", "--rounds", "2", "--all"])
     assert options.quick
+    assert every
     assert 2 == options.rounds
 
 
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("part", ALL)
-def test_no_two_contenders_share_a_row(part: Part, quick: bool) -> None:
+def test_no_two_contenders_share_a_row(part: Part, every: bool) -> None:
     """Otherwise the runs of both would count as one's."""
-    cases = [case for case, _ in entries(part, quick)]
+    cases = [case for case, _ in entries(part, every)]
     assert len(cases) == len(set(cases))
 
 
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("part", ALL)
-def test_every_row_of_ours_has_a_peer(part: Part, quick: bool) -> None:
+def test_every_row_of_ours_has_a_peer(part: Part, every: bool) -> None:
     """The peer uses the same type of memory; without one the row could not be compared."""
     found = {
-        role: {case.comparison_key for case, _ in entries(part, quick) if case.role == role}
+        role: {case.comparison_key for case, _ in entries(part, every) if case.role == role}
         for role in ("ours", "peer")
     }
     assert set() == found["ours"] - found["peer"]
     assert found["ours"]
 
 
-def test_a_full_run_has_both_destinations() -> None:
-    """A quick one has those that time allows."""
+def test_rows_depend_on_the_option_for_all() -> None:
+    """All rows have both destinations; otherwise those that differ."""
     ours = {
-        quick: {case.comparison_key for part in parts for case, _ in entries(part, quick) if case.role == "ours"}
-        for quick, parts in ((False, ALL), (True, QUICK))
+        every: {case.comparison_key for part in ALL for case, _ in entries(part, every) if case.role == "ours"}
+        for every in (True, False)
     }
-    assert {(*part, into) for part in ALL for into in ("fresh", "existing")} == ours[False]
+    assert {(*part, into) for part in ALL for into in ("fresh", "existing")} == ours[True]
     assert {
         ("dense", "cold", "fresh"),
         ("dense", "cold", "existing"),
@@ -94,7 +95,14 @@ def test_a_full_run_has_both_destinations() -> None:
         ("dense", "s3", "fresh"),
         ("small", "cold", "existing"),
         ("small", "warm", "existing"),
-    } == ours[True]
+        ("small", "s3", "fresh"),
+    } == ours[False]
+
+
+def test_the_default_number_of_rounds_is_three() -> None:
+    """With and without --quick."""
+    assert 3 == parse([])[0].rounds
+    assert 3 == parse(["--quick"])[0].rounds
 
 
 @pytest.mark.parametrize(
@@ -114,19 +122,20 @@ def test_side_rows_run_less_often(case: StorageCase, max_rounds: int | None, exp
 
 
 def test_only_formats_that_are_read_are_written() -> None:
-    """--quick writes two formats less; everything in S3 is also on disk."""
-    assert {"dense": frozenset({"safetensors"})} == formats_by_image([("dense", "cold")], quick=True)
-    assert {"dense": EVERYTHING, "small": EVERYTHING} == formats_by_image(ALL, quick=False)
+    """--all writes three formats more; everything in S3 is also on disk."""
+    assert {"dense": frozenset({"safetensors"})} == formats_by_image([("dense", "cold")], every=False)
+    assert {"dense": EVERYTHING, "small": EVERYTHING} == formats_by_image(ALL, every=True)
     both = DENSE_BYTES + SMALL_BYTES
-    assert (4 * both, 3 * both) == written_bytes(ALL, quick=False)
-    assert (4 * SMALL_BYTES, 0) == written_bytes([("small", "warm")], quick=False)
+    assert (4 * both, 3 * both) == written_bytes(ALL, quick=False, every=True)
+    assert (both, both) == written_bytes(ALL, quick=False, every=False)
+    assert (4 * SMALL_BYTES, 0) == written_bytes([("small", "warm")], quick=False, every=True)
 
 
 def test_the_estimate_grows_with_rounds_and_parts() -> None:
     """It is printed in words that are no more precise than it is."""
 
     def seconds(parts: list[Part], rounds: int) -> float:
-        return estimate_s(parts, Options("storage", False, rounds, None, None))
+        return estimate_s(parts, Options("storage", False, rounds, None, None), False)
 
     assert seconds(ALL[:1], 1) < seconds(ALL[:1], 2) < seconds(ALL[:2], 2)
     assert ["10 s", "90 s", "2 min", "21 min"] == [minutes(each) for each in (1, 90, 91, 1201)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +47,20 @@ def test_subtract_and_intersect_match_set_operations(one: list[ranges.Range], tw
     """Difference and intersection contain exactly the integers of the sets."""
     assert ranges.from_indices(members(one) - members(two)) == ranges.subtract(one, two)
     assert ranges.from_indices(members(one) & members(two)) == ranges.intersect(one, two)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=20), some_ranges)
+def test_overlaps_are_found_for_each_range(spans: list[tuple[int, int]], pairs: list[ranges.Range]) -> None:
+    """A range overlaps if it has a member in common; an empty one never does."""
+    merged = ranges.normalise(pairs)
+    begins = np.array([begin for begin, _ in spans], dtype=np.int64)
+    lengths = np.array([length for _, length in spans], dtype=np.int64)
+    expected = [not members(merged).isdisjoint(range(begin, begin + length)) for begin, length in spans]
+    assert expected == ranges.overlaps(begins, lengths, merged).tolist()
+
+
+def test_overlaps_reach_the_end_of_the_address_space() -> None:
+    """The kernel's mappings lie above every signed address."""
+    begins, lengths = np.array([4096], dtype=np.int64), np.array([8], dtype=np.int64)
+    merged = ((0, 4096), (0xFFFFFFFFFF600000, 0xFFFFFFFFFF601000))
+    assert [False] == ranges.overlaps(begins, lengths, merged).tolist()

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged
 from rfork.settings import StorageSettings
+from rfork.storage import direct_io
 from rfork.storage.direct_io import address_of
 from rfork.storage.io import extents as reading_plan
-from rfork.storage.io.extents import MAX_GAP_BYTES, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io import reader
+from rfork.storage.io.extents import MAX_GAP_BYTES, ExtentTable, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.reader import Extent, fill
+from rfork.storage.local import LocalFile
 
 MIB = 1 << 20
 NEVER_S = 60.0
@@ -296,3 +301,39 @@ def test_concurrent_reads_are_limited() -> None:
     fill(extents, SETTINGS)
     assert 4 == max(in_flight_counts)
     assert [content(extent) for extent in extents] == [expected_bytes(e) for e in extents]
+
+
+@pytest.mark.parametrize(
+    ("cached_fraction", "processors", "expected"), [(1.0, 2, 2), (1.0, 1, 2), (1.0, 16, 8), (0.0, 2, 8)]
+)
+def test_cached_files_are_read_by_as_many_threads_as_processors(
+    cached_fraction: float, processors: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads from the page cache are copies, so that more threads would only wait; two overlap planning and copying."""
+    (tmp_path / "file").write_bytes(bytes(100))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(direct_io, "resident", lambda descriptor, offset, length: int(length * cached_fraction))
+    with closing(LocalFile(tmp_path / "file", SETTINGS)) as file:
+        table = ExtentTable.of([Extent(file, at, torch.empty(9, dtype=torch.uint8)) for at in (0, 91)])
+        assert expected == reader._max_streams(table, 8)
+
+
+def test_remote_blobs_are_read_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request takes a round trip, whatever the number of processors."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    table = ExtentTable.of([Extent(PatternBlob(9), 0, torch.empty(9, dtype=torch.uint8))])
+    assert 8 == reader._max_streams(table, 8)
+
+
+def test_a_table_contains_its_extents() -> None:
+    """Each extent is found by its index, and slices are sequences of them."""
+    blobs = PatternBlob(9), PatternBlob(9)
+    extents = [Extent(blobs[at % 2], at, torch.empty(at, dtype=torch.uint8)) for at in range(4)]
+    table = ExtentTable.of(extents)
+    assert 4 == len(table)
+    assert list(blobs) == list(table.blobs)
+    for index, extent in enumerate(extents):
+        assert extent.blob is table[index].blob
+        assert extent.offset == table[index].offset
+        assert extent.into is table[index].into
+    assert [1, 2] == [extent.offset for extent in table[1:3]]

@@ -19,6 +19,7 @@ from rfork.storage.s3 import bucket as s3_bucket
 from rfork.storage.s3 import store as module
 from rfork.storage.s3.bucket import S3Bucket
 from rfork.storage.s3.store import S3Store
+from rfork.storage.s3.url_signer import URL_TTL_S
 from tests.seaweed import UseIdentity, use_identity
 
 __all__ = ["use_identity"]
@@ -124,17 +125,15 @@ def test_an_invalid_bucket_name_is_an_error(keys: None) -> None:
 def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is signed again once its signature is old, long before it expires; it is never shown."""
     now, signed = [1000.0], itertools.count(1)
-    bucket = S3Bucket("models", _settings())
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(bucket, "url", lambda key: f"https://s3/{key}?X-Amz-Signature={next(signed)}")
-    sign = module._RequestSigner(bucket, "a")
+    sign = module._RequestSigner(lambda key: f"https://s3/{key}?X-Amz-Signature={next(signed)}", "a")
     urls = []
     for seconds in (0, module.SIGNATURE_REUSE_S - 1, 1, 10):
         now[0] += seconds
         urls.append(sign().url)
     assert ["1", "1", "2", "2"] == [url[-1] for url in urls]
     assert "Request('https://s3/a')" == repr(sign())
-    assert module.SIGNATURE_REUSE_S < s3_bucket.URL_TTL_S / 2
+    assert module.SIGNATURE_REUSE_S < URL_TTL_S / 2
 
 
 def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:

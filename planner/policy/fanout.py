@@ -27,6 +27,8 @@ CHAIN_CHUNK_RATIO: Final = 10
 """A chain is used while the number of targets is at most a tenth of the chunks."""
 MIN_TREE_FEED: Final = 0.45
 """Fraction of a link that feeds one of the two trees at full speed."""
+BURST_START: Final = range(16, 257)
+"""Sizes of a first batch that others are expected to follow."""
 SPEED_CLASS: Final = 2.0
 """Speed ratio between classes: targets slower than the fastest by more than this factor come after it, and so
 on.
@@ -134,7 +136,12 @@ def two_trees(
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     halves = split(_all_chunks(line[0]), 2)
-    both = trees.two_trees(len(line), spare_at_top=bool(feeds) and not feeds[0].complete)
+    below_relays = bool(feeds) and not feeds[0].complete
+    both = trees.two_trees(
+        len(line),
+        spare_at_top=below_relays or (bool(feeds) and len(line) in BURST_START),
+        keep_depth=not below_relays,
+    )
     feeds = _feeds_by_half(state, feeds[:2], halves)
     for position, demand in enumerate(line):
         shares: list[tuple[Source, tuple[Range, ...]]] = []

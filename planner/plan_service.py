@@ -7,6 +7,7 @@ effect once the store has accepted it; see `planner.store.base` for concurrent c
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ class PlanService:
         self._warm_at: float | None = None
         """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.plan_service")
+        # A dropped log call costs more than the check of its level.
+        self._level = logging.getLogger("planner.plan_service")
 
     @property
     def state(self) -> PlannerState:
@@ -227,7 +230,8 @@ class PlanService:
         context = await self._prepare(request, owner, claimant.address)
         group = context.group
         with self._tracer.span("wait for plan", model=group.model, version=group.version, rank=group.rank_key) as span:
-            plan = await self._plan_with_others(replace(context, trace=span.context))
+            traced = context if span.context is None else replace(context, trace=span.context)
+            plan = await self._plan_with_others(traced)
             span.set(reason=plan.reason, routes=len(plan.routes), retry_after_s=plan.retry_after_s)
             return plan
 
@@ -404,7 +408,7 @@ class PlanService:
                 return found
             with self._metrics.plan_seconds.time():
                 forks, decisions = plans.plan_batch(state, batch, now)
-            instances = tuple(replace(context.target, read_rate=None) for context in batch)
+            instances = tuple(_without_rate(context.target) for context in batch)
             try:
                 await self.store.commit(StoreChange(instances=instances, forks=forks, group=key, version=version))
             except CommitConflict:
@@ -688,11 +692,19 @@ class PlanService:
                 self._metrics.route_planned(read.transports)
         # A fork that goes well is logged when it finishes.
         is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
-        (self._log.info if is_noteworthy else self._log.debug)(
-            "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
+        level = logging.INFO if is_noteworthy else logging.DEBUG
+        if not self._level.isEnabledFor(level):
+            return
+        self._log.log(
+            level, "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
             version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,
             batch_size=batch_size, sources=[read.source_id for read in fork.reads], reason=fork.reason,
         )  # fmt: skip
+
+
+def _without_rate(record: InstanceRecord) -> InstanceRecord:
+    """Return the record of a target whose plan begins now."""
+    return record if record.read_rate is None else replace(record, read_rate=None)
 
 
 def _plan_for(context: PlanContext, plans_by_fork: Plans) -> Plan:

@@ -152,9 +152,9 @@ def _source_for_slow_target(
     least progress, because few wait for it. None if it has moved before, or no such source exists.
     """
     target = demand.target
-    current = [state.source(share.source_id) for share in demand.current_shares]
-    if not target.slow or not unassigned or not current:
+    if not target.slow or not unassigned or not demand.current_shares:
         return None
+    current = [state.source(share.source_id) for share in demand.current_shares]
     if any(source is not None and (source.slow or source.complete) for source in current):
         return None
     current_ids = {share.source_id for share in demand.current_shares}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from planner.core.compact_reports import compact_report
 from planner.core.faults import FaultAssessment, assess_faults
 from planner.core.problems import ProblemError, check_ranges, invalid_field
 from planner.core.records import (
@@ -76,6 +78,8 @@ def record_report(
     """Return the instance's record with this report and owner, keeping what else is known about it."""
     check_ranges("verified", report.verified, report.chunk_count)
     known = state.instance(report.instance_id)
+    if report.state != "loading":  # the report of a target is replaced with each plan
+        report = compact_report(report, known.report if known is not None else None)
     version = _version_by_content(report)
     if known is None:
         return InstanceRecord(
@@ -249,7 +253,7 @@ def _version_by_content(report: InstanceReport) -> str:
     if report.version is not None or report.state == "loading" or report.weights_id is None:
         return ""
     if weights_version.is_single(report.rank):
-        return weights_version.of_weights(report.weights_id)
+        return sys.intern(weights_version.of_weights(report.weights_id))
     return weights_version.unnamed(report.replica or report.instance_id)
 
 

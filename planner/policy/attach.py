@@ -123,6 +123,8 @@ def _move_to_idle_seed(
 ) -> list[tuple[Source, tuple[Range, ...]]]:
     """Let a delayed target read from a seed without readers what it would read from relays or busy seeds."""
     target = demand.target
+    if target.read_rate is None:
+        return kept
     delayed = [each for each in kept if not each[0].complete or state.readers(each[0].instance_id)]
     chunks = normalise(chunk for _, part in delayed for chunk in part)
     if not is_worth_replan(chunks, target):

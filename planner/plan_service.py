@@ -64,6 +64,8 @@ MAX_SCALEUPS: Final = 10_000
 SWEEP_INTERVAL_S: Final = 1.0
 FIRST_HEARTBEAT_FRACTION: Final = 0.9
 """Fraction of the heartbeat interval after which every instance has reported: they send at 0.8 of it."""
+RATE_WINDOW_S: Final = 1.0
+"""Seconds over which a target measures its current read rate (see `ForkProgress.bytes_per_s`)."""
 MIN_FORKS_FOR_STRAGGLERS: Final = 3
 """Minimum number of running forks in a group before one of them can be judged slow."""
 
@@ -451,6 +453,8 @@ class PlanService:
             report = target.report.model_copy(update={"verified": progress.verified})
             # A read rate within the host does not indicate the link's speed.
             same_host_read = any(is_same_host_route(read.transports) for read in fork.reads)
+            # A rate of which a part is older than the plan shows nothing about the plan's sources.
+            is_older_than_plan = before.progress is not None and now < fork.planned_at + RATE_WINDOW_S
             fastest = max(target.ingress_rate or 0.0, 0.0 if same_host_read else progress.bytes_per_s) or None
             witness = Witness(fork.instance_id, target.report.placement.host, claimant.address)
             heartbeat_s = self._settings.heartbeat_interval_s
@@ -463,7 +467,7 @@ class PlanService:
                 seen_at=now,
                 reported_missing=False,
                 ingress_rate=fastest,
-                read_rate=None if same_host_read else progress.bytes_per_s,
+                read_rate=None if same_host_read or is_older_than_plan else progress.bytes_per_s,
             )
             instances = (target, *others)
         try:

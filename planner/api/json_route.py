@@ -37,7 +37,9 @@ class JsonRoute(APIRoute):
                 return await general(request)
             values: dict[str, Any] = {}
             for field in path_params:
-                values[field.name], errors = field.validate(request.path_params[field.name], {}, loc=("path", field.name))
+                values[field.name], errors = field.validate(
+                    request.path_params[field.name], {}, loc=("path", field.name)
+                )
                 if errors:
                     return await general(request)
             try:

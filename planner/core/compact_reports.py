@@ -12,8 +12,10 @@ from typing import Any, Final, TypeVar
 
 from rfork.schema import InstanceReport, Placement, WireModel
 
-MAX_SHARED: Final = 8192
-"""Parts of each kind that are kept; the least recently used are forgotten, and no longer shared."""
+MAX_SHARED: Final = 1024
+"""Parts that are kept; the least recently used are forgotten, and no longer shared."""
+MAX_RANGES: Final = 4
+"""Ranges of chunks that are shared: of a complete instance it is one, and long lists are no other's."""
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 
@@ -23,8 +25,10 @@ def compact_report(report: InstanceReport, known: InstanceReport | None) -> Inst
     if known is not None and report == known:
         return known
     values: dict[str, Any] = {name: _shared_value(value) for name, value in report.__dict__.items()}
-    for name in ("rank", "storage", "transports", "verified"):
+    for name in ("rank", "storage", "transports"):
         values[name] = _shared_part(values[name])
+    if len(report.verified) <= MAX_RANGES:
+        values["verified"] = _shared_part(report.verified)
     values["placement"] = _compact_placement(report.placement)
     # An instance's own names are no other's.
     for name in ("instance_id", "address", "replica"):

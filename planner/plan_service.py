@@ -7,6 +7,7 @@ effect once the store has accepted it; see `planner.store.base` for concurrent c
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ MAX_SCALEUPS: Final = 10_000
 SWEEP_INTERVAL_S: Final = 1.0
 FIRST_HEARTBEAT_FRACTION: Final = 0.9
 """Fraction of the heartbeat interval after which every instance has reported: they send at 0.8 of it."""
+RATE_WINDOW_S: Final = 1.0
+"""Seconds over which a target measures its current read rate (see `ForkProgress.bytes_per_s`)."""
 MIN_FORKS_FOR_STRAGGLERS: Final = 3
 """Minimum number of running forks in a group before one of them can be judged slow."""
 
@@ -100,6 +103,8 @@ class PlanService:
         self._warm_at: float | None = None
         """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.plan_service")
+        # A dropped log call costs more than the check of its level.
+        self._level = logging.getLogger("planner.plan_service")
 
     @property
     def state(self) -> PlannerState:
@@ -227,7 +232,8 @@ class PlanService:
         context = await self._prepare(request, owner, claimant.address)
         group = context.group
         with self._tracer.span("wait for plan", model=group.model, version=group.version, rank=group.rank_key) as span:
-            plan = await self._plan_with_others(replace(context, trace=span.context))
+            traced = context if span.context is None else replace(context, trace=span.context)
+            plan = await self._plan_with_others(traced)
             span.set(reason=plan.reason, routes=len(plan.routes), retry_after_s=plan.retry_after_s)
             return plan
 
@@ -404,7 +410,7 @@ class PlanService:
                 return found
             with self._metrics.plan_seconds.time():
                 forks, decisions = plans.plan_batch(state, batch, now)
-            instances = tuple(replace(context.target, read_rate=None) for context in batch)
+            instances = tuple(_without_rate(context.target) for context in batch)
             try:
                 await self.store.commit(StoreChange(instances=instances, forks=forks, group=key, version=version))
             except CommitConflict:
@@ -447,6 +453,8 @@ class PlanService:
             report = target.report.model_copy(update={"verified": progress.verified})
             # A read rate within the host does not indicate the link's speed.
             same_host_read = any(is_same_host_route(read.transports) for read in fork.reads)
+            # A rate of which a part is older than the plan shows nothing about the plan's sources.
+            is_older_than_plan = before.progress is not None and now < fork.planned_at + RATE_WINDOW_S
             fastest = max(target.ingress_rate or 0.0, 0.0 if same_host_read else progress.bytes_per_s) or None
             witness = Witness(fork.instance_id, target.report.placement.host, claimant.address)
             heartbeat_s = self._settings.heartbeat_interval_s
@@ -459,7 +467,7 @@ class PlanService:
                 seen_at=now,
                 reported_missing=False,
                 ingress_rate=fastest,
-                read_rate=None if same_host_read else progress.bytes_per_s,
+                read_rate=None if same_host_read or is_older_than_plan else progress.bytes_per_s,
             )
             instances = (target, *others)
         try:
@@ -688,11 +696,19 @@ class PlanService:
                 self._metrics.route_planned(read.transports)
         # A fork that goes well is logged when it finishes.
         is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
-        (self._log.info if is_noteworthy else self._log.debug)(
-            "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
+        level = logging.INFO if is_noteworthy else logging.DEBUG
+        if not self._level.isEnabledFor(level):
+            return
+        self._log.log(
+            level, "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
             version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,
             batch_size=batch_size, sources=[read.source_id for read in fork.reads], reason=fork.reason,
         )  # fmt: skip
+
+
+def _without_rate(record: InstanceRecord) -> InstanceRecord:
+    """Return the record of a target whose plan begins now."""
+    return record if record.read_rate is None else replace(record, read_rate=None)
 
 
 def _plan_for(context: PlanContext, plans_by_fork: Plans) -> Plan:

@@ -23,18 +23,21 @@ p50 is the median of all slices' medians, p99 is over all calls; ratios are medi
 "bytes/rank" is the planner's resident memory at the end, with the running forks and the 1,000 finished ones
 that it keeps, minus that of the same process before the first rank, divided by R. Growth is p50 at 10,000
 ranks divided by p50 at 100; log N would allow 2.
+
+`--ranks N` measures one planner with N ranks instead: `python -m benchmarks.planner_load --quick --ranks 40000`.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
 from benchmarks import harness
-from benchmarks.harness import Row
+from benchmarks.harness import Options, Row
 from benchmarks.planner_load import servers
 from benchmarks.planner_load.client import drive
 from benchmarks.planner_load.contenders import (
@@ -60,14 +63,15 @@ KEYS = 8
 
 def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
-    options = harness.options("planner_load", __doc__)
+    options, ranks = parse()
     logs.configure(json=False, level="error")
     bench = LoadBench(quick=options.quick)
-    loaded_stack = [LoadFleet(size) for size in (SIZES[-1:] if options.quick else SIZES[1:])]
+    sizes = (ranks,) if ranks else SIZES
+    loaded_stack = [LoadFleet(size) for size in (sizes[-1:] if options.quick or ranks else sizes[1:])]
     with contextlib.ExitStack() as processes:
         bench.serve_bare(processes.enter_context(servers.bare()))
         planners: list[tuple[LoadFleet, ServerProcess, int]] = []
-        for fleet in fleets(options.quick):
+        for fleet in [LoadFleet(ranks)] if ranks else fleets(options.quick):
             server, caller_pool = (
                 processes.enter_context(servers.planner(fleet.batch_s)),
                 CallerPool(fleet),
@@ -78,7 +82,7 @@ def main() -> None:
             bench.one_at_a_time(server, caller_pool)
             if fleet in loaded_stack:
                 bench.under_load(server, caller_pool)
-        for size in SIZES:
+        for size in () if ranks else sizes:
             bench.inside(LoadFleet(size))
         # Freeze existing objects: otherwise our garbage collection pauses would count as the planner's.
         gc.collect()
@@ -89,9 +93,17 @@ def main() -> None:
         options,
         settings={"connections": CONNECTIONS, "forks_a_second": FORKS_A_SECOND, "calls_a_slice": bench.calls},
         rows=[row(line, bench, memory) for line in bench.rows],
-        figures=figures(bench, memory),
+        figures=figures(bench, memory, LoadFleet(sizes[-1])),
         plot=("contender", "p50 ms"),
     )
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int]:
+    """Parse the common benchmark options and the number of ranks; 0: the sizes of the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_load", add_help=False)
+    parser.add_argument("--ranks", type=int, default=0, help="measure one planner with this many ranks instead")
+    chosen, rest = parser.parse_known_args(arguments)
+    return harness.options("planner_load", __doc__, rest), chosen.ranks
 
 
 def fleets(quick: bool) -> list[LoadFleet]:
@@ -134,25 +146,25 @@ def ratio(bench: LoadBench, numerator: tuple[str, str], denominator: tuple[str, 
     return median(above / below for above, below in zip(upper, lower, strict=True))
 
 
-def figures(bench: LoadBench, memory: Mapping[str, float]) -> dict[str, float]:
+def figures(bench: LoadBench, memory: Mapping[str, float], large_fleet: LoadFleet) -> dict[str, float]:
     """Return the figures of DESIGN section 11, and their components."""
-    small_fleet, large_fleet = LoadFleet(SIZES[0]), LoadFleet(SIZES[-1])
-
+    small_fleet = LoadFleet(SIZES[0])
     plan, bare = (large_fleet.name, PLAN), (BARE, BARE_POST)
-    growth = ratio(bench, plan, (small_fleet.name, PLAN))
-    allowed = math.log(large_fleet.ranks) / math.log(small_fleet.ranks)
     beats = bench.runs[f"{large_fleet.name}, heartbeats"]
     forks = bench.runs[f"{large_fleet.name}, forks"]
-    return {
+    found = {
         "plan_cost_vs_bare_route": ratio(bench, plan, bare),
         "plan_again_cost_vs_bare_route": ratio(bench, (large_fleet.name, REPLAN), bare),
         "plan_cost_vs_bare_models": ratio(bench, plan, (BARE, BARE_MODELS)),
         "plan_bytes_per_rank": memory[large_fleet.name],
-        "plan_growth_10000_vs_100": growth,
-        "plan_growth_vs_log": growth / allowed,
         "heartbeats_per_s": median(run.samples.rate(HEARTBEAT) for run in beats),
         "fork_requests_per_s": median(run.samples.rate(*FORK_CALLS) for run in forks),
     }
+    if small_fleet.name in bench.runs:
+        growth = ratio(bench, plan, (small_fleet.name, PLAN))
+        allowed = math.log(large_fleet.ranks) / math.log(small_fleet.ranks)
+        found |= {"plan_growth_10000_vs_100": growth, "plan_growth_vs_log": growth / allowed}
+    return found
 
 
 if __name__ == "__main__":

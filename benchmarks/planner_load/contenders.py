@@ -78,8 +78,10 @@ class InProcessPlanner:
             first = self._fleet.fork_request(number, self._fork_numbers[number])
             record = InstanceRecord(first.instance, seen_at=self._store.now(), ttl_s=FOR_EVER_S)
             demands = [ForkDemand(first.fork_id, record.source)]
+            # The target states no version: it is that of its earlier forks.
+            known = self._store.state.instance(first.instance.instance_id) or record
             requested_at = time.perf_counter()
-            group_plan.plan(self._store.state.group(record.group).view(demands), demands, self._store.now())
+            group_plan.plan(self._store.state.group(known.group).view(demands), demands, self._store.now())
             planned = time.perf_counter()
             plan = await self._service.plan(first)
             samples.seconds[REQUEST_PLAN].append(time.perf_counter() - planned)

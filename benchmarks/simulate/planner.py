@@ -96,8 +96,9 @@ class SimPlanner:
         new_chunks = chunks.bit_count() - source.watermark
         fork = self._forks.get(name)
         elapsed_s = self._heartbeat_s
-        if fork is not None and not source.watermark:
-            elapsed_s = min(elapsed_s, max(now * IMAGE_SECONDS - fork.planned_at, MIN_ELAPSED_S))
+        since_plan_s = now * IMAGE_SECONDS - fork.planned_at if fork is not None else elapsed_s
+        if not source.watermark:
+            elapsed_s = min(elapsed_s, max(since_plan_s, MIN_ELAPSED_S))
         rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / elapsed_s
         same_host_read = fork is not None and any(is_same_host_route(read.transports) for read in fork.reads)
         if same_host_read:
@@ -108,7 +109,8 @@ class SimPlanner:
                 weights_id=WEIGHTS if chunks else source.weights_id,
                 verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
-                read_rate=None if same_host_read else rate,
+                # A rate of which a part is older than the plan shows nothing about the plan's sources.
+                read_rate=None if same_host_read or since_plan_s < elapsed_s else rate,
             )
         )
 

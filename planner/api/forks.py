@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
+from planner.api.json_route import JsonRoute
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
 from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
@@ -34,7 +35,7 @@ GROUP_BUSY = ProblemDoc(503, "busy", "other planner replicas kept changing this 
 
 def forks_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/forks."""
-    router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=problems(*ALWAYS))
+    router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=problems(*ALWAYS), route_class=JsonRoute)
 
     @router.post(
         "",

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
+from planner.api.json_route import JsonRoute
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
 from planner.api.pagination import DEFAULT_PAGE_SIZE, After, Limit, paginate
 from planner.api.validation import reject_reserved_names
@@ -30,7 +31,7 @@ LAST_SEED = ProblemDoc(
 
 def instances_router(service: PlanService) -> APIRouter:
     """Return the routes under /v1/instances."""
-    router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=problems(*ALWAYS))
+    router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=problems(*ALWAYS), route_class=JsonRoute)
 
     @router.put(
         "/{instance_id}",

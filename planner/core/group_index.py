@@ -521,9 +521,17 @@ class GroupIndex:
             self._refresh(source_id)
 
     def _refresh(self, instance_id: str) -> None:
-        if instance_id in self.sources:
-            self._unindex(instance_id)
-            self._index(instance_id)
+        """Move a member to another bucket if its load or its plan changed that."""
+        source = self.sources.get(instance_id)
+        if source is None:
+            return
+        old = self._bucket_of_member[instance_id]
+        new = (source.layout_id, self._content(source)), self._bucket(source)
+        if new == old:
+            return
+        self._bucket_of_member[instance_id] = new
+        self._remove_from_bucket(source, *old)
+        self._buckets_by_layout.setdefault(new[0], SourceBuckets()).add(source.location, new[1], instance_id)
 
     def _index(self, instance_id: str) -> None:
         source = self.sources[instance_id]
@@ -535,11 +543,13 @@ class GroupIndex:
 
     def _unindex(self, instance_id: str) -> None:
         source = self.sources[instance_id]
-        buckets, bucket = self._bucket_of_member.pop(instance_id)
-        self._buckets_by_layout[buckets].remove(source.location, bucket, instance_id)
+        self._remove_from_bucket(source, *self._bucket_of_member.pop(instance_id))
+        self._holders.remove(source)
+
+    def _remove_from_bucket(self, source: Source, buckets: tuple[str, Content], bucket: Bucket) -> None:
+        self._buckets_by_layout[buckets].remove(source.location, bucket, source.instance_id)
         if not self._buckets_by_layout[buckets].scopes:
             del self._buckets_by_layout[buckets]
-        self._holders.remove(source)
 
     def _leave_layout(self, instance_id: str) -> None:
         layout_id = self.sources[instance_id].layout_id

@@ -16,7 +16,7 @@ KEY_CACHE_SIZE: Final = 32_768
 """Instances whose keys are cached instead of derived again: about 700 bytes each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _InstanceKeys:
     """Derived keys of one instance."""
 

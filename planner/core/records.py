@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from planner.policy.types import HostLocation, Source, Storage
@@ -24,6 +24,7 @@ from rfork.schema import (
     Rank,
     ScaleUp,
     StorageAssignment,
+    StorageCandidate,
 )
 
 
@@ -148,7 +149,7 @@ class InstanceRecord:
             max_readers=report.max_readers,
             expires_at=self.expires_at,
             provisional_id=report.provisional_id,
-            storage=tuple(Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in report.storage),
+            storage=_policy_storage(report.storage),
             egress_share=report.egress_share,
             egress_rate=report.egress_rate,
             ingress_rate=self.ingress_rate,
@@ -168,6 +169,12 @@ class InstanceRecord:
             quarantined=self.quarantine if now < self.quarantined_until else None,
             accused=next((each.reason for each in active_accusations(self.accusations, report.generation, now)), None),
         )
+
+
+@lru_cache(1024)
+def _policy_storage(offers: tuple[StorageCandidate, ...]) -> tuple[Storage, ...]:
+    """Return the storage that an instance offers as input of the policy: the ranks of a model offer the same."""
+    return tuple(Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in offers)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from planner.core.compact_reports import compact_report
 from planner.core.faults import FaultAssessment, assess_faults
 from planner.core.problems import ProblemError, check_ranges, invalid_field
 from planner.core.records import (
@@ -40,6 +42,8 @@ class PlanContext:
     """True if the instance was known before this request."""
     previous_fork: ForkRecord | None
     assessment: FaultAssessment
+    before: InstanceRecord | None = None
+    """Record that the target's is based on."""
     is_scaleup_arrival: bool = False
     """True if this is the instance's first request, and not a fork that another planner planned."""
     version_note: str = ""
@@ -74,6 +78,8 @@ def record_report(
     """Return the instance's record with this report and owner, keeping what else is known about it."""
     check_ranges("verified", report.verified, report.chunk_count)
     known = state.instance(report.instance_id)
+    if report.state != "loading":  # the report of a target is replaced with each plan
+        report = compact_report(report, known.report if known is not None else None)
     version = _version_by_content(report)
     if known is None:
         return InstanceRecord(
@@ -148,12 +154,15 @@ def prepare(
     if known is not None and set(known.report.storage) - set(target.report.storage):
         # The failed storage is no longer offered: the rest is good.
         assessment = assessment.without_instance(witness.instance_id)
+    if previous_fork is None and target.slow_since is not None:
+        target = replace(target, slow_since=None)
     return PlanContext(
         request,
         target,
         known=known is not None,
         previous_fork=previous_fork,
         assessment=assessment,
+        before=known,
         is_scaleup_arrival=target.plan_requested and not (known is not None and known.plan_requested),
         version_note=version_note,
     )
@@ -205,10 +214,12 @@ def refresh(state: PlannerState, context: PlanContext, now: float, settings: Pla
     previous_fork = state.fork(context.fork_id) or context.previous_fork
     if previous_fork is not None and not previous_fork.live and not previous_fork.abandoned:
         return None
+    if known is context.before and previous_fork is context.previous_fork:
+        return context
     target = target_record(state, context.request, context.target.version, owner, now, settings)
-    if previous_fork is None:
+    if previous_fork is None and target.slow_since is not None:
         target = replace(target, slow_since=None)
-    return replace(context, previous_fork=previous_fork, target=target)
+    return replace(context, previous_fork=previous_fork, target=target, before=known)
 
 
 def existing_plan(state: PlannerState, context: PlanContext) -> ForkRecord | None:
@@ -242,7 +253,7 @@ def _version_by_content(report: InstanceReport) -> str:
     if report.version is not None or report.state == "loading" or report.weights_id is None:
         return ""
     if weights_version.is_single(report.rank):
-        return weights_version.of_weights(report.weights_id)
+        return sys.intern(weights_version.of_weights(report.weights_id))
     return weights_version.unnamed(report.replica or report.instance_id)
 
 

@@ -123,6 +123,8 @@ def _move_to_idle_seed(
 ) -> list[tuple[Source, tuple[Range, ...]]]:
     """Let a delayed target read from a seed without readers what it would read from relays or busy seeds."""
     target = demand.target
+    if target.read_rate is None:
+        return kept
     delayed = [each for each in kept if not each[0].complete or state.readers(each[0].instance_id)]
     chunks = normalise(chunk for _, part in delayed for chunk in part)
     if not is_worth_replan(chunks, target):
@@ -152,9 +154,9 @@ def _source_for_slow_target(
     least progress, because few wait for it. None if it has moved before, or no such source exists.
     """
     target = demand.target
-    current = [state.source(share.source_id) for share in demand.current_shares]
-    if not target.slow or not unassigned or not current:
+    if not target.slow or not unassigned or not demand.current_shares:
         return None
+    current = [state.source(share.source_id) for share in demand.current_shares]
     if any(source is not None and (source.slow or source.complete) for source in current):
         return None
     current_ids = {share.source_id for share in demand.current_shares}

@@ -3,7 +3,8 @@
 One target per node (host, or NVLink domain) reads over the network; the other targets of the node form a
 chain after it. These readers are divided among the available sources. Readers of one source form a chain if
 they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). Below
-relays, the next batch is expected to read from this one, so the roots have the spare capacity. The fastest
+relays, and if the batch is small, the next one is expected to read from this one, so the roots have the spare
+capacity. The fastest
 come first; targets that accept only one reader, or are known to be slow, come last, so that no target waits
 for them.
 """
@@ -27,6 +28,10 @@ CHAIN_CHUNK_RATIO: Final = 10
 """A chain is used while the number of targets is at most a tenth of the chunks."""
 MIN_TREE_FEED: Final = 0.45
 """Fraction of a link that feeds one of the two trees at full speed."""
+BURST_START: Final = range(16, 65)
+"""Sizes of a first batch that others are expected to follow: its last link costs it less than it saves them. Larger
+batches arrived at once, and of smaller ones the spare capacity is near the source anyway.
+"""
 SPEED_CLASS: Final = 2.0
 """Speed ratio between classes: targets slower than the fastest by more than this factor come after it, and so
 on.
@@ -134,7 +139,12 @@ def two_trees(
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     halves = split(_all_chunks(line[0]), 2)
-    both = trees.two_trees(len(line), spare_at_top=bool(feeds) and not feeds[0].complete)
+    below_relays = bool(feeds) and not feeds[0].complete
+    both = trees.two_trees(
+        len(line),
+        spare_at_top=below_relays or (bool(feeds) and len(line) in BURST_START),
+        keep_depth=not below_relays,
+    )
     feeds = _feeds_by_half(state, feeds[:2], halves)
     for position, demand in enumerate(line):
         shares: list[tuple[Source, tuple[Range, ...]]] = []

@@ -10,7 +10,8 @@ possible.
 N targets have capacity for N + 1. Of an even number, the first and the last target each have one child, and
 half of a link left over. Of an odd number, the last target is a leaf in both trees, below these two, and has
 a link to spare. Both are as near to the top as they can be without another level, because late targets, and
-those that lose their source, read there.
+those that lose their source, read there. If other targets are expected to follow, both are the roots, and the
+last of an odd number is inserted elsewhere: each link between the source and these targets delays them all.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ ROOT: Final = -1
 """The source that the entire line reads from."""
 
 
-def two_trees(length: int, *, spare_at_top: bool = False) -> tuple[list[int], list[int]]:
+def two_trees(length: int, *, spare_at_top: bool = False, keep_depth: bool = False) -> tuple[list[int], list[int]]:
     """Return each target's parent in the first and in the second tree.
 
-    `spare_at_top`: the targets with spare capacity are the roots, which may cost one level.
+    `spare_at_top`: the targets with spare capacity are the roots, which may cost one level; if the number is odd,
+    the last target leaves that capacity to others, unless `keep_depth` and that would cost another level.
     """
     if length == 1:
         return [ROOT], [ROOT]
@@ -32,10 +34,44 @@ def two_trees(length: int, *, spare_at_top: bool = False) -> tuple[list[int], li
     first = _tree(even, spare_at_top)
     # The second tree is the mirror image of the first.
     second = [parent if parent == ROOT else even - 1 - parent for parent in reversed(first)]
-    if even < length:
+    if even < length and not (spare_at_top and _insert_last(first, second, keep_depth=keep_depth)):
         first.append(0)
         second.append(even - 1)
     return first, second
+
+
+def _insert_last(first: list[int], second: list[int], *, keep_depth: bool) -> bool:
+    """Insert one more target above a leaf of each tree; return False if that is impossible.
+
+    It reads the first half in place of a leaf of the first tree, and serves that leaf; it reads the second half
+    from this leaf, which is an inner node of the second tree, in place of one of its children. The leaf and the
+    child are those with the fewest links to the source.
+    """
+    depths = _depths(first), _depths(second)
+    links, _, leaf, child = min(
+        (max(depths[0][second[child]], depths[1][child]), -child, second[child], child)
+        for child in range(0, len(first), 2)
+        if second[child] != ROOT
+    )
+    if keep_depth and links == max(depths[0]):
+        return False
+    added = len(first)
+    first.append(first[leaf])
+    second.append(leaf)
+    first[leaf] = second[child] = added
+    return True
+
+
+def _depths(parents: list[int]) -> list[int]:
+    """Return the number of links from the source to each target."""
+    depths = [0] * len(parents)
+    for position in range(len(parents)):
+        path = [position]
+        while not depths[path[-1]] and parents[path[-1]] != ROOT:
+            path.append(parents[path[-1]])
+        for node in reversed(path):
+            depths[node] = depths[node] or (1 if parents[node] == ROOT else depths[parents[node]] + 1)
+    return depths
 
 
 def _tree(length: int, spare_at_top: bool) -> list[int]:

@@ -31,7 +31,7 @@ MAX_LEASE_S: Final = 86_400.0
 MAX_TIME: Final = 2**53
 """Largest integer that a float represents exactly; JSON also allows larger numbers, infinity and NaN."""
 
-_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
+_quoted: Final = json.encoder.encode_basestring_ascii
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,15 @@ def decode_key(lease_key: str) -> bytes:
 def sign(claims: LeaseClaims, key: bytes) -> str:
     """Return a token with these claims, signed with the key of its source.
 
-    Returns the same bytes as PyJWT's `jwt.encode` in a third of the time: a planner signs thousands per second.
+    Returns the same bytes as PyJWT's `jwt.encode` in a fraction of the time: a planner signs thousands per second.
     """
-    payload = {
-        "sub": claims.fork_id,
-        "aud": claims.source_id,
-        "exp": claims.expires_at,
-        "layout": claims.layout_id,
-        "weights": claims.weights_id,
-        "generation": claims.generation,
-    }
-    signed = HEADER + _base64url(_ENCODER.encode(payload).encode())
-    return (signed + b"." + _base64url(hmac.digest(key, signed, hashlib.sha256))).decode()
+    weights = "null" if claims.weights_id is None else _quoted(claims.weights_id)
+    payload = (
+        f'{{"sub":{_quoted(claims.fork_id)},"aud":{_quoted(claims.source_id)},"exp":{claims.expires_at!r},'
+        f'"layout":{_quoted(claims.layout_id)},"weights":{weights},"generation":{claims.generation}}}'
+    )
+    signed = HEADER + _base64url(payload.encode())
+    return (signed + b"." + _base64url(hmac.digest(key, signed, "sha256"))).decode()
 
 
 def verify(

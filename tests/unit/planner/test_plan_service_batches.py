@@ -12,7 +12,7 @@ from planner.plan_service import PlanService
 from planner.policy import group_plan
 from planner.store.base import StoreUnavailable
 from planner.store.memory import MemoryStore
-from rfork.schema import ForkResult, Plan
+from rfork.schema import ForkProgress, ForkResult, Plan
 from tests.unit.planner.builders import (
     CHECKPOINT,
     LOADER,
@@ -251,3 +251,33 @@ async def test_a_request_that_cannot_be_planned_does_not_fail_the_others(
     assert isinstance(good, Plan)
     assert {"s": ALL} == parts(good)
     assert OverflowError is type(bad)
+
+
+def reported(count: int) -> ForkProgress:
+    """Return progress of `count` chunks, read at 1 MB/s during the last second."""
+    return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1e6)
+
+
+def read_rate(service: PlanService, name: str) -> float | None:
+    """Return the rate by which the policy judges a target."""
+    record = service.state.instance(name)
+    assert record is not None
+    return record.read_rate
+
+
+async def test_a_rate_that_is_partly_older_than_the_plan_does_not_count(time: FakeTime) -> None:
+    """After a new plan, a target is not judged by what its former sources sent, until a second has passed."""
+    service = make_service(time)
+    await service.report(seed_report("s"))
+    await service.plan(fork_request("a"))
+    await service.progress("fork-a", reported(1))
+    first = read_rate(service, "a")
+    await service.plan(fork_request("a", (0, 1)))
+    time.now += 0.9
+    await service.progress("fork-a", reported(2))
+    early = read_rate(service, "a")
+    time.now += 0.2
+    await service.progress("fork-a", reported(3))
+    assert 1e6 == first
+    assert early is None
+    assert 1e6 == read_rate(service, "a")

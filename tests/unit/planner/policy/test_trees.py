@@ -56,10 +56,30 @@ def test_each_tree_has_one_root_and_minimal_depth(length: int) -> None:
 @pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1])
 def test_spare_capacity_at_the_top_costs_at_most_one_level(length: int) -> None:
     """The first target is the root of the first tree, the last of an even number that of the second."""
-    first, second = two_trees(length, spare_at_top=True)
+    first, second = two_trees(length, spare_at_top=True, keep_depth=True)
     levels = (length // 2).bit_length() + 2
     assert ROOT == first[0]
     assert ROOT == second[length - length % 2 - 1]
+    assert max(depth(parents, position) for parents in (first, second) for position in range(length)) <= levels
+
+
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1])
+def test_spare_capacity_at_the_top_is_left_to_others(length: int) -> None:
+    """The roots have one child each in their tree, also if the number is odd."""
+    first, second = two_trees(length, spare_at_top=True)
+    assert 1 == first.count(first.index(ROOT))
+    assert 1 == second.count(second.index(ROOT))
+
+
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1 and length % 2])
+def test_the_last_of_an_odd_number_is_inserted_between_others(length: int) -> None:
+    """It has one child in each tree, and no target has more than two, for at most one more level."""
+    first, second = two_trees(length, spare_at_top=True)
+    assert 1 == first.count(length - 1)
+    assert 1 == second.count(length - 1)
+    children = Counter(first) + Counter(second)
+    assert 2 == max(number for position, number in children.items() if position != ROOT)
+    levels = (length // 2).bit_length() + 3
     assert max(depth(parents, position) for parents in (first, second) for position in range(length)) <= levels
 
 

@@ -294,6 +294,12 @@ class NoSource(ForkFailed):
     fault = "network"
 
 
+class SlowSources(ForkFailed):
+    """The sources are slower than this instance's own storage; no instance is blamed."""
+
+    fault = "network"
+
+
 class AllSourcesFailed(ForkFailed):
     """All sources and all fallbacks failed; `reasons` lists them in order."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rfork.errors import RforkError, TransportUnavailable
 from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
+from rfork.receiver.own_load import OwnLoad
 from rfork.schema import ChunkAssignment, Lease, Plan, Route, SourceFault, StorageAssignment
 
 # -- events ---------------------------------------------------------------------------------------------
@@ -217,6 +218,13 @@ class LoaderFailed:
     error: RforkError
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLoadMeasured:
+    """Result of `MeasureOwnLoad`; None: this instance cannot load the weights itself."""
+
+    own_load: OwnLoad | None
+
+
 SourceEvent = (
     SourceConnected
     | TransportRefused
@@ -243,6 +251,7 @@ Event = (
     | SpoolFailed
     | LoaderFinished
     | LoaderFailed
+    | OwnLoadMeasured
 )
 
 # -- actions --------------------------------------------------------------------------------------------
@@ -278,6 +287,11 @@ class RenewLease:
 
     connection: int
     lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOwnLoad:
+    """Open this instance's own storage, and read a sample of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +419,7 @@ Action = (
     | OpenPeer
     | OpenStorage
     | RenewLease
+    | MeasureOwnLoad
     | CompareFiles
     | CloseSource
     | ExcludeStorage

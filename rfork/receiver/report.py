@@ -183,6 +183,8 @@ class TransferStats:
     """Seconds spent reading chunks from the spool of a previous process."""
     loader_bytes: int = 0
     """Those of `bytes_read` that a loader read, which are counted only at its end, so they have no rate."""
+    joined_storage: str | None = None
+    """Source id of own storage that was read besides peers: its chunks are those of their version."""
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rfork import settings as options
 from rfork.errors import (
@@ -37,6 +37,7 @@ from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
 from rfork.receiver import events
 from rfork.receiver.events import Event
+from rfork.receiver.own_load import OwnLoad
 from rfork.receiver.report import ForkTimer
 from rfork.schema import Lease, Route, StorageAssignment
 from rfork.settings import InstanceSettings, StorageSettings
@@ -68,6 +69,15 @@ class OwnStorage(Protocol):
 
     def run_loader(self, read: StorageAssignment) -> Manifest:
         """Fill the image with a loader; raises RforkError if that fails."""
+        ...
+
+    @property
+    def scope(self) -> Literal["local", "remote"] | None:
+        """Where it is, if it may be read while peers serve the fork."""
+        ...
+
+    def measure(self) -> OwnLoad | None:
+        """Read a sample of it; None if nothing can be read."""
         ...
 
 

@@ -370,7 +370,7 @@ def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
     scheduler.begin_local("kept", 1)
     scheduler.next_read()
     assert 3 == scheduler.in_flight
-    assert 2 == scheduler.reads_in_flight
+    assert 2 == scheduler.reads_in_flight()
 
 
 def test_the_verified_chunks() -> None:

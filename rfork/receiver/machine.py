@@ -384,6 +384,7 @@ class TransferMachine:
             self._confirm_complete(now)
             self._start_spool_read(now)
             self._lend_to_own_storage()
+            self._replace_overdue_reads(now)
             self._start_reads(now)
             if self._plan_is_due and self._requested is None and now >= self._retry_at:
                 self._requested = tuple(self._faults)
@@ -417,7 +418,6 @@ class TransferMachine:
             self._fail_stalled(now)
             self._find_stragglers(now)
             self._compare_own_load(now)
-            self._replace_overdue_reads(now)
         self._spool.bytes_read = tick.spool_bytes
         self._report_storage_activity()
 
@@ -838,7 +838,9 @@ class TransferMachine:
         No fault is reported: the peer is only slow.
         """
         joined, own = self._joined, self._own_load
-        if joined is None or joined.storage is None or own is None or self._scheduler.has_assigned(joined.source_id):
+        if joined is None or joined.storage is None or own is None or self._was_suspended_recently(now):
+            return
+        if self._scheduler.has_assigned(joined.source_id):
             return
         for source in list(self._active.values()):
             if source.is_joined or not source.reads:

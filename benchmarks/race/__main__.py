@@ -1,7 +1,7 @@
 """Measure whether a fork is ever slower than the target's own load from disk.
 
 One image of 1 GB with a Llama's shapes, over http from a seed in another process. The target has the same weights as a
-safetensors file, whose reads are limited to the rate of a disk, cold. All contenders are `rfork.fork` with
+safetensors file, whose reads are limited to the rate of a disk, cold. All contenders are what `rfork.fork` does with
 that file as `checkpoint`; "own load" has no planner. They run interleaved and fill the same zeroed tensors; after each
 run every byte is checked (both untimed). "seconds" is the full call.
 
@@ -9,8 +9,8 @@ run every byte is checked (both untimed). "seconds" is the full call.
 - "slow link": the seed sends 0.1 GB/s.
 - "stalled": the seed sends 0.1 GB/s, and its process is suspended after the first bytes.
 - "fast disk": the slow link, and a disk of twice the rate.
-- "loader" (full form): the slow link, and a module in another dtype, so that the file can only be loaded completely;
-  the fork is given up for it. Its disk has half the rate.
+- "loader" (full form): the stalled seed, and a loader that reads the complete file, as engines do. The fork is given up
+  for it. Its disk has a quarter of the rate.
 - "peers", "storage": GB of the verified chunks by their origin, in the last round.
 
 The figure is the worst row's median, divided by that of the own load from the same disk.
@@ -28,12 +28,9 @@ import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from torch import nn
-
-import rfork
 from benchmarks import harness
 from benchmarks.disturb.workers import BenchWorker
 from benchmarks.harness import GB, Contender, Row
@@ -41,12 +38,15 @@ from benchmarks.pull.source import planner_main, process
 from benchmarks.race.seeds import RaceOrder, SourceType, checkpoint_of, race_module, settings_for
 from benchmarks.race.seeds import main as run_seeds
 from benchmarks.storage.page_cache import make_cold
-from rfork import logs
+from rfork import logs, settings
+from rfork._api import fork_with_fallbacks
 from rfork.engines.identity import version_of_files
 from rfork.errors import RforkError
 from rfork.image.capture import capture
+from rfork.receiver.fallback import Fallback, checkpoint_fallback
 from rfork.receiver.report import ForkReport
 from rfork.schema import ForkProgress
+from rfork.settings import StorageSettings
 from rfork.storage.local import LocalFile
 
 DISK_BYTES_PER_S = 400_000_000
@@ -57,22 +57,22 @@ STALL_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class RaceCase:
-    """One row: the source, None for the own load; the disk's rate; `converts`: the module has another dtype."""
+    """One row: the source, None for the own load; the disk's rate; `opaque`: the file is only read by a loader."""
 
     source: SourceType | None
     bytes_per_s: int = DISK_BYTES_PER_S
-    converts: bool = False
+    opaque: bool = False
 
     @property
     def name(self) -> str:
         """Name of the contender."""
-        loader = ", loader" if self.converts else ""
+        loader = ", loader" if self.opaque else ""
         return f"{self.source or 'own load'}, disk {self.bytes_per_s / GB:g} GB/s{loader}"
 
     @property
     def own_load(self) -> RaceCase:
         """The contender that it is compared with."""
-        return RaceCase(None, self.bytes_per_s, self.converts)
+        return RaceCase(None, self.bytes_per_s, self.opaque)
 
 
 def cases(*, quick: bool) -> list[RaceCase]:
@@ -81,7 +81,7 @@ def cases(*, quick: bool) -> list[RaceCase]:
     cases = [RaceCase(None), RaceCase("busy seed"), RaceCase("slow link"), RaceCase("stalled")]
     cases += [RaceCase(None, fast), RaceCase("slow link", fast)]
     if not quick:
-        cases += [RaceCase(None, loader, converts=True), RaceCase("slow link", loader, converts=True)]
+        cases += [RaceCase(None, loader, opaque=True), RaceCase("stalled", loader, opaque=True)]
     return cases
 
 
@@ -110,40 +110,46 @@ class RaceBench:
         self._planner = planner
         self._seeds = seeds
         self._pid = seeds.request(RaceOrder("pid")) or 0
-        self._modules = {False: race_module(), True: race_module().to(torch.float32)}
-        self._expected = {each: capture(module).manifest().digests for each, module in self._modules.items()}
-        self.bytes = capture(self._modules[False]).layout.image_bytes
+        self._module = race_module()
+        self._image = capture(self._module)
+        self._expected = self._image.manifest().digests
+        self.bytes = self._image.layout.image_bytes
         self.reports: dict[str, ForkReport] = {}
 
     def contender(self, case: RaceCase) -> Contender:
         """Fill zeroed tensors, and check every byte; returns the seconds of the call."""
 
         def run() -> float:
-            module = self._modules[case.converts]
-            image = capture(module)
-            for region in image.regions:
+            for region in self._image.regions:
                 region.zero_()
             make_cold([self._checkpoint])
             with limited_disk(case.bytes_per_s), self._disturbed(case) as on_progress:
                 began = time.perf_counter()
-                report = self._fork(case, module, on_progress)
+                report = self._fork(case, on_progress)
                 seconds = time.perf_counter() - began
             if report.seed is not None:
                 report.seed.close()
-            if image.manifest().digests != self._expected[case.converts]:
+            if self._image.manifest().digests != self._expected:
                 raise RforkError(f"wrong bytes in {case.name}")
             self.reports[case.name] = report
             return seconds
 
         return run
 
-    def _fork(self, case: RaceCase, module: nn.Module, on_progress: Progress) -> ForkReport:
-        options = settings_for(self._planner if case.source is not None else None)
-        return rfork.fork(
-            module,
+    def _fork(self, case: RaceCase, on_progress: Progress) -> ForkReport:
+        storage = settings.load(StorageSettings)
+        fallback = checkpoint_fallback(self._checkpoint, storage)
+        if case.opaque:
+            fallback = Fallback("loader", fallback.load, folder=lambda: self._checkpoint.parent)
+        return fork_with_fallbacks(
+            self._module,
             model=case.source or "own load",
-            checkpoint=self._checkpoint,
-            settings=options,
+            rank=None,
+            snapshot=None,
+            later_fallbacks=[fallback],
+            files=partial(version_of_files, self._checkpoint, settings=storage),
+            exclude=(),
+            settings=settings_for(self._planner if case.source is not None else None),
             on_progress=on_progress,
         )
 

@@ -244,6 +244,9 @@ class TransferMachine:
             times.append(self.deadline_at)
         if self._plan_is_due and self._requested is None and self._loader is None:
             times.append(self._retry_at)
+        if self._own_storage is not None and self._peers_since is not None and self._own_load is None:
+            first_check_at = self._peers_since + POLL_INTERVAL_S
+            times.append(first_check_at if self._tick_at < first_check_at else math.inf)
         return min(times)
 
     @property
@@ -491,7 +494,9 @@ class TransferMachine:
                 self._emit(events.RenewLease(source.connection, route.lease))
             else:
                 self._open_peer(route, now)
-                self._peers_since = now if self._peers_since is None else self._peers_since
+                if self._peers_since is None:
+                    self._peers_since = now
+                    self._rates.add(now, self.bytes_read)
             assigned[route.source_id] = route.chunks
         for read in plan.storage:
             name = storage_name(read.kind, read.uri)

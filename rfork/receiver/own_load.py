@@ -18,7 +18,7 @@ from rfork.schema import StorageAssignment
 Decision = Literal["wait", "join", "hand over"]
 """`join`: read own storage besides the sources; `hand over`: give the fork up for the own load."""
 
-FIRST_CHECK_S: Final = 0.25
+FIRST_CHECK_S: Final = 0.2
 """Time that sources have before their rate counts."""
 MIN_LEFT_S: Final = 1.0
 """A fork that is expected to end within this time does not measure its storage."""
@@ -36,7 +36,7 @@ UPSTREAM_RATIO: Final = 2.0
 SAMPLED_LOADER_RATIO: Final = 1.5
 """The same if the time of a loader is only known from a sample of its files: loaders are slower than their disk."""
 
-JOIN_WINDOW_S: Final = 0.25
+JOIN_WINDOW_S: Final = 0.2
 """Time over which the sources' rate is measured before storage joins them."""
 HAND_OVER_FRACTION: Final = 0.1
 """Fraction of the own load's time for which sources must have been slower before the fork is given up."""

@@ -395,7 +395,7 @@ class FallbackRunner:
 
     @property
     def scope(self) -> Literal["local", "remote"] | None:
-        """Where this instance's storage is, if it may be read while peers serve the fork."""
+        """Location of this instance's storage, if it may be read while peers serve the fork."""
         if not self.seed.settings.race_storage:
             return None
         readable = [each for each in self._fallbacks if each.folder is not None or each.uri]

@@ -55,7 +55,7 @@ from rfork.receiver.own_load import (
     OwnLoad,
     RateMeter,
     decide,
-    hand_over_window_s,
+    abandon_window_s,
     is_overdue,
     should_measure,
 )
@@ -773,7 +773,7 @@ class TransferMachine:
         return next((source for source in self._active.values() if source.is_joined), None)
 
     def _compare_own_load(self, now: float) -> None:
-        """Measure own storage while peers are slow, read it too, or give the fork up for it."""
+        """Measure own storage while peers are slow, read it too, or abandon the fork for it."""
         if self._own_storage is None or self._peers_since is None or self._loader is not None:
             return
         self._rates.add(now, self.bytes_read + self._expected_in_flight(now))
@@ -800,7 +800,7 @@ class TransferMachine:
         decision = decide(fork, self._own_load)
         if decision == "join" and self._own_load.storage is not None:
             self._join_own_storage(self._own_load, self._own_load.storage, now)
-        elif decision == "hand over":
+        elif decision == "abandon":
             self._finish(_slow_sources(fork, self._own_load))
 
     def _expected_in_flight(self, now: float) -> float:
@@ -1070,11 +1070,13 @@ def find_stall(
 
 
 def _slow_sources(fork: ForkState, own: OwnLoad) -> SlowSources:
-    left_s, rate = fork.left_s(hand_over_window_s(own)) or 0.0, fork.rates.rate(hand_over_window_s(own)) or 0.0
-    needed = f"{left_s:.0f} s" if math.isfinite(left_s) else "for ever"
+    window_s = abandon_window_s(own)
+    left_s, rate = fork.left_s(window_s) or 0.0, fork.rates.rate(window_s) or 0.0
+    left = f"the remaining {fork.left_bytes / 1e9:.3g} GB"
+    sources = f"the sources need {left_s:.1f} s for {left}" if rate else f"the sources deliver nothing of {left}"
     return SlowSources(
-        f"the sources need {needed} for the remaining {fork.left_bytes / 1e9:.2f} GB ({rate / 1e9:.3f} GB/s), "
-        f"{own.name} about {own.load_s:.0f} s"
+        f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s",
+        hint="find what slows the sources down (`rfork explain`)",
     )
 
 

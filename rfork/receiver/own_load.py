@@ -2,8 +2,8 @@
 
 Runs on the target. Pure functions of what the sources have delivered and of what a sample of the storage has shown,
 used by `rfork.receiver.machine`. A fork first measures its storage, once its sources look slow. Storage that can be
-read chunk by chunk then becomes one more source. A loader that fills the complete model replaces the fork, which is
-given up for it: only once the sources have been slower for a tenth of the loader's time.
+read chunk by chunk then becomes one more source. For a loader that fills the complete model, the fork is abandoned: only
+once the sources have been slower for a tenth of the loader's time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 from rfork.schema import StorageAssignment
 
-Decision = Literal["wait", "join", "hand over"]
-"""`join`: read own storage besides the sources; `hand over`: give the fork up for the own load."""
+Decision = Literal["wait", "join", "abandon"]
+"""`join`: read own storage besides the sources; `abandon`: end the fork, so that the own load replaces it."""
 
 FIRST_CHECK_S: Final = 0.2
 """Time that sources have before their rate counts."""
@@ -38,9 +38,9 @@ SAMPLED_LOADER_RATIO: Final = 1.5
 
 JOIN_WINDOW_S: Final = 0.2
 """Time over which the sources' rate is measured before storage joins them."""
-HAND_OVER_FRACTION: Final = 0.1
-"""Fraction of the own load's time for which sources must have been slower before the fork is given up."""
-MIN_HAND_OVER_WINDOW_S, MAX_HAND_OVER_WINDOW_S = 1.0, 15.0
+ABANDON_FRACTION: Final = 0.1
+"""Fraction of the own load's time for which sources must have been slower before the fork is abandoned."""
+MIN_ABANDON_WINDOW_S, MAX_ABANDON_WINDOW_S = 1.0, 15.0
 MIN_OVERDUE_S: Final = 0.25
 """A read is not replaced to save less than this."""
 
@@ -54,7 +54,7 @@ class RateMeter:
     def add(self, now: float, received_bytes: float) -> None:
         """Record the bytes that had been received at `now`; the amount may decrease if a read has failed."""
         self._samples.append((now, received_bytes))
-        while len(self._samples) > 2 and now - self._samples[1][0] >= MAX_HAND_OVER_WINDOW_S:
+        while len(self._samples) > 2 and now - self._samples[1][0] >= MAX_ABANDON_WINDOW_S:
             self._samples.popleft()
 
     def rate(self, window_s: float) -> float | None:
@@ -132,15 +132,15 @@ def decide(fork: ForkState, own: OwnLoad) -> Decision:
         return "wait"
     if own.storage is None and own.is_sampled:
         slower_ratio = max(slower_ratio, SAMPLED_LOADER_RATIO)
-    window_s = hand_over_window_s(own)
+    window_s = abandon_window_s(own)
     left_s = fork.left_s(window_s)
     is_slower = fork.elapsed_s >= window_s and left_s is not None and left_s > slower_ratio * own.load_s
-    return "hand over" if is_slower else "wait"
+    return "abandon" if is_slower else "wait"
 
 
-def hand_over_window_s(own: OwnLoad) -> float:
-    """Return how long sources must have been slower than the own load before the fork is given up for it."""
-    return min(max(HAND_OVER_FRACTION * own.load_s, MIN_HAND_OVER_WINDOW_S), MAX_HAND_OVER_WINDOW_S)
+def abandon_window_s(own: OwnLoad) -> float:
+    """Return how long sources must have been slower than the own load before the fork is abandoned."""
+    return min(max(ABANDON_FRACTION * own.load_s, MIN_ABANDON_WINDOW_S), MAX_ABANDON_WINDOW_S)
 
 
 def is_overdue(age_s: float, expected_s: float | None, own_s: float) -> bool:

@@ -73,7 +73,7 @@ class OwnStorage(Protocol):
 
     @property
     def scope(self) -> Literal["local", "remote"] | None:
-        """Where it is, if it may be read while peers serve the fork."""
+        """Its location, if it may be read while peers serve the fork."""
         ...
 
     def measure(self) -> OwnLoad | None:

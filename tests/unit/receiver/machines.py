@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from rfork.errors import RforkError
 from rfork.image.layout import Manifest
@@ -101,6 +101,7 @@ class MachineHarness:
         *,
         deadline_s: float = 1e6,
         spool_records: Mapping[int, bytes] | None = None,
+        own_storage: Literal["local", "remote"] | None = None,
     ) -> None:
         self.machine = TransferMachine(
             LAYOUT,
@@ -108,6 +109,7 @@ class MachineHarness:
             instance_id="target",
             deadline_at=BEGIN + deadline_s,
             spool_records=spool_records,
+            own_storage=own_storage,
         )
         self.now = BEGIN
         self.connections: dict[str, int] = {}

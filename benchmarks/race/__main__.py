@@ -9,8 +9,8 @@ run every byte is checked (both untimed). "seconds" is the full call.
 - "slow link": the seed sends 0.1 GB/s.
 - "stalled": the seed sends 0.1 GB/s, and its process is suspended after the first bytes.
 - "fast disk": the slow link, and a disk of twice the rate.
-- "loader" (full form): the stalled seed, and a loader that reads the complete file, as engines do. The fork is given up
-  for it. Its disk has a quarter of the rate.
+- "loader" (full form): the stalled seed, and a loader that reads the complete file, as engines do; the fork is
+  abandoned for it. Its disk has a quarter of the rate.
 - "peers", "storage": GB of the verified chunks by their origin, in the last round.
 
 The figure is the worst row's median, divided by that of the own load from the same disk.

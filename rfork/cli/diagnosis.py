@@ -52,7 +52,8 @@ CONSEQUENCES: Final = ("NoSource", "DeadlineExceeded", "AllSourcesFailed", "Fork
 ADVICE: Final[dict[str, str]] = {
     "NoSource": "Start a seed (`rfork seed`), or set RFORK_SNAPSHOT so that a cold start reads verified bytes "
     "from storage once for the group.",
-    "SlowSources": "Find what slows its sources down: their load, rate limits, or the link. The target's own storage was faster.",
+    "SlowSources": "Find what slows its sources down: their load, a rate limit or the link. The target's own "
+    "storage was faster.",
     "PlannerUnreachable": "Check RFORK_PLANNER and the network between target and planner: run `rfork doctor` "
     "on the target's host.",
     "PlannerRejected": "Set RFORK_TOKEN on the target to a token that the planner accepts. The planner's log "

@@ -54,8 +54,8 @@ from rfork.receiver.own_load import (
     ForkState,
     OwnLoad,
     RateMeter,
-    decide,
     abandon_window_s,
+    decide,
     is_overdue,
     should_measure,
 )

@@ -1,9 +1,9 @@
 """Decides when a target reads its own storage although it has sources: so that no fork is slower than a load from disk.
 
 Runs on the target. Pure functions of what the sources have delivered and of what a sample of the storage has shown,
-used by `rfork.receiver.machine`. A fork first measures its storage, once its sources look slow. Storage that can be
-read chunk by chunk then becomes one more source. For a loader that fills the complete model, the fork is abandoned: only
-once the sources have been slower for a tenth of the loader's time.
+used by `rfork.receiver.machine`. A fork first measures its storage, once its sources seem slow. Storage that can be
+read chunk by chunk then becomes one more source. For a loader that fills the complete model, the fork is abandoned, but
+only once the sources have been slower for a tenth of the loader's time.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from rfork.receiver.own_load import (
     ForkState,
     OwnLoad,
     RateMeter,
-    decide,
     abandon_window_s,
+    decide,
     is_overdue,
     should_measure,
 )
@@ -98,7 +98,7 @@ def test_decisions(state: ForkState, own: OwnLoad, expected: Decision) -> None:
         (fork(1.0 * GB, elapsed_s=5.0, is_upstream_reading=True), True, True),
     ],
 )
-def test_storage_is_measured_once_sources_look_slow(state: ForkState, is_local: bool, expected: bool) -> None:
+def test_storage_is_measured_once_sources_seem_slow(state: ForkState, is_local: bool, expected: bool) -> None:
     """Remote storage later than local files, and last the storage that one instance reads for all."""
     assert expected == should_measure(state, is_local=is_local)
 

@@ -546,9 +546,8 @@ FAULTS: list[Callable[..., None]] = [
 ]
 
 
-def run_world(seed: int, world_type: type[World] = World) -> BaseException | None:
-    """Run one world; return what broke, or None."""
-    world = world_type(seed)
+def run_world(world: World) -> BaseException | None:
+    """Run a world; return what broke, or None."""
     try:
         world.run()
     except BaseException as error:

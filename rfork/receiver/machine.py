@@ -51,6 +51,7 @@ from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 from rfork.receiver.events import Action, Event, SourceEvent
 from rfork.receiver.own_load import (
+    JOIN_WINDOW_S,
     ForkState,
     OwnLoad,
     RateMeter,
@@ -90,6 +91,7 @@ OWN_STORAGE_IDLE_TIMEOUT_S: Final = 2.0
 """Time without a block after which own storage is left again, as peers can serve its chunks."""
 CHUNK_TIME_ALPHA: Final = 0.3
 """Weight of the newest read in the mean duration of a source's reads."""
+SLOW_SOURCES_HINT: Final = "find what slows the sources down (`rfork explain`)"
 MAX_FAULT_DETAIL: Final = 1000
 """Maximum characters of an error that are reported to the planner."""
 
@@ -799,9 +801,10 @@ class TransferMachine:
             return
         decision = decide(fork, self._own_load)
         if decision == "join" and self._own_load.storage is not None:
-            self._join_own_storage(self._own_load, self._own_load.storage, now)
+            self._join_own_storage(fork, self._own_load, self._own_load.storage, now)
         elif decision == "abandon":
-            self._finish(_slow_sources(fork, self._own_load))
+            text = _comparison(fork, self._own_load, abandon_window_s(self._own_load))
+            self._finish(SlowSources(f"the fork was abandoned: {text}", hint=SLOW_SOURCES_HINT))
 
     def _expected_in_flight(self, now: float) -> float:
         """Return the bytes of the chunks in flight that have arrived, if their reads take as long as others did."""
@@ -815,8 +818,10 @@ class TransferMachine:
         begin, end = self._chunks[chunk]
         return end - begin
 
-    def _join_own_storage(self, own: OwnLoad, storage: StorageAssignment, now: float) -> None:
-        log.info("reading own storage besides the sources", storage=own.name, gb_per_s=round(own.bytes_per_s / 1e9, 3))
+    def _join_own_storage(self, fork: ForkState, own: OwnLoad, storage: StorageAssignment, now: float) -> None:
+        text = _comparison(fork, own, JOIN_WINDOW_S)
+        log.info("reading own storage besides the sources", storage=own.name, reason=text)
+        self.reasons.append(SlowSources(f"own storage is read too: {text}", hint=SLOW_SOURCES_HINT))
         name = storage_name(storage.kind, storage.uri)
         self._open_storage(name, storage, now)
         self._active[name].is_joined = True
@@ -1069,15 +1074,12 @@ def find_stall(
     return f"offered no new chunk for {idle:.1f} s" if starved and idle > 3 * idle_timeout_s else None
 
 
-def _slow_sources(fork: ForkState, own: OwnLoad) -> SlowSources:
-    window_s = abandon_window_s(own)
+def _comparison(fork: ForkState, own: OwnLoad, window_s: float) -> str:
+    """Return how long the sources and the own load would take."""
     left_s, rate = fork.left_s(window_s) or 0.0, fork.rates.rate(window_s) or 0.0
     left = f"the remaining {fork.left_bytes / 1e9:.3g} GB"
     sources = f"the sources need {left_s:.1f} s for {left}" if rate else f"the sources deliver nothing of {left}"
-    return SlowSources(
-        f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s",
-        hint="find what slows the sources down (`rfork explain`)",
-    )
+    return f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s"
 
 
 def format_ranges(parts: tuple[Range, ...]) -> str:

@@ -457,10 +457,8 @@ def _with_rate_limit(stats: ForkStats, cause: DiagnosisType, text: str) -> Diagn
 def _diagnose_joined(stats: ForkStats) -> Diagnosis:
     """Return the diagnosis of a fork that read its own storage besides slow sources."""
     reason = next(each for each in stats.reasons if fleet_queries.error_kind_of(each) == SLOW_SOURCES)
-    text = (
-        f"It read {formatters.size(stats.peer_bytes)} from peers and {formatters.size(stats.storage_bytes)} from its own "
-        f"storage: {reason.partition(': ')[2].rstrip('.')}."
-    )
+    peers, storage = formatters.size(stats.peer_bytes), formatters.size(stats.storage_bytes)
+    text = f"It read {peers} from peers and {storage} from its own storage: {reason.partition(': ')[2].rstrip('.')}."
     throttled = stats.slowest_throttled
     if throttled is not None:
         return Diagnosis("sources", f"{text} {_throttled_text(throttled)}.", _raise_limit_advice(throttled))

@@ -59,6 +59,7 @@ from rfork.receiver.own_load import (
     decide,
     is_overdue,
     should_measure,
+    with_reported_time,
 )
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
@@ -205,6 +206,8 @@ class TransferMachine:
         self._own_storage = own_storage
         self._own_load: OwnLoad | None = None
         self._is_measuring = False
+        self._reported_load_s: float | None = None
+        """Duration of earlier loads of other instances, as the planner knows it."""
         self._peers_since: float | None = None
         """Time at which the first peer was opened."""
         self._rates = RateMeter()
@@ -312,7 +315,8 @@ class TransferMachine:
             case events.SpoolFailed():
                 self._stop_spool()
             case events.OwnLoadMeasured(own_load):
-                self._is_measuring, self._own_load = False, own_load
+                self._is_measuring = False
+                self._own_load = with_reported_time(own_load, self._reported_load_s) if own_load is not None else None
                 if own_load is None:
                     self._own_storage = None
                 self._compare_own_load(now)
@@ -489,6 +493,7 @@ class TransferMachine:
         """Keep or open the sources that a plan names, and close those without assigned chunks."""
         self._planned_weights_id, self._planned_version = plan.weights_id, plan.version
         self._abandoned_weights_id = None
+        self._reported_load_s = plan.own_load_s
         assigned: dict[str, tuple[Range, ...]] = {}
         for route in plan.routes:
             source = self._active.get(route.source_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from rfork.schema import StorageAssignment
@@ -136,6 +136,16 @@ def decide(fork: ForkState, own: OwnLoad) -> Decision:
     left_s = fork.left_s(window_s)
     is_slower = fork.elapsed_s >= window_s and left_s is not None and left_s > slower_ratio * own.load_s
     return "abandon" if is_slower else "wait"
+
+
+def with_reported_time(own: OwnLoad, reported_s: float | None) -> OwnLoad:
+    """Return the own load with the time that loaders of other instances took; None: it is not known.
+
+    A loader never counts as faster than the sample of its files.
+    """
+    if own.storage is not None or reported_s is None:
+        return own
+    return replace(own, load_s=max(own.load_s, reported_s), is_sampled=False)
 
 
 def abandon_window_s(own: OwnLoad) -> float:

@@ -16,6 +16,7 @@ from rfork.receiver.own_load import (
     decide,
     is_overdue,
     should_measure,
+    with_reported_time,
 )
 from rfork.schema import StorageAssignment
 
@@ -156,3 +157,19 @@ def test_sources_that_deliver_nothing_need_for_ever() -> None:
 def test_evidence_against_sources(load_s: float, expected: float) -> None:
     """It takes a tenth of the loader's time, within bounds: the fork then ends 1.1 times later than the load alone."""
     assert expected == abandon_window_s(loader(load_s))
+
+
+@pytest.mark.parametrize(("reported_s", "expected"), [(None, 10.0), (25.0, 25.0), (5.0, 10.0)])
+def test_the_time_of_a_loader_is_that_of_earlier_loads(reported_s: float | None, expected: float) -> None:
+    """But not less than its files need."""
+    assert expected == with_reported_time(loader(), reported_s).load_s
+
+
+def test_a_reported_time_needs_no_allowance() -> None:
+    """A loader is slower than its disk, but it was measured itself."""
+    assert not with_reported_time(loader(is_sampled=True), 12.0).is_sampled
+
+
+def test_files_are_as_fast_as_their_sample() -> None:
+    """Loads of other instances, by any loader, are no measure of single chunks."""
+    assert files() == with_reported_time(files(), 60.0)

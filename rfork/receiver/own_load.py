@@ -116,8 +116,13 @@ def should_measure(fork: ForkState, *, is_local: bool) -> bool:
         first_check_s = UPSTREAM_FIRST_CHECK_S
     else:
         first_check_s = FIRST_CHECK_S if is_local else SHARED_FIRST_CHECK_S
-    left_s = fork.left_s(min(first_check_s, JOIN_WINDOW_S))
-    return fork.elapsed_s >= first_check_s and left_s is not None and left_s > max(MIN_LEFT_S, first_check_s)
+    is_shared = fork.is_upstream_reading and not is_local
+    left_s = fork.left_s(first_check_s if is_shared else JOIN_WINDOW_S)
+    if left_s is None or fork.elapsed_s < first_check_s:
+        return False
+    if is_shared:  # samples of all the instances that wait would cost more than they save
+        return left_s == math.inf
+    return left_s > max(MIN_LEFT_S, first_check_s)
 
 
 def decide(fork: ForkState, own: OwnLoad) -> Decision:

@@ -97,6 +97,8 @@ def test_decisions(state: ForkState, own: OwnLoad, expected: Decision) -> None:
         (fork(8.0 * GB, elapsed_s=2.0), False, False),
         (fork(1.0 * GB, elapsed_s=2.0, is_upstream_reading=True), True, False),
         (fork(1.0 * GB, elapsed_s=5.0, is_upstream_reading=True), True, True),
+        (fork(0.1 * GB, elapsed_s=9.0, is_upstream_reading=True), False, False),  # as many samples as instances
+        (fork(0.0, elapsed_s=9.0, is_upstream_reading=True), False, True),
     ],
 )
 def test_storage_is_measured_once_sources_seem_slow(state: ForkState, is_local: bool, expected: bool) -> None:

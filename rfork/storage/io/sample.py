@@ -48,8 +48,8 @@ def sample_rate(storage: RangeReader, nbytes: int, name: str, settings: StorageS
 def sampled_parts(nbytes: int) -> Sequence[Range]:
     """Return the ranges of a sample."""
     size = max(1, min(SAMPLE_BYTES, int(nbytes * SAMPLE_FRACTION)) // PARTS)
-    begins = [number * nbytes // PARTS + (nbytes // PARTS - size) // 2 for number in range(PARTS)]
-    return [(begin, begin + size) for begin in begins if begin + size <= nbytes]
+    begins = {number * nbytes // PARTS + max(0, nbytes // PARTS - size) // 2 for number in range(PARTS)}
+    return [(begin, begin + size) for begin in sorted(begins)]
 
 
 def sample_files(folder: Path, settings: StorageSettings) -> float:

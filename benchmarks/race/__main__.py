@@ -23,15 +23,14 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks import harness
+from benchmarks.chaos.disk import rate_limited_reads
 from benchmarks.disturb.workers import BenchWorker
 from benchmarks.harness import GB, Contender, Row
 from benchmarks.pull.source import planner_main, process
@@ -47,7 +46,6 @@ from rfork.receiver.fallback import Fallback, checkpoint_fallback
 from rfork.receiver.report import ForkReport
 from rfork.schema import ForkProgress
 from rfork.settings import StorageSettings
-from rfork.storage.local import LocalFile
 
 DISK_BYTES_PER_S = 400_000_000
 """Rate of the disk of most rows."""
@@ -85,23 +83,6 @@ def cases(*, quick: bool) -> list[RaceCase]:
     return cases
 
 
-@contextlib.contextmanager
-def limited_disk(bytes_per_s: int) -> Iterator[None]:
-    """Limit the rate at which this process reads local files through `LocalFile`, for the block."""
-    read, lock, free_at = LocalFile.read, threading.Lock(), 0.0
-
-    def limited(file: LocalFile, offset: int, into: Sequence[memoryview]) -> None:
-        nonlocal free_at
-        with lock:
-            free_at = max(free_at, time.monotonic()) + sum(view.nbytes for view in into) / bytes_per_s
-            until = free_at
-        read(file, offset, into)
-        time.sleep(max(0.0, until - time.monotonic()))
-
-    with unittest.mock.patch.object(LocalFile, "read", limited):
-        yield
-
-
 class RaceBench:
     """The target's modules, its checkpoint, and the seeds."""
 
@@ -123,7 +104,7 @@ class RaceBench:
             for region in self._image.regions:
                 region.zero_()
             make_cold([self._checkpoint])
-            with limited_disk(case.bytes_per_s), self._disturbed(case) as on_progress:
+            with rate_limited_reads(case.bytes_per_s), self._disturbed(case) as on_progress:
                 began = time.perf_counter()
                 report = self._fork(case, on_progress)
                 seconds = time.perf_counter() - began

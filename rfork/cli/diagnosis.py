@@ -449,7 +449,7 @@ def _diagnose_fallback(stats: ForkStats, fallback_name: str) -> Diagnosis:
 def _with_rate_limit(stats: ForkStats, cause: DiagnosisType, text: str) -> Diagnosis:
     """Return the diagnosis of a fork that did not succeed: of a rate limit if the time ran out because of it."""
     throttled = stats.slowest_throttled
-    if throttled is None or stats.error_kinds[-1:] != ["DeadlineExceeded"]:
+    if throttled is None or stats.error_kinds[-1:] not in (["DeadlineExceeded"], [SLOW_SOURCES]):
         return Diagnosis(cause, text, advice_on(stats.error_kinds))
     return Diagnosis(cause, f"{text} {_throttled_text(throttled)}.", _raise_limit_advice(throttled))
 
@@ -458,7 +458,7 @@ def _diagnose_joined(stats: ForkStats) -> Diagnosis:
     """Return the diagnosis of a fork that read its own storage besides slow sources."""
     reason = next(each for each in stats.reasons if fleet_queries.error_kind_of(each) == SLOW_SOURCES)
     peers, storage = formatters.size(stats.peer_bytes), formatters.size(stats.storage_bytes)
-    text = f"It read {peers} from peers and {storage} from its own storage: {reason.partition(': ')[2].rstrip('.')}."
+    text = f"It read {peers} from peers and {storage} from its own storage: {reason.split(': ', 2)[-1].rstrip('.')}."
     throttled = stats.slowest_throttled
     if throttled is not None:
         return Diagnosis("sources", f"{text} {_throttled_text(throttled)}.", _raise_limit_advice(throttled))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -38,7 +38,7 @@ from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line
-from rfork.receiver.own_load import OwnLoad
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.spool import ChunkPersister
 from rfork.schema import Rank, StorageAssignment, StorageCandidate, StorageType, Text
 from rfork.settings import StorageSettings
@@ -394,14 +394,17 @@ class FallbackRunner:
     # -- storage besides peers --------------------------------------------------------------------------
 
     @property
-    def scope(self) -> Literal["local", "remote"] | None:
+    def scope(self) -> StorageScope | None:
         """Location of this instance's storage, if it may be read while peers serve the fork."""
         if not self.seed.settings.race_storage:
             return None
         readable = [each for each in self._fallbacks if each.folder is not None or each.uri]
         if not readable:
             return None
-        return "local" if any(each.is_local for each in readable) else "remote"
+        local = [each for each in readable if each.is_local]
+        if any(each.open is not None and each.load_out_of_place is None for each in local):
+            return "local"
+        return "loader" if local else "remote"
 
     def measure(self) -> OwnLoad | None:
         """Open all storage, and read a sample of the first that can be read; None if there is none.

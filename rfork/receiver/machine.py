@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final
 
 from typing_extensions import assert_never
 
@@ -55,6 +55,7 @@ from rfork.receiver.own_load import (
     ForkState,
     OwnLoad,
     RateMeter,
+    StorageScope,
     abandon_window_s,
     decide,
     is_overdue,
@@ -166,7 +167,7 @@ class TransferMachine:
         instance_id: str,
         deadline_at: float,
         spool_records: Mapping[int, bytes] | None = None,
-        own_storage: Literal["local", "remote"] | None = None,
+        own_storage: StorageScope | None = None,
     ) -> None:
         """`spool_records` are the digests by chunk of the spool; None: there is no spool. `own_storage` is read while
         peers are slow; None: only if a plan names it.
@@ -800,7 +801,7 @@ class TransferMachine:
         if not fork.left_bytes:
             return
         if self._own_load is None:
-            if should_measure(fork, is_local=self._own_storage == "local"):
+            if should_measure(fork, self._own_storage):
                 self._is_measuring = True
                 self._emit(events.MeasureOwnLoad())
             return

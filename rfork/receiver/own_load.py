@@ -15,15 +15,17 @@ from typing import Final, Literal
 
 from rfork.schema import StorageAssignment
 
+StorageScope = Literal["local", "loader", "remote"]
+"""`local`: files of this host that may be readable chunk by chunk; `loader`: such files, but only for a loader."""
 Decision = Literal["wait", "join", "abandon"]
 """`join`: read own storage besides the sources; `abandon`: end the fork, so that the own load replaces it."""
 
-FIRST_CHECK_S: Final = 0.2
-"""Time that sources have before their rate counts."""
+FIRST_CHECK_S: Final[dict[StorageScope, float]] = {"local": 0.2, "loader": 0.7, "remote": 2.0}
+"""Time that sources have before their rate counts: a fork is not abandoned within a second anyway, and other
+instances read remote storage too.
+"""
 MIN_LEFT_S: Final = 1.0
 """A fork that is expected to end within this time does not measure its storage."""
-SHARED_FIRST_CHECK_S: Final = 2.0
-"""The same for remote storage, which other instances read too."""
 UPSTREAM_FIRST_CHECK_S: Final = 5.0
 """The same while a source reads storage for this instance: all would load the storage that one reads for them."""
 
@@ -110,13 +112,10 @@ class ForkState:
         return self.left_bytes / rate if rate else math.inf
 
 
-def should_measure(fork: ForkState, *, is_local: bool) -> bool:
+def should_measure(fork: ForkState, scope: StorageScope) -> bool:
     """Return whether the sources are slow enough to open this instance's storage and read a sample of it."""
-    if fork.is_upstream_reading:
-        first_check_s = UPSTREAM_FIRST_CHECK_S
-    else:
-        first_check_s = FIRST_CHECK_S if is_local else SHARED_FIRST_CHECK_S
-    is_shared = fork.is_upstream_reading and not is_local
+    first_check_s = UPSTREAM_FIRST_CHECK_S if fork.is_upstream_reading else FIRST_CHECK_S[scope]
+    is_shared = fork.is_upstream_reading and scope == "remote"
     left_s = fork.left_s(first_check_s if is_shared else JOIN_WINDOW_S)
     if left_s is None or fork.elapsed_s < first_check_s:
         return False

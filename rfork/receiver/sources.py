@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rfork import settings as options
 from rfork.errors import (
@@ -37,7 +37,7 @@ from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
 from rfork.receiver import events
 from rfork.receiver.events import Event
-from rfork.receiver.own_load import OwnLoad
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.report import ForkTimer
 from rfork.schema import Lease, Route, StorageAssignment
 from rfork.settings import InstanceSettings, StorageSettings
@@ -72,7 +72,7 @@ class OwnStorage(Protocol):
         ...
 
     @property
-    def scope(self) -> Literal["local", "remote"] | None:
+    def scope(self) -> StorageScope | None:
         """Its location, if it may be read while peers serve the fork."""
         ...
 

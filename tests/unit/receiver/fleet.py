@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
@@ -18,7 +17,7 @@ from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.receiver.own_load import OwnLoad
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.report import ForkTimer, TransferStats
 from rfork.receiver.runner import Observer, ServingState, Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
@@ -269,7 +268,7 @@ class FleetStorage:
     own_load: OwnLoad | None = None
 
     @property
-    def scope(self) -> Literal["local", "remote"] | None:
+    def scope(self) -> StorageScope | None:
         return None if self.own_load is None else "local"
 
     def measure(self) -> OwnLoad | None:

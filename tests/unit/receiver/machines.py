@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from rfork.errors import RforkError
 from rfork.image.layout import Manifest
@@ -29,6 +29,7 @@ from rfork.receiver.events import (
     Tick,
 )
 from rfork.receiver.machine import TransferMachine
+from rfork.receiver.own_load import StorageScope
 from rfork.schema import Lease, Placement, Route, StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.storage.base import storage_name
@@ -101,7 +102,7 @@ class MachineHarness:
         *,
         deadline_s: float = 1e6,
         spool_records: Mapping[int, bytes] | None = None,
-        own_storage: Literal["local", "remote"] | None = None,
+        own_storage: StorageScope | None = None,
     ) -> None:
         self.machine = TransferMachine(
             LAYOUT,

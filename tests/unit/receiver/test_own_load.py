@@ -12,6 +12,7 @@ from rfork.receiver.own_load import (
     ForkState,
     OwnLoad,
     RateMeter,
+    StorageScope,
     abandon_window_s,
     decide,
     is_overdue,
@@ -86,24 +87,26 @@ def test_decisions(state: ForkState, own: OwnLoad, expected: Decision) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "is_local", "expected"),
+    ("state", "scope", "expected"),
     [
-        (fork(1.0 * GB, elapsed_s=0.25), True, True),
-        (fork(1.0 * GB, elapsed_s=0.0), True, False),
-        (fork(20 * GB, elapsed_s=0.25), True, False),  # it ends in half a second
-        (fork(0.0, elapsed_s=0.25), True, True),
-        (fork(1.0 * GB, elapsed_s=1.0), False, False),
-        (fork(1.0 * GB, elapsed_s=2.0), False, True),
-        (fork(8.0 * GB, elapsed_s=2.0), False, False),
-        (fork(1.0 * GB, elapsed_s=2.0, is_upstream_reading=True), True, False),
-        (fork(1.0 * GB, elapsed_s=5.0, is_upstream_reading=True), True, True),
-        (fork(0.1 * GB, elapsed_s=9.0, is_upstream_reading=True), False, False),  # as many samples as instances
-        (fork(0.0, elapsed_s=9.0, is_upstream_reading=True), False, True),
+        (fork(1.0 * GB, elapsed_s=0.25), "local", True),
+        (fork(1.0 * GB, elapsed_s=0.0), "local", False),
+        (fork(20 * GB, elapsed_s=0.25), "local", False),  # it ends in half a second
+        (fork(0.0, elapsed_s=0.25), "local", True),
+        (fork(1.0 * GB, elapsed_s=0.5), "loader", False),
+        (fork(1.0 * GB, elapsed_s=0.75), "loader", True),
+        (fork(1.0 * GB, elapsed_s=1.0), "remote", False),
+        (fork(1.0 * GB, elapsed_s=2.0), "remote", True),
+        (fork(8.0 * GB, elapsed_s=2.0), "remote", False),
+        (fork(1.0 * GB, elapsed_s=2.0, is_upstream_reading=True), "local", False),
+        (fork(1.0 * GB, elapsed_s=5.0, is_upstream_reading=True), "local", True),
+        (fork(0.1 * GB, elapsed_s=9.0, is_upstream_reading=True), "remote", False),  # as many samples as instances
+        (fork(0.0, elapsed_s=9.0, is_upstream_reading=True), "remote", True),
     ],
 )
-def test_storage_is_measured_once_sources_seem_slow(state: ForkState, is_local: bool, expected: bool) -> None:
+def test_storage_is_measured_once_sources_seem_slow(state: ForkState, scope: StorageScope, expected: bool) -> None:
     """Remote storage later than local files, and last the storage that one instance reads for all."""
-    assert expected == should_measure(state, is_local=is_local)
+    assert expected == should_measure(state, scope)
 
 
 @pytest.mark.parametrize(

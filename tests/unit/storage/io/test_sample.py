@@ -49,7 +49,7 @@ def test_a_sample_is_spread() -> None:
 
 
 def test_each_byte_of_a_sample_is_read_once() -> None:
-    """What is read ahead counts."""
+    """Bytes that are read ahead count once."""
     storage = RecordedRanges()
     assert sample_rate(storage, 64 * MIB, "storage", StorageSettings()) > 0
     assert 4 * MIB == storage.read_bytes

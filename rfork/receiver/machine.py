@@ -51,6 +51,7 @@ from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 from rfork.receiver.events import Action, Event, SourceEvent
 from rfork.receiver.own_load import (
+    FIRST_CHECK_S,
     JOIN_WINDOW_S,
     ForkState,
     OwnLoad,
@@ -207,6 +208,8 @@ class TransferMachine:
         self._own_storage = own_storage
         self._own_load: OwnLoad | None = None
         self._is_measuring = False
+        self._is_upstream_reading = False
+        """True once a source has read storage for this instance."""
         self._reported_load_s: float | None = None
         """Duration of earlier loads of other instances, as the planner knows it."""
         self._peers_since: float | None = None
@@ -787,16 +790,16 @@ class TransferMachine:
         self._rates.add(now, self.bytes_read + self._expected_in_flight(now))
         if self._is_measuring or any(source.is_storage for source in self._active.values()):
             return
+        self._is_upstream_reading = self._is_upstream_reading or any(
+            source.activity is not None and source.activity.storage_at is not None for source in self._active.values()
+        )
         verified_bytes = sum(self._size(chunk) for chunk in self._scheduler.verified_chunks)
         fork = ForkState(
             elapsed_s=now - self._peers_since,
             left_bytes=self._chunks.image_bytes - verified_bytes,
             rates=self._rates,
             has_manifest=self._verifier.manifest is not None,
-            is_upstream_reading=any(
-                source.activity is not None and source.activity.storage_at is not None
-                for source in self._active.values()
-            ),
+            is_upstream_reading=self._is_upstream_reading,
         )
         if not fork.left_bytes:
             return
@@ -825,7 +828,7 @@ class TransferMachine:
         return end - begin
 
     def _join_own_storage(self, fork: ForkState, own: OwnLoad, storage: StorageAssignment, now: float) -> None:
-        text = _comparison(fork, own, JOIN_WINDOW_S)
+        text = _comparison(fork, own, JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"])
         log.info("reading own storage besides the sources", storage=own.name, reason=text)
         self.reasons.append(SlowSources(f"own storage is read too: {text}", hint=SLOW_SOURCES_HINT))
         name = storage_name(storage.kind, storage.uri)

@@ -102,7 +102,7 @@ class ForkState:
     has_manifest: bool
     """True if chunks of any origin can be verified."""
     is_upstream_reading: bool = False
-    """True if a source reads storage for this instance, or waits for one that does."""
+    """True if a source has read storage for this instance, or has waited for one that did."""
 
     def left_s(self, window_s: float) -> float | None:
         """Return the time that the sources still need at the rate of the last `window_s`; None if it is unknown."""
@@ -115,11 +115,12 @@ class ForkState:
 def should_measure(fork: ForkState, scope: StorageScope) -> bool:
     """Return whether the sources are slow enough to open this instance's storage and read a sample of it."""
     first_check_s = UPSTREAM_FIRST_CHECK_S if fork.is_upstream_reading else FIRST_CHECK_S[scope]
-    is_shared = fork.is_upstream_reading and scope == "remote"
-    left_s = fork.left_s(first_check_s if is_shared else JOIN_WINDOW_S)
+    left_s = fork.left_s(first_check_s if scope == "remote" else JOIN_WINDOW_S)
     if left_s is None or fork.elapsed_s < first_check_s:
         return False
-    if is_shared:  # samples of all the instances that wait would cost more than they save
+    if (
+        fork.is_upstream_reading and scope == "remote"
+    ):  # samples of all the instances that wait would cost more than they save
         return left_s == math.inf
     return left_s > max(MIN_LEFT_S, first_check_s)
 
@@ -129,7 +130,7 @@ def decide(fork: ForkState, own: OwnLoad) -> Decision:
     slower_ratio = UPSTREAM_RATIO if fork.is_upstream_reading else SLOWER_RATIO
     if own.storage is not None and fork.has_manifest:
         ratio = JOIN_RATIO if own.is_local and not fork.is_upstream_reading else slower_ratio
-        left_s = fork.left_s(JOIN_WINDOW_S)
+        left_s = fork.left_s(JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"])
         own_left_s = fork.left_bytes / own.bytes_per_s
         return "join" if left_s is not None and left_s > max(MIN_OVERDUE_S, ratio * own_left_s) else "wait"
     if not own.replaces_fork:

@@ -133,7 +133,7 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
 
     location = Location.parse(uri)
     checked_uri = _validate_uri(location.uri)
-    folder = Path(location.path) if location.scheme == "file" else None
+    folder = Path(location.path)
 
     def load(module: nn.Module) -> None:
         Checkpoint.open(uri, settings).load_into(module)
@@ -146,7 +146,8 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
             return None
 
     name = f"checkpoint {uri if _is_path(uri) else checked_uri}"
-    return Fallback(name, load, "checkpoint", checked_uri, chunks, folder=lambda: folder)
+    is_local = location.scheme == "file"
+    return Fallback(name, load, "checkpoint", checked_uri, chunks, folder=(lambda: folder) if is_local else None)
 
 
 def loader_fallback(loader: Loader) -> Fallback:

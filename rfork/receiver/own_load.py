@@ -114,6 +114,8 @@ class ForkState:
 
 def should_measure(fork: ForkState, scope: StorageScope) -> bool:
     """Return whether the sources are slow enough to open this instance's storage and read a sample of it."""
+    if scope == "local" and not fork.has_manifest:
+        scope = "loader"  # single chunks cannot be verified yet
     first_check_s = UPSTREAM_FIRST_CHECK_S if fork.is_upstream_reading else FIRST_CHECK_S[scope]
     left_s = fork.left_s(first_check_s if scope == "remote" else JOIN_WINDOW_S)
     if left_s is None or fork.elapsed_s < first_check_s:

@@ -93,6 +93,8 @@ def test_decisions(state: ForkState, own: OwnLoad, expected: Decision) -> None:
         (fork(1.0 * GB, elapsed_s=0.0), "local", False),
         (fork(20 * GB, elapsed_s=0.25), "local", False),  # it ends in half a second
         (fork(0.0, elapsed_s=0.25), "local", True),
+        (fork(1.0 * GB, elapsed_s=0.5, has_manifest=False), "local", False),
+        (fork(1.0 * GB, elapsed_s=0.75, has_manifest=False), "local", True),
         (fork(1.0 * GB, elapsed_s=0.5), "loader", False),
         (fork(1.0 * GB, elapsed_s=0.75), "loader", True),
         (fork(1.0 * GB, elapsed_s=1.0), "remote", False),

@@ -269,8 +269,8 @@ class _LoadOrFork:
             fallbacks.append(replace(fallback, load=load))
         if self._settings.fork_required_reason is None:
             files, revision = self._identity.files, self._identity.revision
-            folder = partial(folder_of, files, revision) if files is not None else None
-            fallbacks.append(engine_fallback(self._load, self._engine.check, folder))
+            path = partial(folder_of, files, revision) if files is not None else None
+            fallbacks.append(engine_fallback(self._load, self._engine.check, path))
         return fallbacks
 
     def _load(self) -> nn.Module:

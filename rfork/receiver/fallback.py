@@ -101,8 +101,8 @@ class Fallback:
     CheckpointError or StorageError if neither works. It may be called at any time of the fork, on its own
     thread, so it must not read the bytes of the tensors. Without it, `load` is used.
 
-    `folder` returns the local folder whose weight files `load` reads, if there is one: its speed shows how long
-    `load` would take.
+    `path` returns the local file that `load` reads, or the folder with its weight files, if there is one: its speed
+    shows how long `load` would take.
 
     With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
     released first, so that the two models never exist at the same time. It must be the last fallback, and
@@ -115,12 +115,12 @@ class Fallback:
     uri: str = ""
     open: OpenStorage | None = None
     load_out_of_place: OutOfPlaceLoader | None = None
-    folder: Callable[[], Path | None] | None = None
+    path: Callable[[], Path | None] | None = None
 
     @property
     def is_local(self) -> bool:
         """Return whether it reads files of this host, as far as its address shows."""
-        return self.folder is not None or self.uri.startswith("file:")
+        return self.path is not None or self.uri.startswith("file:")
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
@@ -133,7 +133,7 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
 
     location = Location.parse(uri)
     checked_uri = _validate_uri(location.uri)
-    folder = Path(location.path)
+    path = Path(location.path)
 
     def load(module: nn.Module) -> None:
         Checkpoint.open(uri, settings).load_into(module)
@@ -147,7 +147,7 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
 
     name = f"checkpoint {uri if _is_path(uri) else checked_uri}"
     is_local = location.scheme == "file"
-    return Fallback(name, load, "checkpoint", checked_uri, chunks, folder=(lambda: folder) if is_local else None)
+    return Fallback(name, load, "checkpoint", checked_uri, chunks, path=(lambda: path) if is_local else None)
 
 
 def loader_fallback(loader: Loader) -> Fallback:
@@ -156,12 +156,12 @@ def loader_fallback(loader: Loader) -> Fallback:
 
 
 def engine_fallback(
-    load: OutOfPlaceLoader, check: Callable[[], None], folder: Callable[[], Path | None] | None = None
+    load: OutOfPlaceLoader, check: Callable[[], None], path: Callable[[], Path | None] | None = None
 ) -> Fallback:
     """Return a fallback that runs the engine's own loader, which builds a new model.
 
     `check` raises CheckpointError or StorageError if there is nothing to load from; then the loader is not
-    offered. `folder` returns the local folder that it reads, if there is one.
+    offered. `path` returns the local file or folder that it reads, if there is one.
     """
 
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
@@ -170,7 +170,7 @@ def engine_fallback(
     def reject_in_place(module: nn.Module) -> None:
         raise UserError("the engine's loader builds its own model")
 
-    return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load, folder=folder)
+    return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load, path=path)
 
 
 def snapshot_fallback(
@@ -399,7 +399,7 @@ class FallbackRunner:
         """Location of this instance's storage, if it may be read while peers serve the fork."""
         if not self.seed.settings.race_storage:
             return None
-        readable = [each for each in self._fallbacks if each.folder is not None or each.uri]
+        readable = [each for each in self._fallbacks if each.path is not None or each.uri]
         if not readable:
             return None
         local = [each for each in readable if each.is_local]
@@ -437,10 +437,10 @@ class FallbackRunner:
             assignment = StorageAssignment(kind=storage.storage_type, uri=storage.uri, chunks=())
             is_local = storage.uri.startswith("file:")
             return OwnLoad(fallback.name, rate, image_bytes / rate, assignment, is_local, replaces_fork)
-        folder = fallback.folder() if fallback.folder is not None else None
-        if folder is None:
+        path = fallback.path() if fallback.path is not None else None
+        if path is None:
             return None
-        rate, rank = sample_files(folder, settings), self.seed.identity.rank
+        rate, rank = sample_files(path, settings), self.seed.identity.rank
         # The ranks of a replica load together, mostly from one disk.
         load_s = image_bytes * rank.tp_size * rank.pp_size / rate
         return OwnLoad(fallback.name, rate, load_s, replaces_fork=replaces_fork)

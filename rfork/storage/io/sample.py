@@ -52,20 +52,24 @@ def sampled_parts(nbytes: int) -> Sequence[Range]:
     return [(begin, begin + size) for begin in sorted(begins)]
 
 
-def sample_files(folder: Path, settings: StorageSettings) -> float:
-    """Return the bytes per second at which the largest weight file of a folder is read. Raises StorageErrors."""
+def sample_files(path: Path, settings: StorageSettings) -> float:
+    """Return the bytes per second at which a file, or the largest weight file of a folder, is read.
+
+    Raises StorageError subclasses.
+    """
     try:
-        names = select_weight_files([entry.name for entry in folder.iterdir()]).weights
-        sizes = {name: (folder / name).stat().st_size for name in names}
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        files = [path / name for name in select_weight_files(names).weights] if path.is_dir() else [path]
+        sizes = {file: file.stat().st_size for file in files}
     except OSError as error:
-        raise storage_error(folder, error) from None
+        raise storage_error(path, error) from None
     if not sizes:
-        raise StorageNotFound(f"there are no weight files in {folder}")
-    name = max(sizes, key=lambda each: sizes[each])
-    with closing(LocalFile(folder / name, settings)) as file:
-        if not file.size:
-            raise StorageError(f"{folder / name} is empty")
-        return sample_rate(_FileRanges(file), file.size, str(folder / name), settings)
+        raise StorageNotFound(f"there are no weight files in {path}")
+    sampled = max(sizes, key=lambda file: sizes[file])
+    with closing(LocalFile(sampled, settings)) as opened:
+        if not opened.size:
+            raise StorageError(f"{sampled} is empty")
+        return sample_rate(_FileRanges(opened), opened.size, str(sampled), settings)
 
 
 class _FileRanges:

@@ -131,7 +131,7 @@ def test_the_version_stays_that_of_the_source(fleet: Fleet, checkpoint: Path) ->
 def test_a_fork_is_abandoned_for_a_loader_of_the_same_version(fleet: Fleet, checkpoint: Path) -> None:
     """The loader fills the complete module."""
     module = Model(1.0)
-    loader = Fallback("twos", load_twos, folder=lambda: checkpoint)
+    loader = Fallback("twos", load_twos, path=lambda: checkpoint)
     report = forked(fleet, module, loader, identity=InstanceIdentity("model", instance_id="target", version=VERSION))
     assert "twos" == report.fallback
     assert bool((module.weight == 2.0).all())
@@ -140,7 +140,7 @@ def test_a_fork_is_abandoned_for_a_loader_of_the_same_version(fleet: Fleet, chec
 
 def test_a_fork_is_not_abandoned_for_a_loader_of_an_unknown_version(fleet: Fleet, checkpoint: Path) -> None:
     """It could load other weights than the fleet serves."""
-    loader = Fallback("twos", load_twos, folder=lambda: checkpoint)
+    loader = Fallback("twos", load_twos, path=lambda: checkpoint)
     report = forked(fleet, Model(1.0), loader, source_idle_timeout_s=2.0, no_source_timeout_s=0.0)
     assert not any("SlowSources" in reason for reason in report.reasons)
 
@@ -167,7 +167,7 @@ def test_storage_that_hangs_while_it_is_measured_is_abandoned(
         forked(
             fleet,
             Model(1.0),
-            Fallback("nothing", load_nothing, folder=lambda: checkpoint),
+            Fallback("nothing", load_nothing, path=lambda: checkpoint),
             source_idle_timeout_s=2.0,
             no_source_timeout_s=0.0,
         )

@@ -68,6 +68,18 @@ def test_the_weight_files_of_a_folder_are_sampled(tmp_path: Path) -> None:
     assert sample_files(tmp_path, StorageSettings()) > 0
 
 
+def test_a_file_is_sampled(tmp_path: Path) -> None:
+    """A checkpoint may be one file."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(MIB))
+    assert sample_files(tmp_path / "model.safetensors", StorageSettings()) > 0
+
+
+def test_a_missing_file_has_no_rate(tmp_path: Path) -> None:
+    """Nor does a missing folder."""
+    with pytest.raises(StorageNotFound):
+        sample_files(tmp_path / "nothing", StorageSettings())
+
+
 def test_a_folder_without_weight_files_has_no_rate(tmp_path: Path) -> None:
     """Other files are no weights."""
     (tmp_path / "config.json").write_bytes(b"{}")

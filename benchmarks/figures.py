@@ -68,6 +68,7 @@ GOALS: Final[Mapping[str, Goal]] = {
     "chaos_leaks": Goal("chaos", maximum=0),
     "disturb_p99_governed": Goal("disturb", maximum=1.10, meaning="a busy seed's p99 with three readers / idle"),
     "disturb_one_reader_speed": Goal("disturb", minimum=0.3, meaning="one reader of a busy seed / ungoverned"),
+    "fork_vs_own_load_worst": Goal("race", maximum=1.15, meaning="fork from a slow source / own load from disk"),
     "storage_vs_best_peer": Goal("storage", minimum=1.0, meaning="the worst row / the best other loader"),
     "storage_cold_vs_medium": Goal("storage", minimum=0.95, meaning="cold disk / plain read"),
     "storage_s3_vs_medium": Goal("storage", minimum=0.90, meaning="S3 / bare ranged GETs"),

@@ -20,8 +20,8 @@ def dense(quick: bool) -> nn.Module:
     (5).
     """
     if quick:
-        return _module(llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
-    return _module(llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
+        return module_of(llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
+    return module_of(llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
 
 
 def small_tensors(quick: bool) -> nn.Module:
@@ -30,7 +30,7 @@ def small_tensors(quick: bool) -> nn.Module:
     """
     rows = (3, 4, 5) if quick else (24, 26, 28)
     shapes = {f"experts.{index}.weight": (rows[index % len(rows)], ROW) for index in range(SMALL_TENSORS)}
-    return _module(shapes, seed=2)
+    return module_of(shapes, seed=2)
 
 
 def tiny() -> nn.Module:
@@ -63,7 +63,8 @@ def llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[s
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
-def _module(shapes: Mapping[str, tuple[int, ...]], seed: int) -> nn.Module:
+def module_of(shapes: Mapping[str, tuple[int, ...]], seed: int) -> nn.Module:
+    """Return a module with tensors of these shapes, in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     root = nn.Module()
     for name, shape in shapes.items():

@@ -40,6 +40,7 @@
     │   └── StorageFull            no space is left to write
     └── ForkFailed                 fault: that of the last reason   exit 7
         ├── NoSource               no instance has an image of this layout
+        ├── SlowSources            the sources are slower than the target's own storage
         └── AllSourcesFailed       all sources and all fallbacks failed; contains each reason in order
 
 A source is blamed (``fault == "source"``) only for its own faults, so that one bad target cannot quarantine a fleet's
@@ -290,6 +291,12 @@ class ForkFailed(RforkError):
 
 class NoSource(ForkFailed):
     """No instance has an image of this layout."""
+
+    fault = "network"
+
+
+class SlowSources(ForkFailed):
+    """The sources are slower than the target's own storage; no instance is blamed."""
 
     fault = "network"
 

@@ -322,6 +322,7 @@ class Plan(WireModel):
         None,
         description="all sources are busy: seconds until the next request; null: a retry is useless",
     )
+    own_load_s: Seconds | None = Field(None, description="duration of recent loads of these weights by an engine's loader or another fallback; null: unknown")
 
 
 class ForkProgress(WireModel):

@@ -138,7 +138,9 @@ def _of_target(observation: RoundObservation, ending: ForkEnding) -> Iterator[Fi
         case "failed":
             if reason := is_unaffected(observation, ending.host):
                 yield Finding("lost", f"{ending.host} failed, though {reason}")
-    bound = max_repeated_chunks(len(observation.injected), observation.window, ending.chunk_bytes)
+    # With own files, the reads in flight from slow peers are repeated from them.
+    disturbances = len(observation.injected) + observation.round.fallback
+    bound = max_repeated_chunks(disturbances, observation.window, ending.chunk_bytes)
     if ending.repeated_bytes > bound:
         yield Finding("repeats", f"{ending.host} read {ending.repeated_bytes} bytes twice, bound {bound}")
 

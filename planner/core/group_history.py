@@ -16,6 +16,8 @@ from rfork.schema import ForkResult, source_type
 
 RECENT: Final = 32
 """Number of recent forks of each origin used for the median."""
+OWN_LOAD_ALPHA: Final = 0.3
+"""Weight of the newest load in the mean of their durations."""
 MAX_RETAINED: Final = 256
 """Maximum number of groups without instances whose history is kept, most recent first: 1 kB each."""
 
@@ -38,6 +40,8 @@ class GroupHistory:
         """Bytes read from storage."""
         self.forked_bytes = 0
         """Bytes read from peers."""
+        self.own_load_s: float | None = None
+        """Duration of the loads that replaced forks, without the time before them: a mean that favours recent ones."""
         self._from_peers: deque[float] = deque(maxlen=RECENT)
         self._from_storage: deque[float] = deque(maxlen=RECENT)
 
@@ -70,6 +74,9 @@ class GroupHistory:
 
     def record(self, fork: ForkRecord, finish: ForkResult) -> None:
         """Add the bytes and the duration of a fork that its target finished."""
+        if finish.outcome == "fallback" and (load_s := finish.phases.get("fallback")):
+            before = self.own_load_s
+            self.own_load_s = load_s if before is None else before + OWN_LOAD_ALPHA * (load_s - before)
         origin = _origin_of_complete_fork(fork, finish)
         if origin == "storage":
             self._from_storage.append(finish.seconds)

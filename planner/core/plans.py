@@ -58,6 +58,7 @@ def build_plan(
         reason=fork.reason,
         retry_after_s=RETRY_S if must_retry or None in routes else None,
         mismatched_source=_route(state, fork.fork_id, other, signer, unix_s) if other is not None else None,
+        own_load_s=state.group(fork.group).history.own_load_s,
     )
 
 

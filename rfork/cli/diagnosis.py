@@ -47,11 +47,15 @@ UNSTATED_VERSION_ADVICE: Final = (
     "State the version that the target should get, one of those served: RFORK_VERSION, --rfork-version or version=."
 )
 DEFAULT_ADVICE: Final = "Check the target's log around that time."
+SLOW_SOURCES: Final = "SlowSources"
+"""Error of a fork whose sources were slower than the target's own storage."""
 CONSEQUENCES: Final = ("NoSource", "DeadlineExceeded", "AllSourcesFailed", "ForkFailed")
 """Errors that usually follow from earlier ones, which are the ones to fix."""
 ADVICE: Final[dict[str, str]] = {
     "NoSource": "Start a seed (`rfork seed`), or set RFORK_SNAPSHOT so that a cold start reads verified bytes "
     "from storage once for the group.",
+    "SlowSources": "Find what slows its sources down: their load, a rate limit or the link. The target's own "
+    "storage was faster.",
     "PlannerUnreachable": "Check RFORK_PLANNER and the network between target and planner: run `rfork doctor` "
     "on the target's host.",
     "PlannerRejected": "Set RFORK_TOKEN on the target to a token that the planner accepts. The planner's log "
@@ -218,6 +222,16 @@ class ForkStats:
         return sum(each.share for each in self.sources if each.from_storage)
 
     @property
+    def peer_bytes(self) -> int:
+        """Bytes read from other instances."""
+        return sum(each.nbytes for each in self.sources if not each.from_storage)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes read from the target's own storage."""
+        return sum(each.nbytes for each in self.sources if each.from_storage)
+
+    @property
     def mean_rate(self) -> float:
         """Bytes per second over the entire fork; 0 if nothing was read."""
         return self.received / self.seconds if self.seconds > 0 else 0.0
@@ -376,6 +390,8 @@ def diagnose(stats: ForkStats) -> Diagnosis:
         return Diagnosis("interrupted", f"The fork was stopped after {after}{last}")
     if finish.outcome == "failed":
         return _with_rate_limit(stats, "failed", f"The fork failed after {after}{last}")
+    if stats.storage_bytes and stats.peer_bytes and SLOW_SOURCES in stats.error_kinds:
+        return _diagnose_joined(stats)
     loss = _main_loss(stats)
     if loss.cause in ("link", "unsteady") and stats.upstream is not None:
         return _diagnose_relayed(stats, stats.upstream, loss)
@@ -433,9 +449,20 @@ def _diagnose_fallback(stats: ForkStats, fallback_name: str) -> Diagnosis:
 def _with_rate_limit(stats: ForkStats, cause: DiagnosisType, text: str) -> Diagnosis:
     """Return the diagnosis of a fork that did not succeed: of a rate limit if the time ran out because of it."""
     throttled = stats.slowest_throttled
-    if throttled is None or stats.error_kinds[-1:] != ["DeadlineExceeded"]:
+    if throttled is None or stats.error_kinds[-1:] not in (["DeadlineExceeded"], [SLOW_SOURCES]):
         return Diagnosis(cause, text, advice_on(stats.error_kinds))
     return Diagnosis(cause, f"{text} {_throttled_text(throttled)}.", _raise_limit_advice(throttled))
+
+
+def _diagnose_joined(stats: ForkStats) -> Diagnosis:
+    """Return the diagnosis of a fork that read its own storage besides slow sources."""
+    reason = next(each for each in stats.reasons if fleet_queries.error_kind_of(each) == SLOW_SOURCES)
+    peers, storage = formatters.size(stats.peer_bytes), formatters.size(stats.storage_bytes)
+    text = f"It read {peers} from peers and {storage} from its own storage: {reason.split(': ', 2)[-1].rstrip('.')}."
+    throttled = stats.slowest_throttled
+    if throttled is not None:
+        return Diagnosis("sources", f"{text} {_throttled_text(throttled)}.", _raise_limit_advice(throttled))
+    return Diagnosis("sources", text, ADVICE[SLOW_SOURCES])
 
 
 def _diagnose_relayed(stats: ForkStats, relay: ForkStats, loss: TimeLoss) -> Diagnosis:

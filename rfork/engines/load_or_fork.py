@@ -42,6 +42,7 @@ from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSess
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
+from rfork.storage.versions.version import folder_of
 
 log = logger(__name__)
 
@@ -267,7 +268,9 @@ class _LoadOrFork:
 
             fallbacks.append(replace(fallback, load=load))
         if self._settings.fork_required_reason is None:
-            fallbacks.append(engine_fallback(self._load, self._engine.check))
+            files, revision = self._identity.files, self._identity.revision
+            path = partial(folder_of, files, revision) if files is not None else None
+            fallbacks.append(engine_fallback(self._load, self._engine.check, path))
         return fallbacks
 
     def _load(self) -> nn.Module:

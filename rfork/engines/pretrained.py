@@ -140,7 +140,8 @@ def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: Rfor
 def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], nn.Module]) -> list[Fallback]:
     if not blueprint.loadable:
         return []
-    fallbacks = [engine_fallback(load, lambda: None)]  # what needs no call to the hub was checked before
+    # What needs no call to the hub was checked before.
+    fallbacks = [engine_fallback(load, lambda: None, lambda: blueprint.folder)]
     if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks

@@ -57,7 +57,7 @@ class EmptyModel:
             self.model = stored.loaded()
             return self.model
 
-        return engine_fallback(load, lambda: None)
+        return engine_fallback(load, lambda: None, lambda: Path(location.path))
 
 
 def _failed_fallback(checkpoint: str | Path, reason: str) -> Fallback:

@@ -112,6 +112,34 @@ class ChunkScheduler:
                     return True
         return False
 
+    def lend(self, source_id: str, max_chunks: int) -> None:
+        """Assign to a source, up to `max_chunks` chunks and a quarter of all, chunks that no source has begun.
+
+        First those without a source, then the last ones of the source with most chunks left, which itself reads
+        the first ones.
+        """
+        begun = self._in_flight.keys() | self._verified | self._reserved.keys()
+        waiting: dict[str | None, list[int]] = {}
+        for chunk in range(self.chunk_count):
+            if chunk not in begun:
+                waiting.setdefault(self._assigned.get(chunk), []).append(chunk)
+        own = len(waiting.pop(source_id, ()))
+        total = own + sum(map(len, waiting.values()))
+        left = min(max_chunks, max(1, total // 4)) - own
+        while left > 0 and any(waiting.values()):
+            lender = None if waiting.get(None) else max(waiting, key=lambda name: len(waiting[name]))
+            chunk = waiting[lender].pop()
+            self._assigned[chunk] = source_id
+            self._queue(chunk)
+            left -= 1
+
+    def transfer(self, from_id: str, to_id: str) -> None:
+        """Assign all chunks of one source to another, those in flight once their reads have failed."""
+        for chunk, source in (self._assigned | self._in_flight).items():
+            if source == from_id and chunk not in self._reserved:
+                self._assigned[chunk] = to_id
+                self._queue(chunk)
+
     def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
         """Return the chunks in flight from this source, and the next `count` that `next_read` will return for
         it.
@@ -242,10 +270,9 @@ class ChunkScheduler:
         """Number of chunks in flight."""
         return len(self._in_flight)
 
-    @property
-    def reads_in_flight(self) -> int:
-        """Number of chunks in flight without reserved ones: each occupies a worker."""
-        return sum(source not in self._reservers for source in self._in_flight.values())
+    def reads_in_flight(self, *, excluded: str | None = None) -> int:
+        """Number of chunks in flight without reserved ones and those of one source: each occupies a worker."""
+        return sum(source not in self._reservers and source != excluded for source in self._in_flight.values())
 
     @property
     def verified_chunks(self) -> Set[int]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from rfork.errors import RforkError, TransportUnavailable
 from rfork.image.layout import Manifest
 from rfork.image.ranges import Range
+from rfork.receiver.own_load import OwnLoad
 from rfork.schema import ChunkAssignment, Lease, Plan, Route, SourceFault, StorageAssignment
 
 # -- events ---------------------------------------------------------------------------------------------
@@ -196,6 +197,12 @@ class LoaderFailed(NamedTuple):
     error: RforkError
 
 
+class OwnLoadMeasured(NamedTuple):
+    """Result of `MeasureOwnLoad`; None: this instance cannot load the weights itself."""
+
+    own_load: OwnLoad | None
+
+
 SourceEvent = (
     SourceConnected
     | TransportRefused
@@ -222,6 +229,7 @@ Event = (
     | SpoolFailed
     | LoaderFinished
     | LoaderFailed
+    | OwnLoadMeasured
 )
 
 # -- actions --------------------------------------------------------------------------------------------
@@ -253,6 +261,10 @@ class RenewLease(NamedTuple):
 
     connection: int
     lease: Lease
+
+
+class MeasureOwnLoad(NamedTuple):
+    """Open this instance's own storage, and read a sample of it."""
 
 
 class CompareFiles(NamedTuple):
@@ -364,6 +376,7 @@ Action = (
     | OpenPeer
     | OpenStorage
     | RenewLease
+    | MeasureOwnLoad
     | CompareFiles
     | CloseSource
     | ExcludeStorage

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -21,11 +22,13 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from typing_extensions import Self
 
+from rfork import settings as options
 from rfork.errors import (
     AllSourcesFailed,
     CheckpointError,
     RforkError,
     SettingsError,
+    SourceUnavailable,
     StorageError,
     UserError,
     WrongVersion,
@@ -35,6 +38,7 @@ from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.spool import ChunkPersister
 from rfork.schema import Rank, StorageAssignment, StorageCandidate, StorageType, Text
 from rfork.settings import StorageSettings
@@ -54,6 +58,8 @@ log = logger(__name__)
 ALTERNATIVES_HINT: Final = "start a seed, or pass a checkpoint folder to fall back to"
 """Hint if no failure has one."""
 FIX_FALLBACK_HINT: Final = "fix the problem in the last reason, or start a seed"
+SAMPLE_TIMEOUT_S: Final = 10.0
+"""Maximum time to read a sample of storage."""
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
@@ -94,6 +100,9 @@ class Fallback:
     CheckpointError or StorageError if neither works. It may be called at any time of the fork, on its own
     thread, so it must not read the bytes of the tensors. Without it, `load` is used.
 
+    `path` returns the local file that `load` reads, or the folder with its weight files, if there is one: its speed
+    shows how long `load` would take.
+
     With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
     released first, so that the two models never exist at the same time. It must be the last fallback, and
     `load` is not called.
@@ -105,6 +114,12 @@ class Fallback:
     uri: str = ""
     open: OpenStorage | None = None
     load_out_of_place: OutOfPlaceLoader | None = None
+    path: Callable[[], Path | None] | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether it reads files of this host, as far as its address shows."""
+        return self.path is not None or self.uri.startswith("file:")
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
@@ -115,7 +130,9 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
     # Here and below: a fork without files imports 31 modules less, a seventh of all.
     from rfork.storage.checkpoint import Checkpoint, CheckpointChunks, NotBytewiseLoadable
 
-    checked_uri = _validate_uri(Location.parse(uri).uri)
+    location = Location.parse(uri)
+    checked_uri = _validate_uri(location.uri)
+    path = Path(location.path)
 
     def load(module: nn.Module) -> None:
         Checkpoint.open(uri, settings).load_into(module)
@@ -127,7 +144,9 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
             log.info("the checkpoint can only be loaded as a whole", checkpoint=checked_uri, reason=str(error))
             return None
 
-    return Fallback(f"checkpoint {uri if _is_path(uri) else checked_uri}", load, "checkpoint", checked_uri, chunks)
+    name = f"checkpoint {uri if _is_path(uri) else checked_uri}"
+    is_local = location.scheme == "file"
+    return Fallback(name, load, "checkpoint", checked_uri, chunks, path=(lambda: path) if is_local else None)
 
 
 def loader_fallback(loader: Loader) -> Fallback:
@@ -135,11 +154,13 @@ def loader_fallback(loader: Loader) -> Fallback:
     return Fallback("loader", loader)
 
 
-def engine_fallback(load: OutOfPlaceLoader, check: Callable[[], None]) -> Fallback:
+def engine_fallback(
+    load: OutOfPlaceLoader, check: Callable[[], None], path: Callable[[], Path | None] | None = None
+) -> Fallback:
     """Return a fallback that runs the engine's own loader, which builds a new model.
 
     `check` raises CheckpointError or StorageError if there is nothing to load from; then the loader is not
-    offered.
+    offered. `path` returns the local file or folder that it reads, if there is one.
     """
 
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
@@ -148,7 +169,7 @@ def engine_fallback(load: OutOfPlaceLoader, check: Callable[[], None]) -> Fallba
     def reject_in_place(module: nn.Module) -> None:
         raise UserError("the engine's loader builds its own model")
 
-    return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load)
+    return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load, path=path)
 
 
 def snapshot_fallback(
@@ -279,7 +300,11 @@ class FallbackRunner:
         self._current_version = current_version
         self._tracer = tracer
         self._lock = threading.Lock()
-        self._opened = False
+        self._usable: list[tuple[Fallback, ImageStorage | None]] | None = None
+        """Fallbacks that could be opened; None before that."""
+        self._is_advertised = False
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._chunk_sources: dict[tuple[StorageType, str], ImageStorage] = {}
         self._loaders: dict[tuple[StorageType, str], Fallback] = {}
 
@@ -290,31 +315,47 @@ class FallbackRunner:
 
         Raises subclasses of UserError for invalid settings.
         """
-        settings = self.seed.settings
+        if self.seed.settings.cold_start != "cooperative":
+            return False
         with self._lock:
-            if self._opened or settings.cold_start != "cooperative":
+            if self._is_advertised:
                 return False
-            self._opened = True
-            until = time.monotonic() + min(settings.storage_idle_timeout_s, settings.deadline_s)
-            attempts = [(fallback, self._start_open(fallback)) for fallback in self._fallbacks]
-            advertised: list[StorageCandidate] = []
-            for fallback, attempt in attempts:
-                try:
-                    storage = attempt.result(until) if attempt is not None else None
-                    if fallback.storage_type != "snapshot":
-                        self._check_files()  # after opening, so that the files that are read are the checked ones
-                except (CheckpointError, StorageError) as error:
-                    log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
-                    self.reasons.append(error)
-                    continue
-                if storage is not None:
+            self._is_advertised = True
+            self.advertised = tuple(
+                to_candidate(storage) if storage is not None else StorageCandidate(kind="loader", uri=fallback.uri)
+                for fallback, storage in self._open_all()
+            )
+            return bool(self.advertised)
+
+    def _open_all(self) -> Sequence[tuple[Fallback, ImageStorage | None]]:
+        """Open all storage, once, and return what can be used; the caller holds the lock."""
+        if self._usable is not None:
+            return self._usable
+        settings = self.seed.settings
+        self._usable = usable = []
+        until = time.monotonic() + min(settings.storage_idle_timeout_s, settings.deadline_s)
+        attempts = [(fallback, self._start_open(fallback)) for fallback in self._fallbacks]
+        for fallback, attempt in attempts:
+            try:
+                storage = attempt.result(until) if attempt is not None else None
+                if fallback.storage_type != "snapshot":
+                    self._check_files()  # after opening, so that the files that are read are the checked ones
+            except (CheckpointError, StorageError) as error:
+                log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
+                self.reasons.append(error)
+                continue
+            if storage is not None:
+                with self._closing:
+                    if self._is_closed:
+                        storage.close()
+                        continue
                     self._chunk_sources[storage.storage_type, storage.uri] = storage
-                    advertised.append(to_candidate(storage))
-                elif ("loader", fallback.uri) not in self._loaders:
-                    self._loaders["loader", fallback.uri] = fallback
-                    advertised.append(StorageCandidate(kind="loader", uri=fallback.uri))
-            self.advertised = tuple(advertised)
-            return bool(advertised)
+            elif ("loader", fallback.uri) in self._loaders:
+                continue
+            else:
+                self._loaders["loader", fallback.uri] = fallback
+            usable.append((fallback, storage))
+        return usable
 
     def _start_open(self, fallback: Fallback) -> AbandonableCall[ImageStorage | None] | None:
         open_storage, target, derived = fallback.open, self.target, self.target.derived
@@ -343,12 +384,66 @@ class FallbackRunner:
         return manifest
 
     def _offered(self, offers: Mapping[tuple[StorageType, str], Offer], read: StorageAssignment) -> Offer:
-        self.open()
+        with self._lock:
+            self._open_all()
         offer = offers.get((read.kind, read.uri))
         if offer is None:
             named = storage_name(read.kind, read.uri)
             raise StorageError(f"the planner assigned {named} to this instance, which cannot read it")
         return offer
+
+    # -- storage besides peers --------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> StorageScope | None:
+        """Location of this instance's storage, if it may be read while peers serve the fork."""
+        if not self.seed.settings.race_storage:
+            return None
+        readable = [each for each in self._fallbacks if each.path is not None or each.uri]
+        if not readable:
+            return None
+        local = [each for each in readable if each.is_local]
+        if any(each.open is not None and each.load_out_of_place is None for each in local):
+            return "local"
+        return "loader" if local else "remote"
+
+    def measure(self) -> OwnLoad | None:
+        """Open all storage, and read a sample of the first that can be read; None if there is none.
+
+        Storage that hangs is abandoned after `SAMPLE_TIMEOUT_S`.
+        """
+        with self._lock:
+            usable = list(self._open_all())
+        for fallback, storage in usable:
+            attempt = AbandonableCall(fallback.name, partial(self._measure, fallback, storage), lambda _: None)
+            try:
+                measured = attempt.result(time.monotonic() + SAMPLE_TIMEOUT_S)
+            except (StorageError, SourceUnavailable) as error:
+                log.warning("own storage cannot be measured", storage=fallback.name, reason=str(error))
+                continue
+            if measured is not None:
+                log.info("own storage measured", storage=fallback.name, gb_per_s=round(measured.bytes_per_s / 1e9, 3))
+                return measured
+        return None
+
+    def _measure(self, fallback: Fallback, storage: ImageStorage | None) -> OwnLoad | None:
+        from rfork.storage.io.sample import sample_files, sample_rate
+
+        image_bytes, settings = self.target.image.layout.image_bytes, options.load(StorageSettings)
+        # Files of an instance that adopts the version of its sources may contain another one.
+        replaces_fork = not self.seed.adopts_version
+        if storage is not None:
+            rate = sample_rate(storage, image_bytes, fallback.name, settings)
+            assignment = StorageAssignment(kind=storage.storage_type, uri=storage.uri, chunks=())
+            is_local = storage.uri.startswith("file:")
+            return OwnLoad(fallback.name, rate, image_bytes / rate, assignment, is_local, replaces_fork)
+        path = fallback.path() if fallback.path is not None else None
+        if path is None:
+            return None
+        rate, rank = sample_files(path, settings), self.seed.identity.rank
+        # The ranks of a replica load together, mostly from one disk.
+        load_s = image_bytes * rank.tp_size * rank.pp_size / rate
+        return OwnLoad(fallback.name, rate, load_s, replaces_fork=replaces_fork)
 
     # -- loading ----------------------------------------------------------------------------------------
 
@@ -440,8 +535,10 @@ class FallbackRunner:
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for storage in self._chunk_sources.values():
-            storage.close()
+        with self._closing:
+            self._is_closed = True
+            for storage in self._chunk_sources.values():
+                storage.close()
 
 
 def _check_version(snapshot: Snapshot, version: str | None) -> None:

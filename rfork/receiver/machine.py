@@ -10,6 +10,9 @@ sources offer them, each from one source at a time. A chunk counts once its dige
 plan request; verified chunks are kept. The transfer ends once every chunk is verified and all are known to belong
 together, or with an error that a fallback handles.
 
+While peers are slow, the target measures its own storage, which then becomes one more source, or replaces the fork
+(`rfork.receiver.own_load`).
+
 A spool fills chunks whose recorded digest matches the first source's manifest. They are reserved before anything
 can be read from that source. A disk may be slower than the network, so chunks that it would deliver later than
 the sources would have served the complete image are left to the sources.
@@ -30,6 +33,7 @@ from rfork.errors import (
     LayoutMismatch,
     NoSource,
     RforkError,
+    SlowSources,
     SourceCorrupt,
     SourceTimeout,
     SourceUnavailable,
@@ -46,6 +50,19 @@ from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 from rfork.receiver.events import Action, Event, SourceEvent
+from rfork.receiver.own_load import (
+    FIRST_CHECK_S,
+    JOIN_WINDOW_S,
+    ForkState,
+    OwnLoad,
+    RateMeter,
+    StorageScope,
+    abandon_window_s,
+    decide,
+    is_overdue,
+    should_measure,
+    with_reported_time,
+)
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment
@@ -71,6 +88,13 @@ MOVE_AFTER_S: Final = 0.5
 """If a source has served nothing for this long, its chunks may be read from idle sources."""
 SPOOL_WARMUP_S: Final = 1.0
 """Seconds after which the rates of the spool's disk and of the sources are known."""
+OWN_STORAGE_READS: Final = 2
+"""Concurrent reads from own storage besides those from peers: one is digested while the next one arrives."""
+OWN_STORAGE_IDLE_TIMEOUT_S: Final = 2.0
+"""Time without a block after which own storage is left again, as peers can serve its chunks."""
+CHUNK_TIME_ALPHA: Final = 0.3
+"""Weight of the newest read in the mean duration of a source's reads."""
+SLOW_SOURCES_HINT: Final = "find what slows the sources down (`rfork explain`)"
 MAX_FAULT_DETAIL: Final = 1000
 """Maximum characters of an error that are reported to the planner."""
 
@@ -97,6 +121,18 @@ class _Source:
     """Description of local storage, once it is open."""
     compared: dict[int, bytes] = field(default_factory=dict)
     """Digests that its files were compared with."""
+    is_joined: bool = False
+    """True for own storage that is read besides peers, without a plan."""
+    reads: dict[int, float] = field(default_factory=dict)
+    """Start times of its reads in flight, by chunk."""
+    chunk_s: float | None = None
+    """Mean duration of its reads."""
+
+    def ended(self, chunk: int, seconds: float) -> None:
+        """Record that all bytes of a chunk have arrived."""
+        self.reads.pop(chunk, None)
+        mean = self.chunk_s
+        self.chunk_s = seconds if mean is None else mean + CHUNK_TIME_ALPHA * (seconds - mean)
 
 
 class _Spool:
@@ -132,8 +168,11 @@ class TransferMachine:
         instance_id: str,
         deadline_at: float,
         spool_records: Mapping[int, bytes] | None = None,
+        own_storage: StorageScope | None = None,
     ) -> None:
-        """`spool_records` are the digests by chunk of the spool; None: there is no spool."""
+        """`spool_records` are the digests by chunk of the spool; None: there is no spool. `own_storage` is read while
+        peers are slow; None: only if a plan names it.
+        """
         self.deadline_at = deadline_at
         """Deadline of the fork. It is extended while this instance reads its own storage for waiting instances
         and makes progress: starting over elsewhere would take longer.
@@ -165,6 +204,17 @@ class TransferMachine:
         """Faults that were not yet reported to the planner."""
         self._shares: dict[str, SourceShare] = {}
         self._storage_activity: tuple[float, bool] | None = None
+
+        self._own_storage = own_storage
+        self._own_load: OwnLoad | None = None
+        self._is_measuring = False
+        self._is_upstream_reading = False
+        """True once a source has read storage for this instance."""
+        self._reported_load_s: float | None = None
+        """Duration of earlier loads of other instances, as the planner knows it."""
+        self._peers_since: float | None = None
+        """Time at which the first peer was opened."""
+        self._rates = RateMeter()
 
         self._plans = 0
         self._requested: tuple[SourceFault, ...] | None = None
@@ -203,6 +253,9 @@ class TransferMachine:
             times.append(self.deadline_at)
         if self._plan_is_due and self._requested is None and self._loader is None:
             times.append(self._retry_at)
+        if self._own_storage is not None and self._peers_since is not None and self._own_load is None:
+            first_check_at = self._peers_since + POLL_INTERVAL_S
+            times.append(first_check_at if self._tick_at < first_check_at else math.inf)
         return min(times)
 
     @property
@@ -220,6 +273,7 @@ class TransferMachine:
             tuple(shares),
             resume_s=self._spool.seconds,
             loader_bytes=self._loader_bytes,
+            joined_storage=next((each.source_id for each in self._sources.values() if each.is_joined), None),
         )
 
     def _pop_actions(self) -> list[Action]:
@@ -255,6 +309,7 @@ class TransferMachine:
                 self._chunk_digested(self._sources[connection], chunk, digest, now)
             case events.ReadFailed(connection, chunk, error):
                 source = self._sources[connection]
+                source.reads.pop(chunk, None)
                 self._scheduler.dropped(ChunkRead(source.source_id, chunk))
                 self._fail(source, error, now)
             case events.KeptChunkDigested(chunk, digest):
@@ -263,6 +318,12 @@ class TransferMachine:
                 self._spool_chunk_read(chunk, digest, seconds)
             case events.SpoolFailed():
                 self._stop_spool()
+            case events.OwnLoadMeasured(own_load):
+                self._is_measuring = False
+                self._own_load = with_reported_time(own_load, self._reported_load_s) if own_load is not None else None
+                if own_load is None:
+                    self._own_storage = None
+                self._compare_own_load(now)
             case events.LoaderFinished(assignment, manifest):
                 self._loader_running, self._loader = False, None
                 self._loader_finished(assignment, manifest)
@@ -335,6 +396,8 @@ class TransferMachine:
         else:
             self._confirm_complete(now)
             self._start_spool_read(now)
+            self._lend_to_own_storage()
+            self._replace_overdue_reads(now)
             self._start_reads(now)
             if self._plan_is_due and self._requested is None and now >= self._retry_at:
                 self._requested = tuple(self._faults)
@@ -361,10 +424,13 @@ class TransferMachine:
         for source in self._active.values():
             source.activity = tick.activity.get(source.connection, source.activity)
         self._extend_deadline()
-        if self._timeouts_apply(now) and now < self.deadline_at:
+        if not self._timeouts_apply(now):
+            self._rates = RateMeter()
+        elif now < self.deadline_at:
             self._check_spool(tick, now)
             self._fail_stalled(now)
             self._find_stragglers(now)
+            self._compare_own_load(now)
         self._spool.bytes_read = tick.spool_bytes
         self._report_storage_activity()
 
@@ -431,6 +497,7 @@ class TransferMachine:
         """Keep or open the sources that a plan names, and close those without assigned chunks."""
         self._planned_weights_id, self._planned_version = plan.weights_id, plan.version
         self._abandoned_weights_id = None
+        self._reported_load_s = plan.own_load_s
         assigned: dict[str, tuple[Range, ...]] = {}
         for route in plan.routes:
             source = self._active.get(route.source_id)
@@ -438,15 +505,20 @@ class TransferMachine:
                 self._emit(events.RenewLease(source.connection, route.lease))
             else:
                 self._open_peer(route, now)
+                if self._peers_since is None:
+                    self._peers_since = now
+                    self._rates.add(now, self.bytes_read)
             assigned[route.source_id] = route.chunks
         for read in plan.storage:
             name = storage_name(read.kind, read.uri)
             if name not in self._active:
                 self._open_storage(name, read, now)
+            self._active[name].is_joined = False
             assigned[name] = ranges.normalise((*assigned.get(name, ()), *read.chunks))
         self._scheduler.assign(assigned)
         for source in [each for name, each in self._active.items() if not self._scheduler.has_assigned(name)]:
-            self._close(source)
+            if not source.is_joined:
+                self._close(source)
         log.info(
             "plan received",
             fork=plan.fork_id,
@@ -460,7 +532,7 @@ class TransferMachine:
         """Chunks by source under the current plan; this instance's own id stands for its storage."""
         chunks: dict[str, tuple[Range, ...]] = {}
         for source_id, part in self._scheduler.shares.items():
-            if (source := self._active.get(source_id)) is not None:
+            if (source := self._active.get(source_id)) is not None and not source.is_joined:
                 before = chunks.get(source.instance_id, ())
                 chunks[source.instance_id] = ranges.normalise((*before, *part))
         return tuple(ChunkAssignment(source_id=name, chunks=part) for name, part in chunks.items())
@@ -488,6 +560,8 @@ class TransferMachine:
         manifest = self._verifier.manifest
         if manifest is None:
             return False
+        if (joined := self._joined) is not None:
+            self._close(joined)
         self._abandoned_weights_id = manifest.weights_id
         if chunks := self._verifier.restart():
             log.warning(
@@ -566,6 +640,12 @@ class TransferMachine:
         if isinstance(error, SourceTimeout | SourceUnavailable) and self._was_suspended_recently(now):
             error = TargetError(f"{error} while this process was suspended")
         self._close(source, error)
+        if source.is_joined:  # no other instance waits for it, so the planner need not know
+            self._own_storage = self._own_load = None
+            log.warning("own storage failed, reading from the sources", error=error.kind, detail=str(error))
+            self.reasons.append(error)
+            self._emit(events.ExcludeStorage(source.source_id))
+            return
         if source.is_storage:
             self._record_storage_fault(source.source_id, error)
             return
@@ -607,6 +687,8 @@ class TransferMachine:
                     is_storage=source.is_storage,
                     starved=starved,
                 )
+                if source.is_joined and source.activity.idle_s > OWN_STORAGE_IDLE_TIMEOUT_S:
+                    stall = f"no data for {source.activity.idle_s:.1f} s"
                 if stall is not None:
                     error = StorageError if source.is_storage else SourceTimeout
                     self._fail(source, error(f"{source.address}: {stall}"), now)
@@ -625,8 +707,14 @@ class TransferMachine:
             and (source.activity is None or source.activity.has_no_bytes)
             and now - source.opened_at >= MOVE_AFTER_S
         }
-        others = [name for name in self._active if name not in silent and name in self._shares]
-        self._scheduler.late = frozenset(silent if others else ())
+        joined = self._joined
+        others = [
+            name
+            for name, source in self._active.items()
+            if name not in silent and name in self._shares and source is not joined
+        ]
+        # Idle peers may also read the chunks that own storage has not begun.
+        self._scheduler.late = frozenset(silent if others else ()) | ({joined.source_id} if joined else frozenset())
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
                 if self._scheduler.has_assigned(name) and now - source.opened_at >= CONNECT_TIMEOUT_S:
@@ -640,6 +728,7 @@ class TransferMachine:
             for name, source in self._active.items()
             if source.activity is not None
             and source.activity.storage_at is not None
+            and not source.is_joined
             and self._scheduler.has_assigned(name)
         ]
         activity = max(found, default=None)
@@ -659,7 +748,9 @@ class TransferMachine:
     def _storage_opened(self, source: _Source, opened: events.StorageOpened, now: float) -> None:
         """Follow the manifest of the storage, or compare its files with the chunks that are verified."""
         source.storage = opened
-        if opened.manifest is not None:
+        if source.is_joined:
+            self._offer_own_storage(source, opened)
+        elif opened.manifest is not None:
             self._set_manifest(source, opened.manifest, now)
             self._offer_all(source)
         elif opened.origin is None:
@@ -686,12 +777,117 @@ class TransferMachine:
     def _offer_all(self, source: _Source) -> None:
         self._scheduler.mark_available(source.source_id, ((0, len(self._chunks)),))
 
+    # -- own storage besides peers ----------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> _Source | None:
+        return next((source for source in self._active.values() if source.is_joined), None)
+
+    def _compare_own_load(self, now: float) -> None:
+        """Measure own storage while peers are slow, read it too, or abandon the fork for it."""
+        if self._own_storage is None or self._peers_since is None or self._loader is not None:
+            return
+        self._rates.add(now, self.bytes_read + self._expected_in_flight(now))
+        if self._is_measuring or any(source.is_storage for source in self._active.values()):
+            return
+        self._is_upstream_reading = self._is_upstream_reading or any(
+            source.activity is not None and source.activity.storage_at is not None for source in self._active.values()
+        )
+        verified_bytes = sum(self._size(chunk) for chunk in self._scheduler.verified_chunks)
+        fork = ForkState(
+            elapsed_s=now - self._peers_since,
+            left_bytes=self._chunks.image_bytes - verified_bytes,
+            rates=self._rates,
+            has_manifest=self._verifier.manifest is not None,
+            is_upstream_reading=self._is_upstream_reading,
+        )
+        if not fork.left_bytes:
+            return
+        if self._own_load is None:
+            if should_measure(fork, self._own_storage):
+                self._is_measuring = True
+                self._emit(events.MeasureOwnLoad())
+            return
+        decision = decide(fork, self._own_load)
+        if decision == "join" and self._own_load.storage is not None:
+            self._join_own_storage(fork, self._own_load, self._own_load.storage, now)
+        elif decision == "abandon":
+            text = _comparison(fork, self._own_load, abandon_window_s(self._own_load))
+            self._finish(SlowSources(f"the fork was abandoned: {text}", hint=SLOW_SOURCES_HINT))
+
+    def _expected_in_flight(self, now: float) -> float:
+        """Return the bytes of the chunks in flight that have arrived, if their reads take as long as others did."""
+        return sum(
+            self._size(chunk) * (1.0 if source.chunk_s is None else min(1.0, (now - began) / max(source.chunk_s, 1e-9)))
+            for source in self._active.values()
+            for chunk, began in source.reads.items()
+        )
+
+    def _size(self, chunk: int) -> int:
+        begin, end = self._chunks[chunk]
+        return end - begin
+
+    def _join_own_storage(self, fork: ForkState, own: OwnLoad, storage: StorageAssignment, now: float) -> None:
+        text = _comparison(fork, own, JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"])
+        log.info("reading own storage besides the sources", storage=own.name, reason=text)
+        self.reasons.append(SlowSources(f"own storage is read too: {text}", hint=SLOW_SOURCES_HINT))
+        name = storage_name(storage.kind, storage.uri)
+        self._open_storage(name, storage, now)
+        self._active[name].is_joined = True
+
+    def _offer_own_storage(self, source: _Source, opened: events.StorageOpened) -> None:
+        """Let own storage serve chunks: each is verified against the manifest, so its files need no comparison."""
+        manifest = self._verifier.manifest
+        if manifest is None:
+            raise StorageError(f"{source.address}: the manifest to verify it against is not known any more")
+        if opened.manifest is not None and opened.manifest.weights_id != manifest.weights_id:
+            raise StorageError(f"{source.address}: contains other weights than {manifest.weights_id}")
+        self._offer_all(source)
+
+    def _lend_to_own_storage(self) -> None:
+        """Assign own storage chunks that no source has begun, as many as it reads ahead."""
+        source = self._joined
+        if source is None or source.storage is None or self._verifier.manifest is None:
+            return
+        self._scheduler.lend(source.source_id, OWN_STORAGE_READS + source.storage.prefetch_chunks)
+
+    def _replace_overdue_reads(self, now: float) -> None:
+        """Close peers whose reads in flight own storage would complete much sooner, once it has nothing else to read.
+
+        No fault is reported: the peer is only slow.
+        """
+        joined, own = self._joined, self._own_load
+        if joined is None or joined.storage is None or own is None or self._was_suspended_recently(now):
+            return
+        if self._scheduler.has_assigned(joined.source_id):
+            return
+        for source in list(self._active.values()):
+            if source.is_joined or not source.reads:
+                continue
+            own_s = sum(map(self._size, source.reads)) / own.bytes_per_s
+            age_s = now - min(source.reads.values())
+            if is_overdue(age_s, source.chunk_s, own_s):
+                error = SlowSources(
+                    f"{source.address}: {len(source.reads)} chunks in flight for {age_s:.1f} s, read from {own.name}"
+                )
+                log.info("source is slower than own storage", source=short_id(source.source_id), seconds=age_s)
+                self.reasons.append(error)
+                self._scheduler.transfer(source.source_id, joined.source_id)
+                self._close(source, error)
+
     # -- reads ------------------------------------------------------------------------------------------
 
     def _start_reads(self, now: float) -> None:
+        joined = self._joined
+        joined_id = joined.source_id if joined is not None else None
         reads: list[ChunkRead] = []
-        while self._scheduler.reads_in_flight < self._settings.max_inflight_chunks:
-            read = self._scheduler.next_read(self._max_reads)
+        while self._scheduler.reads_in_flight(excluded=joined_id) < self._settings.max_inflight_chunks:
+            read = self._scheduler.next_read(lambda name: 0 if name == joined_id else self._max_reads(name))
+            if read is None:
+                break
+            reads.append(read)
+        while joined_id is not None:
+            read = self._scheduler.next_read(lambda name: OWN_STORAGE_READS if name == joined_id else 0)
             if read is None:
                 break
             reads.append(read)
@@ -701,24 +897,27 @@ class TransferMachine:
                 in_flight, upcoming = self._scheduler.upcoming(source_id, source.storage.prefetch_chunks)
                 self._emit(events.PrefetchChunks(source.connection, tuple(in_flight), tuple(upcoming)))
         for read in reads:
-            begin, end = self._chunks[read.chunk]
-            timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_source_bytes_per_s
-            read_by = min(now + timeout_s, self.deadline_at)
-            self._emit(events.ReadChunk(self._active[read.source_id].connection, read.chunk, read_by))
+            size, source = self._size(read.chunk), self._active[read.source_id]
+            timeout_s = self._settings.source_idle_timeout_s + size / self._settings.min_source_bytes_per_s
+            source.reads[read.chunk] = now
+            self._emit(events.ReadChunk(source.connection, read.chunk, min(now + timeout_s, self.deadline_at)))
 
     def _max_reads(self, source_id: str) -> int:
         """Return the maximum number of concurrent reads from a source."""
         return self._concurrency.window(self._active[source_id].transport)
 
     def _chunk_received(self, source: _Source, chunk: int, seconds: float, now: float) -> None:
-        begin, end = self._chunks[chunk]
-        self.bytes_read += end - begin
+        size = self._size(chunk)
+        self.bytes_read += size
+        source.ended(chunk, seconds)
+        if source.is_joined:
+            return  # its rate does not limit how many reads a peer's link needs
         concurrent = self._scheduler.inflight_with(ChunkRead(source.source_id, chunk))
         if source.is_storage:
             # Storage is read ahead, so a chunk takes the time since the previous one.
             seconds, concurrent = now - source.received_at, 0
         source.received_at = now
-        self._concurrency.record_chunk(end - begin, seconds, concurrent)
+        self._concurrency.record_chunk(size, seconds, concurrent)
 
     def _chunk_digested(self, source: _Source, chunk: int, digest: bytes | None, now: float) -> None:
         read = ChunkRead(source.source_id, chunk)
@@ -882,6 +1081,14 @@ def find_stall(
         return f"its storage made no progress for {still:.1f} s" if starved and still > timeout_s else None
     idle = now - max(activity.progress_at, activity.connecting_until)
     return f"offered no new chunk for {idle:.1f} s" if starved and idle > 3 * idle_timeout_s else None
+
+
+def _comparison(fork: ForkState, own: OwnLoad, window_s: float) -> str:
+    """Return how long the sources and the own load would take."""
+    left_s, rate = fork.left_s(window_s) or 0.0, fork.rates.rate(window_s) or 0.0
+    left = f"the remaining {fork.left_bytes / 1e9:.3g} GB"
+    sources = f"the sources need {left_s:.1f} s for {left}" if rate else f"the sources deliver nothing of {left}"
+    return f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s"
 
 
 def format_ranges(parts: tuple[Range, ...]) -> str:

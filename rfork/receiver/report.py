@@ -183,6 +183,8 @@ class TransferStats:
     """Seconds spent reading chunks from the spool of a previous process."""
     loader_bytes: int = 0
     """Those of `bytes_read` that a loader read, which are counted only at its end, so they have no rate."""
+    joined_storage: str | None = None
+    """Source id of own storage that was read besides peers: its chunks are those of their version."""
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
@@ -208,14 +210,15 @@ class ForkReport:
     `chunks` chunks, of which `chunks_verified` were compared with a digest.
 
     `outcome` is ``forked`` if all chunks came through the planner's plans (from peers or, if it elected this
-    instance, from local storage), and ``fallback`` if this instance loaded them itself.
+    instance or its peers were slow, from local storage), and ``fallback`` if this instance loaded them itself.
 
     `seconds` is the duration of the call; `phases` are its parts (capture, offer, plan, transfer, fallback,
     digest), which do not overlap, and `resume`, which is concurrent with the transfer.
 
     `bytes_read` counts all chunks that arrived, valid or not, `bytes_repeated` those that were read again;
-    `storage_bytes` is what this instance read from storage, for waiting instances or as its fallback (which
-    counts as the complete image, in addition to earlier reads). `resumed_bytes` come from the spool of a
+    `peer_bytes` is what this instance read from others, and `storage_bytes` from storage: for waiting instances,
+    besides slow peers, or as its fallback (which counts as the complete image, in addition to earlier reads).
+    `resumed_bytes` come from the spool of a
     process that died during its fork (setting `resume_dir`); the other fields do not count them.
 
     `link_bytes_per_s` is the transfer's maximum rate over about one second, `efficiency` its mean rate
@@ -259,8 +262,17 @@ class ForkReport:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes that this instance read from its own storage, when elected or as its fallback."""
+        """Bytes that this instance read from its own storage, when elected, besides peers or as its fallback."""
         return sum(share.verified_bytes for share in self.sources if source_type(share.source_id) != "peer")
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes that this instance read from other instances."""
+        return sum(
+            share.verified_bytes
+            for share in self.sources
+            if source_type(share.source_id) == "peer" and share.source_id != RESUME_SOURCE_ID
+        )
 
     @property
     def resumed_bytes(self) -> int:
@@ -273,6 +285,7 @@ class ForkReport:
         return {
             **values,
             "sources": [asdict(share) for share in self.sources],
+            "peer_bytes": self.peer_bytes,
             "storage_bytes": self.storage_bytes,
             "resumed_bytes": self.resumed_bytes,
             "gb_per_s": self.gb_per_s,
@@ -313,9 +326,12 @@ class ForkReport:
         )
         if self.resumed_bytes:
             sources_text = " and ".join(filter(None, (sources_text, f"{self.resumed_bytes / 1e9:.3f} GB resumed")))
-        reason_text = ""
-        if self.storage_bytes and (reason := next((each for each in self.reasons if each.startswith("NoSource")), "")):
-            reason_text = f"; reason: {reason}"
+        explained = [each for each in self.reasons if each.startswith(("NoSource", "SlowSources"))]
+        reason_text = f"; reason: {explained[0]}" if self.storage_bytes and explained else ""
+        if self.storage_bytes and self.peer_bytes:
+            sources_text += (
+                f" ({self.peer_bytes / 1e9:.3f} GB from peers, {self.storage_bytes / 1e9:.3f} GB from storage)"
+            )
         reread_text = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
             f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {sources_text}"

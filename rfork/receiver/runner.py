@@ -32,7 +32,8 @@ from rfork.image.layout import Manifest
 from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.events import Action, Event
-from rfork.receiver.machine import TransferMachine
+from rfork.receiver.machine import OWN_STORAGE_READS, TransferMachine
+from rfork.receiver.own_load import OwnLoad
 from rfork.receiver.report import TransferStats
 from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
 from rfork.receiver.spool import SpoolReader
@@ -119,6 +120,7 @@ class Transfer:
             instance_id=context.instance_id,
             deadline_at=context.timer.deadline,
             spool_records=spool.records if spool is not None else None,
+            own_storage=source_factory.own_storage.scope,
         )
         self._error: RforkError | None = None
         self._sources: dict[int, PeerSource | StorageSource] = {}
@@ -130,7 +132,7 @@ class Transfer:
         self._stopping = False
         self._workers = [
             threading.Thread(target=self._work_loop, name=f"rfork-read-{number}", daemon=True)
-            for number in range(context.settings.max_inflight_chunks)
+            for number in range(context.settings.max_inflight_chunks + OWN_STORAGE_READS)
         ]
 
     # -- interface for other threads --------------------------------------------------------------------
@@ -261,6 +263,9 @@ class Transfer:
                 source = self._sources[connection]
                 if isinstance(source, PeerSource):
                     source.renew(lease)
+            case events.MeasureOwnLoad():
+                # Not joined at the end: storage may hang.
+                threading.Thread(target=self._measure, name="rfork-measure", daemon=True).start()
             case events.CompareFiles(connection, digests):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
@@ -308,6 +313,17 @@ class Transfer:
         closing = threading.Thread(target=source.close, name="rfork-source-close", daemon=True)
         self._closing.append(closing)
         closing.start()
+
+    def _measure(self) -> None:
+        own_load: OwnLoad | None = None
+        try:
+            with use_context(self._trace):
+                own_load = self._source_factory.own_storage.measure()
+        except RforkError as error:
+            log.warning("own storage cannot be measured", reason=str(error))
+        except Exception:  # a bug must not end the fork
+            log.exception("unexpected error while own storage was measured")
+        self._handle(events.OwnLoadMeasured(own_load))
 
     def _load(self, assignment: StorageAssignment) -> None:
         self._serving_state.report_storage_activity(LoaderLiveness().last_activity)

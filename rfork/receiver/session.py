@@ -235,7 +235,11 @@ class ForkSession:
         if not local.replaced:
             can_serve = used_fallback is None or local.target.is_in_place()
         if used_fallback is None:
-            read_files = any(share.transport in ("checkpoint", "loader") for share in self._transfer_stats.sources)
+            stats = self._transfer_stats
+            read_files = any(
+                share.transport in ("checkpoint", "loader") and share.source_id != stats.joined_storage
+                for share in stats.sources
+            )
             rename = local.version_of_loaded() if read_files else None
             if rename is not None and seed.manifest is not None:
                 seed.version = rename(seed.manifest)
@@ -325,7 +329,8 @@ class ForkSession:
         if used_fallback is not None or seed.version is None or is_unnamed(seed.version) or not seed.adopts_version:
             return "own"
         sources = [share.source_id for share in self._transfer_stats.sources if share.source_id != RESUME_SOURCE_ID]
-        return "served" if any(source_type(source_id) == "peer" for source_id in sources) else "own"
+        has_peers = any(source_type(source_id) == "peer" for source_id in sources)
+        return "served" if has_peers or self._transfer_stats.joined_storage is not None else "own"
 
     @property
     def _transfer_stats(self) -> TransferStats:

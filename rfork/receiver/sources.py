@@ -37,6 +37,7 @@ from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
 from rfork.receiver import events
 from rfork.receiver.events import Event
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.report import ForkTimer
 from rfork.schema import Lease, Route, StorageAssignment
 from rfork.settings import InstanceSettings, StorageSettings
@@ -68,6 +69,15 @@ class OwnStorage(Protocol):
 
     def run_loader(self, read: StorageAssignment) -> Manifest:
         """Fill the image with a loader; raises RforkError if that fails."""
+        ...
+
+    @property
+    def scope(self) -> StorageScope | None:
+        """Its location, if it may be read while peers serve the fork."""
+        ...
+
+    def measure(self) -> OwnLoad | None:
+        """Read a sample of it; None if nothing can be read."""
         ...
 
 

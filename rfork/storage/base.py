@@ -14,8 +14,19 @@ from rfork.image.layout import Manifest
 from rfork.schema import StorageCandidate, StorageType
 
 
-class ImageStorage(Protocol):
-    """One image in storage that can be read in arbitrary ranges. Thread-safe."""
+class RangeReader(Protocol):
+    """Bytes that can be read in arbitrary ranges. Thread-safe."""
+
+    def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with the range `[begin, end)`; its host views have `end - begin` bytes in total.
+
+        Raises StorageError if a file cannot be read, is too short, or has changed since it was opened.
+        """
+        ...
+
+
+class ImageStorage(RangeReader, Protocol):
+    """One image in storage; `read` takes ranges of the image."""
 
     @property
     def storage_type(self) -> StorageType:
@@ -35,13 +46,6 @@ class ImageStorage(Protocol):
     @property
     def manifest(self) -> Manifest | None:
         """Manifest of the image, if it is known before reading: only for a snapshot."""
-        ...
-
-    def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with image range `[begin, end)`; its host views have `end - begin` bytes in total.
-
-        Raises StorageError if a file cannot be read, is too short, or has changed since it was opened.
-        """
         ...
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ SLOW_FORK_ENVIRONMENT = {
     "RFORK_TRANSPORTS": "http",
     "RFORK_MIN_SOURCE_BYTES_PER_S": "1000",
     "RFORK_NO_SOURCE_TIMEOUT_S": "1",
+    "RFORK_RACE_STORAGE": "0",
 }
 """Settings that transfer bytes over a socket, and allow a slow source."""
 MIB = 1 << 20

@@ -82,6 +82,7 @@ class ForkFleet:
                 "RFORK_MAX_INFLIGHT_CHUNKS": "1",
                 # Long, since this machine may be busy.
                 "RFORK_SOURCE_IDLE_TIMEOUT_S": "60",
+                "RFORK_RACE_STORAGE": "0",
                 **(environment or {}),
             },
         )

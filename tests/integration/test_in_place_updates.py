@@ -59,6 +59,7 @@ class WeightsFleet:
         chosen = {
             "RFORK_MAX_INFLIGHT_CHUNKS": "1",
             "RFORK_SOURCE_IDLE_TIMEOUT_S": "5",
+            "RFORK_RACE_STORAGE": "0",
             "RFORK_DRAIN_TIMEOUT_S": "0",
             **options,
         }

@@ -189,7 +189,7 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("transports", ["http", "shared_memory,http"])
 def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, transports: str) -> None:
     """Received memory is released before the engine loads: the process never has two models."""
-    options = {"transports": transports, "source_idle_timeout_s": "2", "no_source_timeout_s": "1"}
+    options = {"transports": transports, "source_idle_timeout_s": "2", "no_source_timeout_s": "1", "race_storage": "0"}
     seed = fleet.node("--size", str(LARGE), max_egress_bytes_per_s=str(60_000_000), **options)
     seed.request("up")
     target = fleet.node("--size", str(LARGE), **options)

@@ -58,6 +58,7 @@ class ResumeFleet:
         """Start a target."""
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
         more = {"RFORK_TRANSPORTS": "http", "RFORK_MAX_INFLIGHT_CHUNKS": "1", "RFORK_RESUME_DIR": str(self.folder)}
+        more["RFORK_RACE_STORAGE"] = "0"
         return self._start(*arguments, environment={**more, **self._patch_environment})
 
     def kill_mid_fork(self, chunks: int) -> None:

@@ -54,6 +54,7 @@ def slow_environment(transport: str) -> dict[str, str]:
         "RFORK_TRANSPORTS": transport,
         "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
         "RFORK_MAX_EGRESS_BYTES_PER_S": str(2 << 20),
+        "RFORK_RACE_STORAGE": "0",
     }
 
 

@@ -189,6 +189,16 @@ def spool_not_verified() -> AbstractContextManager[Any]:
     return both()
 
 
+def own_storage_ignored() -> AbstractContextManager[Any]:
+    """A target waits for slow sources although its own storage is faster."""
+    return mock.patch("rfork.receiver.machine.decide", return_value="wait")
+
+
+def overtaken_sources_kept() -> AbstractContextManager[Any]:
+    """The last chunks wait for a stalled source although own storage has nothing else to read."""
+    return mock.patch("rfork.receiver.machine.is_overdue", return_value=False)
+
+
 DEFECTS: list[Defect] = [
     wrong_bytes_accepted,
     corrupt_source_kept,
@@ -206,4 +216,6 @@ DEFECTS: list[Defect] = [
     two_readers_of_one_chunk,
     old_weights_not_dropped,
     spool_not_verified,
+    own_storage_ignored,
+    overtaken_sources_kept,
 ]

@@ -13,7 +13,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.simulation.world import run_world
+from tests.simulation.race import RaceWorld
+from tests.simulation.world import World, run_world
+
+RACE_INTERVAL = 5
+"""Every fifth world is a race."""
+
+
+def world_of(seed: int) -> World:
+    """Return the world of a seed."""
+    return RaceWorld(seed) if seed % RACE_INTERVAL == 0 else World(seed)
 
 
 @contextmanager
@@ -35,7 +44,7 @@ def main() -> int:
     began, failures = time.perf_counter(), 0
     with silence_logs():
         for seed in range(arguments.seed, arguments.seed + arguments.worlds):
-            error = run_world(seed)
+            error = run_world(world_of(seed))
             if error is not None:
                 failures += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)

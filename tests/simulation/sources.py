@@ -318,6 +318,7 @@ class StorageSource:
         self._world = target.world
         self._connection = connection
         self._address = f"{assignment.kind}:{assignment.uri}"
+        self._is_elected = bool(assignment.chunks)
         self._closed = False
         self._advanced_at = self._world.now
         self._block_at: float | None = None
@@ -376,7 +377,8 @@ class StorageSource:
             target.handle(ReadFailed(self._connection, request.chunk, error))
             return
         self._advanced_at = self._block_at = self._world.now
-        self._world.storage_reads.append((target.instance.name, request.chunk))
+        if self._is_elected:
+            self._world.storage_reads.append((target.instance.name, request.chunk))
         target.write(request.chunk, files[request.chunk])
         target.handle(ChunkReceived(self._connection, request.chunk, self._world.disk_chunk_s))
         self._world.later(DIGEST_S, lambda: self._digested(request), on=target.instance)

@@ -17,6 +17,7 @@ from rfork.errors import (
     PlannerRejected,
     PlannerUnreachable,
     RforkError,
+    SlowSources,
     SourceWeightsChanged,
     StorageError,
 )
@@ -36,8 +37,10 @@ from rfork.receiver.events import (
     LoaderFailed,
     LoaderFinished,
     MarkVerified,
+    MeasureOwnLoad,
     OpenPeer,
     OpenStorage,
+    OwnLoadMeasured,
     PlanFailed,
     PlanReceived,
     ReadChunk,
@@ -55,6 +58,7 @@ from rfork.receiver.events import (
     Tick,
 )
 from rfork.receiver.machine import TransferMachine
+from rfork.receiver.own_load import OwnLoad
 from rfork.receiver.planner_requests import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
 from rfork.schema import (
     ForkProgress,
@@ -116,11 +120,14 @@ class Target:
             instance_id=instance.name,
             deadline_at=world.now + world.settings.deadline_s,
             spool_records=dict(spool) if spool is not None else None,
+            own_storage="local" if instance.files is not None else None,
         )
         self._sources: dict[int, Source] = {}
         self._in_flight: set[int] = set()
         self._tick_due: float | None = None
         self.had_sources = False
+        self.abandoned = False
+        """True if the fork was abandoned for the instance's own loader."""
         self._plan_named_weights = False
         self._open_candidates_at = 0.0
         self._candidates_opened = False
@@ -187,6 +194,8 @@ class Target:
                 source = self._sources[connection]
                 if isinstance(source, PeerSource):
                     source.renew(lease)
+            case MeasureOwnLoad():
+                self._measure()
             case CompareFiles(connection, digests):
                 source = self._sources[connection]
                 if isinstance(source, StorageSource):
@@ -253,6 +262,22 @@ class Target:
                 self.handle(LoaderFinished(assignment, manifest_of(files)))
 
         self.world.later(self.world.disk_chunk_s * self.world.chunks, finish, on=self.instance)
+
+    def _measure(self) -> None:
+        """Read a sample of the files, which takes as long as a chunk."""
+        world, image_bytes = self.world, self.layout.image_bytes
+
+        def finish() -> None:
+            if self.instance.files is None or self.disk_error:
+                self.handle(OwnLoadMeasured(None))
+            elif not self.disk_stalled:
+                replaces = self.instance.own_version is not None
+                rate = image_bytes / (world.disk_chunk_s * world.chunks)
+                storage = None if world.opaque_loader else StorageAssignment(kind="checkpoint", uri=URI, chunks=())
+                own = OwnLoad("files", rate, world.load_s, storage, replaces_fork=replaces, is_sampled=False)
+                self.handle(OwnLoadMeasured(own))
+
+        world.later(world.disk_chunk_s, finish, on=self.instance)
 
     # -- the planner ------------------------------------------------------------------------------------
 
@@ -357,6 +382,7 @@ class Target:
         for source in self._sources.values():
             source.close()
         self.instance.set_storage_activity(None, relayed=False)
+        self.abandoned = isinstance(error, SlowSources)
         if error is None:
             self._end("forked")
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.defects import DEFECTS, Defect
-from tests.simulation.run import silence_logs
+from tests.simulation.run import silence_logs, world_of
 from tests.simulation.world import World, run_world
 
 WORLDS = 500
@@ -23,7 +23,7 @@ def _silent() -> Iterator[None]:
 @pytest.mark.parametrize("first", range(1, WORLDS, 50))
 def test_simulated_fleets_keep_their_promises(first: int) -> None:
     """`python -m tests.simulation.run --seed N --worlds 1 --trace` replays a world that fails."""
-    failures = {seed: error for seed in range(first, first + 50) if (error := run_world(seed)) is not None}
+    failures = {seed: error for seed in range(first, first + 50) if (error := run_world(world_of(seed))) is not None}
     assert failures == {}
 
 
@@ -43,5 +43,7 @@ def test_a_seed_replays_its_world() -> None:
 def test_the_simulation_finds_known_defects(defect: Defect) -> None:
     """Each defect that is put back into production code breaks a promise in one of few worlds."""
     with defect():
-        found = next((seed for seed in range(1, MAX_WORLDS_FOR_A_DEFECT) if run_world(seed) is not None), None)
+        found = next(
+            (seed for seed in range(1, MAX_WORLDS_FOR_A_DEFECT) if run_world(world_of(seed)) is not None), None
+        )
     assert found is not None

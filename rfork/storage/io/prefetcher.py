@@ -21,7 +21,7 @@ from rfork.errors import SourceUnavailable
 from rfork.image.chunks import MIB
 from rfork.image.ranges import Range
 from rfork.settings import StorageSettings
-from rfork.storage.base import ImageStorage
+from rfork.storage.base import RangeReader
 
 BLOCK_BYTES: Final = 8 * MIB
 """Maximum size of one read: large enough to amortise the cost of a request."""
@@ -64,7 +64,7 @@ class _Throughput:
 class _RangeRead:
     """One range: its requested part, and the blocks that arrived and were not consumed yet."""
 
-    def __init__(self, storage: ImageStorage, begin: int, end: int) -> None:
+    def __init__(self, storage: RangeReader, begin: int, end: int) -> None:
         self.storage = storage
         self.begin = begin
         self.end = end
@@ -122,7 +122,7 @@ class StoragePrefetcher:
             return max(0.0, now - self.advanced_at) if self._requested else 0.0
 
     def read(
-        self, storage: ImageStorage, begin: int, end: int, prefetch_hints: PrefetchHints | None = None
+        self, storage: RangeReader, begin: int, end: int, prefetch_hints: PrefetchHints | None = None
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield the blocks of image range `[begin, end)` as they arrive, with their offsets.
 
@@ -171,7 +171,7 @@ class StoragePrefetcher:
 
     # -- the caller holds the lock ---------------------------------------------------------------------
 
-    def _expect(self, storage: ImageStorage, assigned: Sequence[Range], coming: Sequence[Range]) -> None:
+    def _expect(self, storage: RangeReader, assigned: Sequence[Range], coming: Sequence[Range]) -> None:
         """Prefetch the `coming` ranges, as far as memory allows, instead of the previous ones.
 
         Ranges in `assigned` that were prefetched are kept: they are about to be read.

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from rfork.errors import SettingsError
 from rfork.schema import WeightsVersion
 from rfork.settings import StorageSettings, hub_cache
+from rfork.storage.location import Location
 from rfork.storage.versions.fingerprint import fingerprint_of
 from rfork.storage.versions.weight_files import FORMATS, PICKLES
 
@@ -46,12 +47,29 @@ def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | 
         return wanted
     if ".." in wanted.split("/") or wanted.startswith("/") or "\0" in wanted:
         return None
-    model = Path(cache or hub_cache(), f"models--{str(source).replace('/', '--')}")
+    model = _cached_model(source, cache)
     try:
         commit = (model / "refs" / wanted).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
     return commit if COMMIT.fullmatch(commit) else None
+
+
+def _cached_model(source: str | Path, cache: str | Path | None = None) -> Path:
+    return Path(cache or hub_cache(), f"models--{str(source).replace('/', '--')}")
+
+
+def folder_of(source: str | Path, revision: str | None = None) -> Path | None:
+    """Return the local folder with the weight files of a folder, file or hub id; None if they are not local."""
+    if is_hub_id(source):
+        commit = hub_commit(source, revision)
+        folder = _cached_model(source) / "snapshots" / commit if commit is not None else None
+        return folder if folder is not None and folder.is_dir() else None
+    location = Location.parse(source)
+    if location.scheme != "file":
+        return None
+    path = Path(location.path)
+    return path if path.is_dir() else path.parent
 
 
 def is_hub_id(source: str | Path) -> bool:

@@ -35,6 +35,7 @@ from tests.unit.cli.fleet_builders import (
 )
 
 UNAVAILABLE, TIMED_OUT = "SourceUnavailable: it closed the connection", "SourceTimeout: nothing for 10 s"
+SLOW = "SlowSources: own storage is read too: the sources need 40.0 s"
 NO_SOURCE = "NoSource: no instance has llama"
 RAISE_LIMIT = (
     "Raise RFORK_MAX_EGRESS_BYTES_PER_S on aaaaaaaa, or start another seed. If that is not set there, reads were "
@@ -122,6 +123,39 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
         "storage",
         "It read 100% from storage, because no instance had the weights: 8.80 s of 9.00 s.",
         "Keep a seed running, or move the snapshot to faster storage.",
+    ),
+    "slower peers than its own storage": (
+        finished_fork(sources={SEED: GB, SNAPSHOT: 3 * GB}, reasons=(SLOW,)),
+        "sources",
+        "It read 1.00 GB from peers and 3.00 GB from its own storage: the sources need 40.0 s.",
+        ADVICE["SlowSources"],
+    ),
+    "a rate limit below the rate of its own storage": (
+        finished_fork(sources={SEED: GB, SNAPSHOT: 3 * GB}, reasons=(SLOW,), source_rate_limits={SEED: 100_000_000}),
+        "sources",
+        "It read 1.00 GB from peers and 3.00 GB from its own storage: the sources need 40.0 s. "
+        "aaaaaaaa limited its readers to 100.0 MB/s.",
+        RAISE_LIMIT,
+    ),
+    "abandoned for its own load": (
+        finished_fork(
+            outcome="fallback", fallback="the engine's loader", reasons=("SlowSources: the fork was abandoned",)
+        ),
+        "fallback",
+        "The target loaded from the engine's loader because of SlowSources: the fork was abandoned.",
+        ADVICE["SlowSources"],
+    ),
+    "abandoned because of a rate limit": (
+        finished_fork(
+            outcome="fallback",
+            fallback="the engine's loader",
+            reasons=("SlowSources: the fork was abandoned",),
+            source_rate_limits={SEED: 8_000_000},
+        ),
+        "fallback",
+        "The target loaded from the engine's loader because of SlowSources: the fork was abandoned. "
+        "aaaaaaaa limited its readers to 8.00 MB/s.",
+        RAISE_LIMIT,
     ),
     "time that no phase covers": (
         finished_fork(seconds=20.0, phases={"capture": 0.1, "transfer": 4.0}),

@@ -182,3 +182,40 @@ async def test_after_a_scale_to_zero_previews_and_metrics_use_the_history() -> N
     text = service._metrics.exposition((), ()).decode()
     assert SIZE / 4 == (build_scenario(snapshot).storage_rate if snapshot else None)
     assert "rfork_planner_saved_seconds_total 3.0" in text
+
+
+def loaded(name: str, seconds: float) -> ForkRecord:
+    """Return a fork that was abandoned after a second, and whose own load took the rest."""
+    phases = {"transfer": 1.0, "fallback": seconds - 1.0}
+    sources = {"s": SIZE // 2, "loader:": SIZE}
+    finish = ForkResult(outcome="fallback", seconds=seconds, bytes_read=SIZE, sources=sources, phases=phases)
+    return fork(name, image_bytes=SIZE, finish=finish)
+
+
+def test_the_duration_of_own_loads_is_that_of_the_loads_alone() -> None:
+    """Not of the forks that they replaced, and whatever those had read before."""
+    history = GroupHistory()
+    record = loaded("a", 11.0)
+    assert record.finish is not None
+    history.record(record, record.finish)
+    assert 10.0 == history.own_load_s
+
+
+def test_the_duration_of_own_loads_follows_recent_ones() -> None:
+    """A mean in which the newest load counts for three tenths."""
+    history = GroupHistory()
+    for record in (loaded("a", 11.0), loaded("b", 21.0)):
+        assert record.finish is not None
+        history.record(record, record.finish)
+    assert 13.0 == history.own_load_s
+
+
+async def test_a_plan_contains_the_duration_of_own_loads() -> None:
+    """So that a target knows how long its own load would take."""
+    service = make_service(FakeTime())
+    await service.report(seed_report("s"))
+    request = fork_request("t")
+    plan = await service.plan(request)
+    assert plan.own_load_s is None
+    await service.finish(request.fork_id, loaded("t", 11.0).finish or pytest.fail("no result"))
+    assert 10.0 == (await service.plan(fork_request("u"))).own_load_s

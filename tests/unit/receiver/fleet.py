@@ -17,6 +17,7 @@ from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.report import ForkTimer, TransferStats
 from rfork.receiver.runner import Observer, ServingState, Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
@@ -264,6 +265,14 @@ class FleetStorage:
 
     files: Mapping[str, ImageStorage]
     run_loader: Callable[[StorageAssignment], Manifest]
+    own_load: OwnLoad | None = None
+
+    @property
+    def scope(self) -> StorageScope | None:
+        return None if self.own_load is None else "local"
+
+    def measure(self) -> OwnLoad | None:
+        return self.own_load
 
     def storage_for(self, read: StorageAssignment) -> ImageStorage:
         return self.files[storage_name(read.kind, read.uri)]
@@ -287,6 +296,7 @@ class Target:
         serving_state: ServingState | None = None,
         files: Sequence[Files] = (),
         run_loader: Callable[[StorageAssignment], Manifest] = no_loader,
+        own_load: OwnLoad | None = None,
         spool: Spool | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -298,7 +308,7 @@ class Target:
         transports = {"memory": InMemoryTransport(fleet.network)}
         context = ForkContext("target", self.image, transports, fleet.peers.dial, chosen, timer)
         self.transfer = Transfer(
-            SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader)),
+            SourceFactory(context, FleetStorage({each.name: each for each in files}, run_loader, own_load)),
             self.chunk_state,
             replan,
             serving_state or self.serving_state,

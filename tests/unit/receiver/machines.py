@@ -29,6 +29,7 @@ from rfork.receiver.events import (
     Tick,
 )
 from rfork.receiver.machine import TransferMachine
+from rfork.receiver.own_load import StorageScope
 from rfork.schema import Lease, Placement, Route, StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.storage.base import storage_name
@@ -101,6 +102,7 @@ class MachineHarness:
         *,
         deadline_s: float = 1e6,
         spool_records: Mapping[int, bytes] | None = None,
+        own_storage: StorageScope | None = None,
     ) -> None:
         self.machine = TransferMachine(
             LAYOUT,
@@ -108,6 +110,7 @@ class MachineHarness:
             instance_id="target",
             deadline_at=BEGIN + deadline_s,
             spool_records=spool_records,
+            own_storage=own_storage,
         )
         self.now = BEGIN
         self.connections: dict[str, int] = {}

@@ -370,7 +370,7 @@ def test_reads_in_flight_do_not_include_reserved_chunks() -> None:
     scheduler.begin_local("kept", 1)
     scheduler.next_read()
     assert 3 == scheduler.in_flight
-    assert 2 == scheduler.reads_in_flight
+    assert 2 == scheduler.reads_in_flight()
 
 
 def test_the_verified_chunks() -> None:
@@ -565,3 +565,76 @@ def test_reads_of_one_source_stay_within_its_window() -> None:
     assert first is not None
     scheduler.verified(first)
     assert ChunkRead("a", 1) == scheduler.next_read(one_per_source)
+
+
+# -- own storage besides peers --------------------------------------------------------------------------
+
+
+def test_chunks_are_lent_from_the_end_of_the_longest_list() -> None:
+    """Their source reads the first ones itself, and the chunk that is being read stays with it."""
+    scheduler = build_scheduler(12, a=(0, 8), b=(8, 12))
+    scheduler.mark_available("own", [(0, 12)])
+    scheduler.next_read()
+    scheduler.lend("own", 2)
+    assert (6, 8) == scheduler.shares["own"][0]
+
+
+def test_chunks_without_a_source_are_lent_first() -> None:
+    """Nothing else could read them."""
+    scheduler = build_scheduler(8, a=(0, 4))
+    scheduler.lend("own", 2)
+    assert ((6, 8),) == scheduler.shares["own"]
+
+
+def test_no_more_than_a_quarter_of_the_chunks_is_lent() -> None:
+    """So that the last ones are read by the source that is free first."""
+    scheduler = build_scheduler(8, a=(0, 8))
+    scheduler.lend("own", 100)
+    assert ((6, 8),) == scheduler.shares["own"]
+
+
+def test_a_lent_chunk_that_was_not_read_counts() -> None:
+    """Chunks are lent only as others are read."""
+    scheduler = build_scheduler(8, a=(0, 8))
+    scheduler.lend("own", 2)
+    scheduler.lend("own", 2)
+    assert ((6, 8),) == scheduler.shares["own"]
+
+
+def test_reserved_chunks_are_not_lent() -> None:
+    """The spool fills them."""
+    scheduler = build_scheduler(2, a=(0, 2))
+    scheduler.reserve("spool", [0, 1])
+    scheduler.lend("own", 2)
+    assert "own" not in scheduler.shares
+
+
+def test_an_idle_source_takes_back_what_was_not_begun() -> None:
+    """If the lender has nothing else to read."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.mark_available("own", [(0, 1)])
+    scheduler.lend("own", 1)
+    scheduler.late = frozenset({"own"})
+    assert ChunkRead("a", 0) == scheduler.next_read(lambda source: 0 if source == "own" else 1)
+
+
+def test_a_transferred_read_is_repeated_by_the_other_source() -> None:
+    """Once it has failed: a chunk has one reader at a time."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.mark_available("own", [(0, 1)])
+    read = scheduler.next_read()
+    assert read is not None
+    scheduler.transfer("a", "own")
+    scheduler.fail("a")
+    assert scheduler.next_read() is None
+    scheduler.dropped(read)
+    assert ChunkRead("own", 0) == scheduler.next_read()
+
+
+def test_a_transferred_chunk_needs_no_plan() -> None:
+    """It has a source, also while the read from the previous one has not ended."""
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.next_read()
+    scheduler.transfer("a", "own")
+    scheduler.fail("a")
+    assert not scheduler.unassigned

@@ -189,3 +189,19 @@ def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, check
     proceed.set()
     assert "forked" == report.outcome
     assert [("checkpoint", checkpoint.as_uri())] == storage_candidates(planner)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "is_local"),
+    [
+        (checkpoint_fallback("/models/m"), True),
+        (checkpoint_fallback("s3://bucket/m"), False),
+        (snapshot_fallback("/models/m.safetensors"), True),
+        (snapshot_fallback("s3://bucket/m.safetensors"), False),
+        (loader_fallback(load_twos), False),
+    ],
+    ids=lambda value: value.name if isinstance(value, Fallback) else str(value),
+)
+def test_remote_storage_is_not_local(fallback: Fallback, is_local: bool) -> None:
+    """Other instances read it too, so it is measured later."""
+    assert is_local == fallback.is_local

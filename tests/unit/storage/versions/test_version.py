@@ -8,7 +8,7 @@ import pytest
 
 from rfork.settings import hub_cache
 from rfork.storage.versions.fingerprint import fingerprint_of
-from rfork.storage.versions.version import hub_commit, version_of
+from rfork.storage.versions.version import folder_of, hub_commit, version_of
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 ID = "acme/tiny"
@@ -116,3 +116,22 @@ def test_the_version_of_other_folders_is_their_fingerprint(tmp_path: Path) -> No
     assert version_of(tmp_path) is None
     (tmp_path / "model.gguf").write_bytes(b"weights")
     assert fingerprint_of(tmp_path) == version_of(tmp_path)
+
+
+def test_the_folder_of_an_id_is_in_the_cache(snapshot: Path) -> None:
+    """None if its commit is not there."""
+    assert snapshot == folder_of(ID)
+    assert folder_of(ID, OTHER) is None
+
+
+def test_the_folder_of_local_files(tmp_path: Path) -> None:
+    """Itself, or that of a file."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    assert tmp_path == folder_of(tmp_path)
+    assert tmp_path == folder_of(file)
+
+
+def test_remote_files_have_no_folder() -> None:
+    """They are not on this host."""
+    assert folder_of("s3://bucket/model") is None

@@ -43,6 +43,7 @@ class ScatterCursor:
         self._steps = chain((views,), more)
         self._views: list[memoryview] = []
         self._ends: list[int] = []  # of the current step's views, relative to the start of the first step
+        self._at_step = True  # nothing of the current step is done
         self.done = self.left = self._index = 0
         self._next()
 
@@ -50,6 +51,8 @@ class ScatterCursor:
         """Return the next views, limited to this many bytes and views."""
         if not self.left or max_bytes <= 0:
             return []
+        if self._at_step and self.left <= max_bytes and len(self._views) <= max_views:
+            return self._views
         first, max_done = self._index, self.done + max_bytes
         stop = min(bisect_left(self._ends, max_done, first) + 1, first + max_views, len(self._views))
         window = self._views[first:stop]
@@ -63,8 +66,10 @@ class ScatterCursor:
         """Mark the next `count` bytes as done."""
         self.done += count
         self.left -= count
-        self._index = bisect_right(self._ends, self.done, self._index)
-        if not self.left:
+        self._at_step = False
+        if self.left:
+            self._index = bisect_right(self._ends, self.done, self._index)
+        else:
             self._next()
 
     def write_bytes(self, data: bytes) -> None:
@@ -81,6 +86,7 @@ class ScatterCursor:
             self._views = [memoryview(view) for view in views if len(view)]
             self._ends = list(accumulate(map(len, self._views), initial=self.done))[1:]
             self._index = 0
+            self._at_step = True
             if self._ends:
                 self.left = self._ends[-1] - self.done
                 break

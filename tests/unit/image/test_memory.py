@@ -17,9 +17,9 @@ from torch import nn
 import rfork
 from rfork.errors import TargetError
 from rfork.image.capture import capture, image_from_tensors
-from rfork.image.digest import digest_bytes
+from rfork.image.digest import RunningDigest, digest_bytes
 from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
-from rfork.image.memory import Image, Segment, check_writable, first_overlap
+from rfork.image.memory import DIGEST_STEP_BYTES, Image, Segment, check_writable, first_overlap
 from rfork.net.http_heads import ResponseHead
 from rfork.net.response import HttpResponse, ReadTimeout
 from rfork.net.stream import ScatterCursor, Stream
@@ -250,3 +250,23 @@ def test_the_first_overlap_is_found() -> None:
     extents = [[(0, 10)], [(0, 11)], [(19, 25)], [(20, 30)], [(20, 31)], [(40, 50)], [(5, 50)]]
     expected = [None, 10, 19, None, 30, None, 10]
     assert expected == [first_overlap(extent, merged) for extent in extents]
+
+
+def test_bytes_are_digested_as_they_are_filled() -> None:
+    """In steps that fit into a processor's cache; the digest is that of the memory, wherever tensors end."""
+    image, source = scattered(3 * MIB, 5, 700, MIB + 1), scattered(3 * MIB, 5, 700, MIB + 1)
+    running, expected = RunningDigest(), bytes(b"".join(bytes(view) for view in _views_of(source)))
+    with image.writing(0, len(expected), digest=running) as steps:
+        at = 0
+        for views in steps:
+            assert sum(map(len, views)) <= DIGEST_STEP_BYTES
+            for view in views:
+                view[:] = expected[at : at + len(view)]
+                at += len(view)
+    assert len(expected) == running.length
+    assert digest_bytes([memoryview(expected)]) == running.digest()
+
+
+def _views_of(image: Image) -> list[memoryview]:
+    with image.readable(0, image.layout.image_bytes) as views:
+        return list(views)

@@ -132,8 +132,7 @@ def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
     Each view is used before the next is requested.
     """
     hashes = _LeafHashes(leaf_bytes)
-    for view in views:
-        hashes.update(view)
+    hashes.update(views)
     return hashes.joined()
 
 
@@ -148,24 +147,29 @@ class _LeafHashes:
         self._remaining = leaf_bytes
         """Bytes that the current leaf still needs."""
 
-    def update(self, view: memoryview) -> None:
-        """Append bytes (format 'B')."""
-        leaf_bytes, size = self._leaf_bytes, len(view)
-        if size < self._remaining:
-            self._leaf.update(view)
-            self._remaining -= size
-            return
-        at = 0
-        if self._remaining < leaf_bytes:
-            at = self._remaining
-            self._leaf.update(view[:at])
-            self._leaves.append(self._leaf.digest())
-            self._leaf.reset()
-        rest = size - (size - at) % leaf_bytes
-        self._leaves += [xxhash.xxh3_128_digest(view[low : low + leaf_bytes]) for low in range(at, rest, leaf_bytes)]
-        if rest < size:
-            self._leaf.update(view[rest:])
-        self._remaining = leaf_bytes - (size - rest)
+    def update(self, views: Iterable[memoryview]) -> None:
+        """Append bytes (format 'B'). Each view is used before the next is requested."""
+        leaf, leaf_bytes, remaining = self._leaf, self._leaf_bytes, self._remaining
+        for view in views:
+            size = len(view)
+            if size < remaining:
+                leaf.update(view)
+                remaining -= size
+                continue
+            at = 0
+            if remaining < leaf_bytes:
+                leaf.update(view[:remaining])
+                self._leaves.append(leaf.digest())
+                leaf.reset()
+                at, remaining = remaining, leaf_bytes
+            rest = size - (size - at) % leaf_bytes
+            self._leaves += [
+                xxhash.xxh3_128_digest(view[low : low + leaf_bytes]) for low in range(at, rest, leaf_bytes)
+            ]
+            if rest < size:
+                leaf.update(view[rest:])
+                remaining -= size - rest
+        self._remaining = remaining
 
     def joined(self) -> bytes:
         """Return the joined canonical hashes of all leaves, in order."""
@@ -191,10 +195,10 @@ class RunningDigest:
         self.length = 0
         """Bytes of all pieces so far."""
 
-    def update(self, piece: memoryview) -> None:
+    def update(self, *views: memoryview) -> None:
         """Append host bytes (format 'B')."""
-        self._hashes.update(piece)
-        self.length += len(piece)
+        self._hashes.update(views)
+        self.length += sum(map(len, views))
 
     def digest(self) -> bytes:
         """Return the `digest_bytes` of all pieces."""

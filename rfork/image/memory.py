@@ -396,8 +396,7 @@ class Image:
     def _digested(self, begin: int, end: int, digest: RunningDigest) -> Iterator[Sequence[memoryview]]:
         for views in split_views(self._host_views(begin, end), DIGEST_STEP_BYTES):
             yield views
-            for view in views:
-                digest.update(view)
+            digest.update(*views)
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
         self._segments_covering(begin, end)  # reject a range outside the image before the first step

@@ -52,19 +52,24 @@ class Options:
     plot: Path | None
 
 
-def options(benchmark: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
+def options(
+    benchmark: str,
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    quick_rounds: int = QUICK_ROUNDS,
+) -> Options:
     """Parse the options common to all benchmarks; `arguments` default to the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: within a minute")
-    parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {QUICK_ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help="smaller or fewer contenders, and fewer rounds: within a minute or two")
+    parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {quick_rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
     parsed = parser.parse_args(arguments)
-    rounds = parsed.rounds or (QUICK_ROUNDS if parsed.quick else ROUNDS)
+    rounds = parsed.rounds or (quick_rounds if parsed.quick else ROUNDS)
     return Options(benchmark, parsed.quick, rounds, parsed.json, parsed.plot)
 
 

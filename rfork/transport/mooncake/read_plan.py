@@ -34,7 +34,7 @@ SIZES: Mapping[WireProtocol, ReadLimits] = {
 }
 """Limits by protocol."""
 
-STAGING_BYTES = 8 * MIB
+STAGING_BYTES = 2 * MIB
 """Maximum bytes of one staged read."""
 
 DIRECT_BYTES = 512 * 1024

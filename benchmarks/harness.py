@@ -64,7 +64,9 @@ def options(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="smaller or fewer contenders, and fewer rounds: within a minute or two")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller or fewer contenders, and fewer rounds: within a minute or two"
+    )
     parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {quick_rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")

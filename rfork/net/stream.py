@@ -41,12 +41,12 @@ class ScatterCursor:
 
     def __init__(self, views: Sequence[Bytes], more: Iterable[Sequence[Bytes]] = ()) -> None:
         self._steps = chain((views,), more)
-        self._views: Sequence[Bytes] = ()  # of the current step
+        self._views: list[memoryview] = []  # of the current step
         self._ends: list[int] = []  # of the views, relative to the start of the first step; empty until it is needed
         self.done = self.left = self._index = 0
         self._next()
 
-    def window(self, max_bytes: int, max_views: int = MAX_VIEWS) -> Sequence[Bytes]:
+    def window(self, max_bytes: int, max_views: int = MAX_VIEWS) -> list[memoryview]:
         """Return the next views, limited to this many bytes and views."""
         if not self._ends:
             if self.left <= max_bytes and len(self._views) <= max_views:
@@ -56,7 +56,7 @@ class ScatterCursor:
             return []
         first, max_done = self._index, self.done + max_bytes
         stop = min(bisect_left(self._ends, max_done, first) + 1, first + max_views, len(self._views))
-        window = [memoryview(view) for view in self._views[first:stop]]
+        window = self._views[first:stop]
         if (excess := self._ends[stop - 1] - max_done) > 0:
             window[-1] = window[-1][:-excess]
         if skip := self.done + len(self._views[first]) - self._ends[first]:
@@ -79,16 +79,16 @@ class ScatterCursor:
         """Copy `data` to the current position; for the few bytes received with a message head."""
         source = memoryview(data)
         while source:
-            target = memoryview(self.window(len(source), 1)[0])
+            target = self.window(len(source), 1)[0]
             target[:] = source[: target.nbytes]
             source = source[target.nbytes :]
             self.advance(target.nbytes)
 
     def _next(self) -> None:
-        self.left, self._views, self._ends = 0, (), []
+        self.left, self._views, self._ends = 0, [], []
         for views in self._steps:
             if left := sum(map(len, views)):
-                self.left, self._views = left, views
+                self.left, self._views = left, list(map(memoryview, views))
                 return
 
     def _find_ends(self) -> None:

@@ -35,8 +35,8 @@ from rfork.transport.mooncake.read_plan import (
 MIN_WAIT_S = 0.0002
 """Interval between polls of reads in flight."""
 
-STAGING_BUFFERS = 4
-"""One staged read is in flight while another is copied out; four buffers serve two concurrent callers."""
+STAGING_BUFFERS = 16
+"""One staged read is in flight while others are copied out: four buffers for each of four concurrent callers."""
 
 MIN_THROTTLED_BYTES = 256 << 10
 """Minimum bytes of one read under a rate limit: a read costs 40 to 80 µs regardless of its size."""

@@ -53,22 +53,30 @@ class Options:
 
 
 def options(
-    benchmark: str, description: str | None, arguments: Sequence[str] | None = None, *, rounds: int = ROUNDS
+    benchmark: str,
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    *,
+    rounds: int = ROUNDS,
+    quick_rounds: int = QUICK_ROUNDS,
 ) -> Options:
-    """Parse the options common to all benchmarks; `arguments` default to the command line. `rounds`: the default
-    without --quick.
+    """Parse the options common to all benchmarks; `arguments` default to the command line.
+
+    `rounds` and `quick_rounds` are the defaults without and with --quick.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: within a minute")
-    parser.add_argument("--rounds", type=int, help=f"rounds (default {rounds}, with --quick {QUICK_ROUNDS})")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller or fewer contenders, and fewer rounds: within a minute or two"
+    )
+    parser.add_argument("--rounds", type=int, help=f"rounds (default {rounds}, with --quick {quick_rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
     parsed = parser.parse_args(arguments)
-    chosen_rounds = parsed.rounds or (QUICK_ROUNDS if parsed.quick else rounds)
+    chosen_rounds = parsed.rounds or (quick_rounds if parsed.quick else rounds)
     return Options(benchmark, parsed.quick, chosen_rounds, parsed.json, parsed.plot)
 
 

@@ -13,6 +13,8 @@ from torch import nn
 SMALL_TENSORS = 20_000
 ROW = 1024
 """Elements per row of the small tensors: 2 KiB in bfloat16."""
+RANDOM_ELEMENTS = 20_000_003
+"""Elements that are drawn; longer content repeats them, with a period that is no multiple of any tensor or chunk."""
 
 
 def dense(quick: bool) -> nn.Module:
@@ -35,7 +37,7 @@ def small_tensors(quick: bool) -> nn.Module:
 
 def tiny() -> nn.Module:
     """Return a layer whose transfer takes no time."""
-    return _module({"weight": (64, 64)}, seed=3)
+    return module_of({"weight": (64, 64)}, seed=3)
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -64,17 +66,22 @@ def llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[s
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]], seed: int) -> nn.Module:
-    """Return a module with tensors of these shapes, in bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    root = nn.Module()
+    """Return a module with random tensors of these shapes, in bfloat16."""
+    words = torch.empty(-(-RANDOM_ELEMENTS // 4), dtype=torch.int64)
+    random = words.random_(generator=torch.Generator().manual_seed(seed)).view(torch.bfloat16)[:RANDOM_ELEMENTS]
+    root, begin = nn.Module(), 0
     for name, shape in shapes.items():
         tensor = torch.empty(shape, dtype=torch.bfloat16)
-        tensor.view(torch.int64).random_(generator=generator)
+        rest = tensor.view(-1)
+        while len(rest):
+            part = random[begin : begin + len(rest)]
+            rest[: len(part)] = part
+            rest, begin = rest[len(part) :], (begin + len(part)) % RANDOM_ELEMENTS
         *path, leaf = name.split(".")
         owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
+        for part_name in path:
+            if part_name not in owner._modules:
+                owner.add_module(part_name, nn.Module())
+            owner = owner.get_submodule(part_name)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root

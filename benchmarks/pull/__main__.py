@@ -20,6 +20,9 @@ against the digests (both untimed), so wrong bytes are never timed.
   set-up.
 - "limit: memcpy": the same bytes copied on one core, from tensors of this process.
 
+The quick form has the same images, so that set-up has the same share of a pull, but two rounds, and only the
+contenders that the figures of DESIGN section 11 need.
+
 GB/s are 1e9 image bytes per second, for the median of the rounds.
 """
 
@@ -51,21 +54,24 @@ from rfork.receiver.report import ForkReport
 SOCKETS, BATCH, MERGED, MEMCPY = (
     "bare sockets", "Mooncake, a batch", "Mooncake, merged", "limit: memcpy"
 )  # fmt: skip
+QUICK_ROUNDS = 2
 
 
 def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
-    options = harness.options("pull", __doc__)
+    options = harness.options("pull", __doc__, quick_rounds=QUICK_ROUNDS)
     logs.configure(json=False, level="warning")
     reports: dict[str, list[ForkReport]] = {}
-    with source_process(options.quick) as (planner, offer), contextlib.ExitStack() as open_sockets:
+    with source_process(quick=False) as (planner, offer), contextlib.ExitStack() as open_sockets:
         connections = [
             open_sockets.enter_context(socket.create_connection((LOOPBACK, offer.port))) for _ in range(IN_FLIGHT)
         ]
-        targets = [PullTarget(name, make, options.quick, offer) for name, make in MODULES.items()]
+        targets = [PullTarget(name, make, False, offer) for name, make in MODULES.items()]
         contenders: dict[str, Contender] = {}
         for target in targets:
             contenders |= contenders_of(target, planner, offer, connections, reports)
+        if options.quick:
+            contenders = {name: contenders[name] for name in contenders if name not in QUICK_OMITS}
         for warm_up in contenders.values():
             warm_up()
         for kept_image in reports.values():
@@ -91,6 +97,17 @@ def main() -> None:
 def rfork_name(transport: str, *, verify: bool) -> str:
     """Return the name of rfork's contender over a transport."""
     return f"rfork {transport}" + ("" if verify else ", unverified")
+
+
+QUICK_OMITS = {
+    "dense: rfork shared_memory, copy",
+    "dense: rfork gloo",
+    f"dense: {MERGED}",
+    f"small: {rfork_name('transfer_engine', verify=True)}",
+    f"small: {MERGED}",
+    f"small: {MEMCPY}",
+}
+"""Contenders that only the full form has."""
 
 
 def contenders_of(
@@ -161,11 +178,15 @@ def figures(speed: Mapping[str, float]) -> dict[str, float]:
         named["pull_nixl_vs_socket"] = ratio(f"dense: {nixl}", f"dense: {SOCKETS}")
         named["pull_small_nixl_vs_socket"] = ratio(f"small: {nixl}", f"small: {SOCKETS}")
     named["pull_verify_cost"] = max(cost.values())
+    mapped = "dense: rfork shared_memory, map"
+    if mapped in speed:
+        named["pull_same_host_vs_memcpy"] = ratio(mapped, f"dense: {MEMCPY}")
     verified = rfork_name("http", verify=True)
     named["pull_small_vs_large"] = ratio(f"small: {verified}", f"dense: {verified}")
     named["pull_small_http_vs_socket"] = ratio(f"small: {http}", f"small: {SOCKETS}")
     if f"dense: {transfer_engine}" in speed:
-        named["pull_te_vs_mooncake_merged"] = ratio(f"dense: {transfer_engine}", f"dense: {MERGED}")
+        if f"dense: {MERGED}" in speed:
+            named["pull_te_vs_mooncake_merged"] = ratio(f"dense: {transfer_engine}", f"dense: {MERGED}")
         named["pull_small_te_vs_mooncake"] = ratio(f"small: {transfer_engine}", f"small: {BATCH}")
     return named | {f"pull_verify_cost_{transport}": value for transport, value in cost.items()}
 

@@ -17,6 +17,7 @@ import torch
 
 from rfork.cuda.device import flush_rdma_writes
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
+from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.image.staging import CPU
 from rfork.net.token_bucket import SLICE_S, TokenBucket
@@ -34,8 +35,8 @@ from rfork.transport.mooncake.read_plan import (
 MIN_WAIT_S = 0.0002
 """Interval between polls of reads in flight."""
 
-STAGING_BUFFERS = 4
-"""One staged read is in flight while another is copied out; four buffers serve two concurrent callers."""
+STAGING_BUFFERS = 16
+"""One staged read is in flight while others are copied out: four buffers for each of four concurrent callers."""
 
 MIN_THROTTLED_BYTES = 256 << 10
 """Minimum bytes of one read under a rate limit: a read costs 40 to 80 µs regardless of its size."""
@@ -88,7 +89,7 @@ class TransferEngineReader:
         self._staging_count = 0
         self._staging: deque[torch.Tensor] = deque()
 
-    def read(self, begin: int, end: int, deadline: float) -> None:
+    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
         Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did

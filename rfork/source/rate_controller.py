@@ -59,6 +59,7 @@ MAX_RATIO: Final = 4.0
 """Maximum weight of one step, as a multiple of the usual duration: a pause of seconds proves little about
 readers.
 """
+MAX_SLOW_RATIO: Final = 1.5
 BASELINE_STEPS, RECENT_STEPS, MIN_STEPS, MISFITS = 256, 32, 8, 7
 BASELINE_S: Final = 30.0
 """Older steps are discarded if there are enough newer ones."""
@@ -73,6 +74,8 @@ class LatencyBaseline:
         """Mean duration in seconds; the weight of a single step is limited."""
         self.spread = 0.0
         """Standard deviation as a multiple of the mean."""
+        self.slow_ratio = 1.0
+        """Duration of a slow step, the 90th percentile, as a multiple of the mean."""
         self.count = 0
         """Number of steps in the mean."""
         self._steps: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_STEPS)
@@ -111,14 +114,16 @@ class LatencyBaseline:
         capped = [min(seconds, self._max_duration) for seconds in ordered]
         self.mean = statistics.fmean(capped)
         self.spread = statistics.pstdev(capped, self.mean) / self.mean
+        self.slow_ratio = max(1.0, min(MAX_SLOW_RATIO, ordered[len(ordered) * 9 // 10] / self.mean))
         self.count = len(ordered)
         first, self.known = not self.known, True
         return first
 
 
 class RateSearch:
-    """Searches the highest rate at which steps take on average `1 + allowed` times as long as without egress.
+    """Searches the highest rate at which egress delays the average step by at most `allowed` times a slow step.
 
+    Egress that is sent in small amounts delays all steps alike, so slow steps then take `1 + allowed` times as long.
     Steps at the current rate are collected until they are evidence for more or less than the allowed slowdown;
     the rate then changes in proportion. Until a slowdown has been found, the rate doubles while there is no sign of
     one.
@@ -146,7 +151,7 @@ class RateSearch:
 
     def check(self, baseline: LatencyBaseline) -> None:
         """Compare with a newer baseline. If it explains the last slowdown, the rate is as before that."""
-        if self.is_suspicious and self._slow_mean <= baseline.mean * (1 + self._allowed):
+        if self.is_suspicious and self._slow_mean <= baseline.mean * (1 + self._allowed * baseline.slow_ratio):
             self.rate = max(self.rate, self._rate_before)
         self.is_suspicious = False
         self._clear()
@@ -159,10 +164,12 @@ class RateSearch:
         slowdown = mean / baseline.mean - 1
         spread = math.sqrt(max(0.0, self._squares / self._count - mean**2)) / baseline.mean
         error = max(MIN_SPREAD, spread, baseline.spread) * math.sqrt(1 / self._count + 1 / baseline.count)
-        factor = self._factor(slowdown, CONFIDENCE * error)
+        margin = CONFIDENCE * error
+        allowed = self._allowed * baseline.slow_ratio
+        factor = self._factor(slowdown, margin, allowed)
         if factor is None:
             return False
-        if slowdown - CONFIDENCE * error > self._allowed:
+        if slowdown - margin > allowed:
             if not self.is_suspicious:
                 self.is_suspicious, self._rate_before = True, self.rate
             self._slow_mean, self._ramping = mean, False
@@ -170,18 +177,18 @@ class RateSearch:
         self._clear()
         return True
 
-    def _factor(self, slowdown: float, margin: float) -> float | None:
+    def _factor(self, slowdown: float, margin: float, allowed: float) -> float | None:
         """Return the factor by which the rate changes; None: there is no evidence yet."""
-        if slowdown - margin > self._allowed:
-            return max(MIN_FACTOR, self._allowed / slowdown)
-        if slowdown + margin < self._allowed:
+        if slowdown - margin > allowed:
+            return max(MIN_FACTOR, allowed / slowdown)
+        if slowdown + margin < allowed:
             # Once a slowdown has been found, there is one at a higher rate, however low this sample is.
             likely = slowdown if self._ramping else slowdown + margin / 2
-            return min(MAX_FACTOR, self._allowed / max(likely, 1e-9))
-        if self._ramping and self._count >= RAMP_STEPS and slowdown <= self._allowed:
+            return min(MAX_FACTOR, allowed / max(likely, 1e-9))
+        if self._ramping and self._count >= RAMP_STEPS and slowdown <= allowed:
             return RAMP_FACTOR
         if self._count >= MAX_EVIDENCE_STEPS:
-            factor = math.sqrt(self._allowed / max(slowdown, 1e-9))
+            factor = math.sqrt(allowed / max(slowdown, 1e-9))
             return max(1 / MAX_CORRECTION, min(MAX_CORRECTION, factor))
         return None
 
@@ -192,7 +199,7 @@ class RateSearch:
 class RateController:
     """Decides the rate from the engine's steps and the readers' requests. The times of all calls ascend.
 
-    `max_ratio` is the allowed mean duration of steps, as a multiple of the baseline.
+    `max_ratio` is the allowed duration of slow steps, as a multiple of the baseline.
     """
 
     def __init__(self, max_ratio: float) -> None:

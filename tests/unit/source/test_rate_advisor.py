@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from rfork.source.egress_limiter import INCREASE_INTERVAL_S, EgressLimiter, ReaderRateAdvisor
-from rfork.source.latency_controller import FIRST_RATE, LatencyController
+from rfork.source.latency_controller import LatencyController
+from rfork.source.rate_controller import FIRST_RATE
 from tests.unit.fake_clock import FakeClock
 
 

@@ -17,6 +17,8 @@ from torch import nn
 VOCABULARY = 512
 PROMPT_TOKENS = 16
 IDLE_TENSORS, IDLE_BYTES = 16, 12 << 20
+DEVICE_SIZE = 576
+"""Rows and columns of the matrix product that is a step on another core."""
 
 
 class BenchModel(nn.Module):
@@ -43,6 +45,8 @@ class BenchModel(nn.Module):
             for _ in range(IDLE_TENSORS)
         )
         self.prompt = torch.arange(PROMPT_TOKENS).reshape(1, -1)
+        self.device_input = torch.rand(DEVICE_SIZE, DEVICE_SIZE)
+        self.device_output = torch.empty_like(self.device_input)
 
     def generate(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
         """Run one greedy request and return the seconds of each token. Each but the first runs in a `unit()`
@@ -59,4 +63,17 @@ class BenchModel(nn.Module):
                 with unit():
                     output = self.llama(token, past_key_values=output.past_key_values, use_cache=True)
                 seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def compute(self, steps: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
+        """Run one request of steps like those of a device, and return the seconds of each.
+
+        A step is one native call of a few milliseconds, which does not use the interpreter.
+        """
+        seconds: list[float] = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            with unit():
+                torch.mm(self.device_input, self.device_input, out=self.device_output)
+            seconds.append(time.perf_counter() - began)
         return seconds

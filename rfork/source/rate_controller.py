@@ -60,6 +60,8 @@ MAX_RATIO: Final = 4.0
 readers.
 """
 MAX_SLOW_RATIO: Final = 1.5
+MAX_RUNNING_RATIO: Final = 16.0
+"""Duration of a running step, as a multiple of the mean, until which it counts again and again."""
 BASELINE_STEPS, RECENT_STEPS, MIN_STEPS, MISFITS = 256, 32, 8, 7
 BASELINE_S: Final = 30.0
 """Older steps are discarded if there are enough newer ones."""
@@ -227,7 +229,8 @@ class RateController:
             self._measure_baseline(now)
         if running_since is None or not self._baseline.known or now - self._late_until < self._baseline.mean:
             return
-        if now - running_since > MAX_RATIO * self._baseline.mean:
+        # Not for ever: a step that hangs proves little about readers.
+        if MAX_RATIO < (now - running_since) / self._baseline.mean < MAX_RUNNING_RATIO:
             self._judge(now, now - running_since, floor, ended=False)
 
     def rate(self, now: float, *, active: bool, is_running: bool, floor: int) -> int | None:
@@ -312,7 +315,8 @@ class RateController:
             self._judged_until = at
         else:
             self._late_until = at
-        self._search.add(self._baseline.cap(seconds), (at - max(began, until)) / seconds)
+        weight = (at - max(began, until)) / seconds if ended else 1.0
+        self._search.add(self._baseline.cap(seconds), weight)
         if self._search.decide(self._baseline, floor):
             self._effective_since = at + EFFECT_S
 

@@ -43,7 +43,7 @@ def test_readers_share_the_rate(cap: int | None, readers: int, expected: int | N
         (1000, 500, 0.0, True),
         (1000, 1200, 9.0, False),
         (1000, 2000, INCREASE_INTERVAL_S / 2, False),
-        (1000, 2000, INCREASE_INTERVAL_S, True),
+        (1000, 2000, INCREASE_INTERVAL_S * 1.01, True),
         (1000, None, 0.0, True),
         (None, 1000, 0.0, True),
         (None, None, 9.0, False),

@@ -45,8 +45,6 @@ class BenchModel(nn.Module):
             for _ in range(IDLE_TENSORS)
         )
         self.prompt = torch.arange(PROMPT_TOKENS).reshape(1, -1)
-        self.device_input = torch.rand(DEVICE_SIZE, DEVICE_SIZE)
-        self.device_output = torch.empty_like(self.device_input)
 
     def generate(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
         """Run one greedy request and return the seconds of each token. Each but the first runs in a `unit()`
@@ -65,15 +63,23 @@ class BenchModel(nn.Module):
                 seconds.append(time.perf_counter() - began)
         return seconds
 
-    def compute(self, steps: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
-        """Run one request of steps like those of a device, and return the seconds of each.
 
-        A step is one native call of a few milliseconds, which does not use the interpreter.
-        """
+class DeviceSteps:
+    """Steps like those of a device: each is one native call of a few milliseconds, without the interpreter.
+
+    Its tensors belong to no module: they are not part of the image.
+    """
+
+    def __init__(self) -> None:
+        self._input = torch.rand(DEVICE_SIZE, DEVICE_SIZE)
+        self._output = torch.empty_like(self._input)
+
+    def run(self, steps: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
+        """Run one request of steps, each in a `unit()` block, and return the seconds of each."""
         seconds: list[float] = []
         for _ in range(steps):
             began = time.perf_counter()
             with unit():
-                torch.mm(self.device_input, self.device_input, out=self.device_output)
+                torch.mm(self._input, self._input, out=self._output)
             seconds.append(time.perf_counter() - began)
         return seconds

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rfork
 from benchmarks.disturb.cases import DisturbCase, SlotResult
-from benchmarks.disturb.model import BenchModel
+from benchmarks.disturb.model import BenchModel, DeviceSteps
 from benchmarks.disturb.workers import LOOPBACK, MODEL, REPLY_TIMEOUT_S, settings_for
 from rfork.errors import RforkError
 from rfork.source.seed import Seed
@@ -50,6 +50,7 @@ class SeedServer:
         torch.set_num_threads(1)
         self._planner = planner
         self._model = BenchModel()
+        self._device = DeviceSteps()
         self._open = contextlib.ExitStack()
         self._step_meter: StepMeter = contextlib.nullcontext
         self._generate: Callable[[int, StepMeter], list[float]] = self._model.generate
@@ -58,7 +59,7 @@ class SeedServer:
         """Execute a command; see `SeedOrder`."""
         match order.verb:
             case "open" if order.case is not None:
-                self._generate = self._model.compute if order.case.is_other_core else self._model.generate
+                self._generate = self._device.run if order.case.is_other_core else self._model.generate
                 with self._exporters_on(order.other_cores) if order.case.is_other_core else contextlib.nullcontext():
                     self._step_meter = self._open.enter_context(self._seeded(order.case, order.store))
                 if order.case.serves:

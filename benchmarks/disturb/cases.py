@@ -14,6 +14,7 @@ class DisturbCase:
     """`readers` fork the weights over `transport` in a loop; the governor is the product's default, or off.
 
     `serves`: the seed processes requests meanwhile; otherwise it idles and only the transfer speed counts.
+    `is_other_core`: its steps run on a core, and without the interpreter, that its exporters do not use.
     """
 
     transport: ReaderTransport
@@ -21,15 +22,19 @@ class DisturbCase:
     governed: bool = True
     serves: bool = True
     slot: int = 0
+    is_other_core: bool = False
 
     @property
     def name(self) -> str:
         """Name of the contender."""
+        suffix = ", steps on another core" if self.is_other_core else ""
         if self.transport == "idle":
-            return f"idle, slot {self.slot}"
+            return f"idle, slot {self.slot}{suffix}"
         governor_label = "" if self.transport == "gloo" else f", governor {'on' if self.governed else 'off'}"
         idles = "" if self.serves else ", the seed idles"
-        return f"{self.transport}, {self.readers} reader{'s' if self.readers > 1 else ''}{governor_label}{idles}"
+        return (
+            f"{self.transport}, {self.readers} reader{'s' if self.readers > 1 else ''}{governor_label}{idles}{suffix}"
+        )
 
 
 @dataclass

@@ -17,6 +17,8 @@ from torch import nn
 VOCABULARY = 512
 PROMPT_TOKENS = 16
 IDLE_TENSORS, IDLE_BYTES = 16, 12 << 20
+DEVICE_SIZE = 576
+"""Rows and columns of the matrix product that is a step on another core."""
 
 
 class BenchModel(nn.Module):
@@ -59,4 +61,25 @@ class BenchModel(nn.Module):
                 with unit():
                     output = self.llama(token, past_key_values=output.past_key_values, use_cache=True)
                 seconds.append(time.perf_counter() - began)
+        return seconds
+
+
+class DeviceSteps:
+    """Steps like those of a device: each is one native call of a few milliseconds, without the interpreter.
+
+    Its tensors belong to no module: they are not part of the image.
+    """
+
+    def __init__(self) -> None:
+        self._input = torch.rand(DEVICE_SIZE, DEVICE_SIZE)
+        self._output = torch.empty_like(self._input)
+
+    def run(self, steps: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
+        """Run one request of steps, each in a `unit()` block, and return the seconds of each."""
+        seconds: list[float] = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            with unit():
+                torch.mm(self._input, self._input, out=self._output)
+            seconds.append(time.perf_counter() - began)
         return seconds

@@ -47,7 +47,9 @@ class DisturbRunner:
         def run() -> float:
             with tempfile.TemporaryDirectory(prefix="rfork-disturb-") as folder:
                 store = str(Path(folder) / "store")
-                self._seed.send(SeedOrder("open", case, tokens=self._slot.tokens, store=store))
+                cores = frozenset(os.sched_getaffinity(0))  # this process is pinned to those of the readers
+                order = SeedOrder("open", case, tokens=self._slot.tokens, store=store, other_cores=cores)
+                self._seed.send(order)
                 readers = self._readers[: case.readers]
                 if case.transport == "gloo":  # the group forms only once all ranks have joined
                     self._start(readers, case, store)

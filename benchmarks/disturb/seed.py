@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import rfork
 from benchmarks.disturb.cases import DisturbCase, SlotResult
-from benchmarks.disturb.model import BenchModel
+from benchmarks.disturb.model import BenchModel, DeviceSteps
 from benchmarks.disturb.workers import LOOPBACK, MODEL, REPLY_TIMEOUT_S, settings_for
 from rfork.errors import RforkError
 from rfork.source.seed import Seed
@@ -30,7 +31,7 @@ StepMeter = Callable[[], AbstractContextManager[object]]
 @dataclass(frozen=True, slots=True)
 class SeedOrder:
     """Command to `open` a case, `serve` requests of a number of tokens (or idle for seconds), or `close` the
-    case.
+    case. `other_cores`: cores of the exporters if the steps run on another core.
     """
 
     verb: Literal["open", "serve", "idle", "close", "socket", "gloo"]
@@ -39,6 +40,7 @@ class SeedOrder:
     tokens: int = 0
     seconds: float = 0.0
     store: str = ""
+    other_cores: frozenset[int] = frozenset()
 
 
 class SeedServer:
@@ -48,14 +50,18 @@ class SeedServer:
         torch.set_num_threads(1)
         self._planner = planner
         self._model = BenchModel()
+        self._device = DeviceSteps()
         self._open = contextlib.ExitStack()
         self._step_meter: StepMeter = contextlib.nullcontext
+        self._generate: Callable[[int, StepMeter], list[float]] = self._model.generate
 
     def handle(self, order: SeedOrder) -> SlotResult | int | None:
         """Execute a command; see `SeedOrder`."""
         match order.verb:
             case "open" if order.case is not None:
-                self._step_meter = self._open.enter_context(self._seeded(order.case, order.store))
+                self._generate = self._device.run if order.case.is_other_core else self._model.generate
+                with self._exporters_on(order.other_cores) if order.case.is_other_core else contextlib.nullcontext():
+                    self._step_meter = self._open.enter_context(self._seeded(order.case, order.store))
                 if order.case.serves:
                     self._serve(WARM_REQUESTS, order.tokens)
                 return None
@@ -76,7 +82,7 @@ class SeedServer:
         began = time.perf_counter()
         for _ in range(requests):
             requested_at = time.perf_counter()
-            result.tokens += self._model.generate(tokens, self._step_meter)
+            result.tokens += self._generate(tokens, self._step_meter)
             result.requests.append(time.perf_counter() - requested_at)
         result.seconds = time.perf_counter() - began
         return result
@@ -94,6 +100,15 @@ class SeedServer:
                 raise RforkError("the planner did not respond to the seed")
             yield step_meter(seed_handle)
 
+    @contextlib.contextmanager
+    def _exporters_on(self, cores: frozenset[int]) -> Iterator[None]:
+        """Pin all other threads, and those that are started within the block, to `cores` until the case is closed."""
+        own_cores = os.sched_getaffinity(0)
+        pin_threads(cores)
+        self._open.callback(pin_threads, own_cores)
+        yield
+        os.sched_setaffinity(0, own_cores)
+
     def _listen(self) -> int:
         """Send the unused weights to one bare connection in a loop; returns the port."""
         listener = self._open.enter_context(socket.create_server((LOOPBACK, 0)))
@@ -108,6 +123,13 @@ class SeedServer:
         threading.Thread(target=broadcast_loop, daemon=True).start()
         port: int = listener.getsockname()[1]
         return port
+
+
+def pin_threads(cores: Collection[int]) -> None:
+    """Pin all threads of this process to `cores`."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def step_meter(seed_handle: Seed) -> StepMeter:

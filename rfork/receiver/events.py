@@ -2,7 +2,7 @@
 
 `rfork.receiver.runner` turns what happens on threads into events, one at a time, and executes the actions that
 `rfork.receiver.machine` returns for them, in order. All of them are plain values, so a recorded sequence can be
-replayed, and a simulation needs no thread. They are named tuples, because creating as many dataclasses takes 20 ms.
+replayed, and a simulation needs no thread.
 
 A *connection* is a number that identifies one opened source. A source that is opened again gets a new one, so
 events of the previous connection cannot be confused with it.
@@ -11,8 +11,7 @@ events of the previous connection cannot be confused with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from rfork.errors import RforkError, TransportUnavailable
 from rfork.image.layout import Manifest
@@ -23,7 +22,8 @@ from rfork.schema import ChunkAssignment, Lease, Plan, Route, SourceFault, Stora
 # -- events ---------------------------------------------------------------------------------------------
 
 
-class SourceActivity(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SourceActivity:
     """Times of one source's last activities, as the machine's clock reads them."""
 
     message_at: float
@@ -44,61 +44,70 @@ class SourceActivity(NamedTuple):
     """Seconds for which readers of local storage have waited for its next block."""
 
 
-class Tick(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tick:
     """Time has passed. `activity` is by connection, `spool_at` the time of the spool's last block."""
 
-    activity: Mapping[int, SourceActivity] = MappingProxyType({})
+    activity: Mapping[int, SourceActivity] = field(default_factory=dict)
     spool_at: float = 0.0
     spool_bytes: int = 0
     """Bytes read from the spool so far."""
 
 
-class PlanReceived(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PlanReceived:
     """The planner's response to the last `RequestPlan`."""
 
     plan: Plan
 
 
-class PlanFailed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PlanFailed:
     """The planner did not respond, or knows no source."""
 
     error: RforkError
 
 
-class ReplanSuggested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReplanSuggested:
     """The planner suggests to request a new plan."""
 
     reason: str
 
 
-class LeasesRenewed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LeasesRenewed:
     """New lease tokens, by source id."""
 
     leases: Mapping[str, Lease]
 
 
-class SourceConnected(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SourceConnected:
     """A channel to a peer is open over this transport."""
 
     connection: int
     transport: str
 
 
-class TransportRefused(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TransportRefused:
     """A transport cannot be used with a source; the source tries its next one, and no party is blamed."""
 
     connection: int
     error: TransportUnavailable
 
 
-class ManifestReceived(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ManifestReceived:
     """The manifest of a source's image."""
 
     connection: int
     manifest: Manifest
 
 
-class ProvisionalDigests(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ProvisionalDigests:
     """Digests of chunks of a peer that does not know its manifest yet; sent before these chunks are offered."""
 
     connection: int
@@ -106,14 +115,16 @@ class ProvisionalDigests(NamedTuple):
     digests: Mapping[int, bytes]
 
 
-class ChunksOffered(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunksOffered:
     """Chunks that can be read from a source from now on."""
 
     connection: int
     chunks: tuple[Range, ...]
 
 
-class StorageOpened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StorageOpened:
     """Local storage is open: its manifest, or otherwise the origin of its files."""
 
     connection: int
@@ -125,7 +136,8 @@ class StorageOpened(NamedTuple):
     """Random text, for a provisional image of its own."""
 
 
-class FilesCompared(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FilesCompared:
     """Result of `CompareFiles`: whether the files contain all of these digests."""
 
     connection: int
@@ -133,14 +145,16 @@ class FilesCompared(NamedTuple):
     agrees: bool
 
 
-class SourceFailed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
     """A source cannot serve any more."""
 
     connection: int
     error: RforkError
 
 
-class ChunkReceived(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunkReceived:
     """All bytes of a chunk are in the image; they are digested next. `seconds` is the duration of the read."""
 
     connection: int
@@ -148,7 +162,8 @@ class ChunkReceived(NamedTuple):
     seconds: float
 
 
-class ChunkDigested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunkDigested:
     """The read of a chunk has ended; `digest` is None if the settings do not require one."""
 
     connection: int
@@ -156,7 +171,8 @@ class ChunkDigested(NamedTuple):
     digest: bytes | None
 
 
-class ReadFailed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
     """The read of a chunk has ended with an error, and can no longer write to the image."""
 
     connection: int
@@ -164,14 +180,16 @@ class ReadFailed(NamedTuple):
     error: RforkError
 
 
-class KeptChunkDigested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KeptChunkDigested:
     """Result of `DigestKeptChunk`; `digest` is None if it could not be computed."""
 
     chunk: int
     digest: bytes | None
 
 
-class SpoolChunkRead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SpoolChunkRead:
     """Result of `ReadSpool`; `digest` is None if the spool did not have all bytes of the chunk."""
 
     chunk: int
@@ -179,25 +197,29 @@ class SpoolChunkRead(NamedTuple):
     seconds: float
 
 
-class SpoolFailed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SpoolFailed:
     """The spool cannot be read any more."""
 
 
-class LoaderFinished(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LoaderFinished:
     """The loader filled the complete image; `manifest` was computed from it."""
 
     assignment: StorageAssignment
     manifest: Manifest
 
 
-class LoaderFailed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LoaderFailed:
     """The loader could not fill the image."""
 
     assignment: StorageAssignment
     error: RforkError
 
 
-class OwnLoadMeasured(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OwnLoadMeasured:
     """Result of `MeasureOwnLoad`; None: this instance cannot load the weights itself."""
 
     own_load: OwnLoad | None
@@ -235,59 +257,68 @@ Event = (
 # -- actions --------------------------------------------------------------------------------------------
 
 
-class RequestPlan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
     """Request a plan, and report these faults and assignments with the request."""
 
     faults: tuple[SourceFault, ...]
     assignments: tuple[ChunkAssignment, ...]
 
 
-class OpenPeer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OpenPeer:
     """Connect to a peer."""
 
     connection: int
     route: Route
 
 
-class OpenStorage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OpenStorage:
     """Open this instance's own storage."""
 
     connection: int
     assignment: StorageAssignment
 
 
-class RenewLease(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RenewLease:
     """Present a newer lease to a source from now on."""
 
     connection: int
     lease: Lease
 
 
-class MeasureOwnLoad(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MeasureOwnLoad:
     """Open this instance's own storage, and read a sample of it."""
 
 
-class CompareFiles(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CompareFiles:
     """Compare local files with these digests."""
 
     connection: int
     digests: Mapping[int, bytes]
 
 
-class CloseSource(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CloseSource:
     """Close a source; its reads in flight end. `error` is why, if it failed."""
 
     connection: int
     error: RforkError | None = None
 
 
-class ExcludeStorage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExcludeStorage:
     """Do not offer the storage of this name to the planner again: it failed."""
 
     name: str
 
 
-class ReadChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadChunk:
     """Read and digest one chunk."""
 
     connection: int
@@ -296,7 +327,8 @@ class ReadChunk(NamedTuple):
     """Deadline of the read; local storage ignores it."""
 
 
-class PrefetchChunks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PrefetchChunks:
     """Read chunks of local storage ahead. Precedes the reads of the chunks in flight that are new."""
 
     connection: int
@@ -306,66 +338,77 @@ class PrefetchChunks(NamedTuple):
     """The chunks that are read next."""
 
 
-class DigestKeptChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DigestKeptChunk:
     """Digest a chunk that may still contain the right bytes, of previous weights."""
 
     chunk: int
 
 
-class ReadSpool(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadSpool:
     """Fill a chunk from the spool; `digest` is the expected one."""
 
     chunk: int
     digest: bytes
 
 
-class StopSpool(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StopSpool:
     """Stop reading the spool: once this returns, it can no longer write to the image."""
 
 
-class RunLoader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RunLoader:
     """Fill the complete image with a loader; nothing else writes to the image meanwhile."""
 
     assignment: StorageAssignment
 
 
-class SetManifest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SetManifest:
     """Serve verified chunks under this manifest."""
 
     manifest: Manifest
 
 
-class SetProvisionalId(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SetProvisionalId:
     """Serve verified chunks as those of this provisional image; None: of none."""
 
     provisional_id: str | None
 
 
-class MarkVerified(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MarkVerified:
     """Serve this chunk; `digest` is None if it is not known."""
 
     chunk: int
     digest: bytes | None
 
 
-class InvalidateChunks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class InvalidateChunks:
     """Stop serving these chunks, and notify readers that they are wrong; none: all readers start over."""
 
     chunks: tuple[int, ...]
 
 
-class FenceImage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FenceImage:
     """Stop serving all chunks and the manifest: other weights follow."""
 
 
-class ReportStorageActivity(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReportStorageActivity:
     """Notify readers when storage, local or (`relayed`) of a source, was last active; None: it is not read."""
 
     active_at: float | None
     relayed: bool = False
 
 
-class Finish(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finish:
     """The transfer has ended; `error` is None if all chunks are verified and belong together."""
 
     error: RforkError | None = None

@@ -681,7 +681,7 @@ class TransferMachine:
             if source.activity is not None and self._scheduler.has_assigned(source.source_id):
                 starved = self._scheduler.is_starved(source.source_id)
                 stall = find_stall(
-                    source.activity._replace(progress_at=max(source.activity.progress_at, source.received_at)),
+                    replace(source.activity, progress_at=max(source.activity.progress_at, source.received_at)),
                     self._settings,
                     now,
                     is_storage=source.is_storage,

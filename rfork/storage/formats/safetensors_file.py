@@ -163,8 +163,8 @@ def _plain_entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], 
     """Return the entries of a header that has the form in which safetensors' own writer writes it, and no errors; None
     for any other.
 
-    Splitting the text at its quotes takes a third of the time of a JSON parser and a loop over its result. That counts
-    for small tensors in the page cache, of which 50 KB are read in 6 us.
+    Splitting the text at its quotes takes half the time of a JSON parser and a loop over its result. That counts for
+    small tensors in the page cache, of which 50 KB are read in 7 us.
     """
     text = head[8:]
     if not text or np.frombuffer(text, dtype=np.uint8).min() < ord(" ") or b"\\" in text:
@@ -205,7 +205,7 @@ def _plain_entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], 
     if not contiguous or ends[-1] != blob.size - len(head):
         return None
     rows = zip(names, repeat(blob), (begins + len(head)).tolist(), sizes, dtypes, shapes, repeat(None))
-    # A third of the time of the constructor.
+    # In less than half the time of the constructor.
     locations = dict(zip(names, map(tuple.__new__, repeat(TensorLocation), rows), strict=True))
     return (locations, metadata) if len(locations) == len(names) and "__metadata__" not in locations else None
 

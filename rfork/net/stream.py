@@ -88,7 +88,7 @@ class ScatterCursor:
         self.left, self._views, self._ends = 0, [], []
         for views in self._steps:
             if left := sum(map(len, views)):
-                self.left, self._views = left, list(map(memoryview, views))
+                self.left, self._views = left, [memoryview(view) for view in views]
                 return
 
     def _find_ends(self) -> None:

@@ -16,7 +16,8 @@ speed.
 - "idle, slot …": no reader runs. The ratio of a round's two idle slots is this machine's noise.
 - "steps on another core": the seed of a device, whose steps do not compete with sending. A step is one native call
   of a few milliseconds on the seed's core, without the interpreter; all other threads of the seed are pinned to the
-  readers' cores. "off" is then what the governor should reach. Ratios are to the idle slot of this seed.
+  readers' cores. The interpreter's lock is still shared between steps: a sender that is descheduled while it owns the
+  lock delays the next step, above all if there are only two cores. Ratios are to the idle slot of this seed.
 - "the seed idles": the seed processes no request, so only the transfer speed counts; "limit: bare socket" sends the
   same tensors over one connection without a protocol or verification.
 

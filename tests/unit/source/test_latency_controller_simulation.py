@@ -123,7 +123,7 @@ def test_harmless_egress_is_not_limited(base: float, jitter: float) -> None:
     engine = Engine(full=1e15, base=base, jitter=jitter)
     engine.run(max(2.0, 100 * base), reads=False)
     _, first = engine.run(8, reads=True)
-    _, later = engine.run(12, reads=True)
+    _, later = engine.run(max(12.0, 1500 * base), reads=True)
     assert first >= 0.75 * 2.5e9
     assert later >= 0.88 * 2.5e9
 

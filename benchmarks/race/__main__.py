@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from benchmarks import harness
 from benchmarks.chaos.disk import rate_limited_reads
 from benchmarks.disturb.workers import BenchWorker
@@ -49,6 +51,8 @@ from rfork.settings import StorageSettings
 
 DISK_BYTES_PER_S = 400_000_000
 """Rate of the disk of most rows."""
+QUICK_ROUNDS = 2
+"""Maximum number of rounds of the quick form: each takes a quarter of a minute."""
 STALL_BYTES = 16 << 20
 """Bytes after which the seed stalls."""
 
@@ -86,12 +90,14 @@ def cases(*, quick: bool) -> list[RaceCase]:
 class RaceBench:
     """The target's modules, its checkpoint, and the seeds."""
 
-    def __init__(self, checkpoint: Path, planner: str, seeds: BenchWorker[RaceOrder, int | None]) -> None:
+    def __init__(
+        self, module: nn.Module, checkpoint: Path, planner: str, seeds: BenchWorker[RaceOrder, int | None]
+    ) -> None:
         self._checkpoint = checkpoint
         self._planner = planner
         self._seeds = seeds
         self._pid = seeds.request(RaceOrder("pid")) or 0
-        self._module = race_module()
+        self._module = module
         self._image = capture(self._module)
         self._expected = self._image.manifest().digests
         self.bytes = self._image.layout.image_bytes
@@ -165,13 +171,14 @@ def benchmark() -> Iterator[RaceBench]:
     """Write the checkpoint, and run planner and seeds, for the block."""
     folder = Path(tempfile.mkdtemp(prefix="rfork-race-"))
     try:
-        checkpoint = checkpoint_of(race_module(), folder)
+        module = race_module()
+        checkpoint = checkpoint_of(module, folder)
         version = version_of_files(checkpoint) or ""
         with (
             process(planner_main) as planner,
             BenchWorker("the seeds", os.sched_getaffinity(0), run_seeds, planner, version) as seeds,
         ):
-            yield RaceBench(checkpoint, planner, seeds)
+            yield RaceBench(module, checkpoint, planner, seeds)
     finally:
         shutil.rmtree(folder)
 
@@ -179,6 +186,8 @@ def benchmark() -> Iterator[RaceBench]:
 def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
     options = harness.options("race", __doc__)
+    if options.quick:
+        options = replace(options, rounds=min(options.rounds, QUICK_ROUNDS))
     logs.configure(json=False, level="error")
     all_cases = cases(quick=options.quick)
     with benchmark() as bench:

@@ -19,7 +19,7 @@ def test_a_repeated_report_is_the_known_one() -> None:
 
 
 def test_a_changed_report_is_the_new_one() -> None:
-    """What an instance reports replaces what was known."""
+    """The new values replace the known ones."""
     known = compact_report(parsed("a"), None)
     assert 7 == compact_report(parsed("a", generation=7), known).generation
 

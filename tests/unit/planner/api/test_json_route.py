@@ -57,7 +57,7 @@ def test_it_answers_as_fastapi_does(name: str) -> None:
 
 
 def test_a_request_without_json_content_registers_nothing(web: httpx.Client) -> None:
-    """A page of another origin can send text without asking: it must not register an instance."""
+    """A page of another origin can send text without permission: it must not register an instance."""
     body = seed_report("s").model_dump_json()
     response = web.put("/v1/instances/s", content=body, headers={"content-type": "text/plain"})
     assert 422 == response.status_code

@@ -94,22 +94,27 @@ async def test_readers_of_a_slow_relay_are_advised_to_replan(service: PlanServic
     assert after is None
 
 
-async def test_a_delayed_target_is_advised_to_read_from_an_idle_seed(service: PlanService) -> None:
+async def test_a_delayed_target_is_advised_to_read_from_an_idle_seed(service: PlanService, time: FakeTime) -> None:
     """It moves there, and is then advised no more."""
     await start_chain(service, "ab")
     await service.report(seed_report("new"))
+    time.now += 1
     advice = [(await service.progress("fork-b", chunk_progress(1, rate))).replan_suggested for rate in (1e9, 1e8)]
     plan = await service.plan(fork_request("b", (0, 1)))
+    time.now += 1
     after = (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested
     assert [None, "seed new has no readers, and the current sources are slower"] == advice
     assert {"new": ((1, 12),)} == routes_by_source(plan)
     assert after is None
 
 
-async def test_a_target_is_not_advised_to_read_from_a_seed_that_it_cannot_reach(service: PlanService) -> None:
+async def test_a_target_is_not_advised_to_read_from_a_seed_that_it_cannot_reach(
+    service: PlanService, time: FakeTime
+) -> None:
     """The plan would stay the same, and the advice would be repeated with every report."""
     await start_chain(service, "ab")
     await service.report(seed_report("new", transports=("nixl",)))
+    time.now += 1
     await service.progress("fork-b", chunk_progress(1, 1e9))
     assert (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested is None
 

@@ -29,9 +29,9 @@ from rfork.errors import RforkError
     ("name", "quick", "tensors", "size"),
     [
         ("dense", False, 282, 4_033_081_344),
-        ("dense", True, 48, 283_138_048),
+        ("dense", True, 192, 769_742_848),
         ("small", False, 20_000, 1_064_955_904),
-        ("small", True, 2_400, 127_795_200),
+        ("small", True, 6_000, 319_488_000),
     ],
 )
 def test_images_have_the_documented_size(name: str, quick: bool, tensors: int, size: int) -> None:

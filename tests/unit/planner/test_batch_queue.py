@@ -47,8 +47,8 @@ WAITS = [
     (1, 0.5, (), [[0.002]] * 4),
     (1, 0.04, (), [[0.002], [0.05], [0.05], [0.05]]),
     (1, 0.5, (SNAPSHOT,), [[0.05]] * 4),
-    (3, 0.5, (), [[0.05], [0.5], [1.0], [1.0]]),
-    (3, 0.5, (SNAPSHOT,), [[0.05], [0.5], [1.0], [1.0]]),
+    (3, 0.5, (), [[0.05], [0.3], [0.6], [0.9]]),
+    (3, 0.5, (SNAPSHOT,), [[0.05], [0.3], [0.6], [0.9]]),
 ]
 
 
@@ -67,8 +67,8 @@ def test_the_window_grows_only_while_several_requests_arrive(
 
 
 def test_the_window_is_bounded() -> None:
-    """It is the burst's age, within the minimum and one second."""
-    assert [0.05, 0.5, 1.0] == [window_s(age_s, 0.05) for age_s in (0.0, 0.5, 100.0)]
+    """It is three fifths of the burst's age, within the minimum and one second."""
+    assert [0.05, 0.3, 1.0] == [window_s(age_s, 0.05) for age_s in (0.0, 0.5, 100.0)]
 
 
 def test_requests_that_must_not_wait_are_not_queued() -> None:

@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
+from botocore.session import Session
+
 from rfork.errors import SettingsError, StorageAccessDenied
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.s3 import bucket as s3_bucket
 from rfork.storage.s3 import store as module
 from rfork.storage.s3.bucket import S3Bucket
 from rfork.storage.s3.store import S3Store
@@ -138,15 +139,15 @@ def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Concurrent threads wait for one client, which is created on first use."""
-    made: list[StorageSettings] = []
-    start, connect = threading.Barrier(4), s3_bucket._connect
+    made: list[str] = []
+    start, create_client = threading.Barrier(4), Session.create_client
 
-    def counted(settings: StorageSettings) -> s3_bucket._Connection:
-        made.append(settings)
-        return connect(settings)
+    def counted(session: Session, service: str, **options: object) -> object:
+        made.append(service)
+        return create_client(session, service, **options)
 
-    monkeypatch.setattr(s3_bucket, "_connect", counted)
-    bucket = S3Bucket("models", _settings())
+    monkeypatch.setattr(Session, "create_client", counted)
+    bucket = S3Bucket("models", _settings(s3_addressing="path"))
     assert [] == made
 
     def sign() -> None:
@@ -158,7 +159,7 @@ def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatc
         thread.start()
     for thread in threads:
         thread.join()
-    assert 1 == len(made)
+    assert ["s3"] == made
 
 
 def test_readers_use_the_ca_bundle_of_aws(keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

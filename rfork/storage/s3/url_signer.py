@@ -1,6 +1,6 @@
 """Presigned URLs for the objects of one bucket, from botocore's credentials and signatures, without its client.
 
-Creating a client takes 0.2 s (Intel Xeon), because botocore parses its service models and endpoint rules: as long as
+Creating a client takes 0.1 to 0.2 s, because botocore parses its service models and endpoint rules: about as long as
 reading 0.3 GB. A URL needs them only if the bucket's address has an unusual form.
 `tests/unit/storage/s3/test_url_signer.py` compares the URLs with the client's.
 """

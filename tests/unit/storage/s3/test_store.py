@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,9 +15,10 @@ pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
 from botocore.session import Session
 
-from rfork.errors import SettingsError, StorageAccessDenied
+from rfork.errors import MissingExtra, SettingsError, StorageAccessDenied
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
+from rfork.storage.registry import open_store
 from rfork.storage.s3 import store as module
 from rfork.storage.s3.bucket import S3Bucket
 from rfork.storage.s3.store import S3Store
@@ -121,6 +123,16 @@ def test_an_invalid_bucket_name_is_an_error(keys: None) -> None:
     with pytest.raises(SettingsError, match="Invalid bucket name") as caught:
         S3Store(Location.parse("s3://Mod_els*/"), _settings()).remove("a")
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without botocore, opening a store fails with the extra to install."""
+    for name in ("rfork.storage.s3.store", "rfork.storage.s3.bucket"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    with pytest.raises(MissingExtra, match="boto3 \\(for s3://\\)") as caught:
+        open_store(Location.parse("s3://models/"))
+    assert "pip install 'rfork[s3]'" == caught.value.hint
 
 
 def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
+from botocore import auth
 from botocore.session import Session
 
 from rfork.errors import StorageAccessDenied
 from rfork.settings import StorageSettings
 from rfork.storage.s3.bucket import S3Bucket
-from rfork.storage.s3.url_signer import URL_TTL_S
+from rfork.storage.s3.url_signer import DEFAULT_REGION, URL_TTL_S, UrlSigner
 from tests.seaweed import UseIdentity, use_identity
 
 __all__ = ["use_identity"]
 
 KEY = "a b/ü~x+&=#?.safetensors"
-TIME_FIELDS = {"X-Amz-Date", "X-Amz-Signature"}
 
 
 @pytest.fixture
@@ -43,8 +43,6 @@ def aws_config(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sign every URL with the same time."""
-    from botocore import auth
-
     now = auth.get_current_datetime()
     monkeypatch.setattr(auth, "get_current_datetime", lambda *_: now)
 
@@ -213,3 +211,9 @@ def test_unusual_addresses_need_the_client(
     """Buckets and endpoints whose URLs have another form are left to botocore's client."""
     _bucket(changes, bucket).url("a")
     assert {"s3"} == set(clients)
+
+
+@pytest.mark.parametrize("bucket", ["models--use1-az4--x-s3", "models-s3alias", "Models"])
+def test_special_buckets_need_the_client(keys: None, bucket: str) -> None:
+    """Names of directory buckets, of access points and with capitals have no signer."""
+    assert UrlSigner.for_bucket(bucket, DEFAULT_REGION, StorageSettings(), Session()) is None

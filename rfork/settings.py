@@ -360,11 +360,6 @@ class StorageSettings(Settings):
     s3_anonymous: bool = Field(False, validation_alias="AWS_SKIP_SIGNATURE", description="send no credentials to S3: public buckets")
 
 
-def aws_variables() -> dict[str, str]:
-    """Return the variables that AWS's own tools read; they may contain secrets."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
 class ArtifactSettings(Settings):
     """Settings of the JIT caches that instances share. The caches contain programs, so sharing is off by default.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -49,9 +50,7 @@ def contenders() -> list[StorageContender]:
 
 def checkpoint(target: LoadTarget) -> Load:
     """Load a Hugging Face folder into an existing module, or into new tensors."""
-    if target.bucket:
-        pass
-
+    _import_store(target)
     folder = target.bucket.uri("safetensors") if target.bucket else str(target.stored.checkpoint)
     if target.destination_tensors is not None:
         return _into_module(target.destination_tensors, folder)
@@ -67,6 +66,7 @@ def snapshot(target: LoadTarget) -> Load:
     """Restore a snapshot of the module."""
     if target.destination_tensors is None:
         raise RforkError("a snapshot is restored into a module")
+    _import_store(target)
     return _into_module(target.destination_tensors, target.uris("snapshot")[0], verified=True)
 
 
@@ -90,6 +90,11 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
             owner = owner.get_submodule(part)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
+
+
+def _import_store(target: LoadTarget) -> None:
+    """Import what the first URI of a store imports (for S3: botocore), like the other loaders' `Prepare`."""
+    importlib.import_module("rfork.storage.s3.store" if target.bucket else "rfork.storage.local")
 
 
 def _into_module(tensors: Tensors, uri: str, *, verified: bool = False) -> Load:

@@ -26,9 +26,8 @@ from botocore.session import Session
 import rfork
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.s3.botocore_errors import error_code, to_storage_error
-from rfork.storage.s3.errors import MISSING_CODES
-from rfork.storage.s3.url_signer import DEFAULT_REGION, URL_TTL_S
+from rfork.storage.s3.errors import MISSING_CODES, error_code, to_storage_error
+from rfork.storage.s3.url_signer import DEFAULT_REGION, URL_TTL_S, UrlSigner
 
 _AWS_HOST = re.compile(r"\.amazonaws\.com(\.cn)?$")
 
@@ -89,9 +88,10 @@ class PartBody(io.RawIOBase):
 class S3Bucket:
     """Requests to one bucket. Thread-safe; raise StorageError subclasses, or SettingsError.
 
-    The client is created on first use. With `only_new`, an existing object is kept: raises ConditionFailed,
-    ConcurrentWriteConflict if another writer is creating it, or Unsupported if the service does not support the
-    condition.
+    AWS's configuration is read on first use. botocore's client is created on first use too: URLs rarely need it.
+
+    With `only_new`, an existing object is kept: raises ConditionFailed, ConcurrentWriteConflict if another writer is
+    creating it, or Unsupported if the service does not support the condition.
     """
 
     def __init__(self, name: str, settings: StorageSettings) -> None:
@@ -176,7 +176,10 @@ class S3Bucket:
     def url(self, key: str) -> str:
         """Return a URL that allows anyone to read the object for `URL_TTL_S` seconds: a secret."""
         with self._storage_errors(key):
-            return self._client.generate_presigned_url(
+            connection = self._connected()
+            if connection.signer is not None:
+                return connection.signer.url(key)
+            return connection.client().generate_presigned_url(
                 "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=URL_TTL_S
             )
 
@@ -189,7 +192,7 @@ class S3Bucket:
                 response = error.response  # errors report the region too
             region = response["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             if region:
-                connection = _connect(self._settings.model_copy(update={"s3_region": region}))
+                connection = _Connection(self.name, self._settings.model_copy(update={"s3_region": region}))
                 with self._lock:
                     # The previous client may be in use: it is closed when it is garbage collected.
                     self._connection = connection
@@ -204,7 +207,7 @@ class S3Bucket:
         """Close connections; they reopen on use."""
         with self._lock:
             if self._connection is not None:
-                self._connection.client.close()
+                self._connection.close()
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
@@ -217,42 +220,58 @@ class S3Bucket:
 
     @property
     def _client(self) -> _Client:
-        return self._connected().client
+        return self._connected().client()
 
     def _connected(self) -> _Connection:
         with self._lock:
             if self._connection is None:
-                self._connection = _connect(self._settings)
+                self._connection = _Connection(self.name, self._settings)
             return self._connection
 
 
-@dataclass(frozen=True)
 class _Connection:
-    client: _Client
-    ca_file: Path | None
+    """Signer and client of a bucket, configured by the settings, then by AWS's environment and files.
 
-
-def _required_field(response: Mapping[str, str], name: str, key: str) -> str:
-    """Return a field of a response. Raises StorageError without it: botocore treats a connection that closes before
-    any body as a response without fields.
+    The client is created on first use. Thread-safe; raises botocore's errors.
     """
-    if name not in response:
-        raise StorageError(f"{key}: the service's response was incomplete")
-    return str(response[name])
 
+    def __init__(self, bucket: str, settings: StorageSettings) -> None:
+        self._settings = settings
+        self._session = Session()
+        data_path = self._session.get_config_variable("data_path")
+        self._session.register_component("data_loader", _service_models(data_path))
+        self._region: str = settings.s3_region or self._session.get_config_variable("region") or DEFAULT_REGION
+        self._lock = threading.Lock()
+        self._client: _Client | None = None
+        ca_file = self._session.get_config_variable("ca_bundle") or settings.ca
+        self.ca_file = Path(ca_file) if ca_file else None
+        self.signer = UrlSigner.for_bucket(bucket, self._region, settings, self._session)
 
-def _connect(settings: StorageSettings) -> _Connection:
-    """Create a client configured by the settings, then by AWS's environment and files. Raises botocore's errors."""
-    session = Session()
-    session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
-    ca_file = session.get_config_variable("ca_bundle") or settings.ca
+    def client(self) -> _Client:
+        """Return the client."""
+        with self._lock:
+            if self._client is None:
+                client = self._create_client(self._settings.s3_addressing)
+                addressing_style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
+                if addressing_style == "auto" and _AWS_HOST.search(urlsplit(client.meta.endpoint_url).hostname or ""):
+                    # Otherwise URLs use the global endpoint, which redirects for days after a bucket was created.
+                    client = self._create_client("virtual")
+                self._client = client
+            return self._client
 
-    def create_client(addressing_style: str) -> _Client:
-        client = session.create_client(
+    def close(self) -> None:
+        """Close the client's connections; they reopen on use."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+
+    def _create_client(self, addressing_style: str) -> _Client:
+        settings = self._settings
+        client = self._session.create_client(
             "s3",
-            region_name=settings.s3_region or session.get_config_variable("region") or DEFAULT_REGION,
+            region_name=self._region,
             endpoint_url=settings.s3_endpoint,
-            verify=str(ca_file) if ca_file else None,
+            verify=str(self.ca_file) if self.ca_file else None,
             config=Config(
                 # botocore's default version for presigned URLs is rejected by newer regions.
                 signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
@@ -267,12 +286,14 @@ def _connect(settings: StorageSettings) -> _Connection:
         )
         return cast(_Client, client)
 
-    client = create_client(settings.s3_addressing)
-    addressing_style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
-    if addressing_style == "auto" and _AWS_HOST.search(urlsplit(client.meta.endpoint_url).hostname or ""):
-        # Otherwise URLs use the global endpoint, which redirects for days after a bucket was created.
-        client = create_client("virtual")
-    return _Connection(client, Path(ca_file) if ca_file else None)
+
+def _required_field(response: Mapping[str, str], name: str, key: str) -> str:
+    """Return a field of a response. Raises StorageError without it: botocore treats a connection that closes before
+    any body as a response without fields.
+    """
+    if name not in response:
+        raise StorageError(f"{key}: the service's response was incomplete")
+    return str(response[name])
 
 
 @cache

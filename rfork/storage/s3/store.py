@@ -1,10 +1,9 @@
 """S3 and compatible services: objects of a bucket below a prefix.
 
-Objects are listed, written and removed through botocore, which is imported for the first such request. They are read
-with `rfork.storage.http` by presigned URLs: signed here if only the environment configures S3
-(`rfork.storage.s3.url_signer`), by botocore otherwise. obstore, which `rfork.storage.object_store` uses for other
-clouds, is not used here: reading from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time (one
-copy more), it reads no AWS profiles, and it cannot complete a multipart upload only if the object does not exist.
+Objects are listed, written and removed by botocore's client, and read with `rfork.storage.http` by presigned URLs,
+which rarely need that client (`rfork.storage.s3.url_signer`). obstore, which `rfork.storage.object_store` uses for
+other clouds, is not used here: reading from a local SeaweedFS it reached 0.95 of the rate with 1.8 times the CPU time
+(one copy more), it reads no AWS profiles, and it cannot complete a multipart upload only if the object does not exist.
 """
 
 from __future__ import annotations
@@ -13,20 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rfork.errors import MissingExtra, StorageError
 from rfork.net.request import HttpRequest
-from rfork.settings import StorageSettings, aws_variables
+from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob, BlobEntry, BlobWriter
 from rfork.storage.http.blob import RangedBlob
 from rfork.storage.http.session import HttpSession
 from rfork.storage.location import Location
-from rfork.storage.s3.errors import WrongRegion, explain
-from rfork.storage.s3.url_signer import UrlSigner
 
-if TYPE_CHECKING:
+try:
     from rfork.storage.s3.bucket import S3Bucket
+    from rfork.storage.s3.errors import WrongRegion, explain
+    from rfork.storage.s3.upload import open_upload
+except ImportError as error:
+    raise MissingExtra("boto3 (for s3://)", extra="s3", reason=str(error)) from None
 
 SIGNATURE_REUSE_S: Final = 60.0
 """Seconds for which a signature is reused; the credentials behind it stay valid for longer."""
@@ -38,9 +39,8 @@ class S3Store:
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
         self._settings = settings
-        self._signer = UrlSigner.from_variables(folder.host, settings, aws_variables())
+        self._bucket = S3Bucket(folder.host, settings)
         self._lock = threading.Lock()
-        self._botocore_bucket: S3Bucket | None = None
         self._http: HttpSession | None = None
 
     @property
@@ -55,7 +55,6 @@ class S3Store:
         except WrongRegion:
             # Like AWS's own clients: without a configured region, they start with the default one.
             self._bucket.find_region()
-            self._signer = None
         try:
             return self._open(name, front)
         except WrongRegion as error:
@@ -73,11 +72,8 @@ class S3Store:
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
         """See `BlobStore`."""
-        bucket = self._bucket  # raises MissingExtra
-        from rfork.storage.s3.upload import open_upload
-
         location = self._folder.child(name)
-        return open_upload(bucket, location.path, location.uri, self._settings, replace=replace)
+        return open_upload(self._bucket, location.path, location.uri, self._settings, replace=replace)
 
     def remove(self, name: str) -> None:
         """See `BlobStore`."""
@@ -88,21 +84,7 @@ class S3Store:
         with self._lock:
             if self._http is not None:
                 self._http.pool.unregister()
-            bucket = self._botocore_bucket
-        if bucket is not None:
-            bucket.close()
-
-    @property
-    def _bucket(self) -> S3Bucket:
-        """The bucket as botocore accesses it. Raises MissingExtra."""
-        with self._lock:
-            if self._botocore_bucket is None:
-                try:
-                    from rfork.storage.s3.bucket import S3Bucket
-                except ImportError as error:
-                    raise MissingExtra("boto3 (for s3://)", extra="s3", reason=str(error)) from None
-                self._botocore_bucket = S3Bucket(self._folder.host, self._settings)
-            return self._botocore_bucket
+        self._bucket.close()
 
     def _open(self, name: str, front: int) -> RangedBlob:
         location = self._folder.child(name)
@@ -112,14 +94,14 @@ class S3Store:
 
         return RangedBlob.open(
             location.uri,
-            _RequestSigner((self._signer or self._bucket).url, location.path),
+            _RequestSigner(self._bucket.url, location.path),
             self._session(),
             explain_status,
             front=front,
         )
 
     def _session(self) -> HttpSession:
-        ca_file = (self._signer or self._bucket).ca_file
+        ca_file = self._bucket.ca_file
         with self._lock:
             if self._http is None:
                 self._http = HttpSession(self._settings.model_copy(update={"ca": ca_file}))

@@ -18,13 +18,13 @@ from rfork.errors import (
     StorageFull,
     StorageNotFound,
 )
-from rfork.storage.s3.botocore_errors import to_storage_error
 from rfork.storage.s3.errors import (
     ConcurrentWriteConflict,
     ConditionFailed,
     Unsupported,
     WrongRegion,
     explain,
+    to_storage_error,
 )
 
 URI = "s3://models/llama/a.bin"

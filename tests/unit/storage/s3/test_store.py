@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
-from rfork.errors import SettingsError, StorageAccessDenied
+from botocore.session import Session
+
+from rfork.errors import MissingExtra, SettingsError, StorageAccessDenied
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.s3 import bucket as s3_bucket
+from rfork.storage.registry import open_store
 from rfork.storage.s3 import store as module
 from rfork.storage.s3.bucket import S3Bucket
 from rfork.storage.s3.store import S3Store
@@ -122,6 +125,16 @@ def test_an_invalid_bucket_name_is_an_error(keys: None) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without botocore, opening a store fails with the extra to install."""
+    for name in ("rfork.storage.s3.store", "rfork.storage.s3.bucket"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    with pytest.raises(MissingExtra, match="boto3 \\(for s3://\\)") as caught:
+        open_store(Location.parse("s3://models/"))
+    assert "pip install 'rfork[s3]'" == caught.value.hint
+
+
 def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is signed again once its signature is old, long before it expires; it is never shown."""
     now, signed = [1000.0], itertools.count(1)
@@ -138,15 +151,15 @@ def test_a_signature_is_reused(keys: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Concurrent threads wait for one client, which is created on first use."""
-    made: list[StorageSettings] = []
-    start, connect = threading.Barrier(4), s3_bucket._connect
+    made: list[str] = []
+    start, create_client = threading.Barrier(4), Session.create_client
 
-    def counted(settings: StorageSettings) -> s3_bucket._Connection:
-        made.append(settings)
-        return connect(settings)
+    def counted(session: Session, service: str, **options: object) -> object:
+        made.append(service)
+        return create_client(session, service, **options)
 
-    monkeypatch.setattr(s3_bucket, "_connect", counted)
-    bucket = S3Bucket("models", _settings())
+    monkeypatch.setattr(Session, "create_client", counted)
+    bucket = S3Bucket("models", _settings(s3_addressing="path"))
     assert [] == made
 
     def sign() -> None:
@@ -158,7 +171,7 @@ def test_all_threads_share_one_client(keys: None, monkeypatch: pytest.MonkeyPatc
         thread.start()
     for thread in threads:
         thread.join()
-    assert 1 == len(made)
+    assert ["s3"] == made
 
 
 def test_readers_use_the_ca_bundle_of_aws(keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rfork.net.token_bucket import SLICE_S, TokenBucket
 from rfork.source.latency_controller import LatencyController
@@ -24,7 +25,7 @@ POLL_INTERVAL_S = 0.05
 """Waiting readers check this often whether the rate has changed."""
 MIN_DECREASE, MIN_INCREASE = 0.9, 1.25
 """Smaller relative changes of the rate are not sent."""
-INCREASE_INTERVAL_S = 0.05
+INCREASE_INTERVAL_S = 0.2
 """Minimum interval between increases of the rate; decreases are sent immediately."""
 
 
@@ -68,49 +69,44 @@ class EgressLimiter:
         grant is worth a fiftieth of a second: short enough for concurrent work, and each of many readers is
         served often enough not to consider the source stalled.
         """
-        rate = self.rate(active=True)
-        if rate is None:
+        if self.rate(active=True) is None:
             return max_bytes
-        if self._wait_for_turn(fork_id):
-            rate = self.rate(active=True)
-        try:
+        with self._next_waiter(fork_id):
             while True:
-                if rate is None:
-                    return max_bytes
-                rate = max(1, int(rate * self._part()))
+                rate = self._granted_rate()
                 self._bucket.set_rate(rate)
-                granted = _slice(rate, max_bytes)
+                granted = max_bytes if rate is None else _slice(rate, max_bytes)
                 delay = self._bucket.consume(granted)
                 if delay <= 0 or self._closed.wait(min(delay, POLL_INTERVAL_S)):
                     return granted
-                rate = self.rate(active=True)
-        finally:
-            self._end_turn(fork_id)
 
     def close(self) -> None:
         """Wake all waiting threads."""
         self._closed.set()
 
-    def _wait_for_turn(self, fork_id: str) -> bool:
-        """Wait for a turn, strictly in order; return False if there was no need to wait.
+    def _granted_rate(self) -> int | None:
+        rate = self.rate(active=True)
+        return None if rate is None else max(1, int(rate * self._part()))
 
-        With a plain lock, a thread that requests again immediately would starve the others.
+    @contextmanager
+    def _next_waiter(self, fork_id: str) -> Iterator[None]:
+        """Wait for a turn, strictly in order: with a plain lock, a thread that requests again immediately
+        would starve the others.
         """
+        turn = threading.Event()
         with self._lock:
-            if not self._turn_active:
-                self._turn_active = True
-                return False
-            turn = threading.Event()
             self._waiters.setdefault(fork_id, deque()).append(turn)
+            if not self._turn_active:
+                self._wake_next()
         turn.wait()
-        return True
-
-    def _end_turn(self, fork_id: str) -> None:
-        with self._lock:
-            # Queue after all that arrived during its turn: then one connection gets as much as many.
-            if fork_id in self._waiters:
-                self._waiters[fork_id] = self._waiters.pop(fork_id)
-            self._wake_next()
+        try:
+            yield
+        finally:
+            with self._lock:
+                # Queue after all that arrived during its turn: then one connection gets as much as many.
+                if fork_id in self._waiters:
+                    self._waiters[fork_id] = self._waiters.pop(fork_id)
+                self._wake_next()
 
     def _wake_next(self) -> None:
         """Pass the turn to the first thread of the next fork, if any waits. The lock must be held."""

@@ -646,9 +646,7 @@ class Seed:
 
     def _min_rate(self) -> int:
         """Minimum egress rate regardless of the engine's load, so that no reader appears stalled."""
-        with self._lock:
-            readers = self._served.leases.reader_count
-        return max(MIN_RATE, MIN_RATE_PER_READER * readers)
+        return max(MIN_RATE, MIN_RATE_PER_READER * len(self._readers))
 
     def _governed_fraction(self) -> float:
         """Return the fraction of the rate that the egress limiter grants; readers on one-sided transports
@@ -657,8 +655,6 @@ class Seed:
         All readers with a slot have equal shares. Readers without one (over http with a lease only) share the
         granted part, which is at least one reader's share.
         """
-        if not self._exports.one_sided:
-            return 1.0
         readers = len(self._readers)
         return max(1, readers - self._channels.reader_count(self._exports.one_sided)) / max(1, readers)
 

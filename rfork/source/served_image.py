@@ -423,11 +423,6 @@ class Leases:
         expired, self._expired = tuple(self._expired), []
         return expired
 
-    @property
-    def reader_count(self) -> int:
-        """Number of forks with a slot, including those whose lease has expired since the last call of `readers`."""
-        return len(set(self._channels.values()))
-
     def readers(self, unix_s: float) -> tuple[str, ...]:
         """Return the forks with a slot."""
         self._drop_expired(unix_s)

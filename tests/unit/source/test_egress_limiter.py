@@ -5,14 +5,14 @@ controller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from rfork.net.token_bucket import SLICE_S
 from rfork.source.egress_limiter import MIN_GRANT, EgressLimiter
-from rfork.source.latency_controller import LatencyController
-from rfork.source.rate_controller import FIRST_RATE
+from rfork.source.latency_controller import FIRST_RATE, LatencyController
 from tests.unit.fake_clock import FakeClock
 
 
@@ -85,12 +85,11 @@ def test_every_reader_is_served_in_turn() -> None:
             remaining[name] -= limiter.grant(remaining[name], "fork-1")
 
     readers = [threading.Thread(target=read_all, args=(name,), name=name) for name in remaining]
-    limiter._wait_for_turn("fork-1")  # until all have requested a grant
-    for reader in readers:
-        reader.start()
-    while limiter.waiter_count() < len(readers):
-        threading.Event().wait(0.001)
-    limiter._end_turn("fork-1")
+    with limiter._next_waiter("fork-1"):  # until all have requested a grant
+        for reader in readers:
+            reader.start()
+        while limiter.waiter_count() < len(readers):
+            threading.Event().wait(0.001)
     for reader in readers:
         reader.join(30)
     first = limiter.turns[1 : 1 + len(readers)]
@@ -109,15 +108,15 @@ class RecordingLimiter(EgressLimiter):
         self._on_turn = on_turn
 
     def run_turn(self, fork_id: str) -> None:
-        self._wait_for_turn(fork_id)
-        self.served.append(fork_id)
-        self._on_turn(len(self.served))
-        self._end_turn(fork_id)
+        with self._next_waiter(fork_id):
+            self.served.append(fork_id)
+            self._on_turn(len(self.served))
 
-    def _wait_for_turn(self, fork_id: str) -> bool:
-        waited = super()._wait_for_turn(fork_id)
-        self.turns.append(threading.current_thread().name)
-        return waited
+    @contextmanager
+    def _next_waiter(self, fork_id: str) -> Iterator[None]:
+        with super()._next_waiter(fork_id):
+            self.turns.append(threading.current_thread().name)
+            yield
 
     def waiter_count(self) -> int:
         with self._lock:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 
 import pytest
 
 from rfork.image.chunks import MIB
-from rfork.source.latency_controller import LatencyController
-from rfork.source.rate_controller import (
+from rfork.source.latency_controller import (
     FIRST_PAUSE_S,
     FIRST_RATE,
     IDLE_S,
+    MAX_GAIN,
+    MAX_RATE,
     MAX_RATIO,
-    MIN_EVIDENCE_STEPS,
-    MIN_FACTOR,
+    MIN_GAIN,
     MIN_STEPS,
+    RECENT_STEPS,
     REST_SHARE,
+    LatencyBaseline,
+    LatencyController,
 )
 from tests.unit.fake_clock import FakeClock
 
@@ -63,41 +68,70 @@ def test_setpoint_zero_turns_it_off() -> None:
     assert [None] * 3 == record_steps(controller, clock, [LATE] * 3, has_readers=True)
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([IN_TIME], FIRST_RATE * math.exp(MAX_GAIN * 0.05)),
+        ([LATE], FIRST_RATE * math.exp(-MAX_GAIN * 0.15)),
+        ([LATE, LATE], FIRST_RATE * math.exp(-MAX_GAIN * 0.3)),
+        ([LATE, IN_TIME, IN_TIME, IN_TIME], FIRST_RATE),
+        ([STEP_S * 1.05], FIRST_RATE),
+        ([STEP_S * MAX_RATIO], FIRST_RATE / 2),
+        ([0.3] * 5, FLOOR),
+        ([0.0], FIRST_RATE * math.exp(MAX_GAIN * 1.05)),
+    ],
+    ids=[
+        "in time",
+        "late",
+        "two late",
+        "balanced",
+        "at the setpoint",
+        "at the maximum ratio",
+        "far too late",
+        "none",
+    ],
+)
+def test_each_step_changes_the_rate(steps: list[float], expected: float) -> None:
+    """Late steps lower the rate and others raise it, by their distance from the setpoint; the floor is the
+    minimum.
+    """
+    clock = FakeClock()
+    controller = build_controller(clock)
+    controller.rate(active=True)
+    assert pytest.approx(expected, rel=1e-6) == record_steps(controller, clock, steps, has_readers=True)[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [([0.01] * 20, MAX_GAIN), ([0.008, 0.012] * 10, 0.125), ([0.001, 0.019] * 10, MIN_GAIN)],
+)
+def test_the_gain_decreases_with_the_variance(steps: list[float], expected: float) -> None:
+    """The gain is NOISE divided by the variance (relative to the mean), within bounds."""
+    baseline = LatencyBaseline()
+    for index, seconds in enumerate(steps):
+        baseline.add(float(index), seconds, resting=False)
+    baseline.measure(0.0)
+    assert pytest.approx([0.01, expected]) == [baseline.mean, baseline.gain]
+
+
 @pytest.mark.parametrize("concurrent_steps", [1, 2, 8])
 def test_concurrent_steps_count_as_one(concurrent_steps: int) -> None:
-    """Late batches lower the rate after as many batches as late steps."""
+    """A late batch lowers the rate as much as one late step."""
     clock = FakeClock()
     controller = build_controller(clock)
-    rates = [controller.rate(active=True)]
-    for _ in range(MIN_EVIDENCE_STEPS):
-        clock.now += LATE
-        for _ in range(concurrent_steps):
-            controller.record_step(LATE)
-        rates.append(controller.rate(active=True))
-    assert [FIRST_RATE] * MIN_EVIDENCE_STEPS == rates[:-1]
-    assert rates[-1] == FIRST_RATE * MIN_FACTOR
+    controller.rate(active=True)
+    clock.now += LATE
+    for _ in range(concurrent_steps):
+        controller.record_step(LATE)
+    assert pytest.approx(FIRST_RATE * math.exp(-MAX_GAIN * 0.15), rel=1e-6) == controller.rate(active=True)
 
 
-def test_steps_in_time_end_the_limit() -> None:
-    """If egress does not slow the engine down, it is soon not limited at all."""
+def test_the_rate_is_bounded_above() -> None:
+    """The rate does not grow without bound while it limits no reader."""
     clock = FakeClock()
     controller = build_controller(clock)
-    rates = record_steps(controller, clock, [IN_TIME] * 60, has_readers=True)
-    assert rates[-1] is None
-
-
-def test_a_late_step_lowers_the_rate_before_it_ends() -> None:
-    """Past the maximum ratio it counts once in each usual duration of a step."""
-    clock = FakeClock()
-    controller = build_controller(clock)
-    rates = [controller.rate(active=True)]
-    with controller.measure_step():
-        clock.now += MAX_RATIO * STEP_S * 1.01
-        for _ in range(MIN_EVIDENCE_STEPS):
-            rates.append(controller.rate(active=True))
-            clock.now += STEP_S * 1.01
-    assert [FIRST_RATE] * MIN_EVIDENCE_STEPS == rates[:-1]
-    assert rates[-1] == FIRST_RATE * MIN_FACTOR
+    rates = record_steps(controller, clock, [IN_TIME] * 1000, has_readers=True)
+    assert MAX_RATE == max(rate for rate in rates if rate is not None)
 
 
 def test_steps_without_readers_do_not_change_the_rate() -> None:
@@ -155,18 +189,39 @@ def test_a_running_step_counts_as_serving() -> None:
     assert [True, False, False, True] == [rate is None for rate in rates]
 
 
-def test_a_hanging_step_does_not_outweigh_normal_steps() -> None:
-    """However often the rate is read, steps that end in time end the limit as they would without the hanging one."""
+def test_a_late_step_lowers_the_rate_before_it_ends() -> None:
+    """Past the maximum ratio it lowers the rate while it runs, and does not lower it again when it ends."""
     clock = FakeClock()
     controller = build_controller(clock)
     rates = [controller.rate(active=True)]
     with controller.measure_step():
-        for _ in range(300):
-            for _ in range(10):
-                clock.now += STEP_S / 10
-                rates.append(controller.rate(active=True))
-            controller.record_step(STEP_S)
-    assert rates[-1] is None
+        for _ in range(3):
+            clock.now += MAX_RATIO * STEP_S * 0.51
+            rates.append(controller.rate(active=True))
+    rates.append(controller.rate(active=True))
+    halved, lowered = FIRST_RATE // 2, rates[3] or 0
+    assert [FIRST_RATE, FIRST_RATE, halved, lowered, lowered] == rates
+    assert lowered < halved
+
+
+def test_a_hanging_step_does_not_outweigh_normal_steps() -> None:
+    """However often the rate is read, steps that end in time raise it as they would without the hanging one."""
+    rates = []
+    for has_hung_step in (False, True):
+        clock = FakeClock()
+        controller = build_controller(clock)
+        controller.rate(active=True)
+        with contextlib.ExitStack() as hung_step:
+            if has_hung_step:
+                hung_step.enter_context(controller.measure_step())
+            for _ in range(800):
+                for _ in range(10):
+                    clock.now += STEP_S / 10
+                    rate = controller.rate(active=True)
+                controller.record_step(STEP_S)
+        rates.append(rate or 0)
+    assert rates[0] > FIRST_RATE
+    assert rates[1] > rates[0] / 2
 
 
 def test_a_failed_step_is_ignored() -> None:
@@ -222,3 +277,16 @@ def test_steps_are_recorded_from_many_threads() -> None:
     done.set()
     poll_thread.join(30)
     assert controller.rate(active=True) is not None
+
+
+@pytest.mark.parametrize(("pause_steps", "expected"), [(RECENT_STEPS - 1, 0.02), (RECENT_STEPS, 0.01)])
+def test_steps_during_pauses_are_preferred_as_baseline(pause_steps: int, expected: float) -> None:
+    """With enough of them, steps from before the first reader no longer count."""
+    baseline = LatencyBaseline()
+    other_count = 2 * RECENT_STEPS
+    for _ in range(other_count):
+        baseline.add(0.0, 0.02 + 0.01 * pause_steps / other_count * (pause_steps < RECENT_STEPS), resting=False)
+    for _ in range(pause_steps):
+        baseline.add(0.0, 0.01, resting=True)
+    baseline.measure(0.0)
+    assert pytest.approx(expected) == baseline.mean

@@ -120,10 +120,8 @@ def should_measure(fork: ForkState, scope: StorageScope) -> bool:
     left_s = fork.left_s(first_check_s if scope == "remote" else JOIN_WINDOW_S)
     if left_s is None or fork.elapsed_s < first_check_s:
         return False
-    if (
-        fork.is_upstream_reading and scope == "remote"
-    ):  # samples of all the instances that wait would cost more than they save
-        return left_s == math.inf
+    if fork.is_upstream_reading and scope == "remote":
+        return left_s == math.inf  # samples of all the instances that wait would cost more than they save
     return left_s > max(MIN_LEFT_S, first_check_s)
 
 

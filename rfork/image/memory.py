@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rfork.cuda.device import TorchDevices, cuda_driver, current_work, device_of
@@ -492,6 +493,17 @@ def first_overlap(extents: Iterable[ranges.Range], merged: tuple[ranges.Range, .
         if index < len(merged) and merged[index][0] < end:
             return max(begin, merged[index][0])
     return None
+
+
+def overlaps(
+    begins: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], merged: tuple[ranges.Range, ...]
+) -> npt.NDArray[np.bool_]:
+    """Return for each range, as begin and length, whether it overlaps one of the normalised ranges."""
+    top = np.iinfo(np.int64).max
+    others = np.array([*((begin, min(end, top)) for begin, end in merged if begin < top), (top, top)], dtype=np.int64)
+    following = np.searchsorted(others[:, 1], begins, side="right")
+    result: npt.NDArray[np.bool_] = (others[following, 0] < begins + lengths) & (lengths > 0)
+    return result
 
 
 def image_sha256(image: Image) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-import numpy.typing as npt
-
 Range = tuple[int, int]
 
 
@@ -28,17 +25,6 @@ def normalise(ranges: Iterable[Range]) -> tuple[Range, ...]:
         else:
             merged.append((begin, end))
     return tuple(merged)
-
-
-def overlaps(
-    begins: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], merged: tuple[Range, ...]
-) -> npt.NDArray[np.bool_]:
-    """Return for each range, as begin and length, whether it overlaps one of the normalised ranges."""
-    top = np.iinfo(np.int64).max
-    others = np.array([*((begin, min(end, top)) for begin, end in merged if begin < top), (top, top)], dtype=np.int64)
-    following = np.searchsorted(others[:, 1], begins, side="right")
-    result: npt.NDArray[np.bool_] = (others[following, 0] < begins + lengths) & (lengths > 0)
-    return result
 
 
 def from_indices(indices: Iterable[int]) -> tuple[Range, ...]:

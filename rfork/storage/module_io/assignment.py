@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.cuda.device import TorchDevices, device_of
 from rfork.errors import CheckpointError, RforkError
-from rfork.image import ranges
-from rfork.image.memory import first_overlap, raise_read_only, read_only_mappings
+from rfork.image.memory import first_overlap, overlaps, raise_read_only, read_only_mappings
 from rfork.image.staging import CPU
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.io.extents import ExtentTable
@@ -82,9 +81,9 @@ class TensorAssignment:
         """Raise TargetError if a tensor lies in memory that is mapped read-only."""
         protected = read_only_mappings()
         if self.extents is not None:
-            overlaps = ranges.overlaps(self.extents.addresses, self.extents.lengths, protected)
-            if overlaps.any():
-                raise_read_only(list(self.direct)[int(overlaps.argmax())])
+            is_protected = overlaps(self.extents.addresses, self.extents.lengths, protected)
+            if is_protected.any():
+                raise_read_only(list(self.direct)[int(is_protected.argmax())])
             return
         for name, tensor in (*self.direct.items(), *self.staged.items()):
             is_host = device_of(tensor) == CPU and tensor.numel() > 0 and has_plain_bytes(tensor)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.image import ranges
+from rfork.image.memory import overlaps
 
 some_ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 
@@ -56,11 +57,11 @@ def test_overlaps_are_found_for_each_range(spans: list[tuple[int, int]], pairs: 
     begins = np.array([begin for begin, _ in spans], dtype=np.int64)
     lengths = np.array([length for _, length in spans], dtype=np.int64)
     expected = [not members(merged).isdisjoint(range(begin, begin + length)) for begin, length in spans]
-    assert expected == ranges.overlaps(begins, lengths, merged).tolist()
+    assert expected == overlaps(begins, lengths, merged).tolist()
 
 
 def test_overlaps_reach_the_end_of_the_address_space() -> None:
     """The kernel's mappings lie above every signed address."""
     begins, lengths = np.array([4096], dtype=np.int64), np.array([8], dtype=np.int64)
     merged = ((0, 4096), (0xFFFFFFFFFF600000, 0xFFFFFFFFFF601000))
-    assert [False] == ranges.overlaps(begins, lengths, merged).tolist()
+    assert [False] == overlaps(begins, lengths, merged).tolist()

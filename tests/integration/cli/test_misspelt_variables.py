@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.cli.command_result import Rfork
 
-WARNING = "unknown variable ignored hint='did you mean RFORK_PLANNER_TOKENS_FILE?' variable=RFORK_PLANNER_TOKENS"
+WARNING = "unknown variable ignored variable=RFORK_PLANNER_TOKENS hint='did you mean RFORK_PLANNER_TOKENS_FILE?'"
 ENDS_IMMEDIATELY = [
     ("planner", "--bind", "192.0.2.1"),
     ("seed", "/no/such/model"),

@@ -131,50 +131,27 @@ def hash_host_leaves(views: Iterable[memoryview], leaf_bytes: int) -> bytes:
 
     Each view is used before the next is requested.
     """
-    hashes = _LeafHashes(leaf_bytes)
-    hashes.update(views)
-    return hashes.joined()
-
-
-class _LeafHashes:
-    """Hashes of the leaves of host bytes that are added piece by piece."""
-
-    def __init__(self, leaf_bytes: int) -> None:
-        self._leaf_bytes = leaf_bytes
-        self._leaves: list[bytes] = []
-        self._leaf = xxhash.xxh3_128()
-        """State of the current leaf."""
-        self._remaining = leaf_bytes
-        """Bytes that the current leaf still needs."""
-
-    def update(self, views: Iterable[memoryview]) -> None:
-        """Append bytes (format 'B'). Each view is used before the next is requested."""
-        leaf, leaf_bytes, remaining = self._leaf, self._leaf_bytes, self._remaining
-        for view in views:
-            size = len(view)
-            if size < remaining:
-                leaf.update(view)
-                remaining -= size
-                continue
-            at = 0
-            if remaining < leaf_bytes:
-                leaf.update(view[:remaining])
-                self._leaves.append(leaf.digest())
-                leaf.reset()
-                at, remaining = remaining, leaf_bytes
-            rest = size - (size - at) % leaf_bytes
-            self._leaves += [
-                xxhash.xxh3_128_digest(view[low : low + leaf_bytes]) for low in range(at, rest, leaf_bytes)
-            ]
-            if rest < size:
-                leaf.update(view[rest:])
-                remaining -= size - rest
-        self._remaining = remaining
-
-    def joined(self) -> bytes:
-        """Return the joined canonical hashes of all leaves, in order."""
-        last = [self._leaf.digest()] if self._remaining < self._leaf_bytes else []
-        return b"".join(self._leaves + last)
+    leaves: list[bytes] = []
+    leaf, leaf_remaining = xxhash.xxh3_128(), leaf_bytes  # of the current leaf: its state and its remaining bytes
+    for view in views:
+        size = len(view)
+        if size < leaf_remaining:
+            leaf.update(view)
+            leaf_remaining -= size
+            continue
+        at = 0
+        if leaf_remaining < leaf_bytes:
+            leaf.update(view[:leaf_remaining])
+            leaves.append(leaf.digest())
+            leaf.reset()
+            at = leaf_remaining
+        rest = size - (size - at) % leaf_bytes
+        leaves += [xxhash.xxh3_128_digest(view[low : low + leaf_bytes]) for low in range(at, rest, leaf_bytes)]
+        leaf.update(view[rest:])
+        leaf_remaining = leaf_bytes - (size - rest)
+    if leaf_remaining < leaf_bytes:
+        leaves.append(leaf.digest())
+    return b"".join(leaves)
 
 
 def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
@@ -188,21 +165,27 @@ def digest_views(length: int, views: Iterable[memoryview]) -> bytes:
 
 
 class RunningDigest:
-    """Digest of a chunk that arrives in pieces: each is hashed while it is in the processor's cache."""
+    """Digest of a chunk that arrives in pieces, for callers that cannot keep the complete chunk in memory.
+
+    Each piece but the last is a multiple of `LEAF_BYTES`.
+    """
 
     def __init__(self) -> None:
-        self._hashes = _LeafHashes(LEAF_BYTES)
-        self.length = 0
-        """Bytes of all pieces so far."""
+        self._leaves: list[bytes] = []
+        self._length = 0
 
-    def update(self, *views: memoryview) -> None:
-        """Append host bytes (format 'B')."""
-        self._hashes.update(views)
-        self.length += sum(map(len, views))
+    def update(self, piece: memoryview) -> None:
+        """Append host bytes (format 'B'). Raises ValueError after a piece that did not end at a leaf boundary."""
+        if self._length % LEAF_BYTES:
+            raise ValueError(f"only the last piece may have a size that is not a multiple of {LEAF_BYTES} bytes")
+        self._leaves += [
+            xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]) for low in range(0, len(piece), LEAF_BYTES)
+        ]
+        self._length += len(piece)
 
     def digest(self) -> bytes:
         """Return the `digest_bytes` of all pieces."""
-        return _combine(self.length, self._hashes.joined())
+        return _combine(self._length, b"".join(self._leaves))
 
 
 def digest_plan(plan: LeafPlan, device: torch.device, hash_leaves: HashLeaves) -> bytes:

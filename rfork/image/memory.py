@@ -30,7 +30,7 @@ import torch
 from rfork.cuda.device import TorchDevices, cuda_driver, current_work, device_of
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
-from rfork.image.digest import LEAF_BYTES, RunningDigest, digest_bytes, digest_plan, digest_views, gpu_kernel
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_views, gpu_kernel
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, Manifest
 from rfork.image.leaf_plan import Column, LeafPlan, leaf_plan
@@ -41,8 +41,6 @@ MAX_DIGEST_THREADS = 8
 """With more threads, memory bandwidth limits a manifest, not hashing."""
 MIN_CUDA_DIGEST_THREADS = 4
 """Minimum number of digest threads on a GPU: while one waits for its chunk, others submit theirs."""
-DIGEST_STEP_BYTES = 512 << 10
-"""Bytes that are received before they are hashed: few enough to be in a core's cache then, enough for few calls."""
 log = logger(__name__)
 _Part = TypeVar("_Part", memoryview, torch.Tensor)
 MAPS = Path("/proc/self/maps")
@@ -262,19 +260,16 @@ class Image:
             yield steps
 
     @contextmanager
-    def writing(
-        self, begin: int, end: int, step: int = STEP_BYTES, digest: RunningDigest | None = None
-    ) -> Iterator[Iterator[Sequence[memoryview]]]:
+    def writing(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
         """Yield host views of `[begin, end)` step by step in image order, to be filled within the `with` block.
 
-        CPU tensors: one step over their own memory; with `digest`, steps of `DIGEST_STEP_BYTES`, each added to it
-        once it is filled. CUDA tensors: steps of `step` bytes of uninitialised
+        CPU tensors: one step over their own memory. CUDA tensors: steps of `step` bytes of uninitialised
         pinned memory. Requesting the next step marks the current one as filled: it is copied to the tensors
         while the next is filled. All copies are complete when no step is left. A step that was not filled
         when the block ends is not copied.
         """
         if self._staging is None:
-            yield iter([self._host_views(begin, end)]) if digest is None else self._digested(begin, end, digest)
+            yield iter([self._host_views(begin, end)])
             return
         with closing(self._staging.writing(self._steps(begin, end, step))) as steps:
             yield steps
@@ -397,30 +392,10 @@ class Image:
         # Views of the cached views, because the caller may release them.
         return [view[:] for view in self._slice(self._views, self.runs.view, begin, end)]
 
-    def _digested(self, begin: int, end: int, digest: RunningDigest) -> Iterator[Sequence[memoryview]]:
-        for views in split_views(self._host_views(begin, end), DIGEST_STEP_BYTES):
-            yield views
-            digest.update(*views)
-
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
         self._segments_covering(begin, end)  # reject a range outside the image before the first step
         lows = range(begin, max(end, begin + 1), step)  # an empty range is one empty step
         return (self.tensor_slices(low, min(low + step, end)) for low in lows)
-
-
-def split_views(views: Iterable[memoryview], step_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield the same bytes in steps of `step_bytes`; the last may be shorter, and is empty if there are none."""
-    step: list[memoryview] = []
-    left = step_bytes
-    for view in views:
-        while len(view) > left:
-            step.append(view[:left])
-            yield step
-            view = view[left:]
-            step, left = [], step_bytes
-        step.append(view)
-        left -= len(view)
-    yield step
 
 
 def compute_manifest(image: Image) -> Manifest:

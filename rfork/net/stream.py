@@ -41,17 +41,13 @@ class ScatterCursor:
 
     def __init__(self, views: Sequence[Bytes], more: Iterable[Sequence[Bytes]] = ()) -> None:
         self._steps = chain((views,), more)
-        self._views: list[memoryview] = []  # of the current step
-        self._ends: list[int] = []  # of the views, relative to the start of the first step; empty until it is needed
+        self._views: list[memoryview] = []
+        self._ends: list[int] = []  # of the current step's views, relative to the start of the first step
         self.done = self.left = self._index = 0
         self._next()
 
     def window(self, max_bytes: int, max_views: int = MAX_VIEWS) -> list[memoryview]:
         """Return the next views, limited to this many bytes and views."""
-        if not self._ends:
-            if self.left <= max_bytes and len(self._views) <= max_views:
-                return self._views
-            self._find_ends()
         if not self.left or max_bytes <= 0:
             return []
         first, max_done = self._index, self.done + max_bytes
@@ -65,15 +61,11 @@ class ScatterCursor:
 
     def advance(self, count: int) -> None:
         """Mark the next `count` bytes as done."""
-        if count == self.left:
-            self.done += count
-            self._next()
-            return
-        if not self._ends:
-            self._find_ends()
         self.done += count
         self.left -= count
         self._index = bisect_right(self._ends, self.done, self._index)
+        if not self.left:
+            self._next()
 
     def write_bytes(self, data: bytes) -> None:
         """Copy `data` to the current position; for the few bytes received with a message head."""
@@ -85,17 +77,13 @@ class ScatterCursor:
             self.advance(target.nbytes)
 
     def _next(self) -> None:
-        self.left, self._views, self._ends = 0, [], []
         for views in self._steps:
-            if left := sum(map(len, views)):
-                self.left, self._views = left, [memoryview(view) for view in views]
-                return
-
-    def _find_ends(self) -> None:
-        """Prepare for a window that is not the complete step: most steps never need it."""
-        self._views = [view for view in self._views if len(view)]
-        self._ends = list(accumulate(map(len, self._views), initial=self.done))[1:]
-        self._index = 0
+            self._views = [memoryview(view) for view in views if len(view)]
+            self._ends = list(accumulate(map(len, self._views), initial=self.done))[1:]
+            self._index = 0
+            if self._ends:
+                self.left = self._ends[-1] - self.done
+                break
 
 
 class Stream(ABC):
@@ -118,9 +106,8 @@ class Stream(ABC):
 
     @abstractmethod
     def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
-        """Receive up to `max_bytes` bytes into the cursor, advance it, and return the number of bytes.
-
-        Takes at most `timeout`, and as long again if bytes arrive until then.
+        """Receive up to `max_bytes` bytes into the cursor within `timeout`, advance it, and return the number
+        of bytes.
 
         Returns 0 at the end of the stream. Raises TimeoutError if none arrived, or another OSError.
         """
@@ -175,20 +162,12 @@ class PlainStream(Stream):
     def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
         """See `Stream`."""
         self._set_timeout(socket.SO_RCVTIMEO, timeout)
-        received, until = 0, time.monotonic() + timeout
-        while received < max_bytes:
-            step = min(cursor.left, max_bytes - received)
-            try:
-                count = self._socket.recvmsg_into(cursor.window(step), 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                if received:
-                    break
-                raise TimeoutError("no data received in time") from None
-            cursor.advance(count)
-            received += count
-            if count < step or time.monotonic() >= until:
-                break
-        return received
+        try:
+            count = self._socket.recvmsg_into(cursor.window(max_bytes), 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise TimeoutError("no data received in time") from None
+        cursor.advance(count)
+        return count
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
         """See `Stream`."""

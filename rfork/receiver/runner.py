@@ -28,7 +28,6 @@ from rfork.errors import (
     TargetError,
 )
 from rfork.image.chunks import ChunkState
-from rfork.image.digest import RunningDigest
 from rfork.image.layout import Manifest
 from rfork.logs import logger
 from rfork.receiver import events
@@ -400,12 +399,11 @@ class Transfer:
 
     def _read(self, request: events.ReadChunk) -> events.ChunkDigested | events.ReadFailed:
         source, began = self._sources[request.connection], time.monotonic()
-        needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
-        running = RunningDigest() if needs_digest else None
         try:
-            source.read(request, running)
+            source.read(request)
             self._handle(events.ChunkReceived(request.connection, request.chunk, time.monotonic() - began))
-            digest = self._digest(request.chunk, running) if running is not None else None
+            needs_digest = self._settings.verify_chunks or isinstance(source, StorageSource)
+            digest = self._image.digest(request.chunk) if needs_digest else None
         except RforkError as error:
             return events.ReadFailed(request.connection, request.chunk, error)
         except Exception as error:  # out of memory, or a bug: a failure of this side, which must not hang the fork
@@ -413,11 +411,6 @@ class Transfer:
             text = f"unexpected error while chunk {request.chunk} was read: {type(error).__name__}: {error}"
             return events.ReadFailed(request.connection, request.chunk, TargetError(text))
         return events.ChunkDigested(request.connection, request.chunk, digest)
-
-    def _digest(self, chunk: int, running: RunningDigest) -> bytes:
-        """Return the digest of a chunk that was read: `running`, if the reader has added all its bytes."""
-        begin, end = self._image.layout.chunks[chunk]
-        return running.digest() if running.length == end - begin else self._image.digest(chunk)
 
 
 def _constant(value: float) -> float:

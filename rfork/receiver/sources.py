@@ -28,7 +28,7 @@ from rfork.errors import (
     TransportUnavailable,
 )
 from rfork.image import ranges
-from rfork.image.digest import RunningDigest, digest_bytes
+from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import copy_block
 from rfork.image.layout import Manifest
 from rfork.image.memory import Image
@@ -170,13 +170,13 @@ class PeerSource:
         """Present a newer token from now on."""
         self._token = lease.token
 
-    def read(self, request: events.ReadChunk, digest: RunningDigest | None = None) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk; see `rfork.transport.base.Reader.read`."""
         if self._reader is None:
             raise SourceUnavailable(f"{self._address}: the channel is closed")
         begin, end = self._image.layout.chunks[request.chunk]
         try:
-            self._reader.read(begin, end, request.read_by, digest)
+            self._reader.read(begin, end, request.read_by)
         except (SourceError, NetworkError) as error:
             error.add_party(self._address)
             raise
@@ -380,22 +380,15 @@ class StorageSource:
             [chunks[chunk] for chunk in request.upcoming],
         )
 
-    def read(self, request: events.ReadChunk, digest: RunningDigest | None = None) -> None:
+    def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk. Ignores the deadline: a slow disk is no reason to stop."""
         storage = self._storage
         if storage is None:
             raise SourceUnavailable(f"{self._address}: storage is not open yet")
         begin, end = self._image.layout.chunks[request.chunk]
-        received = begin
         for at, block in self._blocks.read(storage, begin, end, lambda: self._prefetch_hints):
-            in_order = digest if at == received else None
-            received = at + block.nbytes
-            with self._image.writing(at, received, digest=in_order) as steps:
-                copied = 0
-                for views in steps:
-                    size = sum(view.nbytes for view in views)
-                    copy_block(block[copied : copied + size], views)
-                    copied += size
+            with self._image.writable(at, at + block.nbytes) as views:
+                copy_block(block, views)
         self.source_span.add_bytes(end - begin)
 
     def close(self) -> None:

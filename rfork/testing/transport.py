@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from rfork.errors import LeaseRejected, SourceTimeout, SourceUnavailable
 from rfork.image.chunks import MIB
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.net.token_bucket import TokenBucket
 from rfork.transport.base import (
@@ -156,7 +155,7 @@ class InMemoryReader:
         self._closed = False
         self._bucket = TokenBucket()
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)`; see `Reader.read`. Raises ValueError for a range outside the
         image.
         """

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from rfork.errors import SourceUnavailable
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image, Segment
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -179,11 +178,8 @@ class StatelessExporter:
 class Reader(Protocol):
     """Reads one source's image into the target's image. Runs on the target; thread-safe."""
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` from the source into the target image's memory.
-
-        A reader whose bytes pass through this processor in order adds them to `digest`. Others ignore it, and the
-        caller finds its length too small.
 
         `deadline` is a `time.monotonic()` value. Returns or raises only when no more bytes of this read can
         arrive, so the caller may immediately request the range from another source.

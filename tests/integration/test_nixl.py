@@ -30,7 +30,6 @@ from rfork.errors import (
     TransportUnavailable,
     VersionMismatch,
 )
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
@@ -90,7 +89,7 @@ class RemoteReader:
     name: str
     token: Callable[[], str]
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         seconds = deadline - time.monotonic()
         self.node.request("read", reader=self.name, begin=begin, end=end, seconds=seconds, token=self.token())
 

@@ -21,7 +21,6 @@ from rfork.errors import (
     SourceWeightsChanged,
     TargetError,
 )
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.transport.base import ControlStream, TokenSource
 from rfork.transport.collective.backend import Backend, CollectiveGroup
@@ -121,7 +120,7 @@ class CollectiveReader:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise SourceTimeout("the source formed no group before the deadline")
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """See `Reader.read`. Raises ValueError for a range outside the image."""
         if not 0 <= begin <= end <= self._image_bytes:
             raise ValueError(f"[{begin}, {end}) is not within the image")

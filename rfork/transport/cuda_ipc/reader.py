@@ -11,7 +11,6 @@ from typing import Final
 from rfork.cuda.device import CopyOp, CudaStream
 from rfork.cuda.library import DriverError
 from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TargetError, TransportUnavailable
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
@@ -75,7 +74,7 @@ class CudaIpcReader:
             for device in self._target.devices:
                 self._memory.open(list(first_of_type.values()), device, deadline)
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
         Raises ValueError for a range outside the image.

@@ -23,7 +23,6 @@ from rfork.errors import (
     SourceUnreachable,
     SourceWeightsChanged,
 )
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.net.connect import Cancelled, CancelScope
@@ -96,12 +95,12 @@ class HttpReader:
         """Open the first connection, to detect an unreachable server early. Raises as `read`."""
         self._pool.release(self._acquire(deadline, fresh=False), usable=True)
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the image; raises as `Reader.read`.
 
         Raises ValueError for a range outside the image.
         """
-        with self._image.writing(begin, end, digest=digest) as steps:
+        with self._image.writing(begin, end) as steps:
             cursor = ScatterCursor((), steps)
             while cursor.left:
                 until = min(cursor.done + REQUEST_BYTES, end - begin)

@@ -17,7 +17,6 @@ import torch
 
 from rfork.cuda.device import flush_rdma_writes
 from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.image.staging import CPU
 from rfork.net.token_bucket import SLICE_S, TokenBucket
@@ -89,7 +88,7 @@ class TransferEngineReader:
         self._staging_count = 0
         self._staging: deque[torch.Tensor] = deque()
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
         Raises SourceUnavailable if the source disconnected or rejected a read, and SourceTimeout if it did

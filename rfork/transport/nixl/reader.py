@@ -15,7 +15,6 @@ import torch
 from rfork.cuda.device import flush_rdma_writes
 from rfork.errors import SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.chunks import MIB
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import ControlStream, OpenControlStream, TokenSource
@@ -135,7 +134,7 @@ class NixlReader:
             if bytes(self._probe.tolist()) != description.nonce:
                 raise SourceCorrupt("nixl read other bytes than the source's")
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
         Raises ValueError for a range outside the image, and TargetError if a GPU of this side fails.

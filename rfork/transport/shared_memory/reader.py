@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable
-from rfork.image.digest import RunningDigest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
@@ -52,7 +51,7 @@ class SharedMemoryReader:
         self._remapper = PageRemapper()
         self._maps = maps
 
-    def read(self, begin: int, end: int, deadline: float, digest: RunningDigest | None = None, /) -> None:
+    def read(self, begin: int, end: int, deadline: float) -> None:
         """Fill image range `[begin, end)` with the source's bytes; raises as `Reader.read`.
 
         Raises ValueError for a range outside the image.

@@ -13,7 +13,6 @@ from benchmarks.figures import GOALS, RECORDED, Goal, Verdict, markdown, summary
 UNRECORDED = {
     "disturb_one_reader_speed",
     "disturb_other_core_speed",
-    "fork_vs_own_load_worst",
     "pull_first_call_s",
     "pull_same_host_vs_memcpy",
 }

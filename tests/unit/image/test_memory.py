@@ -11,17 +11,15 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 import rfork
 from rfork.errors import TargetError
 from rfork.image.capture import capture, image_from_tensors
-from rfork.image.digest import RunningDigest, digest_bytes
+from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
-from rfork.image.memory import DIGEST_STEP_BYTES, Image, Segment, check_writable, first_overlap, split_views
+from rfork.image.memory import Image, Segment, check_writable, first_overlap
 from rfork.net.http_heads import ResponseHead
 from rfork.net.response import HttpResponse, ReadTimeout
 from rfork.net.stream import ScatterCursor, Stream
@@ -252,34 +250,3 @@ def test_the_first_overlap_is_found() -> None:
     extents = [[(0, 10)], [(0, 11)], [(19, 25)], [(20, 30)], [(20, 31)], [(40, 50)], [(5, 50)]]
     expected = [None, 10, 19, None, 30, None, 10]
     assert expected == [first_overlap(extent, merged) for extent in extents]
-
-
-def test_bytes_are_digested_as_they_are_filled() -> None:
-    """In steps that fit into a processor's cache; the digest is that of the memory, wherever tensors end."""
-    image, source = scattered(3 * MIB, 5, 700, MIB + 1), scattered(3 * MIB, 5, 700, MIB + 1)
-    running, expected = RunningDigest(), bytes(b"".join(bytes(view) for view in _views_of(source)))
-    with image.writing(0, len(expected), digest=running) as steps:
-        at = 0
-        for views in steps:
-            assert sum(map(len, views)) <= DIGEST_STEP_BYTES
-            for view in views:
-                view[:] = expected[at : at + len(view)]
-                at += len(view)
-    assert len(expected) == running.length
-    assert digest_bytes([memoryview(expected)]) == running.digest()
-
-
-def _views_of(image: Image) -> list[memoryview]:
-    with image.readable(0, image.layout.image_bytes) as views:
-        return list(views)
-
-
-@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 20))
-def test_views_are_split_into_steps(sizes: list[int], step_bytes: int) -> None:
-    """Each step but the last is complete, and no byte is lost or moved."""
-    content = bytes(index % 256 for index in range(sum(sizes)))
-    views = [memoryview(content)[sum(sizes[:index]) : sum(sizes[: index + 1])] for index in range(len(sizes))]
-    steps = [b"".join(step) for step in split_views(views, step_bytes)]
-    assert b"".join(steps) == content
-    assert all(len(step) == step_bytes for step in steps[:-1])
-    assert len(steps[-1]) <= step_bytes

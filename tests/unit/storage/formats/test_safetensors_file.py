@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 
 import pytest
@@ -17,7 +16,6 @@ from safetensors.torch import load, save
 from rfork.errors import StorageCorrupt
 from rfork.image.capture import image_from_tensors
 from rfork.image.safetensors_header import header
-from rfork.storage.formats import safetensors_file
 from rfork.storage.formats.safetensors_file import read_shard
 from tests.unit.storage.recording_store import RecordingBlob
 
@@ -104,47 +102,6 @@ def test_offsets_equal_those_of_safetensors(specs: dict[str, tuple[torch.dtype, 
             bytearray(data[location.offset : location.offset + location.nbytes] + b"x"), dtype=torch.uint8
         )
         assert torch.equal(stored[name].reshape(-1).view(torch.uint8), memory[:-1])
-
-
-SPLICES = [
-    *["", '"', "{", "}", "[", "]", ",", ":", " ", "0", "-", "1.5", "\\", "a", "F32", "shape", "\n"],
-    '"__metadata__":{},',
-]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["a", "b.c", "ü"]), st.lists(st.integers(0, 3), max_size=2)), max_size=4),
-    st.sampled_from([{}, {"__metadata__": {}}, {"__metadata__": {"format": "pt", "a": "b"}}]),
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 2), st.sampled_from(SPLICES)), max_size=2),
-    st.integers(0, 9),
-)
-def test_headers_of_the_usual_form_are_read_like_any_json(
-    tensors: list[tuple[str, list[int]]], metadata: Header, splices: list[tuple[int, int, str]], padding: int
-) -> None:
-    """A header in safetensors' own form, whatever characters are replaced in it, has the entries or the error that it
-    has for a JSON parser.
-    """
-    entries, end = dict(metadata), 0
-    for name, shape in tensors:
-        begin, end = end, end + 4 * math.prod(shape)
-        entries[name] = entry("F32", list(shape), begin, end)
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
-    for at, length, new in splices:
-        text = text[:at] + new + text[at + length :]
-    file = packed(text.encode() + b" " * padding, bytes(end))
-
-    def read() -> tuple[object, ...] | str:
-        blob = RecordingBlob("file:///x.safetensors", file)
-        try:
-            shard = read_shard("x", blob)
-        except StorageCorrupt as error:
-            return str(error)
-        return [(*location[:1], *location[2:]) for location in shard.locations.values()], shard.aliases
-
-    found = read()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "_plain_entries", lambda blob, head: None)
-        assert read() == found
 
 
 def test_tensors_are_in_order_of_offsets() -> None:

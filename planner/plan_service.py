@@ -7,7 +7,6 @@ effect once the store has accepted it; see `planner.store.base` for concurrent c
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -103,8 +102,6 @@ class PlanService:
         self._warm_at: float | None = None
         """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.plan_service")
-        # A dropped log call costs more than the check of its level.
-        self._level = logging.getLogger("planner.plan_service")
 
     @property
     def state(self) -> PlannerState:
@@ -696,11 +693,8 @@ class PlanService:
                 self._metrics.route_planned(read.transports)
         # A fork that goes well is logged when it finishes.
         is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
-        level = logging.INFO if is_noteworthy else logging.DEBUG
-        if not self._level.isEnabledFor(level):
-            return
-        self._log.log(
-            level, "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
+        (self._log.info if is_noteworthy else self._log.debug)(
+            "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
             version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,
             batch_size=batch_size, sources=[read.source_id for read in fork.reads], reason=fork.reason,
         )  # fmt: skip

@@ -51,6 +51,6 @@ class JsonRoute(APIRoute):
             result = await endpoint(**values)
             if result is None:
                 return Response(status_code=status)
-            return Response(result.__pydantic_serializer__.to_json(result), status, media_type=JSON)
+            return Response(result.model_dump_json(), status, media_type=JSON)
 
         return handle

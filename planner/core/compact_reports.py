@@ -42,14 +42,7 @@ def _compact_placement(placement: Placement) -> Placement:
 
 def _with_values(model: ModelT, values: dict[str, Any]) -> ModelT:
     """Return a copy with these values of its fields, which shares the names of its fields with other models."""
-    copy = type(model).__new__(type(model))
-    # Assigned one by one: the copy's dictionary then has its keys in common with all others of the class.
-    for name, value in values.items():
-        object.__setattr__(copy, name, value)
-    object.__setattr__(copy, "__pydantic_fields_set__", _fields_set(frozenset(model.model_fields_set)))
-    object.__setattr__(copy, "__pydantic_extra__", None)
-    object.__setattr__(copy, "__pydantic_private__", None)
-    return copy
+    return type(model).model_construct(_fields_set(frozenset(model.model_fields_set)), **values)
 
 
 def _shared_value(value: Any) -> Any:

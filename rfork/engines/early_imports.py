@@ -6,13 +6,13 @@ would delay it by 0.3 s.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
 from rfork.gc_pause import gc_paused
+from rfork.logs import logger
 
 # None of them imports an engine, whose modules the engine's own thread may be importing.
 MODULES = (
@@ -25,7 +25,7 @@ MODULES = (
     "rfork.transport.shared_memory",
 )
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 @contextmanager
@@ -45,4 +45,4 @@ def _import_modules() -> None:
             for module in MODULES:
                 import_module(module)
     except Exception as error:  # the fork imports them again, and reports the error
-        log.debug("early import failed: %s", error)
+        log.debug("early import failed", reason=f"{type(error).__name__}: {error}")

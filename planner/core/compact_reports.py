@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from rfork.schema import InstanceReport, Placement, WireModel
 
@@ -42,7 +42,7 @@ def _compact_placement(placement: Placement) -> Placement:
 
 def _with_values(model: ModelT, values: dict[str, Any]) -> ModelT:
     """Return a copy with these values of its fields, which shares the names of its fields with other models."""
-    return type(model).model_construct(_fields_set(frozenset(model.model_fields_set)), **values)
+    return cast(ModelT, type(model).model_construct(_fields_set(frozenset(model.model_fields_set)), **values))
 
 
 def _shared_value(value: Any) -> Any:

@@ -50,19 +50,7 @@ from rfork.logs import logger
 from rfork.receiver import events
 from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcurrency
 from rfork.receiver.events import Action, Event, SourceEvent
-from rfork.receiver.own_load import (
-    FIRST_CHECK_S,
-    JOIN_WINDOW_S,
-    ForkState,
-    OwnLoad,
-    RateMeter,
-    StorageScope,
-    abandon_window_s,
-    decide,
-    is_overdue,
-    should_measure,
-    with_reported_time,
-)
+from rfork.receiver.own_load import OwnLoadMonitor, StorageScope, is_overdue
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment
@@ -205,16 +193,7 @@ class TransferMachine:
         self._shares: dict[str, SourceShare] = {}
         self._storage_activity: tuple[float, bool] | None = None
 
-        self._own_storage = own_storage
-        self._own_load: OwnLoad | None = None
-        self._is_measuring = False
-        self._is_upstream_reading = False
-        """True once a source has read storage for this instance."""
-        self._reported_load_s: float | None = None
-        """Duration of earlier loads of other instances, as the planner knows it."""
-        self._peers_since: float | None = None
-        """Time at which the first peer was opened."""
-        self._rates = RateMeter()
+        self._own_load = OwnLoadMonitor(own_storage)
 
         self._plans = 0
         self._requested: tuple[SourceFault, ...] | None = None
@@ -253,9 +232,8 @@ class TransferMachine:
             times.append(self.deadline_at)
         if self._plan_is_due and self._requested is None and self._loader is None:
             times.append(self._retry_at)
-        if self._own_storage is not None and self._peers_since is not None and self._own_load is None:
-            first_check_at = self._peers_since + POLL_INTERVAL_S
-            times.append(first_check_at if self._tick_at < first_check_at else math.inf)
+        if (since := self._own_load.first_sample_since) is not None and self._tick_at < since + POLL_INTERVAL_S:
+            times.append(since + POLL_INTERVAL_S)
         return min(times)
 
     @property
@@ -319,10 +297,7 @@ class TransferMachine:
             case events.SpoolFailed():
                 self._stop_spool()
             case events.OwnLoadMeasured(own_load):
-                self._is_measuring = False
-                self._own_load = with_reported_time(own_load, self._reported_load_s) if own_load is not None else None
-                if own_load is None:
-                    self._own_storage = None
+                self._own_load.measured(own_load)
                 self._compare_own_load(now)
             case events.LoaderFinished(assignment, manifest):
                 self._loader_running, self._loader = False, None
@@ -425,7 +400,7 @@ class TransferMachine:
             source.activity = tick.activity.get(source.connection, source.activity)
         self._extend_deadline()
         if not self._timeouts_apply(now):
-            self._rates = RateMeter()
+            self._own_load.discard_rates()
         elif now < self.deadline_at:
             self._check_spool(tick, now)
             self._fail_stalled(now)
@@ -497,7 +472,7 @@ class TransferMachine:
         """Keep or open the sources that a plan names, and close those without assigned chunks."""
         self._planned_weights_id, self._planned_version = plan.weights_id, plan.version
         self._abandoned_weights_id = None
-        self._reported_load_s = plan.own_load_s
+        self._own_load.reported_s = plan.own_load_s
         assigned: dict[str, tuple[Range, ...]] = {}
         for route in plan.routes:
             source = self._active.get(route.source_id)
@@ -505,9 +480,7 @@ class TransferMachine:
                 self._emit(events.RenewLease(source.connection, route.lease))
             else:
                 self._open_peer(route, now)
-                if self._peers_since is None:
-                    self._peers_since = now
-                    self._rates.add(now, self.bytes_read)
+                self._own_load.peer_opened(now, self.bytes_read)
             assigned[route.source_id] = route.chunks
         for read in plan.storage:
             name = storage_name(read.kind, read.uri)
@@ -641,7 +614,7 @@ class TransferMachine:
             error = TargetError(f"{error} while this process was suspended")
         self._close(source, error)
         if source.is_joined:  # no other instance waits for it, so the planner need not know
-            self._own_storage = self._own_load = None
+            self._own_load.stop()
             log.warning("own storage failed, reading from the sources", error=error.kind, detail=str(error))
             self.reasons.append(error)
             self._emit(events.ExcludeStorage(source.source_id))
@@ -785,35 +758,26 @@ class TransferMachine:
 
     def _compare_own_load(self, now: float) -> None:
         """Measure own storage while peers are slow, read it too, or abandon the fork for it."""
-        if self._own_storage is None or self._peers_since is None or self._loader is not None:
+        if not self._own_load.is_active or self._loader is not None:
             return
-        self._rates.add(now, self.bytes_read + self._expected_in_flight(now))
-        if self._is_measuring or any(source.is_storage for source in self._active.values()):
+        self._own_load.add(now, self.bytes_read + self._expected_in_flight(now))
+        if any(source.is_storage for source in self._active.values()):
             return
-        self._is_upstream_reading = self._is_upstream_reading or any(
-            source.activity is not None and source.activity.storage_at is not None for source in self._active.values()
-        )
         verified_bytes = sum(self._size(chunk) for chunk in self._scheduler.verified_chunks)
-        fork = ForkState(
-            elapsed_s=now - self._peers_since,
-            left_bytes=self._chunks.image_bytes - verified_bytes,
-            rates=self._rates,
+        activities = [source.activity for source in self._active.values()]
+        step, comparison = self._own_load.step(
+            now,
+            self._chunks.image_bytes - verified_bytes,
             has_manifest=self._verifier.manifest is not None,
-            is_upstream_reading=self._is_upstream_reading,
+            is_upstream_reading=any(each is not None and each.storage_at is not None for each in activities),
         )
-        if not fork.left_bytes:
-            return
-        if self._own_load is None:
-            if should_measure(fork, self._own_storage):
-                self._is_measuring = True
+        match step:
+            case "measure":
                 self._emit(events.MeasureOwnLoad())
-            return
-        decision = decide(fork, self._own_load)
-        if decision == "join" and self._own_load.storage is not None:
-            self._join_own_storage(fork, self._own_load, self._own_load.storage, now)
-        elif decision == "abandon":
-            text = _comparison(fork, self._own_load, abandon_window_s(self._own_load))
-            self._finish(SlowSources(f"the fork was abandoned: {text}", hint=SLOW_SOURCES_HINT))
+            case "join":
+                self._join_own_storage(comparison, now)
+            case "abandon":
+                self._finish(SlowSources(f"the fork was abandoned: {comparison}", hint=SLOW_SOURCES_HINT))
 
     def _expected_in_flight(self, now: float) -> float:
         """Return the bytes of the chunks in flight that have arrived, if their reads take as long as others did."""
@@ -827,12 +791,14 @@ class TransferMachine:
         begin, end = self._chunks[chunk]
         return end - begin
 
-    def _join_own_storage(self, fork: ForkState, own: OwnLoad, storage: StorageAssignment, now: float) -> None:
-        text = _comparison(fork, own, JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"])
-        log.info("reading own storage besides the sources", storage=own.name, reason=text)
-        self.reasons.append(SlowSources(f"own storage is read too: {text}", hint=SLOW_SOURCES_HINT))
-        name = storage_name(storage.kind, storage.uri)
-        self._open_storage(name, storage, now)
+    def _join_own_storage(self, comparison: str, now: float) -> None:
+        own = self._own_load.own
+        if own is None or own.storage is None:
+            return
+        log.info("reading own storage besides the sources", storage=own.name, reason=comparison)
+        self.reasons.append(SlowSources(f"own storage is read too: {comparison}", hint=SLOW_SOURCES_HINT))
+        name = storage_name(own.storage.kind, own.storage.uri)
+        self._open_storage(name, own.storage, now)
         self._active[name].is_joined = True
 
     def _offer_own_storage(self, source: _Source, opened: events.StorageOpened) -> None:
@@ -856,7 +822,7 @@ class TransferMachine:
 
         No fault is reported: the peer is only slow.
         """
-        joined, own = self._joined, self._own_load
+        joined, own = self._joined, self._own_load.own
         if joined is None or joined.storage is None or own is None or self._was_suspended_recently(now):
             return
         if self._scheduler.has_assigned(joined.source_id):
@@ -1081,14 +1047,6 @@ def find_stall(
         return f"its storage made no progress for {still:.1f} s" if starved and still > timeout_s else None
     idle = now - max(activity.progress_at, activity.connecting_until)
     return f"offered no new chunk for {idle:.1f} s" if starved and idle > 3 * idle_timeout_s else None
-
-
-def _comparison(fork: ForkState, own: OwnLoad, window_s: float) -> str:
-    """Return how long the sources and the own load would take."""
-    left_s, rate = fork.left_s(window_s) or 0.0, fork.rates.rate(window_s) or 0.0
-    left = f"the remaining {fork.left_bytes / 1e9:.3g} GB"
-    sources = f"the sources need {left_s:.1f} s for {left}" if rate else f"the sources deliver nothing of {left}"
-    return f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s"
 
 
 def format_ranges(parts: tuple[Range, ...]) -> str:

@@ -1,9 +1,9 @@
 """Decides when a target reads its own storage although it has sources: so that no fork is slower than a load from disk.
 
-Runs on the target. Pure functions of what the sources have delivered and of what a sample of the storage has shown,
-used by `rfork.receiver.machine`. A fork first measures its storage, once its sources seem slow. Storage that can be
-read chunk by chunk then becomes one more source. For a loader that fills the complete model, the fork is abandoned, but
-only once the sources have been slower for a tenth of the loader's time.
+Runs on the target. Pure functions of what the sources have delivered and of what a sample of the storage has shown;
+`OwnLoadMonitor` keeps both for `rfork.receiver.machine`. A fork first measures its storage, once its sources seem slow.
+Storage that can be read chunk by chunk then becomes one more source. For a loader that fills the complete model, the
+fork is abandoned, but only once the sources have been slower for a tenth of the loader's time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ StorageScope = Literal["local", "loader", "remote"]
 """`local`: files of this host that may be readable chunk by chunk; `loader`: such files, but only for a loader."""
 Decision = Literal["wait", "join", "abandon"]
 """`join`: read own storage besides the sources; `abandon`: end the fork, so that the own load replaces it."""
+Step = Literal["measure"] | Decision
 
 FIRST_CHECK_S: Final[dict[StorageScope, float]] = {"local": 0.2, "loader": 0.7, "remote": 2.0}
 """Time that sources have before their rate counts: a fork is not abandoned within a second anyway, and other
@@ -112,6 +113,74 @@ class ForkState:
         return self.left_bytes / rate if rate else math.inf
 
 
+class OwnLoadMonitor:
+    """State of the comparison of one fork's sources with this instance's own load."""
+
+    def __init__(self, scope: StorageScope | None) -> None:
+        """`scope` is None if own storage must not be read while peers serve the fork."""
+        self.own: OwnLoad | None = None
+        """The own load, once it is measured."""
+        self.reported_s: float | None = None
+        """Duration of earlier loads of other instances, as the planner knows it."""
+        self._scope = scope
+        self._peers_since: float | None = None
+        self._rates = RateMeter()
+        self._is_measuring = False
+        self._is_upstream_reading = False
+
+    @property
+    def first_sample_since(self) -> float | None:
+        """Time since which the first sample of the sources' rate is due; None if nothing is compared, or no more."""
+        return self._peers_since if self._scope is not None and self.own is None else None
+
+    @property
+    def is_active(self) -> bool:
+        """True if there are peers to compare the own load with."""
+        return self._scope is not None and self._peers_since is not None
+
+    def peer_opened(self, now: float, received_bytes: int) -> None:
+        """Record that a peer was opened; the first one begins the comparison."""
+        if self._peers_since is None:
+            self._peers_since = now
+            self._rates.add(now, received_bytes)
+
+    def add(self, now: float, received_bytes: float) -> None:
+        """Record the bytes that had been received at `now`."""
+        self._rates.add(now, received_bytes)
+
+    def discard_rates(self) -> None:
+        """Discard the recorded rates: this process was suspended."""
+        self._rates = RateMeter()
+
+    def measured(self, own: OwnLoad | None) -> None:
+        """Record the result of a measurement; None: this instance cannot load the weights itself."""
+        self._is_measuring = False
+        if own is None:
+            self.stop()
+        else:
+            self.own = with_reported_time(own, self.reported_s)
+
+    def stop(self) -> None:
+        """Compare no more: own storage cannot be read."""
+        self._scope = self.own = None
+
+    def step(self, now: float, left_bytes: int, *, has_manifest: bool, is_upstream_reading: bool) -> tuple[Step, str]:
+        """Return what to do now, with the comparison that explains it."""
+        self._is_upstream_reading = self._is_upstream_reading or is_upstream_reading
+        if self._scope is None or self._peers_since is None or self._is_measuring or not left_bytes:
+            return "wait", ""
+        elapsed_s = now - self._peers_since
+        fork = ForkState(elapsed_s, left_bytes, self._rates, has_manifest, self._is_upstream_reading)
+        if self.own is None:
+            self._is_measuring = should_measure(fork, self._scope)
+            return "measure" if self._is_measuring else "wait", ""
+        decision = decide(fork, self.own)
+        if decision == "wait":
+            return "wait", ""
+        window_s = _join_window_s(self.own) if decision == "join" else abandon_window_s(self.own)
+        return decision, _comparison(fork, self.own, window_s)
+
+
 def should_measure(fork: ForkState, scope: StorageScope) -> bool:
     """Return whether the sources are slow enough to open this instance's storage and read a sample of it."""
     if scope == "local" and not fork.has_manifest:
@@ -130,7 +199,7 @@ def decide(fork: ForkState, own: OwnLoad) -> Decision:
     slower_ratio = UPSTREAM_RATIO if fork.is_upstream_reading else SLOWER_RATIO
     if own.storage is not None and fork.has_manifest:
         ratio = JOIN_RATIO if own.is_local and not fork.is_upstream_reading else slower_ratio
-        left_s = fork.left_s(JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"])
+        left_s = fork.left_s(_join_window_s(own))
         own_left_s = fork.left_bytes / own.bytes_per_s
         return "join" if left_s is not None and left_s > max(MIN_OVERDUE_S, ratio * own_left_s) else "wait"
     if not own.replaces_fork:
@@ -153,9 +222,22 @@ def with_reported_time(own: OwnLoad, reported_s: float | None) -> OwnLoad:
     return replace(own, load_s=max(own.load_s, reported_s), is_sampled=False)
 
 
+def _join_window_s(own: OwnLoad) -> float:
+    """Return how long the sources' rate is measured before storage joins them."""
+    return JOIN_WINDOW_S if own.is_local else FIRST_CHECK_S["remote"]
+
+
 def abandon_window_s(own: OwnLoad) -> float:
     """Return how long sources must have been slower than the own load before the fork is abandoned."""
     return min(max(ABANDON_FRACTION * own.load_s, MIN_ABANDON_WINDOW_S), MAX_ABANDON_WINDOW_S)
+
+
+def _comparison(fork: ForkState, own: OwnLoad, window_s: float) -> str:
+    """Return how long the sources and the own load would take."""
+    left_s, rate = fork.left_s(window_s) or 0.0, fork.rates.rate(window_s) or 0.0
+    left = f"the remaining {fork.left_bytes / 1e9:.3g} GB"
+    sources = f"the sources need {left_s:.1f} s for {left}" if rate else f"the sources deliver nothing of {left}"
+    return f"{sources} ({rate / 1e9:.2g} GB/s), {own.name} about {own.load_s:.1f} s"
 
 
 def is_overdue(age_s: float, expected_s: float | None, own_s: float) -> bool:

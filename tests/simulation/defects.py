@@ -191,7 +191,7 @@ def spool_not_verified() -> AbstractContextManager[Any]:
 
 def own_storage_ignored() -> AbstractContextManager[Any]:
     """A target waits for slow sources although its own storage is faster."""
-    return mock.patch("rfork.receiver.machine.decide", return_value="wait")
+    return mock.patch("rfork.receiver.own_load.decide", return_value="wait")
 
 
 def overtaken_sources_kept() -> AbstractContextManager[Any]:

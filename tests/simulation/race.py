@@ -30,6 +30,10 @@ class RaceWorld(World):
         self.opaque_loader = draw.random() < 0.5
         self.max_readers = 8
         self.stalls_after_s = draw.choice([None, None, draw.random() * self.load_s])
+        self.max_fork_s = MAX_RATIO * self.load_s + CONSTANT_S
+        if self.opaque_loader and self.stalls_after_s is not None:
+            self.max_fork_s += self.stalls_after_s
+        self.end_within_s = max(self.end_within_s, 2 * self.max_fork_s)
 
     def _populate(self) -> None:
         self._add_seed("seed0", "v1")
@@ -49,11 +53,8 @@ class RaceWorld(World):
         super()._check_end()
         target = self.targets[0]
         seconds = (target.ended_at or self.now) - target.began_at
-        bound_s = MAX_RATIO * self.load_s + CONSTANT_S
-        if self.opaque_loader and self.stalls_after_s is not None:
-            bound_s += self.stalls_after_s
         self.check(
-            seconds <= bound_s,
+            seconds <= self.max_fork_s,
             f"the fork took {seconds:.1f} s, the own load {self.load_s:.1f} s, a peer {self.chunk_s * CHUNKS:.1f} s: "
             f"{target.outcome}, stalled after {self.stalls_after_s}, loader {self.opaque_loader}",
         )

@@ -75,6 +75,7 @@ class World:
         self.random = random.Random(seed)
         self.loop = VirtualLoop()
         self.settings = SETTINGS
+        self.end_within_s = END_WITHIN_S
         self.ended = False
         self.instances: dict[str, Instance] = {}
         self.targets: list[Target] = []
@@ -393,7 +394,7 @@ class World:
             for target in open_targets:
                 since = max(self._last_fault_at, target.began_at)
                 self.check(
-                    self.now - since < END_WITHIN_S or target.instance.stopped,
+                    self.now - since < self.end_within_s or target.instance.stopped,
                     f"{target.instance.name}: the fork hangs",
                 )
             quiet_since = max([self._last_fault_at + 5, *(each.ended_at or each.began_at for each in self.targets)])

@@ -460,9 +460,10 @@ class GroupIndex:
         for content, same_content in wanted_contents.items():
             # A provisional content may be final by now, and a target that follows one by its plan alone has
             # not reported it yet. Where no seed serves the requested content, others may be reading other
-            # files by now.
-            with_weights_id = counts_by_content.get(content, HolderCount()).seeds
-            matching = [name for name in contents if name == content or name[0] is None or not with_weights_id]
+            # files by now; nor does one help that a fork avoids.
+            has_seed = counts_by_content.get(content, HolderCount()).seeds > 0
+            accepts_others = not has_seed or any(demand.excluded for demand in same_content)
+            matching = [name for name in contents if name == content or name[0] is None or accepts_others]
             for name in matching:
                 yield from self._nearby(
                     self._buckets_by_layout[layout_id, name], same_content, max(len(same_content), together)

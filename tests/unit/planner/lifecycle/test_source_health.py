@@ -150,3 +150,13 @@ async def test_a_fenced_source_is_not_used_again(service: PlanService) -> None:
     await service.report(report("a", generation=1))
     plan = await service.plan(fork_request("b", faults=(fault("a", "SourceWeightsChanged"),)))
     assert {"s": ((0, 12),)} == routes_by_source(plan)
+
+
+async def test_a_fork_that_avoids_the_seed_of_the_preferred_weights_gets_another(service: PlanService) -> None:
+    """Two seeds serve different bytes as one version; the fork has begun with neither."""
+    await service.report(seed_report("old"))
+    await service.report(seed_report("new", generation=1, weights_id=OTHER_WEIGHTS))
+    preferred = routes_by_source(await service.plan(fork_request("a")))
+    other = routes_by_source(await service.plan(fork_request("a", faults=(fault("new", "SourceWeightsChanged"),))))
+    assert {"new": ALL} == preferred
+    assert {"old": ALL} == other

@@ -189,6 +189,7 @@ class InstanceReport(WireModel):
     readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that currently read from it")
     has_lease_keys: bool = Field(True, description="whether it has received lease keys; without them it rejects all readers")
     clock_skew_s: float | None = Field(None, description="seconds by which its clock is ahead of the planner's; null: unknown")
+    holder: Identifier | None = Field(None, description="holder that keeps this image without an engine; null: an engine")
 
 
 class InstanceAck(WireModel):
@@ -389,6 +390,78 @@ class ForkPage(WireModel):
     next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
+class ImageSelector(WireModel):
+    """Weights that a holder is to keep, in every layout that instances of this model have."""
+
+    model: ModelName = Field(description="name of the model")
+    version: WeightsVersion | None = Field(None, description="version of the weights; null: the version that most instances serve")
+
+
+class HeldImage(WireModel):
+    """An image that a holder keeps or fetches. As a source, it is an instance of its own."""
+
+    instance_id: Identifier = Field(description="its instance")
+    model: ModelName = Field(description="name of the model")
+    version: WeightsVersion | None = Field(None, description="version of the weights; null: not known yet")
+    rank: Rank = Field(description="part of the model")
+    layout_id: HexId = Field(description="id of the layout")
+    image_bytes: Bytes = Field(description="size of the image")
+    state: Literal["fetching", "ready"] = Field(description="`fetching`: serves verified chunks; `ready`: complete")
+    idle_s: Seconds = Field(0, description="seconds since a reader last used it")
+    used: bool = Field(False, description="whether an engine on this host has read from it")
+
+
+class RefusedImage(WireModel):
+    """An image that a holder was to keep and does not."""
+
+    model: ModelName = Field(description="name of the model")
+    version: WeightsVersion | None = Field(None, description="version of the weights")
+    rank_key: Label = Field(description="rank key")
+    reason: SanitizedText = Field(description="why it is not kept", examples=["needs 140 GB of 96 GB memory"])
+
+
+class HolderReport(WireModel):
+    """State of a holder, sent completely with each heartbeat."""
+
+    holder_id: Identifier = Field(description="new at each start")
+    placement: Placement = Field(description="location of the holder")
+    memory_bytes: Bytes = Field(description="memory that its images may use")
+    used_bytes: Bytes = Field(0, description="memory that its images use")
+    selectors: tuple[ImageSelector, ...] = Field((), max_length=64, description="weights that it keeps in any case")
+    follows_host: bool = Field(True, description="whether it also keeps the images of the engines on its host and those announced for it")
+    images: tuple[HeldImage, ...] = Field((), max_length=256, description="its images")
+    refused: tuple[RefusedImage, ...] = Field((), max_length=256, description="images that it was to keep and does not")
+
+
+class WantedImage(WireModel):
+    """An image that a holder should keep, and why."""
+
+    model: ModelName = Field(description="name of the model")
+    version: WeightsVersion = Field(description="version of the weights")
+    rank: Rank = Field(description="part of the model")
+    layout_id: HexId = Field(description="id of the layout")
+    image_bytes: Bytes = Field(description="size of the image")
+    cause: Literal["announced", "engine", "selected"] = Field(
+        description="`announced`: replicas will start on this host; `engine`: an engine on this host has it; `selected`: the holder selects it"
+    )
+    reason: SanitizedText = Field("", description="the cause, for display")
+
+
+class HolderAck(WireModel):
+    """Response to a holder's report."""
+
+    heartbeat_s: float = Field(description="send the next report within this time")
+    wanted: tuple[WantedImage, ...] = Field(description="images to keep, most urgent first")
+
+
+class HolderInfo(WireModel):
+    """The planner's record of a holder."""
+
+    report: HolderReport = Field(description="its latest report")
+    age_s: float = Field(description="seconds since its latest report")
+    wanted: tuple[WantedImage, ...] = Field((), description="images that it should keep, most urgent first")
+
+
 class ForkEvent(WireModel):
     """A change of a fork in the event stream."""
 
@@ -476,6 +549,7 @@ class ScaleUp(WireModel):
     replicas: int = Field(ge=0, le=100_000, description="new replicas that have not requested a fork yet; 0: all have arrived")
     expires_in_s: float = Field(900.0, gt=0, le=86_400, description="seconds until replicas that have not arrived are no longer waited for")
     announced_by: Label = Field("", description="name of the announcing party, for display", examples=["deployment/default/llama"])
+    hosts: tuple[Label, ...] = Field((), max_length=4096, description="hosts on which replicas will start, where known: their holders fetch the weights before")
 
 
 class ScaleUpInfo(WireModel):

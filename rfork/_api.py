@@ -19,7 +19,7 @@ from rfork.engines.arguments import (
     check_rank,
     check_uri,
 )
-from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
+from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.layout import Manifest
@@ -31,6 +31,7 @@ from rfork.receiver.session import ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
+from rfork.storage.versions.version import version_of_files
 from rfork.weights_version import is_single, of_weights, unnamed
 
 

@@ -49,6 +49,34 @@ class EngineCommand:
     at: int
 
 
+MODEL_FLAGS: Final[Mapping[EngineName, tuple[str, ...]]] = {
+    "vllm": ("--model",),
+    "sglang": ("--model-path", "--model"),
+}
+"""Flags of the model's path or hub id. vLLM also accepts it as the first argument of ``serve``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArguments:
+    """The model that a command serves, as far as its arguments show it."""
+
+    path: str
+    revision: str | None = None
+    served_name: str | None = None
+    """Name that SGLang's instances of the model use; vLLM's are named by the path."""
+
+
+def model_arguments(engine: EngineName, arguments: Sequence[str]) -> ModelArguments | None:
+    """Return the model in the arguments of an engine; None if they do not contain one, as with a configuration file."""
+    path = next(filter(None, (flag_value(arguments, flag) for flag in MODEL_FLAGS[engine])), None)
+    if path is None and engine == "vllm" and arguments and not arguments[0].startswith("-"):
+        path = arguments[0]
+    if path is None:
+        return None
+    served_name = flag_value(arguments, "--served-model-name") if engine == "sglang" else None
+    return ModelArguments(path, flag_value(arguments, "--revision"), None if served_name == path else served_name)
+
+
 def parse_engine_command(words: Sequence[str]) -> EngineCommand:
     """Return the engine that the command starts. Raises SettingsError if there is none or it cannot be
     determined.
@@ -73,10 +101,15 @@ def parse_engine_command(words: Sequence[str]) -> EngineCommand:
 
 def load_format(arguments: Sequence[str]) -> str | None:
     """Return the last load format in the arguments, or None."""
+    return flag_value(arguments, "--load-format")
+
+
+def flag_value(arguments: Sequence[str], name: str) -> str | None:
+    """Return the last value of a flag, written with hyphens or underscores; None without the flag."""
     found: str | None = None
     for at, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
-        if flag.replace("_", "-") == "--load-format":
+        if flag.replace("_", "-") == name:
             found = value if equals else arguments[at + 1] if at + 1 < len(arguments) else ""
     return found
 

@@ -41,13 +41,13 @@ from benchmarks.race.seeds import main as run_seeds
 from benchmarks.storage.page_cache import make_cold
 from rfork import logs, settings
 from rfork._api import fork_with_fallbacks
-from rfork.engines.identity import version_of_files
 from rfork.errors import RforkError
 from rfork.image.capture import capture
 from rfork.receiver.fallback import checkpoint_fallback
 from rfork.receiver.report import ForkReport
 from rfork.schema import ForkProgress
 from rfork.settings import StorageSettings
+from rfork.storage.versions.version import version_of_files
 
 DISK_BYTES_PER_S = 400_000_000
 """Rate of the disk of most rows."""

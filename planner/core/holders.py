@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
 from planner.policy.prefetch import ImageKey, key_of
-from rfork.schema import ForkResult, HolderReport, WantedImage
+from rfork.schema import ForkResult, HolderReport, ImageSelector, WantedImage
 
 PrefetchResult = Literal["used", "unused", "wrong_layout"]
 
@@ -40,6 +40,15 @@ class Holders:
     def on_host(self, host: str) -> list[HolderRecord]:
         """Return the holders on a host, ordered by id."""
         return [self._records[holder_id] for holder_id in sorted(self._by_host.get(host, ()))]
+
+    def starting_on(self, host: str) -> list[ImageSelector]:
+        """Return the weights of engines that start on a host, as selected by holders without memory."""
+        return [
+            selector
+            for record in self.on_host(host)
+            if not (record.report.memory_bytes or record.report.follows_host)
+            for selector in record.report.selectors
+        ]
 
     def overdue(self, now: float) -> Iterator[HolderRecord]:
         """Return the holders whose TTL has expired."""

@@ -346,9 +346,11 @@ class PlannerState:
         """Return the images that a holder should keep, most urgent first."""
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
-        models = dict.fromkeys(each.model for each in (*announced, *report.selectors))
+        starting = self.holders.starting_on(host) if report.follows_host else []
+        models = dict.fromkeys(each.model for each in (*announced, *starting, *report.selectors))
         engines = self.engines_on(host) if report.follows_host else []
-        return wanted_images(report, {model: self.fleet_images(model) for model in models}, engines, announced)
+        fleet = {model: self.fleet_images(model) for model in models}
+        return wanted_images(report, fleet, engines, announced, starting)
 
     def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
         """Return an image of the group, and the newest instance that has it."""

@@ -6,7 +6,8 @@ engine that restarts finds its weights, and at last those that the holder select
 some instance can serve it now, or if the holder has it already: it must not drop an image because all its other
 sources left.
 
-A holder that does not follow its host is started for one engine. Its selectors therefore count as announcements.
+A holder that does not follow its host is started for one engine. Its selectors therefore count as announcements: for
+itself, or, if it has no memory, for the other holders on its host.
 """
 
 from __future__ import annotations
@@ -138,20 +139,23 @@ def wanted_images(
     fleet: Mapping[str, Sequence[FleetImage]],
     engines: Sequence[LocalEngine],
     announcements: Iterable[ScaleUp],
+    starting: Iterable[ImageSelector] = (),
 ) -> tuple[WantedImage, ...]:
     """Return the images that a holder should keep, most urgent first.
 
-    `fleet`: the images of each model that the holder selects or that is announced for its host, with those of its
-    drafts. `engines`: the engines on its host, most recent first. `announcements`: those for its host, in the order
-    in which the replicas will start.
+    `fleet`: the images of each model that the holder selects, that is announced for its host, or that starts there,
+    with those of its drafts. `engines`: the engines on its host, most recent first. `announcements`: those for its
+    host, in the order in which the replicas will start. `starting`: weights of engines that start on its host.
     """
     wanted = _WantedImages(report)
+    if not report.memory_bytes:
+        return ()
     models = {model: _with_held_images(model, images, report.images) for model, images in fleet.items()}
+    for selector in starting if report.follows_host else report.selectors:
+        reason = f"an engine with {_weights_name(selector)} starts on this host"
+        for image in predicted_images(models.get(selector.model, ()), selector.version):
+            wanted.add(image, "announced", reason)
     if not report.follows_host:
-        for selector in report.selectors:
-            reason = f"an engine with {_weights_name(selector)} starts on this host"
-            for image in predicted_images(models.get(selector.model, ()), selector.version):
-                wanted.add(image, "announced", reason)
         return wanted.images
     local_layouts: dict[tuple[str, str, str], set[str]] = {}
     for engine in engines:

@@ -19,6 +19,7 @@ from rfork.addresses import redacted
 from rfork.cli.console import handle_errors, log_misspelt_variables
 from rfork.engines import flags
 from rfork.engines.launch import drain_server, engine_environment, rewrite_command, supervise, with_plugin_path
+from rfork.engines.prefetch import Prefetch
 from rfork.errors import SettingsError
 from rfork.logs import configure, logger
 from rfork.planner_client.ownership import owner_secret
@@ -44,7 +45,10 @@ def launch(
         log.info(
             "starting the engine", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
         )
-        with with_plugin_path(engine_environment(started.environment, settings)) as environment:
+        with (
+            with_plugin_path(engine_environment(started.environment, settings)) as environment,
+            Prefetch(started.engine, started.arguments, settings, environment),
+        ):
             code = supervise(started.command, environment, lambda stop: drain_server(settings, stop=stop))
         raise typer.Exit(code)
 

@@ -82,7 +82,7 @@ def pull(
             deadline_s=deadline,
             version=version,
         )
-        from rfork.engines.identity import version_of_files
+        from rfork.storage.versions.version import version_of_files
 
         files = checkpoint or (folder if version_of_files(folder) is not None else None)
         if not (chosen.planner or snapshot or chosen.snapshot or files):

@@ -53,8 +53,8 @@ def seed(
         configure_logs(chosen, as_json=as_json)
         log_misspelt_variables()
         from rfork import _api as engine
-        from rfork.engines.identity import version_of_files
         from rfork.engines.transformers import loaded_model
+        from rfork.storage.versions.version import version_of_files
 
         if chosen.planner is None:
             warn("no planner is set, so forks cannot find this seed (set RFORK_PLANNER)")

@@ -160,11 +160,11 @@ def _written_line(result: dict[str, object]) -> str:
 
 
 def _write_folder(folder: Path, name: str | None, version: str | None, write_image: WriteImage) -> dict[str, object]:
-    from rfork.engines.identity import version_of_files
     from rfork.engines.transformers import loaded_model
     from rfork.image.capture import capture
     from rfork.image.memory import compute_manifest
     from rfork.schema import Rank
+    from rfork.storage.versions.version import version_of_files
 
     model, before = model_name(folder, name), version_of_files(folder)
     with transformers_loads(f"load {model}"):

@@ -20,6 +20,7 @@ from rfork.errors import RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
+from rfork.storage.versions.version import version_of_files
 from rfork.weights_version import is_single
 
 log = logger(__name__)
@@ -70,22 +71,6 @@ def _process_name(pid: int) -> str:
 
 CurrentVersion = Callable[[], str | None]
 """Computes the current version of an instance's own files."""
-
-
-def version_of_files(
-    source: str | Path, revision: str | None = None, settings: StorageSettings | None = None
-) -> str | None:
-    """Return the version of the weights at a folder, URI or hub id; None if there are none.
-
-    A hub `revision` with an unknown commit is a version by its own name, so that no other version is taken
-    for it. Raises StorageError types for unreadable files.
-    """
-    from rfork.storage.versions.version import is_hub_id, version_of
-
-    version = version_of(source, revision=revision, settings=settings)
-    if version is None and revision is not None and is_hub_id(source):
-        return f"revision:{revision}"
-    return version
 
 
 def choose_version(

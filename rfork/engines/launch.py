@@ -120,6 +120,8 @@ class Launch:
     engine: EngineName
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    """The engine's arguments: those of the command after its program and verb."""
 
 
 def rewrite_command(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
@@ -147,7 +149,7 @@ def rewrite_command(command: Sequence[str], environment: Mapping[str, str]) -> L
     if (names := plugin_allowlist(found.engine, variables.get(allowlist))) is not None:
         variables[allowlist] = names
     variables.setdefault(variable("replica"), replica_name())
-    return Launch(found.engine, tuple(words), variables)
+    return Launch(found.engine, tuple(words), variables, tuple(words[found.at :]))
 
 
 def engine_environment(environment: Mapping[str, str], settings: InstanceSettings) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines.completeness import Completeness
 from rfork.engines.hidden_state import HiddenState
-from rfork.engines.identity import CurrentVersion, choose_version, replica_of, version_of_files
+from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
 from rfork.engines.shared_tensors import Patterns, TensorSharing, matches
 from rfork.engines.update_agreement import agreement_of
@@ -42,7 +42,7 @@ from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSess
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
-from rfork.storage.versions.version import folder_of
+from rfork.storage.versions.version import folder_of, version_of_files
 
 log = logger(__name__)
 

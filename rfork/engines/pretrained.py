@@ -16,7 +16,6 @@ from torch import nn
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
 from rfork.engines.arguments import canonical_model_name
-from rfork.engines.identity import version_of_files
 from rfork.engines.meta_model import SAFETENSORS, MetaModel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
@@ -26,6 +25,7 @@ from rfork.receiver.report import ForkReport
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Seed
+from rfork.storage.versions.version import version_of_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

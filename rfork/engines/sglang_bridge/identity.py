@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from rfork import weights_version
-from rfork.engines.identity import version_of_files
 from rfork.engines.sglang_bridge.engine import EngineDescription, Version, WeightInfo
 from rfork.errors import StorageError
 from rfork.logs import logger
 from rfork.schema import InstanceReport, Placement, Rank
 from rfork.settings import InstanceSettings
+from rfork.storage.versions.version import version_of_files
 
 log = logger(__name__)
 

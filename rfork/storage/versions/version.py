@@ -127,3 +127,17 @@ def version_of(
         commit = hub_commit(source, revision)
         return f"{COMMIT_PREFIX}{commit}" if commit is not None else None
     return fingerprint_of(source, settings)
+
+
+def version_of_files(
+    source: str | Path, revision: str | None = None, settings: StorageSettings | None = None
+) -> str | None:
+    """Return the version of the weights at a folder, URI or hub id; None if there are none.
+
+    A hub `revision` with an unknown commit is a version by its own name, so that no other version is taken
+    for it. Raises StorageError types for unreadable files.
+    """
+    version = version_of(source, revision=revision, settings=settings)
+    if version is None and revision is not None and is_hub_id(source):
+        return f"revision:{revision}"
+    return version

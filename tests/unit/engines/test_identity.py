@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
 from rfork.engines import identity
-from rfork.engines.identity import replica_of, version_of_files, version_of_reload
+from rfork.engines.identity import replica_of, version_of_reload
 from rfork.engines.vllm.compat import loads_from
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
-from rfork.storage.versions.version import version_of
+from rfork.storage.versions.version import version_of, version_of_files
 
 TWO = Rank(tp=1, tp_size=2)
 

@@ -1,0 +1,157 @@
+"""Fetches a server's weights while its engine starts. Runs in the process of `rfork launch`.
+
+An engine imports and initialises for many seconds before it asks for weights. Meanwhile a holder on this host fetches
+them, and the engine maps them. If the host has a holder of its own, the planner passes the request on to it: a report
+of a holder without memory selects the weights. Otherwise a one-shot holder is started, which ends once the engine has
+the weights. A prefetch delays nothing: the engine starts at once, and forks as usual if there is no holder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Final
+
+from typing_extensions import Self
+
+from rfork import settings as options
+from rfork.engine_command import EngineName, model_arguments
+from rfork.engines.arguments import canonical_model_name
+from rfork.engines.flags import variable
+from rfork.errors import RforkError
+from rfork.logs import logger
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import HolderReport, ImageSelector, Placement
+from rfork.settings import InstanceSettings, StorageSettings
+from rfork.storage.versions.version import version_of_files
+
+log = logger(__name__)
+
+STOP_S: Final = 10.0
+"""Maximum time for the one-shot holder to end, and for the planner to forget the request."""
+OWN_VARIABLES: Final = ("replica", "peer_port", "http_port")
+"""Settings that belong to the engine's own instances: the holder must not have them."""
+
+StartProcess = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes]"]
+
+
+class Prefetch:
+    """One prefetch, from `__enter__` to `__exit__`. Failures are logged: they never end the server."""
+
+    def __init__(
+        self,
+        engine: EngineName,
+        arguments: Sequence[str],
+        settings: InstanceSettings,
+        environment: Mapping[str, str],
+        *,
+        connect: Callable[[InstanceSettings], PlannerClient] = PlannerClient.of,
+        start_process: StartProcess | None = None,
+    ) -> None:
+        """`arguments`: those of the engine; `environment`: that of the server."""
+        self._engine: EngineName = engine
+        self._arguments = arguments
+        self._settings = settings
+        self._environment = environment
+        self._connect = connect
+        self._start_process = start_process or _start_process
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rfork-prefetch", daemon=True)
+        self._enabled = settings.planner is not None and settings.prefetch == "auto"
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._enabled:
+            self._thread.join(2 * STOP_S)
+
+    def _run(self) -> None:
+        try:
+            selector = selector_of(self._engine, self._arguments, self._settings)
+            if selector is None:
+                log.info("weights not prefetched", reason="the command's arguments do not contain the model")
+                return
+            with self._connect(self._settings) as planner:
+                holders = planner.holders(host=self._settings.node_name)
+                if any(holder.report.follows_host for holder in holders):
+                    self._request(planner, selector)
+                    return
+            self._run_holder(selector)
+        except RforkError as error:
+            log.info("weights not prefetched", reason=str(error))
+        except Exception:  # a bug must not end the server
+            log.exception("weights not prefetched")
+
+    def _request(self, planner: PlannerClient, selector: ImageSelector) -> None:
+        """Let the holder of this host keep the weights until the engine serves them, or for a fork's deadline."""
+        settings = self._settings
+        report = HolderReport(
+            holder_id=f"launch-{settings.replica}",
+            placement=Placement(
+                host=settings.node_name, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink
+            ),
+            memory_bytes=0,
+            selectors=(selector,),
+            follows_host=False,
+        )
+        log.info("the host's holder prefetches the weights", model=selector.model, version=selector.version)
+        remaining_s = settings.deadline_s
+        try:
+            while remaining_s > 0:
+                pause_s = min(planner.report_holder(report).heartbeat_s, remaining_s)
+                if self._stopped.wait(pause_s):
+                    return
+                remaining_s -= pause_s
+        finally:
+            planner.remove_holder(report.holder_id)
+
+    def _run_holder(self, selector: ImageSelector) -> None:
+        selected = selector.model if selector.version is None else f"{selector.model}@{selector.version}"
+        command = [sys.executable, "-m", "rfork", "hold", "--one-shot", "--models", selected]
+        command += ["--until-pid", str(os.getpid())]
+        environment = {**self._environment}
+        for name in OWN_VARIABLES:
+            environment.pop(variable(name), None)
+        process = self._start_process(command, environment)
+        log.info("a holder prefetches the weights", model=selector.model, version=selector.version, pid=process.pid)
+        while process.poll() is None:
+            if self._stopped.wait(1.0):
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                return
+        if process.returncode:
+            log.warning("the holder ended, the engine forks without it", exit_code=process.returncode)
+
+
+def selector_of(engine: EngineName, arguments: Sequence[str], settings: InstanceSettings) -> ImageSelector | None:
+    """Return the weights that the engine will request, named as its plug-in names them; None if they are unknown.
+
+    Raises StorageError types for unreadable files.
+    """
+    found = model_arguments(engine, arguments)
+    if found is None:
+        return None
+    name = settings.model or found.served_name or canonical_model_name(found.path)
+    version = settings.version or version_of_files(found.path, found.revision, options.load(StorageSettings))
+    return ImageSelector(model=name, version=version)
+
+
+def _start_process(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the holder without a terminal: in its own session, as the engine is."""
+    return subprocess.Popen(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )

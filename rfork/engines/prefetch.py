@@ -1,6 +1,6 @@
 """Fetches a server's weights while its engine starts. Runs in the process of `rfork launch`.
 
-An engine imports and initialises for many seconds before it asks for weights. Meanwhile a holder on this host fetches
+An engine imports and initialises for many seconds before it needs weights. Meanwhile a holder on this host fetches
 them, and the engine maps them. If the host has a holder of its own, the planner passes the request on to it: a report
 of a holder without memory selects the weights. Otherwise a one-shot holder is started, which ends once the engine has
 the weights. A prefetch delays nothing: the engine starts at once, and forks as usual if there is no holder.

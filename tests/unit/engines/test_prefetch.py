@@ -107,9 +107,7 @@ class Processes:
 
 def prefetch(planner: FakePlanner, processes: Processes, settings: InstanceSettings = SETTINGS) -> Prefetch:
     environment = {"RFORK_REPLICA": "server-1", "RFORK_HTTP_PORT": "7000", "RFORK_PLANNER": "http://planner"}
-    return Prefetch(
-        "vllm", ARGUMENTS, settings, environment, connect=planner.connect, start_process=processes.start
-    )
+    return Prefetch("vllm", ARGUMENTS, settings, environment, connect=planner.connect, start_process=processes.start)
 
 
 def test_the_holder_of_the_host_is_notified() -> None:

@@ -15,7 +15,8 @@
     │   ├── LayoutMismatch         target and source do not have the same tensors; names the first difference
     │   ├── WrongVersion           one server would have two versions of the weights
     │   ├── LeaseRejected          a lease token is expired, forged or for another source
-    │   └── DeadlineExceeded       the fork's deadline has passed
+    │   ├── DeadlineExceeded       the fork's deadline has passed
+    │   └── ForkCancelled          this process no longer needs the weights
     ├── SourceError                fault: source   exit 4   the source is at fault; another one is used
     │   ├── SourceUnavailable      refused, reset or closed the connection: the process died
     │   ├── SourceTimeout          connected, but sent nothing for too long
@@ -163,6 +164,10 @@ class LeaseRejected(TargetError):
 
 class DeadlineExceeded(TargetError):
     """The fork's deadline has passed."""
+
+
+class ForkCancelled(TargetError):
+    """This process no longer needs the weights."""
 
 
 class SourceError(RforkError):

@@ -348,7 +348,7 @@ class PlannerState:
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
         starting = self.holders.starting_on(host) if report.follows_host else []
         models = dict.fromkeys(each.model for each in (*announced, *starting, *report.selectors))
-        engines = self.engines_on(host) if report.follows_host else []
+        engines = self.engines_on(host)
         fleet = {model: self.fleet_images(model) for model in models}
         return wanted_images(report, fleet, engines, announced, starting)
 

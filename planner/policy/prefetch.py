@@ -151,10 +151,13 @@ def wanted_images(
     if not report.memory_bytes:
         return ()
     models = {model: _with_held_images(model, images, report.images) for model, images in fleet.items()}
+    # An engine that has the image serves the next one on its host as well.
+    served = set() if report.follows_host else {engine.image.key for engine in engines if engine.complete}
     for selector in starting if report.follows_host else report.selectors:
         reason = f"an engine with {_weights_name(selector)} starts on this host"
         for image in predicted_images(models.get(selector.model, ()), selector.version):
-            wanted.add(image, "announced", reason)
+            if image.key not in served:
+                wanted.add(image, "announced", reason)
     if not report.follows_host:
         return wanted.images
     local_layouts: dict[tuple[str, str, str], set[str]] = {}

@@ -16,6 +16,7 @@ from rfork.cli import (
     doctor,
     drain,
     explain,
+    hold,
     launch,
     plan,
     planner,
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command("planner", short_help="Run the planner.")(planner.planner)
 app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(planner.k8s)
 app.command("seed", short_help="Load a model folder and serve its weights.")(seed.seed)
+app.command("hold", short_help="Keep images of weights on this host without an engine.")(hold.hold)
 app.command("sidecar", short_help="Select seeds for unmodified SGLang servers.")(sidecar.sidecar)
 app.command("pull", short_help="Fork a model from running instances.")(pull.pull)
 app.command("launch", context_settings=launch.CONTEXT, short_help="Start an SGLang or vLLM server that forks.")(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from rfork.cli.console import Bar, handle_errors, print_result
-from rfork.cli.options import JsonOption
-from rfork.errors import SettingsError
+from rfork.cli.options import JsonOption, bytes_in
 
 FloatName = Literal["float64", "float32", "float16", "bfloat16"]
-
-_size = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def convert(
@@ -86,7 +82,7 @@ def convert(
 
         unlock = Secret.from_files(source_key, source_password)
         lock = Secret.from_files(key, password)
-        max_shard_bytes = _bytes_in(max_shard_size) if max_shard_size is not None else None
+        max_shard_bytes = bytes_in(max_shard_size, "--max-shard-size") if max_shard_size is not None else None
         with Bar("convert") as bar:
             saved = run(
                 source,
@@ -108,15 +104,3 @@ def convert(
             "gb_per_s": round(saved.gb_per_s, 3),
         }
         print_result(result, saved.line(), as_json=as_json)
-
-
-def _bytes_in(text: str) -> int:
-    """Parse a size such as ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
-    match = _size.fullmatch(text.strip())
-    size = 0
-    if match is not None:
-        number, unit, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-    if size < 1:
-        raise SettingsError(f"--max-shard-size: {text!r} is not a size", hint="e.g. 5GB or 500MiB")
-    return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,11 @@ import typer
 
 from rfork import settings as options
 from rfork.engines.arguments import canonical_model_name
+from rfork.errors import SettingsError
 from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
+
+_size = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 PlannerOption = Annotated[
     str | None,
@@ -63,3 +67,15 @@ def model_name(folder: Path, name: str | None) -> str:
     chosen = canonical_model_name(folder) if name is None else name
     check_model_name(chosen)
     return chosen
+
+
+def bytes_in(text: str, option: str) -> int:
+    """Parse a size such as ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
+    match = _size.fullmatch(text.strip())
+    size = 0
+    if match is not None:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if size < 1:
+        raise SettingsError(f"{option}: {text!r} is not a size", hint="e.g. 5GB or 500MiB")
+    return size

@@ -326,6 +326,35 @@ def allocate_buffer(layout: Layout, device: torch.device | str = "cpu") -> tuple
     return buffer, tensor_views(layout, buffer)
 
 
+def allocate_tensors(layout: Layout, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Return uninitialised tensors for the image on `device`, by name.
+
+    Tensors that overlap share an allocation, and all others have their own, as in a model: processes with the same
+    allocator place large ones at the same offset within a page.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    group: list[TensorSpec] = []
+    begin = end = 0
+
+    def allocate() -> None:
+        buffer = torch.empty(end - begin, dtype=torch.uint8, device=device)
+        for spec in group:
+            tensors[spec.name] = _view(spec._replace(offset=spec.offset - begin), buffer)
+
+    for spec in layout.tensors:
+        length = byte_extent(spec.shape, spec.stride, dtype_of(spec).itemsize)
+        if group and spec.offset >= end:
+            allocate()
+            group = []
+        if not group:
+            begin = end = spec.offset
+        group.append(spec)
+        end = max(end, spec.offset + length)
+    if group:
+        allocate()
+    return tensors
+
+
 def _view(spec: TensorSpec, buffer: torch.Tensor) -> torch.Tensor:
     dtype = dtype_of(spec)
     tensor = torch.empty(0, dtype=dtype, device=buffer.device)

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 from typing_extensions import assert_never
 
 from rfork.errors import (
+    ForkCancelled,
     NoSource,
     PlannerRejected,
     PlannerUnreachable,
@@ -157,13 +158,17 @@ class Transfer:
         """Request a new plan soon; the current one stays in use until then."""
         self._handle(events.ReplanSuggested(reason))
 
+    def cancel(self) -> None:
+        """Make `run` raise ForkCancelled soon; no effect once it has returned or raised."""
+        self._tasks.put(ForkCancelled("the fork was cancelled"))
+
     # -- the caller's thread ----------------------------------------------------------------------------
 
     def run(self) -> TransferStats:
         """Fill the image; returns once every chunk is verified.
 
         Raises DeadlineExceeded, NoSource (the planner knows none, or all that it knows failed),
-        PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or raises.
+        PlannerUnreachable, PlannerRejected or ForkCancelled. Nothing is written to the image after it returns or raises.
         """
         self._trace = current_context()
         for worker in self._workers:

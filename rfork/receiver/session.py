@@ -6,11 +6,12 @@ Runs on the target. `fetch` forks an image into plain memory, without its module
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
+import torch
 from torch import nn
 from typing_extensions import Self
 
@@ -19,6 +20,7 @@ from rfork.errors import (
     AllSourcesFailed,
     DeadlineExceeded,
     EngineMismatch,
+    ForkCancelled,
     ForkFailed,
     LayoutMismatch,
     NetworkError,
@@ -111,6 +113,8 @@ class ForkOptions:
     like: Layout | None = None
     """The layout that the module was built from, if any; see `capture`."""
     on_progress: OnProgress | None = None
+    on_started: Callable[[Seed], None] | None = None
+    """Called with this instance's seed before the transfer."""
     on_filled: Callable[[], None] | None = None
     """Called once the transfer has filled the module, before this instance is a seed; if it raises EngineMismatch,
     the fallbacks are tried.
@@ -141,6 +145,13 @@ class ForkSession:
         self._timer = ForkTimer(settings.deadline_s, self._tracer)
         self._meter = ThroughputMeter()
         self._transfer: Transfer | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Make `run` raise ForkCancelled soon, if the transfer has not ended. Any thread."""
+        self._cancelled = True
+        if self._transfer is not None:
+            self._transfer.cancel()
 
     def run(self) -> ForkReport:
         """Fill the module; returns the report, with the seed that this process now is.
@@ -184,11 +195,13 @@ class ForkSession:
         local = FallbackRunner(target, seed, persister, options.fallbacks, options.current_version, self._tracer)
         try:
             persister.start()
+            if options.on_started is not None:
+                options.on_started(seed)
             report = self._transfer_or_fallback(local, persister)
             persister.close(remove=True)
             return report
         except BaseException as error:
-            ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt | ForkCancelled) else "failed"
             known = error.reasons if isinstance(error, AllSourcesFailed) else ()
             reported_error = error.error if isinstance(error, LoaderError) else error
             try:
@@ -279,6 +292,8 @@ class ForkSession:
                 self._fork_id, planner, transfer, seed.chunk_state, self._timer, self._options.on_progress
             )
             self._meter = reporter.meter
+            if self._cancelled:
+                transfer.cancel()
             try:
                 with reporter.running(), self._timer.phase("transfer"):
                     transfer.run()
@@ -364,8 +379,7 @@ def fetch(
     # A transient instance maps nothing: its source would keep files of the chunks, laid out for a reader that
     # has left instead of for the next instances.
     settings = settings.model_copy(update={"shm_mode": "copy"})
-    with PlannerClient.of(settings) as planner:
-        layout = _layout(planner, source_instance, settings, deadline)
+    layout = fetch_layout(source_instance, settings, deadline)
     if check is not None:
         check(layout)
     remaining_s = deadline - time.monotonic()
@@ -373,10 +387,7 @@ def fetch(
         raise DeadlineExceeded(
             f"the deadline of {settings.deadline_s:g} s passed before the first byte of {source_instance.model}"
         )
-    module = nn.Module()
     _, tensors = allocate_buffer(layout)
-    # Names as in the image; `register_buffer` would refuse the dots.
-    module._buffers.update(tensors)
     identity = InstanceIdentity(
         source_instance.model,
         source_instance.rank,
@@ -385,7 +396,7 @@ def fetch(
         egress_share=TRANSIENT_EGRESS_SHARE,
     )
     report = ForkSession(
-        module,
+        module_of(tensors),
         identity,
         settings.model_copy(update={"snapshot": None, "deadline_s": remaining_s}),
         Network.of(settings),
@@ -399,10 +410,25 @@ def fetch(
     return image, manifest, report
 
 
-def _layout(
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module that only has these tensors, by their names in an image."""
+    module = nn.Module()
+    module._buffers.update(tensors)  # `register_buffer` would refuse the dots
+    return module
+
+
+def fetch_layout(source_instance: InstanceReport, settings: InstanceSettings, deadline: float) -> Layout:
+    """Return the layout of the image, with all its tensors, from an instance that has it, by `deadline`.
+
+    Raises NoSource, LayoutMismatch, and what the planner's client and the peer's raise.
+    """
+    with PlannerClient.of(settings) as planner:
+        return _fetch_layout(planner, source_instance, settings, deadline)
+
+
+def _fetch_layout(
     planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, deadline: float
 ) -> Layout:
-    """Return the layout of the image, with all its tensors, from an instance that has it, by `deadline`."""
     fork_request = ForkRequest(
         fork_id=uuid4().hex,
         instance=source_instance.model_copy(

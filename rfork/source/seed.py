@@ -32,7 +32,7 @@ from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S, Heartbeat
 from rfork.planner_client.lease import decode_key
 from rfork.planner_client.planner_clock import PlannerClock
-from rfork.schema import InstanceAck, InstanceReport, Placement, StorageCandidate
+from rfork.schema import SAME_HOST_TRANSPORTS, InstanceAck, InstanceReport, Placement, StorageCandidate
 from rfork.settings import InstanceSettings
 from rfork.source.channels import ChannelTable, InflightReads, ServingSpans
 from rfork.source.egress_limiter import EgressLimiter, ReaderRateAdvisor
@@ -100,6 +100,10 @@ class Seed:
         self.identity = identity
         self.settings = settings
         self.served_bytes = 0
+        self.opened_at: float | None = None
+        """When a reader last opened a channel, on `time.monotonic()`'s clock; None: never."""
+        self.read_on_host = False
+        """True if a reader has opened a channel over a same-host transport."""
         self._served = ServedImage(
             image.layout, identity, settings.max_readers, chunk_state=chunk_state, manifest=manifest
         )
@@ -538,6 +542,8 @@ class Seed:
         self._served.check_can_open(layout_id)
         self._exports_settled.wait(EXPORTER_READY_TIMEOUT_S)
         opened = self._open_on_first(transports, fork_id, address)
+        self.opened_at = time.monotonic()
+        self.read_on_host = self.read_on_host or opened[0] in SAME_HOST_TRANSPORTS
         self._notify()  # one more reader shares the rate
         return opened
 
@@ -637,6 +643,11 @@ class Seed:
         For engines whose calls return before the device has finished.
         """
         return self._latency.track_steps()
+
+    @property
+    def has_readers(self) -> bool:
+        """True if a fork has a slot."""
+        return bool(self._readers)
 
     @property
     def _readers(self) -> tuple[str, ...]:

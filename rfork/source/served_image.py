@@ -51,6 +51,8 @@ class InstanceIdentity:
     """Replica of this rank, if the ranks agreed on a name."""
     egress_share: float = 1.0
     """Share of the readers that the planner assigns to it, relative to other sources."""
+    holder: str | None = None
+    """Holder that keeps the image without an engine; None: an engine."""
 
     @classmethod
     def of(
@@ -228,6 +230,7 @@ class ServedImage:
             readers=self.leases.readers(unix_s),
             has_lease_keys=self.leases.has_keys,
             clock_skew_s=clock_skew_s,
+            holder=identity.holder,
         )
 
     # -- changes ----------------------------------------------------------------------------------------

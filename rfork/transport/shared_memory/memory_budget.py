@@ -52,6 +52,11 @@ def fits_in_memory(nbytes: int, root: Path = Path("/")) -> bool:
     )
 
 
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may still use, on this machine and in each of its control groups."""
+    return max(0, min(free for _, free in (_system_memory(root), *_cgroup_memory(root))))
+
+
 def _system_memory(root: Path) -> tuple[int, int]:
     """Return total and available memory in bytes."""
     values: dict[str, int] = {}

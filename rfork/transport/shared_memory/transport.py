@@ -7,6 +7,7 @@ import threading
 from weakref import WeakKeyDictionary
 
 from rfork.errors import TransportUnavailable
+from rfork.image.chunks import ChunkState
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings
 from rfork.transport.base import (
@@ -21,6 +22,7 @@ from rfork.transport.same_host.client import ConnectionPool
 from rfork.transport.same_host.host_identity import same_host_availability
 from rfork.transport.same_host.memory_file import memory_file
 from rfork.transport.shared_memory.exporter import NAME, SharedMemoryExporter
+from rfork.transport.shared_memory.image_sealer import ImageSealer, SealableSource
 from rfork.transport.shared_memory.reader import SharedMemoryReader
 from rfork.transport.shared_memory.sealed_chunk import SealedChunkCache
 
@@ -88,6 +90,10 @@ class SharedMemoryTransport:
         connections.open(deadline)
         maps = settings.shm_mode == "map"
         return SharedMemoryReader(connections, image, token, self._chunk_cache_of(image), maps=maps)
+
+    def sealer(self, source: SealableSource, chunk_state: ChunkState) -> ImageSealer:
+        """Return a sealer of the source's image, which this object exports."""
+        return ImageSealer(source, chunk_state, self._chunk_cache_of(source.image))
 
     def _chunk_cache_of(self, image: Image) -> SealedChunkCache:
         with self._lock:

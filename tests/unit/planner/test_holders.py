@@ -311,13 +311,12 @@ async def test_the_last_seed_rule_counts_lasting_holders(
         await service.report_holder(holder_report(follows_host=follows_host))
     await service.report(seed_report("e"))
     await service.report(other)
+    refusal: Exception | None = None
     try:
         await service.drain("e")
-        refused = False
     except ProblemError as problem:
-        assert "last-seed" == problem.slug
-        refused = True
-    assert is_last == refused
+        refusal = problem
+    assert is_last == (getattr(refusal, "slug", "") == "last-seed")
 
 
 async def test_a_holders_image_may_be_the_last_seed(service: PlanService) -> None:
@@ -352,13 +351,13 @@ def test_engines_and_their_seeds_are_counted_by_layout() -> None:
 # -- results of prefetches --------------------------------------------------------------------------
 
 
-async def prefetch(service: PlanService, **changes: object) -> None:
+async def prefetch(service: PlanService) -> None:
     """Let a holder on `node` fetch the image that is announced for it."""
     await service.report(seed_report("s", max_readers=9))
     await service.announce(scaleup("node"))
-    await service.report_holder(holder_report(**changes))
+    await service.report_holder(holder_report())
     await service.report(image_report())
-    await service.report_holder(holder_report(held(), **changes))
+    await service.report_holder(holder_report(held()))
 
 
 async def fork_engine(service: PlanService, *sources: str, layout_id: str = LAYOUT) -> None:
@@ -427,9 +426,9 @@ async def test_an_image_from_before_the_announcement_is_no_prefetch(service: Pla
 async def test_a_holder_for_one_engine_prefetches(service: PlanService) -> None:
     """Its selector is an announcement."""
     await service.report(seed_report("s"))
-    changes = {"follows_host": False, "selectors": (ImageSelector(model="m"),)}
-    await service.report_holder(holder_report(**changes))
-    await service.report_holder(holder_report(held(), **changes))
+    selectors = (ImageSelector(model="m"),)
+    await service.report_holder(holder_report(follows_host=False, selectors=selectors))
+    await service.report_holder(holder_report(held(), follows_host=False, selectors=selectors))
     await service.remove_holder("h")
     assert {"unused": 1} == prefetches(service)
 

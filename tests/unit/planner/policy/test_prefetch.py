@@ -29,12 +29,21 @@ def image(
     rank: Rank | None = None,
     layout_id: str = VLLM,
     model: str = "m",
-    **changes: object,
+    has_relay: bool = False,
+    since: float = 0.0,
 ) -> FleetImage:
     """Return an image that so many engines serve, and holders up to `seeds` in all."""
     return FleetImage(
-        model, version, rank or Rank(), layout_id, 1 << 20, engines if seeds is None else seeds, engines, **changes
-    )  # type: ignore[arg-type]  # each test names fields of FleetImage
+        model=model,
+        version=version,
+        rank=rank or Rank(),
+        layout_id=layout_id,
+        image_bytes=1 << 20,
+        seeds=engines if seeds is None else seeds,
+        engine_seeds=engines,
+        has_relay=has_relay,
+        since=since,
+    )
 
 
 def holder(

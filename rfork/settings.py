@@ -37,7 +37,7 @@ from typing_extensions import Self
 
 from rfork.addresses import WILDCARDS, is_loopback, own_address
 from rfork.errors import SettingsError, reason_of
-from rfork.schema import Label, ModelName, StrictCopyModel, WeightsVersion
+from rfork.schema import Label, ModelName, Placement, StrictCopyModel, WeightsVersion
 from rfork.weights_version import is_shareable
 
 COMMA_SEPARATED: Final = BeforeValidator(
@@ -289,6 +289,11 @@ class InstanceSettings(Settings):
         if self.version is not None and not is_shareable(self.version):
             return f"version {self.version} is that of a running server"
         return None
+
+    @property
+    def placement(self) -> Placement:
+        """Location that is reported to the planner."""
+        return Placement(host=self.node_name, rack=self.rack, zone=self.zone, nvlink=self.nvlink, pod=self.pod)
 
     @property
     def bearer(self) -> str | None:

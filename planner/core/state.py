@@ -347,10 +347,9 @@ class PlannerState:
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
         starting = self.holders.starting_on(host) if report.follows_host else []
-        models = dict.fromkeys(each.model for each in (*announced, *starting, *report.selectors))
-        engines = self.engines_on(host)
+        models = {each.model for each in announced} | {each.model for each in (*starting, *report.selectors)}
         fleet = {model: self.fleet_images(model) for model in models}
-        return wanted_images(report, fleet, engines, announced, starting)
+        return wanted_images(report, fleet, self.engines_on(host), announced, starting)
 
     def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
         """Return an image of the group, and the newest instance that has it."""

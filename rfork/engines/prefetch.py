@@ -25,7 +25,7 @@ from rfork.engines.flags import variable
 from rfork.errors import RforkError
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import HolderReport, ImageSelector, Placement
+from rfork.schema import HolderReport, ImageSelector
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.storage.versions.version import version_of_files
 
@@ -97,9 +97,7 @@ class Prefetch:
         settings = self._settings
         report = HolderReport(
             holder_id=f"launch-{settings.replica}",
-            placement=Placement(
-                host=settings.node_name, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink
-            ),
+            placement=settings.placement,
             memory_bytes=0,
             selectors=(selector,),
             follows_host=False,

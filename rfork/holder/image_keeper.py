@@ -1,7 +1,7 @@
 """One image of a holder: fetched from the sources that the planner assigns, then served until it is closed.
 
-The fetch is a fork like an engine's, into plain tensors. While it runs, the image is a relay, and afterwards a seed. Its
-chunks are moved to sealed memory files as they arrive, which engines on this host map.
+The fetch is a fork like an engine's, into plain tensors. While it runs, the image is a relay, and afterwards a seed.
+Its chunks are moved to sealed memory files as they arrive, which engines on this host map.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rfork.image.layout import Layout, allocate_tensors
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, snapshot_fallback
 from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSession, Network, fetch_layout, module_of
-from rfork.schema import HeldImage, InstanceReport, Placement, WantedImage
+from rfork.schema import HeldImage, InstanceReport, WantedImage
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.transport.shared_memory import SharedMemoryTransport
@@ -220,7 +220,7 @@ class ImageKeeper:
 
     def _sample_instance(self) -> InstanceReport:
         """Return a report with what identifies the image, for the request for its layout."""
-        wanted, settings = self.wanted, self._settings
+        wanted = self.wanted
         return InstanceReport(
             instance_id=self._instance_id,
             model=wanted.model,
@@ -231,8 +231,6 @@ class ImageKeeper:
             chunk_count=len(Chunks.of(wanted.image_bytes)),
             state="loading",
             address="none:0",
-            placement=Placement(
-                host=settings.node_name, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink
-            ),
+            placement=self._settings.placement,
             holder=self._holder_id,
         )

@@ -19,7 +19,7 @@ from rfork.holder.image_keeper import ImageKeeper, LayoutOf
 from rfork.holder.inventory import ImageKey, KeptImage, Refusal, plan_inventory
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import HolderReport, ImageSelector, Placement, RefusedImage, WantedImage
+from rfork.schema import HolderReport, ImageSelector, RefusedImage, WantedImage
 from rfork.settings import InstanceSettings
 
 log = logger(__name__)
@@ -120,16 +120,10 @@ class Holder:
 
     def report(self) -> HolderReport:
         """Return its state for the planner."""
-        settings, options = self._settings, self._options
+        options = self._options
         return HolderReport(
             holder_id=self.holder_id,
-            placement=Placement(
-                host=settings.node_name,
-                rack=settings.rack,
-                zone=settings.zone,
-                nvlink=settings.nvlink,
-                pod=settings.pod,
-            ),
+            placement=self._settings.placement,
             memory_bytes=options.memory_bytes,
             used_bytes=self.used_bytes,
             selectors=options.selectors,

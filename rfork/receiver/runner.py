@@ -168,7 +168,8 @@ class Transfer:
         """Fill the image; returns once every chunk is verified.
 
         Raises DeadlineExceeded, NoSource (the planner knows none, or all that it knows failed),
-        PlannerUnreachable, PlannerRejected or ForkCancelled. Nothing is written to the image after it returns or raises.
+        PlannerUnreachable, PlannerRejected or ForkCancelled. Nothing is written to the image after it returns or
+        raises.
         """
         self._trace = current_context()
         for worker in self._workers:

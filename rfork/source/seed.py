@@ -32,7 +32,7 @@ from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S, Heartbeat
 from rfork.planner_client.lease import decode_key
 from rfork.planner_client.planner_clock import PlannerClock
-from rfork.schema import SAME_HOST_TRANSPORTS, InstanceAck, InstanceReport, Placement, StorageCandidate
+from rfork.schema import SAME_HOST_TRANSPORTS, InstanceAck, InstanceReport, StorageCandidate
 from rfork.settings import InstanceSettings
 from rfork.source.channels import ChannelTable, InflightReads, ServingSpans
 from rfork.source.egress_limiter import EgressLimiter, ReaderRateAdvisor
@@ -697,21 +697,14 @@ class Seed:
 
     def report(self) -> InstanceReport:
         """Return the instance's complete report for the planner."""
-        peer, settings = self._peer, self.settings
-        placement = Placement(
-            host=settings.node_name,
-            rack=settings.rack,
-            zone=settings.zone,
-            nvlink=settings.nvlink,
-            pod=settings.pod,
-        )
+        peer = self._peer
         egress_rate = self._egress_limiter.current_limit
         with self._lock:
             return self._served.report(
                 self._planner_clock.now(),
                 peer.address if peer is not None else "closed:0",
                 tuple(self._exports),
-                placement,
+                self.settings.placement,
                 egress_rate=egress_rate,
                 clock_skew_s=self._planner_clock.skew_s,
             )

@@ -73,11 +73,11 @@ class ImageSealer:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._is_closing():
             self._changed.wait()
             self._changed.clear()
             for chunk in range(len(self._chunk_state.chunks)):
-                if self._closing:
+                if self._is_closing():
                     return
                 if chunk in self._chunk_state and self._chunk_cache.find(chunk) is None:
                     try:
@@ -87,6 +87,9 @@ class ImageSealer:
                     except OSError as error:
                         log.warning("chunks are not shared in place", reason=str(error))
                         return
+
+    def _is_closing(self) -> bool:
+        return self._closing
 
     def _seal(self, chunk: int) -> None:
         tag = self._source.version_tag()

@@ -162,9 +162,11 @@ class ImageKeeper:
     def _fetch(self) -> Seed:
         wanted, settings = self.wanted, self._settings
         log.info("image requested", **self._names, gigabytes=round(wanted.image_bytes / 1e9, 3), reason=wanted.reason)
+        network = Network.of(settings)
         layout = self._layout_of(wanted) if self._layout_of is not None else None
         if layout is None:
-            layout = fetch_layout(self._sample_instance(), settings, time.monotonic() + LAYOUT_TIMEOUT_S)
+            sample = self._sample_instance(tuple(each.name for each in network.transports))
+            layout = fetch_layout(sample, settings, time.monotonic() + LAYOUT_TIMEOUT_S)
         identity = InstanceIdentity(
             wanted.model,
             wanted.rank,
@@ -174,7 +176,6 @@ class ImageKeeper:
             egress_share=self._egress_share,
             holder=self._holder_id,
         )
-        network = Network.of(settings)
         shared_memory = next((each for each in network.transports if isinstance(each, SharedMemoryTransport)), None)
 
         def on_started(seed: Seed) -> None:
@@ -218,7 +219,7 @@ class ImageKeeper:
         wanted = self.wanted
         return {"model": wanted.model, "version": wanted.version, "rank": wanted.rank.key}
 
-    def _sample_instance(self) -> InstanceReport:
+    def _sample_instance(self, transports: tuple[str, ...]) -> InstanceReport:
         """Return a report with what identifies the image, for the request for its layout."""
         wanted = self.wanted
         return InstanceReport(
@@ -231,6 +232,7 @@ class ImageKeeper:
             chunk_count=len(Chunks.of(wanted.image_bytes)),
             state="loading",
             address="none:0",
+            transports=transports,
             placement=self._settings.placement,
             holder=self._holder_id,
         )

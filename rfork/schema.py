@@ -324,6 +324,7 @@ class Plan(WireModel):
         None,
         description="all sources are busy: seconds until the next request; null: a retry is useless",
     )
+    is_paused: bool = Field(False, description="a prefetch must not read until its next plan, because engines need its sources")
     own_load_s: Seconds | None = Field(None, description="duration of recent loads of these weights by an engine's loader or another fallback; null: unknown")
 
 

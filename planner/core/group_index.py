@@ -18,6 +18,7 @@ from typing import Final
 
 from planner.core.group_history import GroupHistory
 from planner.core.records import ForkRecord, GroupKey
+from planner.policy.background import is_waited_for, serves_engines
 from planner.policy.transports import has_only_gpu_kernels, has_only_same_host, is_same_host_route
 from planner.policy.types import (
     SLOW_FRACTION,
@@ -265,6 +266,8 @@ class GroupIndex:
         self.sources: dict[str, Source] = {}
         self.shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._forks: dict[str, ForkRecord] = {}  # by target
+        self.background_forks: dict[str, str] = {}
+        """Targets of running forks that yield to those of engines, by fork_id."""
         self._reader_slots = ReaderSlots()
         self._missing: set[str] = set()
         self._slow: dict[str, None] = {}  # members that fall behind their sources
@@ -300,6 +303,29 @@ class GroupIndex:
     def readers(self) -> Mapping[str, Mapping[str, float]]:
         """Forks that read from each member, by instance_id (see `ReaderSlots`)."""
         return self._reader_slots.readers
+
+    def must_yield(self, fork: ForkRecord) -> bool:
+        """Return True if a background fork reads over the network from a source that serves engines."""
+        if fork.fork_id not in self.background_forks or self.is_waited_for(fork.instance_id):
+            return False
+        return any(
+            not is_same_host_route(read.transports)
+            and serves_engines(
+                read.source_id, fork.fork_id, self._network_readers_of, self._readers_of, self.background_forks
+            )
+            for read in fork.reads
+        )
+
+    def is_waited_for(self, instance_id: str) -> bool:
+        """Return True if an engine's fork depends on the member; see `planner.policy.background`."""
+        return is_waited_for(instance_id, self._readers_of, self.background_forks)
+
+    def _readers_of(self, instance_id: str) -> Collection[str]:
+        return self._reader_slots.readers.get(instance_id, {}).keys()
+
+    def _network_readers_of(self, instance_id: str) -> Collection[str]:
+        local = self._reader_slots.local.get(instance_id, ())
+        return [name for name in self._readers_of(instance_id) if name not in local]
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -355,6 +381,10 @@ class GroupIndex:
         peers = tuple(ChunkShare(read.source_id, read.chunks) for read in fork.reads)
         own = tuple(ChunkShare(target_id, read.chunks, read.kind == "loader") for read in fork.storage)
         self.shares[target_id] = peers + own
+        if old is not None:
+            self.background_forks.pop(old.fork_id, None)
+        if (target := self.sources.get(target_id)) is not None and target.background:
+            self.background_forks[fork.fork_id] = target_id
         self._elected.pop(target_id, None)
         if own:
             self._elected[target_id] = None
@@ -369,6 +399,7 @@ class GroupIndex:
         if known is not None and known.fork_id == fork.fork_id:
             self._release_slots(known)
             del self._forks[target_id]
+            self.background_forks.pop(fork.fork_id, None)
             self.shares.pop(target_id, None)
             self._elected.pop(target_id, None)
             self._refresh(target_id)
@@ -414,6 +445,7 @@ class GroupIndex:
             readers=self._reader_slots.readers,
             same_host_readers=self._reader_slots.local,
             shares=self.shares,
+            background_forks=self.background_forks,
             loader_only=self.loader_only,
             candidates=tuple(candidates),
             holders=holder_counts[0] if len(holder_counts) == 1 else None,

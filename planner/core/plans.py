@@ -11,7 +11,7 @@ from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy import group_plan
 from planner.policy.starvation import is_starving
-from planner.policy.transports import shared_transports
+from planner.policy.transports import is_same_host_route, shared_transports
 from planner.policy.types import ChunkShare, ForkDemand, PlanDecision
 from rfork.image.ranges import normalise
 from rfork.schema import Lease, Plan, ProgressAck, Route, StorageAssignment
@@ -58,6 +58,7 @@ def build_plan(
         reason=fork.reason,
         retry_after_s=RETRY_S if must_retry or None in routes else None,
         mismatched_source=_route(state, fork.fork_id, other, signer, unix_s) if other is not None else None,
+        is_paused=decision.is_paused,
         own_load_s=state.group(fork.group).history.own_load_s,
     )
 
@@ -90,14 +91,30 @@ def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
     target = state.instance(fork.instance_id)
     if target is None or not fork.reads:
         return None
+    index = state.group(fork.group)
+    if target.source.background:
+        return "engines need its sources, and this fork is a prefetch" if _must_yield(state, fork) else None
     if target.slow_since is not None and target.slow_since > fork.planned_at:
         return "this instance falls behind its sources, which other targets need"
-    index = state.group(fork.group)
     for seed in index.idle_seeds(target.source):
         can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
         if can_read and is_starving(index, target.source, seed):
             return f"seed {seed.instance_id} has no readers, and the current sources are slower"
     return None
+
+
+def _must_yield(state: PlannerState, fork: ForkRecord) -> bool:
+    """Return True if a background fork must pause, because engines need its sources or its host's link."""
+    target, index = state.instance(fork.instance_id), state.group(fork.group)
+    if index.must_yield(fork):
+        return True
+    reads_network = any(not is_same_host_route(read.transports) for read in fork.reads)
+    return (
+        reads_network
+        and target is not None
+        and state.is_host_busy(target.source.location.host)
+        and not index.is_waited_for(fork.instance_id)
+    )
 
 
 def is_after_restart(context: PlanContext, now: float, heartbeat_s: float) -> bool:
@@ -128,7 +145,9 @@ def _demand(state: PlannerState, context: PlanContext, now: float) -> ForkDemand
     failed = {fault.instance_id for fault in context.request.faults}
     kept = tuple(share for share in current if share.source_id not in failed)
     elected = previous_fork is not None and own_id in previous_fork.sources_used
-    return ForkDemand(context.fork_id, context.target.source, excluded, kept, elected)
+    target = context.target.source
+    is_host_busy = target.background and state.is_host_busy(target.location.host)
+    return ForkDemand(context.fork_id, target, excluded, kept, elected, is_host_busy)
 
 
 def _fork_record(

@@ -16,6 +16,7 @@ from planner.core.holders import Holders
 from planner.core.records import ForkRecord, GroupKey, InstanceRecord, RouteRecord, StoreChange
 from planner.core.scaleups import ScaleUpForecast, ScaleUps
 from planner.policy.prefetch import FleetImage, LocalEngine, wanted_images
+from planner.policy.transports import is_same_host_route
 from planner.policy.types import Source
 from rfork import weights_version
 from rfork.schema import ForkResult, HolderReport, Rank, StorageAssignment, WantedImage
@@ -341,6 +342,16 @@ class PlannerState:
             )
             for record in engines
         ]
+
+    def is_host_busy(self, host: str) -> bool:
+        """Return True if the fork of an engine on this host reads over the network."""
+        for instance_id in self._hosts.get(host, ()):
+            fork = self.live_fork_of(instance_id)
+            if fork is None or self._instances[instance_id].report.holder is not None:
+                continue
+            if any(not is_same_host_route(read.transports) for read in fork.reads):
+                return True
+        return False
 
     def wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
         """Return the images that a holder should keep, most urgent first."""

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from planner.policy import reasons
 from planner.policy.chunk_split import merge_storage_reads, to_assignments
-from planner.policy.eligibility import ineligible_reason, no_data_reason, source_sort_key
+from planner.policy.eligibility import YIELDS, ineligible_reason, no_data_reason, source_sort_key
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.starvation import is_delayed, is_worth_replan
@@ -68,13 +68,15 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     may_gain_routes = bool(
         unassigned and (no_free_slot or assignments or storage or _peer_could_read_storage(state, demand, candidates))
     )
+    yields = bool(unassigned and target.background and (no_free_slot or YIELDS in ineligible_reasons.values()))
     return PlanDecision(
         target.weights_id,
         assignments,
         reason,
         provisional_id=target.provisional_id,
         storage=merge_storage_reads(storage),
-        no_free_slot=may_gain_routes,
+        no_free_slot=may_gain_routes or yields,
+        is_paused=yields and not (assignments or storage),
     )
 
 
@@ -101,7 +103,11 @@ def _keep_from_peers(
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current_shares:
         source = state.source(share.source_id)
-        if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.free_slots(source):
+        if (
+            source is None
+            or ineligible_reason(state, source, demand, reads=True)
+            or not state.free_slots(source, demand.target)
+        ):
             continue
         if (_is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
             continue
@@ -136,8 +142,8 @@ def _move_to_idle_seed(
         and is_delayed(target, source)
         and weights_compatible(source, target)
         and state.load(source, target) <= IDLE_LOAD
-        and state.free_slots(source)
-        and not ineligible_reason(source, demand, state.now)
+        and state.free_slots(source, demand.target)
+        and not ineligible_reason(state, source, demand)
     ]
     if not idle:
         return kept
@@ -170,8 +176,8 @@ def _source_for_slow_target(
             if _is_slow_relay(source)
             else state.spare_egress(source, target) >= SLOW_FRACTION
         )
-        and state.free_slots(source)
-        and not ineligible_reason(source, demand, state.now)
+        and state.free_slots(source, demand.target)
+        and not ineligible_reason(state, source, demand)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
 
@@ -199,7 +205,7 @@ def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: I
         not source.complete
         and state.is_known(source)
         and weights_compatible(source, target)
-        and not ineligible_reason(source, demand, state.now)
+        and not ineligible_reason(state, source, demand)
         and (
             demand.is_elected_reader
             or storage_for_missing_chunks(replace(target, storage=source.storage), has_other_sources=True)
@@ -232,11 +238,11 @@ def _source_options(
             not left and len(options) > MAX_SOURCES
         ):
             break
-        exclusion_reason = ineligible_reason(source, demand, state.now)
+        exclusion_reason = ineligible_reason(state, source, demand)
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
         if not exclusion_reason and not available:
             exclusion_reason = no_data_reason(state, source, target)
-        elif not exclusion_reason and not state.free_slots(source):
+        elif not exclusion_reason and not state.free_slots(source, demand.target):
             exclusion_reason = f"at capacity ({len(state.readers(source.instance_id))} of {source.max_readers} readers)"
             no_free_slot = normalise((*no_free_slot, *available))
         if exclusion_reason:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from planner.policy.plan_state import PlanState
 from planner.policy.transports import no_transport_reason, transport_cost
 from planner.policy.types import ForkDemand, Source, distance
+
+YIELDS: Final = "serves engines, and this fork is a prefetch"
+"""Reason why a background fork may not read from a source."""
 
 
 def source_sort_key(
@@ -32,17 +37,19 @@ def source_sort_key(
     )
 
 
-def ineligible_reason(source: Source, demand: ForkDemand, now: float, *, reads: bool = False) -> str:
+def ineligible_reason(state: PlanState, source: Source, demand: ForkDemand, *, reads: bool = False) -> str:
     """Return why no fork, or not this one, may read from the source; empty if it may.
 
     Current readers (`reads`) may finish while the source drains.
     """
     if source.state == "draining" and not reads:
         return "draining"
-    if now < source.quarantined_until:
+    if state.now < source.quarantined_until:
         return f"quarantined: {source.quarantine}"
     if source.instance_id in demand.excluded:
         return f"failed this fork: {demand.excluded[source.instance_id]}"
+    if state.must_yield(source, demand):
+        return YIELDS
     return no_transport_reason(source, demand.target)
 
 

@@ -92,7 +92,8 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
             if begun
             else with_requested_weights(demand, *best)
         )
-        co_located = target.location.host in nodes or target.location.nvlink in nodes
+        is_late = target.background and not all(each.target.background for each in demands)
+        co_located = is_late or target.location.host in nodes or target.location.nvlink in nodes
         (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
             pinned_demand
         )
@@ -115,10 +116,11 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
         _plan_single(state, demand)
 
 
-def _planning_order(demand: ForkDemand) -> tuple[bool, bool, int, str]:
-    """Sort storage readers first, then targets by progress: others may wait for them."""
+def _planning_order(demand: ForkDemand) -> tuple[bool, bool, bool, int, str]:
+    """Sort engines first, then storage readers, then targets by progress: others may wait for them."""
     own = demand.target.instance_id
     return (
+        demand.target.background,
         all(share.source_id != own for share in demand.current_shares),
         not (demand.target.slow and demand.current_shares),
         -demand.target.watermark,
@@ -191,7 +193,7 @@ def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[S
     if target.verified or any(share.source_id == target.instance_id for share in demand.current_shares):
         return False
     return not any(
-        source.complete and source.weights_id == target.weights_id and not ineligible_reason(source, demand, state.now)
+        source.complete and source.weights_id == target.weights_id and not ineligible_reason(state, source, demand)
         for source in sources
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Final
 
+from planner.policy.background import is_waited_for, serves_engines
 from planner.policy.transports import is_same_host_read
 from planner.policy.types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_storage_weights
@@ -26,6 +27,12 @@ class PlanState:
         self.decisions: dict[str, PlanDecision] = {}
         self._demands = {demand.target.instance_id: demand for demand in demands}
         self._fork_ids = {demand.fork_id for demand in self._demands.values()}
+        self._background_forks = {
+            fork_id: name for fork_id, name in group.background_forks.items() if fork_id not in self._fork_ids
+        }
+        self._background_forks |= {
+            demand.fork_id: name for name, demand in self._demands.items() if demand.target.background
+        }
         self._shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._readers: dict[str, dict[str, float]] = {}
         self._same_host_readers: dict[str, set[str]] = {}
@@ -59,21 +66,52 @@ class PlanState:
         """Return the load of the source in targets at full speed, relative to its egress share.
 
         Reads within its host do not load its network link: they count only for a `target` that would also
-        stay on the host.
+        stay on the host. Background forks do not count for an engine's `target`, to which they yield.
         """
         readers = self.readers(source.instance_id)
+        if target is not None and not target.background and self.background_forks:
+            readers = {name: share for name, share in readers.items() if not self._yields(name)}
         same_host = self._same_host_readers_of(source.instance_id)
         if not same_host or (target is not None and is_same_host_read(source, target)):
             return sum(readers.values()) / source.egress_share
         return sum(share for fork_id, share in readers.items() if fork_id not in same_host) / source.egress_share
 
+    @property
+    def background_forks(self) -> Mapping[str, str]:
+        """Targets of background forks, by fork_id."""
+        return self._background_forks
+
+    def is_waited_for(self, instance_id: str) -> bool:
+        """Return True if an engine's fork depends on the instance; see `planner.policy.background`."""
+        return is_waited_for(instance_id, self.readers, self._background_forks)
+
+    def must_yield(self, source: Source, demand: ForkDemand) -> bool:
+        """Return True if the demand's fork must not read from the source over the network now."""
+        target = demand.target
+        if not target.background or is_same_host_read(source, target) or self.is_waited_for(target.instance_id):
+            return False
+        if demand.is_host_busy:
+            return True
+        return serves_engines(
+            source.instance_id, demand.fork_id, self._network_readers_of, self.readers, self._background_forks
+        )
+
+    def _yields(self, fork_id: str) -> bool:
+        target = self._background_forks.get(fork_id)
+        return target is not None and not self.is_waited_for(target)
+
+    def _network_readers_of(self, instance_id: str) -> Set[str]:
+        return self.readers(instance_id).keys() - self._same_host_readers_of(instance_id)
+
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
         """Return the fraction of a target's full speed that the source can serve without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
-    def free_slots(self, source: Source) -> int:
-        """Return how many more forks may read from the source."""
-        return max(0, source.max_readers - len(self.readers(source.instance_id)))
+    def free_slots(self, source: Source, target: Source | None = None) -> int:
+        """Return how many more forks may read from the source. A background `target` leaves one slot to engines."""
+        free = source.max_readers - len(self.readers(source.instance_id))
+        reserved = target is not None and target.background and source.max_readers > 1
+        return max(0, free - reserved)
 
     def is_known(self, source: Source) -> bool:
         """Return True if the source's own reads are known. After a restart they are not, until it replans."""

@@ -89,6 +89,11 @@ class Source:
     holder: str | None = None
     """Holder that keeps its image without an engine; None for an engine."""
 
+    @property
+    def background(self) -> bool:
+        """True for a holder's image: its fork yields to those of engines."""
+        return self.holder is not None
+
     @cached_property
     def watermark(self) -> int:
         """Number of chunks that it can serve."""
@@ -131,6 +136,8 @@ class GroupView:
     """Current reads of each target, by its instance_id."""
     candidates: tuple[str, ...] | None = None
     """Instances worth considering for these demands, if the group is large; None: all."""
+    background_forks: Mapping[str, str] = field(default_factory=dict)
+    """Targets of the forks that yield to those of engines, by fork_id."""
     loader_only: bool = False
     """True if a loader already ran here for the group and its instance served nothing: each target then runs
     its own.
@@ -161,6 +168,8 @@ class ForkDemand:
     """Current reads, kept while they are good."""
     is_elected_reader: bool = False
     """True if an earlier plan elected it to read its own storage: other targets may wait for it."""
+    is_host_busy: bool = False
+    """True if an engine on the target's host reads over the network."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,8 @@ class PlanDecision:
     """True if retrying soon may yield (more) routes: a source has no free slot, waits for its own source, or
     may be elected to read storage.
     """
+    is_paused: bool = False
+    """True if a background fork must not read now."""
     mismatched_source: str | None = None
     """instance_id to compare layouts with, if all holders of the model have another layout."""
 

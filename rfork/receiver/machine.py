@@ -436,6 +436,11 @@ class TransferMachine:
         if plan is not None:
             del self._faults[: len(self._requested or ())]
         self._requested = None
+        if plan is not None and plan.is_paused:
+            self._replan_reason = self._no_source_since = None
+            self._apply_plan(plan, now)
+            self._retry_at = now + (plan.retry_after_s or FIRST_RETRY_S)
+            return
         loader = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
         if loader is not None and not self._scheduler.complete:
             self._plans += 1

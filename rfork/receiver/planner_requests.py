@@ -106,7 +106,11 @@ class PlanRequester:
         if named and any(fault.error == SourceWeightsChanged.__name__ for fault in faults):
             self._open_storage_at = time.monotonic() + self._settings.no_source_timeout_s
         plan = self._request(faults, current)
-        if not (plan.routes or plan.storage) and time.monotonic() >= self._open_storage_at and self._open_storage():
+        if (
+            not (plan.routes or plan.storage or plan.is_paused)
+            and time.monotonic() >= self._open_storage_at
+            and self._open_storage()
+        ):
             before = plan.reason
             plan = self._request((), current)
             if plan.storage:

@@ -37,6 +37,11 @@ class Holders:
         """Return all holders, ordered by id."""
         return [self._records[holder_id] for holder_id in sorted(self._records)]
 
+    @property
+    def count(self) -> int:
+        """Number of known holders."""
+        return len(self._records)
+
     def on_host(self, host: str) -> list[HolderRecord]:
         """Return the holders on a host, ordered by id."""
         return [self._records[holder_id] for holder_id in sorted(self._by_host.get(host, ()))]

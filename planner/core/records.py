@@ -240,6 +240,8 @@ class ForkRecord:
     """Egress limits of its sources in bytes per second, by instance_id."""
     owner: str = ""
     """Owner of its instance when it was planned."""
+    holder: str | None = None
+    """Holder that fetches the image without an engine; None for an engine."""
 
     @property
     def group(self) -> GroupKey:
@@ -277,6 +279,7 @@ class ForkRecord:
             age_s=max(0.0, now - self.requested_at),
             chunk_count=self.chunk_count,
             image_bytes=self.image_bytes,
+            holder=self.holder,
         )
 
 

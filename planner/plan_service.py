@@ -62,6 +62,7 @@ from rfork.schema import (
     ProgressAck,
     ScaleUp,
     ScaleUpInfo,
+    WantedImage,
 )
 from rfork.settings import PlannerSettings
 from rfork.tracing import NOOP_TRACER, Tracer
@@ -610,7 +611,7 @@ class PlanService:
         await self.sweep()
         now, known = self.now(), self.state.holders.get(report.holder_id)
         owner = claimant.owner_of_holder(report.holder_id, known)
-        wanted = self.state.wanted_images(report, now)
+        wanted = self._wanted_images(report, now)
         record = HolderRecord(
             report,
             seen_at=now,
@@ -640,7 +641,11 @@ class PlanService:
     def holder_info(self, record: HolderRecord) -> HolderInfo:
         """Return a holder as listed by the API, with the images that it should keep now."""
         now = self.now()
-        return record.view(now, self.state.wanted_images(record.report, now))
+        return record.view(now, self._wanted_images(record.report, now))
+
+    def _wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
+        is_warm = self._warm_at is None or now >= self._warm_at
+        return self.state.wanted_images(report, now, keeps_all=not is_warm)
 
     async def remove_holder(self, holder_id: str, claimant: Claimant = PLANNER) -> None:
         """Forget the holder; its images are removed like other instances. An unknown holder is not an error."""

@@ -105,6 +105,15 @@ async def test_a_restarted_planner_learns_holders_with_one_heartbeat(time: FakeT
     assert "h" == restarted.holder("h").holder_id
 
 
+async def test_a_restarted_planner_ends_no_fetch(time: FakeTime) -> None:
+    """Until every engine had time to report, all that the holder has is wanted."""
+    restarted = make_service(time, heartbeat_interval_s=5)
+    fetching = holder_report(held(state="fetching"))
+    assert ["engine"] == await causes(restarted, fetching)
+    time.now += 5
+    assert [] == await causes(restarted, fetching)
+
+
 async def test_a_removed_holder_is_forgotten(service: PlanService) -> None:
     """Removing it again is not an error."""
     await service.report_holder(holder_report())

@@ -145,14 +145,6 @@ class ServedDeployment:
             host for view in views if view["scaleup"]["scaleup_id"] == self.uid for host in view["scaleup"]["hosts"]
         ]
 
-    def bind(self, uid: str, node: str) -> None:
-        """Bind a Pod to a node, as the scheduler does."""
-        name = self.pods()[uid]
-        target = {"apiVersion": "v1", "kind": "Node", "name": node}
-        document = {"metadata": {"name": name}, "target": target}
-        binding = cast(Pod.Binding, Pod.Binding.from_dict(document))
-        self._admin.create(binding, name, namespace=self._namespace)
-
     def events(self, reason: str) -> dict[str, int]:
         """Return the number of Events of each object, by its name."""
         found = self._admin.list(Event, namespace=self._namespace)
@@ -266,17 +258,26 @@ def test_the_api_server_is_killed_and_restarted(
     assert 0 == fleet.log("controller").count("Traceback")
 
 
-def test_nodes_of_bound_pods_are_announced(fleet: Installation, served: ServedDeployment) -> None:
+def bind(plane: ControlPlane, namespace: str, pod: str, node: str) -> None:
+    """Bind a Pod to a node, as the scheduler does."""
+    binding = {"metadata": {"name": pod}, "target": {"apiVersion": "v1", "kind": "Node", "name": node}}
+    with plane.client() as client:
+        client.post(f"/api/v1/namespaces/{namespace}/pods/{pod}/binding", json=binding).raise_for_status()
+
+
+def test_nodes_of_bound_pods_are_announced(
+    fleet: Installation, served: ServedDeployment, plane: ControlPlane, namespace: str
+) -> None:
     """Once a Pod is bound to a node, before its containers start, the planner knows that node."""
     fleet.start("controller")
     start_first_pod(served)
     second, third = served.scale_and_wait(3)
     until(lambda: served.expected() == 2, "two announced replicas")
     assert [] == served.hosts()
-    served.bind(second, "node-7")
+    bind(plane, namespace, served.pods()[second], "node-7")
     until(lambda: served.hosts() == ["node-7"], "the node of the first bound Pod")
     assert 2 == served.expected()
-    served.bind(third, "node-8")
+    bind(plane, namespace, served.pods()[third], "node-8")
     until(lambda: served.hosts() == ["node-7", "node-8"], "the node of the other Pod")
     assert 2 == served.expected()
     assert 1 == sum(served.events("ScaleUp").values()), "a node is no further scale-up"

@@ -273,6 +273,7 @@ def test_nodes_of_bound_pods_are_announced(
     start_first_pod(served)
     second, third = served.scale_and_wait(3)
     until(lambda: served.expected() == 2, "two announced replicas")
+    until(lambda: served.events("ScaleUp") == {NAME: 2}, "the Events of both scale-ups")
     assert [] == served.hosts()
     bind(plane, namespace, served.pods()[second], "node-7")
     until(lambda: served.hosts() == ["node-7"], "the node of the first bound Pod")
@@ -280,7 +281,8 @@ def test_nodes_of_bound_pods_are_announced(
     bind(plane, namespace, served.pods()[third], "node-8")
     until(lambda: served.hosts() == ["node-7", "node-8"], "the node of the other Pod")
     assert 2 == served.expected()
-    assert 1 == sum(served.events("ScaleUp").values()), "a node is no further scale-up"
+    wait_reconciled(fleet, "controller")
+    assert {NAME: 2} == served.events("ScaleUp")
 
 
 def test_a_pod_is_force_deleted(fleet: Installation, served: ServedDeployment) -> None:

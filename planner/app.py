@@ -15,6 +15,7 @@ from planner import http_errors
 from planner.api.events import events_router
 from planner.api.forks import forks_router
 from planner.api.health import health_router
+from planner.api.holders import holders_router
 from planner.api.instances import instances_router
 from planner.api.models import models_router
 from planner.api.previews import previews_router
@@ -45,6 +46,7 @@ Plans which inference instance reads which chunks of a model's weights from whic
 
 * An instance registers with `PUT /v1/instances/{id}`; repeating that call is its heartbeat.
 * A new instance requests a plan with `POST /v1/forks`, reads along the plan's routes, reports progress, and finishes.
+* A holder, which keeps images without an engine, reports with `PUT /v1/holders/{id}` and learns what to keep.
 * Registration is soft state: a planner that restarts recovers everything within one heartbeat.
 
 Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 9457 problem documents.
@@ -161,6 +163,7 @@ def create_app(
         forks_router(service),
         models_router(service),
         scaleups_router(service),
+        holders_router(service),
         previews_router(service),
         events_router(service, app.events),
         health_router(service, metrics),

@@ -50,11 +50,16 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("POST", "/add_seed", "instance"),
     ("POST", "/remove_seed", "instance"),
     ("POST", "/renew_seed_lease", "instance"),
+    # Lifecycle of a holder.
+    ("PUT", "/v1/holders/{holder_id}", "instance"),
+    ("DELETE", "/v1/holders/{holder_id}", "instance"),
     # Reading.
     ("GET", "/v1/instances", "reader"),
     ("GET", "/v1/instances/{below:path}", "reader"),
     ("GET", "/v1/forks", "reader"),
     ("GET", "/v1/forks/{below:path}", "reader"),
+    ("GET", "/v1/holders", "reader"),
+    ("GET", "/v1/holders/{below:path}", "reader"),
     ("GET", "/v1/events", "reader"),
     ("GET", "/v1/models", "reader"),
     ("GET", "/v1/models/{below:path}", "reader"),

@@ -19,7 +19,8 @@ from prometheus_client import (
 )
 
 from planner.core.group_history import Origin, origin_of
-from planner.core.records import ForkRecord, InstanceRecord
+from planner.core.holders import PrefetchResult
+from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
 from planner.core.scaleups import ExpectedReplicas
 from rfork import errors, weights_version
 from rfork.net.tls import not_after
@@ -107,6 +108,15 @@ class Metrics:
         self._expected = self._gauge("expected_replicas", "Replicas of announced scale-ups that have not arrived")
         self._scaleup_batches = self._counter(
             "scaleup_batches", "Batches of scale-ups; complete: no replica was missing", "complete"
+        )
+        self._holders = self._gauge("holders", "Registered holders")
+        self._held = self._gauge("held_bytes", "Memory that the images of holders use")
+        self._refused_images = self._gauge("refused_images", "Images that holders were to keep and do not")
+        self._prefetches = self._counter(
+            "prefetches",
+            "Announced images: used: forks that read an image of a holder on their host; unused: images that no engine"
+            " had used when their holder dropped them; wrong_layout: images whose engine came with another layout",
+            "result",
         )
         self._refused = self._counter("refused_requests", "Requests rejected before they reached a route", "reason")
         self._conflicts = self._counter(
@@ -204,6 +214,10 @@ class Metrics:
         if finish.efficiency is not None and math.isfinite(finish.efficiency):
             self._efficiency.observe(finish.efficiency)
 
+    def prefetch(self, result: PrefetchResult, count: int = 1) -> None:
+        """Count the result of prefetches."""
+        self._prefetches.labels(result).inc(count)
+
     def request_refused(self, slug: str) -> None:
         """Count a request that was rejected before it reached a route; `slug` is the last part of the
         problem's type.
@@ -225,11 +239,12 @@ class Metrics:
         orphaned: int = 0,
         mixed: int = 0,
         scaleups: Sequence[ExpectedReplicas] = (),
+        holders: Sequence[HolderRecord] = (),
     ) -> bytes:
         """Return all metrics in Prometheus' text format; the gauges are computed now, in one pass over each.
 
         `orphaned`: groups that have members but no source left. `mixed`: models of which more than one
-        version is served. `scaleups`: those in progress.
+        version is served. `scaleups`: those in progress. `holders`: those registered.
         """
         # Not from `record.source`, which would have to be rebuilt after each heartbeat.
         states = Tally("draining" if record.drained else record.report.state for record in instances)
@@ -252,6 +267,9 @@ class Metrics:
         self._mixed.set(mixed)
         self._scaleups.set(len(scaleups))
         self._expected.set(sum(each.record.expected - each.max_position_count for each in scaleups))
+        self._holders.set(len(holders))
+        self._held.set(sum(holder.report.used_bytes for holder in holders))
+        self._refused_images.set(sum(len(holder.report.refused) for holder in holders))
         return generate_latest(self.registry)
 
     def _initialise_series(self) -> None:
@@ -277,6 +295,8 @@ class Metrics:
             self._scaleup_batches.labels(is_complete)
         for type_name in get_args(StorageType):
             self._fallbacks.labels(type_name, FIRST_OF_VERSION)
+        for result in get_args(PrefetchResult):
+            self._prefetches.labels(result)
         for choice in get_args(VersionChoice):
             self._versions.labels(choice)
 

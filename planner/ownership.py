@@ -9,6 +9,8 @@ A record belongs to the owner of the secret that was sent with its first report
 | progress, finish | the same | the owner | the owner, or an operator if there is none |
 | drain, remove | anyone | the owner | any operator |
 
+Holders report and are removed like instances.
+
 An unknown id (new, or after a restart) belongs to the first caller that reports under it. The lease keys of
 its former owner stay out of reach: they are derived from that owner's secret too.
 """
@@ -25,7 +27,7 @@ from typing_extensions import Self
 from planner.auth import CALLER, Caller
 from planner.core.faults import address_of
 from planner.core.problems import ProblemError, invalid_field
-from planner.core.records import ForkRecord, InstanceRecord
+from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
 from planner.middleware import header
 from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
@@ -76,21 +78,33 @@ class Claimant:
 
     def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
         """Return the owner that a report of this caller sets; ProblemError if it may not report."""
-        if record is not None and record.owner:
-            self._check(f"instance {instance_id}", record.owner)
-        elif self.owner_required and not self.owner:
-            raise ProblemError(403, NOT_OWNER, f"instance {instance_id} needs an owner: send {OWNER_HEADER}")
-        return self.owner
+        return self._owner_of(f"instance {instance_id}", "" if record is None else record.owner)
+
+    def owner_of_holder(self, holder_id: str, record: HolderRecord | None) -> str:
+        """Return the owner that a holder's report sets; ProblemError if the caller may not report."""
+        return self._owner_of(f"holder {holder_id}", "" if record is None else record.owner)
 
     def check_can_remove(self, record: InstanceRecord) -> None:
         """Raise ProblemError if the caller may neither drain nor remove the instance."""
         if not self.is_operator:
             self._check(f"instance {record.report.instance_id}", record.owner)
 
+    def check_can_remove_holder(self, record: HolderRecord) -> None:
+        """Raise ProblemError if the caller may not remove the holder."""
+        if not self.is_operator:
+            self._check(f"holder {record.holder_id}", record.owner)
+
     def check_can_change_fork(self, fork: ForkRecord) -> None:
         """Raise ProblemError if the caller may neither report on the fork nor replan it."""
         if fork.owner or not self.is_operator:
             self._check(f"fork {fork.fork_id}", fork.owner)
+
+    def _owner_of(self, what: str, owner: str) -> str:
+        if owner:
+            self._check(what, owner)
+        elif self.owner_required and not self.owner:
+            raise ProblemError(403, NOT_OWNER, f"{what} needs an owner: send {OWNER_HEADER}")
+        return self.owner
 
     def _check(self, what: str, owner: str) -> None:
         if not owner or not hmac.compare_digest(owner, self.owner):
@@ -104,7 +118,13 @@ class _Trusted(Claimant):
     def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
         return record.owner if record is not None else ""
 
+    def owner_of_holder(self, holder_id: str, record: HolderRecord | None) -> str:
+        return record.owner if record is not None else ""
+
     def check_can_remove(self, record: InstanceRecord) -> None:
+        pass
+
+    def check_can_remove_holder(self, record: HolderRecord) -> None:
         pass
 
     def check_can_change_fork(self, fork: ForkRecord) -> None:

@@ -18,11 +18,19 @@ from planner.clock import Clock
 from planner.core import plans, requests
 from planner.core.batch_queue import Batch, BatchQueue
 from planner.core.faults import QUARANTINE_S, AvoidedByHost, FaultAssessment, contradictions
+from planner.core.holders import (
+    PrefetchResult,
+    is_worth_storing,
+    prefetch_results,
+    prefetched_images,
+    unused_prefetches,
+)
 from planner.core.leases import LeaseSigner
 from planner.core.problems import ProblemError, check_ranges, store_busy
 from planner.core.records import (
     ForkRecord,
     GroupKey,
+    HolderRecord,
     InstanceRecord,
     ScaleUpRecord,
     StoreChange,
@@ -44,6 +52,9 @@ from rfork.schema import (
     ForkProgress,
     ForkRequest,
     ForkResult,
+    HolderAck,
+    HolderInfo,
+    HolderReport,
     InstanceAck,
     InstanceReport,
     Outcome,
@@ -65,6 +76,8 @@ FIRST_HEARTBEAT_FRACTION: Final = 0.9
 """Fraction of the heartbeat interval after which every instance has reported: they send at 0.8 of it."""
 RATE_WINDOW_S: Final = 1.0
 """Seconds over which a target measures its current read rate (see `ForkProgress.bytes_per_s`)."""
+HOLDER_HEARTBEAT_S: Final = 1.0
+"""Maximum interval of holders' reports: a prefetch that begins later saves less of an engine's start."""
 MIN_FORKS_FOR_STRAGGLERS: Final = 3
 """Minimum number of running forks in a group before one of them can be judged slow."""
 
@@ -492,7 +505,26 @@ class PlanService:
             report = target.report.model_copy(update=completed_progress)
             instances = (replace(target, report=report),)
         ended = self._end_fork(replace(fork, abandoned=False), finish)
-        await self.store.commit(StoreChange(instances=instances, forks=(ended,)))
+        holders: tuple[HolderRecord, ...] = ()
+        if target is not None and target.report.holder is None:
+            result, holders = self._prefetch_results(fork, finish, target.report)
+            if result is not None:
+                self._metrics.prefetch(result)
+        await self.store.commit(StoreChange(instances=instances, forks=(ended,), holders=holders))
+
+    def _prefetch_results(
+        self, fork: ForkRecord, finish: ForkResult, target: InstanceReport
+    ) -> tuple[PrefetchResult | None, tuple[HolderRecord, ...]]:
+        holders = self.state.holders.on_host(target.placement.host)
+        if not holders:
+            return None, ()
+        sources = [source for name in finish.sources if (source := self.state.instance(name)) is not None]
+        local_images = [
+            source
+            for source in sources
+            if source.report.holder is not None and source.report.placement.host == target.placement.host
+        ]
+        return prefetch_results(fork, finish, target.layout_id, holders, local_images)
 
     # -- scale-ups --------------------------------------------------------------------------------
 
@@ -531,7 +563,7 @@ class PlanService:
             self._log.info(
                 "scale-up announced", scaleup_id=scaleup.scaleup_id, model=scaleup.model,
                 version=scaleup.version, replicas=scaleup.replicas, by=scaleup.announced_by,
-                expires_in_s=scaleup.expires_in_s,
+                hosts=len(scaleup.hosts), expires_in_s=scaleup.expires_in_s,
             )  # fmt: skip
         tracked = self.state.scaleups.find(scaleup.scaleup_id, self.now())
         return self._scaleup_info(tracked or ExpectedReplicas(record))  # it may already have expired
@@ -567,10 +599,58 @@ class PlanService:
         forecast = self.state.forecast(scaleup.model, scaleup.version)
         return scaleup_info(tracked.record, tracked.arrived_since, self.now(), forecast)
 
+    # -- holders ----------------------------------------------------------------------------------
+
+    async def report_holder(self, report: HolderReport, claimant: Claimant = PLANNER) -> HolderAck:
+        """Register a holder, or process its heartbeat; return the images that it should keep."""
+        await self.sweep()
+        now, known = self.now(), self.state.holders.get(report.holder_id)
+        owner = claimant.owner_of_holder(report.holder_id, known)
+        wanted = self.state.wanted_images(report, now)
+        record = HolderRecord(
+            report,
+            seen_at=now,
+            ttl_s=self._settings.instance_ttl_s,
+            owner=owner,
+            prefetched=prefetched_images(known, report, wanted),
+        )
+        if is_worth_storing(record, known, self._settings.heartbeat_interval_s):
+            await self.store.commit(StoreChange(holders=(record,)))
+        if known is None:
+            self._log.info(
+                "holder reported", holder_id=report.holder_id, host=report.placement.host,
+                memory_bytes=report.memory_bytes, images=len(report.images),
+            )  # fmt: skip
+        else:
+            self._metrics.prefetch("unused", unused_prefetches(known, report))
+        return HolderAck(heartbeat_s=min(self._settings.heartbeat_interval_s, HOLDER_HEARTBEAT_S), wanted=wanted)
+
+    def holder(self, holder_id: str) -> HolderRecord:
+        """Return the holder's record; ProblemError `unknown-holder` if there is none."""
+        record = self.state.holders.get(holder_id)
+        if record is None or self.now() >= record.expires_at:
+            raise ProblemError(404, "unknown-holder", f"unknown holder {holder_id}")
+        return record
+
+    def holder_info(self, record: HolderRecord) -> HolderInfo:
+        """Return a holder as listed by the API, with the images that it should keep now."""
+        now = self.now()
+        return record.view(now, self.state.wanted_images(record.report, now))
+
+    async def remove_holder(self, holder_id: str, claimant: Claimant = PLANNER) -> None:
+        """Forget the holder; its images are removed like other instances. An unknown holder is not an error."""
+        record = self.state.holders.get(holder_id)
+        if record is None:
+            return
+        claimant.check_can_remove_holder(record)
+        await self.store.commit(StoreChange(removed_holders=(holder_id,)))
+        self._metrics.prefetch("unused", unused_prefetches(record, None))
+        self._log.info("holder removed", holder_id=holder_id)
+
     # -- periodic work -----------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Forget silent instances, abandon silent forks, mark slow relays, forget expired scale-ups.
+        """Forget silent instances and holders, abandon silent forks, mark slow relays, forget expired scale-ups.
 
         Runs at most once a second.
         """
@@ -599,12 +679,27 @@ class PlanService:
             if fork.fork_id not in forks:
                 forks[fork.fork_id] = self._abandon(fork, "failed", f"no progress for {ttl_s:g} s")
         slow, expired = tuple(self._find_stragglers(now)), self.state.scaleups.expired(now)
-        if forks or removed or slow or expired:
-            change = StoreChange(instances=slow, forks=tuple(forks.values()), removed=tuple(removed), withdrawn=expired)
+        holders = list(self.state.holders.overdue(now))
+        if forks or removed or slow or expired or holders:
+            change = StoreChange(
+                instances=slow,
+                forks=tuple(forks.values()),
+                removed=tuple(removed),
+                withdrawn=expired,
+                removed_holders=tuple(record.holder_id for record in holders),
+            )
             try:
                 await self.store.commit(change)
             except StoreUnavailable as error:
                 self._log.warning("failed to remove silent instances and forks, retrying", reason=str(error))
+                return
+        for record in holders:
+            self._metrics.prefetch("unused", unused_prefetches(record, None))
+            self._log.warning(
+                "holder forgotten: it stopped sending heartbeats",
+                holder_id=record.holder_id,
+                silent_s=round(now - record.seen_at, 1),
+            )
 
     def _find_stragglers(self, now: float) -> list[InstanceRecord]:
         """Return relays that have started to fall behind since the last sweep."""
@@ -620,13 +715,21 @@ class PlanService:
         return found
 
     def _is_last_seed(self, record: InstanceRecord) -> bool:
-        """Return True if no other readable instance has the same complete weights."""
-        source = record.source
+        """Return True if no other readable instance has the same complete weights.
+
+        A holder's image counts like an engine's, unless the holder ends with the start of one engine.
+        """
+        source, state = record.source, self.state
         if not source.complete:
             return False
-        holder_count = self.state.group(record.group).holders_of(source.layout_id).get((source.weights_id, None))
+        group = state.group(record.group)
+        holder_count = group.holders_of(source.layout_id).get((source.weights_id, None))
         others = (holder_count.seeds if holder_count else 0) - (source.state != "draining" and not source.quarantine)
-        return others <= 0
+        if others <= 0:
+            return True
+        seeds = group.seeds_of(source.layout_id, source.weights_id)
+        records = (state.instance(name) for name in seeds if name != source.instance_id)
+        return not any(other is not None and state.holders.is_lasting(other) for other in records)
 
     def _expected_suffix(self, record: InstanceRecord) -> str:
         """Return a message suffix about the replicas expected in its group; empty if there are none."""

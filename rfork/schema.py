@@ -234,7 +234,8 @@ class ModelInfo(WireModel):
     layout_id: HexId = Field(description="id of the layout")
     weights_id: HexId | None = Field(description="digest of the weights; null: not known yet")
     image_bytes: Bytes = Field(description="size of the image")
-    seeds: int = Field(description="number of complete instances")
+    seeds: int = Field(description="number of complete instances, those of holders included")
+    holders: int = Field(0, description="number of those seeds that holders keep without an engine")
     relays: int = Field(description="number of instances that are still receiving and serve verified chunks")
     forks_running: int = Field(description="number of running forks")
     storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage; kept for a while after its last instance has left")
@@ -460,6 +461,13 @@ class HolderInfo(WireModel):
     report: HolderReport = Field(description="its latest report")
     age_s: float = Field(description="seconds since its latest report")
     wanted: tuple[WantedImage, ...] = Field((), description="images that it should keep, most urgent first")
+
+
+class HolderPage(WireModel):
+    """A page of holders."""
+
+    items: tuple[HolderInfo, ...] = Field(description="sorted by id")
+    next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
 class ForkEvent(WireModel):

@@ -13,6 +13,12 @@ from rfork.schema import (
     ForkProgress,
     ForkRequest,
     ForkResult,
+    HeldImage,
+    HolderAck,
+    HolderInfo,
+    HolderPage,
+    HolderReport,
+    ImageSelector,
     InstanceAck,
     InstanceInfo,
     InstancePage,
@@ -27,12 +33,14 @@ from rfork.schema import (
     PreviewTarget,
     ProgressAck,
     Rank,
+    RefusedImage,
     Route,
     ScaleUp,
     ScaleUpInfo,
     SourceFault,
     StorageAssignment,
     StorageCandidate,
+    WantedImage,
 )
 
 LAYOUT: Final = "9f86d081884c7d659a2feaa0c55ad015"
@@ -175,6 +183,7 @@ SCALEUP: Final = ScaleUp(
     replicas=3,
     expires_in_s=900,
     announced_by="deployment/default/llama",
+    hosts=("node-c", "node-d"),
 )
 FINISHED_SCALEUP: Final = SCALEUP.model_copy(update={"replicas": 0})
 SCALEUP_VIEW: Final = ScaleUpInfo(
@@ -186,6 +195,45 @@ SCALEUP_VIEW: Final = ScaleUpInfo(
     reason="they fork from 2 seeds",
 )
 SCALEUPS: Final = (SCALEUP_VIEW,)
+HOLDER: Final = HolderReport(
+    holder_id="holder-1",
+    placement=Placement(host="node-c", rack="r2", zone="z1"),
+    memory_bytes=96 << 30,
+    used_bytes=IMAGE_BYTES,
+    selectors=(ImageSelector(model=MODEL),),
+    images=(
+        HeldImage(
+            instance_id="holder-1-image-1",
+            model=MODEL,
+            version="files:9f86d081884c7d659a2feaa0c55ad015",
+            rank=Rank(),
+            layout_id=LAYOUT,
+            image_bytes=IMAGE_BYTES,
+            state="ready",
+            idle_s=12.5,
+        ),
+    ),
+    refused=(
+        RefusedImage(
+            model="meta-llama/Llama-3.1-405B",
+            version="commit:b906e4dc842aa489c962f9db26554dcfdde901fe",
+            rank_key=Rank(tp_size=8).key,
+            reason="needs 102 GB of 96 GB memory",
+        ),
+    ),
+)
+WANTED: Final = WantedImage(
+    model=MODEL,
+    version="files:9f86d081884c7d659a2feaa0c55ad015",
+    rank=Rank(),
+    layout_id=LAYOUT,
+    image_bytes=IMAGE_BYTES,
+    cause="announced",
+    reason="scale-up default.llama announced by deployment/default/llama for this host",
+)
+HOLDER_ACK: Final = HolderAck(heartbeat_s=1, wanted=(WANTED,))
+HOLDER_INFO: Final = HolderInfo(report=HOLDER, age_s=0.4, wanted=(WANTED,))
+HOLDERS: Final = HolderPage(items=(HOLDER_INFO,))
 PREVIEW_REQUEST: Final = PreviewRequest(model=MODEL, targets=3, link_bytes_per_s=1.25e9)
 PREVIEWS: Final = PreviewPage(
     items=(

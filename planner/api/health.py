@@ -57,7 +57,7 @@ def health_router(service: PlanService, metrics: Metrics) -> APIRouter:
         orphaned = sum(group.orphaned for group in state.groups())
         mixed = len(state.models_with_several_versions())
         scaleups = state.scaleups.live(service.now())
-        text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed, scaleups)
+        text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed, scaleups, state.holders.all())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

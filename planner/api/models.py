@@ -43,6 +43,7 @@ def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
     plan.
     """
     seeds: Counter[Image] = Counter()
+    holders: Counter[Image] = Counter()
     relays: Counter[Image] = Counter()
     forks: Counter[Image] = Counter()
     members: dict[Image, str] = {}
@@ -55,6 +56,7 @@ def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
         members[image] = instance_id
         if source.complete:
             seeds[image] += 1
+            holders[image] += source.holder is not None
         elif receiving:
             relays[image] += 1
         if receiving:
@@ -69,6 +71,7 @@ def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
             weights_id=image[1],
             image_bytes=record.report.image_bytes if record is not None else 0,
             seeds=seeds[image],
+            holders=holders[image],
             relays=relays[image],
             forks_running=forks[image],
             storage_bytes=group.history.storage_bytes,

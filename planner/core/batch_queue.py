@@ -85,8 +85,11 @@ class BatchQueue:
         self._bursts: dict[GroupKey, _Burst] = {}
 
     def add(self, request: PlanContext, now: float, store_now: float) -> Batch | None:
-        """Add a request to its batch, which may be new. None if it is to be planned alone, immediately."""
-        if request.is_replan:
+        """Add a request to its batch, which may be new. None if it is to be planned alone, immediately.
+
+        A holder's fork waits for no other: it is planned again anyway when an engine needs its sources.
+        """
+        if request.is_replan or request.target.report.holder is not None:
             return None
         is_scaleup = self._scaleup_wait_s > 0 and self._is_expected(request, store_now)
         if not is_scaleup and self._min_wait_s <= 0:

@@ -12,6 +12,7 @@ an unplanned reader: a fork that the member reports and that this planner did no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -116,6 +117,16 @@ def availability_tier(source: Source, readers: int, *, has_data: bool, missing: 
     if readers >= source.max_readers:
         return 2
     return 1 if (source.slow and not source.complete) or has_only_gpu_kernels(source.transports) else 0
+
+
+def is_engine_seed(source: Source) -> bool:
+    """Return True if an engine serves a complete image."""
+    return source.holder is None and source.complete and is_readable(source)
+
+
+def is_readable(source: Source) -> bool:
+    """Return True if new readers may be assigned to a member that has something to serve."""
+    return source.state != "draining" and not source.quarantine
 
 
 class ContentCounts:
@@ -262,6 +273,8 @@ class GroupIndex:
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
         self._holders = ContentCounts()
         self._layouts: dict[str, dict[str, None]] = {}
+        self._engines: dict[str, dict[str, None]] = {}  # members without a holder, by layout
+        self._engine_seeds: Counter[str] = Counter()  # by layout
         self.history = GroupHistory() if history is None else history
         self.had_seed = False
         """True if any member ever had the complete weights."""
@@ -302,7 +315,7 @@ class GroupIndex:
             return
         if old is not None:
             self._unindex(instance_id)
-            if source.layout_id != old.layout_id:
+            if (source.layout_id, source.holder) != (old.layout_id, old.holder):
                 self._leave_layout(instance_id)
         self.sources[instance_id] = source
         if source.slow:
@@ -310,6 +323,8 @@ class GroupIndex:
         else:
             self._slow.pop(instance_id, None)
         self._layouts.setdefault(source.layout_id, {})[instance_id] = None
+        if source.holder is None:
+            self._engines.setdefault(source.layout_id, {})[instance_id] = None
         self._reader_slots.set_unplanned_readers(instance_id, tuple(unplanned_readers))
         if missing != (instance_id in self._missing):
             self._set_missing(instance_id, missing)
@@ -424,6 +439,33 @@ class GroupIndex:
         return self._holders.counts_for(layout_id)
 
     @property
+    def layouts(self) -> Collection[str]:
+        """Layouts of the members."""
+        return self._layouts
+
+    def newest_of(self, layout_id: str) -> str:
+        """Return the member of a layout that joined the group last, an engine if there is one."""
+        return next(reversed(self._engines.get(layout_id) or self._layouts[layout_id]))
+
+    def seeds_of(self, layout_id: str, weights_id: str | None) -> Iterator[str]:
+        """Yield the members that serve these complete weights and can be read from."""
+        for name in self._layouts.get(layout_id, ()):
+            source = self.sources[name]
+            if source.weights_id == weights_id and source.complete and is_readable(source):
+                yield name
+
+    def engine_seeds(self, layout_id: str) -> int:
+        """Return the number of seeds of a layout that can be read from and belong to engines, not to holders."""
+        return self._engine_seeds[layout_id]
+
+    def has_relay(self, layout_id: str) -> bool:
+        """Return True if a target of this layout reads from a source or from storage."""
+        return any(
+            shares and (source := self.sources.get(name)) is not None and source.layout_id == layout_id
+            for name, shares in self.shares.items()
+        )
+
+    @property
     def orphaned(self) -> bool:
         """True if the group has members but no source left, though it had one.
 
@@ -501,7 +543,7 @@ class GroupIndex:
         """Return True if a report changes nothing that the index depends on, as most heartbeats do."""
         indexed_values = [
             (each.layout_id, each.weights_id, each.provisional_id, each.generation, each.state, each.complete,
-             each.location, each.quarantine, each.slow, bool(each.verified))
+             each.location, each.quarantine, each.slow, each.holder, bool(each.verified))
             for each in (old, new)
         ]  # fmt: skip
         return indexed_values[0] == indexed_values[1] and self._bucket_of_member[old.instance_id][1] == self._bucket(
@@ -541,11 +583,13 @@ class GroupIndex:
         self._bucket_of_member[instance_id] = buckets, bucket
         self._buckets_by_layout.setdefault(buckets, SourceBuckets()).add(source.location, bucket, instance_id)
         self._holders.add(source)
+        self._engine_seeds[source.layout_id] += is_engine_seed(source)
 
     def _unindex(self, instance_id: str) -> None:
         source = self.sources[instance_id]
         self._remove_from_bucket(source, *self._bucket_of_member.pop(instance_id))
         self._holders.remove(source)
+        self._engine_seeds[source.layout_id] -= is_engine_seed(source)
 
     def _remove_from_bucket(self, source: Source, buckets: tuple[str, Content], bucket: Bucket) -> None:
         self._buckets_by_layout[buckets].remove(source.location, bucket, source.instance_id)
@@ -554,9 +598,11 @@ class GroupIndex:
 
     def _leave_layout(self, instance_id: str) -> None:
         layout_id = self.sources[instance_id].layout_id
-        del self._layouts[layout_id][instance_id]
-        if not self._layouts[layout_id]:
-            del self._layouts[layout_id]
+        for members_by_layout in (self._layouts, self._engines):
+            members = members_by_layout.get(layout_id, {})
+            members.pop(instance_id, None)
+            if not members:
+                members_by_layout.pop(layout_id, None)
 
     def _content(self, source: Source) -> Content:
         """Return the content that the member has, or is receiving by its plan."""

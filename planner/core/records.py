@@ -1,4 +1,4 @@
-"""Immutable records of instances, forks and scale-ups; each change makes a new record.
+"""Immutable records of instances, forks, scale-ups and holders; each change makes a new record.
 
 Times are in seconds on the store's clock, which all replicas share.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from planner.policy.prefetch import ImageKey
 from planner.policy.types import HostLocation, Source, Storage
 from rfork import schema
 from rfork.image.ranges import Range, normalise
@@ -18,6 +19,8 @@ from rfork.schema import (
     ForkProgress,
     ForkResult,
     ForkState,
+    HolderInfo,
+    HolderReport,
     InstanceInfo,
     InstanceReport,
     Outcome,
@@ -25,6 +28,7 @@ from rfork.schema import (
     ScaleUp,
     StorageAssignment,
     StorageCandidate,
+    WantedImage,
 )
 
 
@@ -157,6 +161,7 @@ class InstanceRecord:
             slow=self.slow_since is not None,
             quarantined_until=self.quarantined_until,
             quarantine=self.quarantine,
+            holder=report.holder,
         )
 
     def view(self, now: float) -> InstanceInfo:
@@ -294,6 +299,33 @@ class ScaleUpRecord:
 
 
 @dataclass(frozen=True)
+class HolderRecord:
+    """A holder's last report. Its images are instances with records of their own."""
+
+    report: HolderReport
+    seen_at: float
+    ttl_s: float
+    owner: str = ""
+    """Digest of the secret that later changes must match; empty: any caller may change it."""
+    prefetched: tuple[ImageKey, ...] = ()
+    """Images that it fetched because they were announced, and that no engine on its host has used yet."""
+
+    @property
+    def holder_id(self) -> str:
+        """Id of the holder."""
+        return self.report.holder_id
+
+    @property
+    def expires_at(self) -> float:
+        """Time at which it is forgotten."""
+        return self.seen_at + self.ttl_s
+
+    def view(self, now: float, wanted: tuple[WantedImage, ...]) -> HolderInfo:
+        """Return the holder as listed by the API."""
+        return HolderInfo(report=self.report, age_s=max(0.0, now - self.seen_at), wanted=wanted)
+
+
+@dataclass(frozen=True)
 class StoreChange:
     """Records to write, and ids to remove, atomically."""
 
@@ -304,6 +336,9 @@ class StoreChange:
     scaleups: tuple[ScaleUpRecord, ...] = ()
     withdrawn: tuple[str, ...] = ()
     """Ids of scale-ups to remove."""
+    holders: tuple[HolderRecord, ...] = ()
+    removed_holders: tuple[str, ...] = ()
+    """Ids of holders to remove."""
     group: GroupKey | None = None
     """If set, the change is applied only if the forks of this group have not changed since `version`."""
     version: int = 0

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from planner.core.group_index import GroupIndex
 from planner.core.records import GroupKey, InstanceRecord, ScaleUpRecord
-from rfork.schema import InstanceReport, ScaleUpInfo
+from rfork.schema import InstanceReport, ScaleUp, ScaleUpInfo
 from rfork.weights_version import short
 
 Position = tuple[str, int]
@@ -91,6 +91,8 @@ class ScaleUpTracker:
 
     def is_expected(self, record: InstanceRecord, now: float) -> bool:
         """Return True if the instance, before its first fork request, is expected by a scale-up."""
+        if record.report.holder is not None:
+            return False
         since = self._first.get(replica_key(record.report), record.since)
         live = [
             scaleup
@@ -100,7 +102,9 @@ class ScaleUpTracker:
         return any(scaleup.remaining(position_of(record.report)) for scaleup in live)
 
     def add(self, record: InstanceRecord) -> None:
-        """Record an instance that is new, or that requests its first fork."""
+        """Record an instance that is new, or that requests its first fork; a holder's image is no replica."""
+        if record.report.holder is not None:
+            return
         position, replica = position_of(record.report), replica_key(record.report)
         self._indices.setdefault(position[0], set()).add(position[1])
         since = self._first[replica] = min(record.since, self._first.get(replica, math.inf))
@@ -200,6 +204,7 @@ class ScaleUps:
 
     def __init__(self) -> None:
         self._records: dict[str, ScaleUpRecord] = {}
+        self._by_host: dict[str, dict[str, None]] = {}  # ids by announced host
         self._models: dict[str, ScaleUpTracker] = {}
 
     def apply(self, records: Iterable[ScaleUpRecord], withdrawn: Iterable[str]) -> set[str]:
@@ -210,6 +215,8 @@ class ScaleUps:
         for record in records:
             models |= self._withdraw(record.scaleup.scaleup_id) | {record.scaleup.model}
             self._records[record.scaleup.scaleup_id] = record
+            for host in record.scaleup.hosts:
+                self._by_host.setdefault(host, {})[record.scaleup.scaleup_id] = None
         return models
 
     def recount(self, model: str, members: Iterable[InstanceRecord]) -> None:
@@ -246,6 +253,12 @@ class ScaleUps:
         found = [tracked for model in self._models.values() for tracked in model.live(now)]
         return sorted(found, key=lambda tracked: tracked.record.scaleup.scaleup_id)
 
+    def announced_for(self, host: str, now: float) -> list[ScaleUp]:
+        """Return the scale-ups whose replicas will start on a host, in order of their first announcement."""
+        records = [self._records[scaleup_id] for scaleup_id in self._by_host.get(host, ())]
+        live = [record for record in records if now < record.expires_at]
+        return [record.scaleup for record in sorted(live, key=lambda each: (each.first_at, each.scaleup.scaleup_id))]
+
     def expired(self, now: float) -> tuple[str, ...]:
         """Return the ids of expired scale-ups."""
         return tuple(name for name, record in self._records.items() if now >= record.expires_at)
@@ -270,7 +283,13 @@ class ScaleUps:
     def _withdraw(self, scaleup_id: str) -> set[str]:
         """Remove a scale-up; return its model, if it was known."""
         old = self._records.pop(scaleup_id, None)
-        return set() if old is None else {old.scaleup.model}
+        if old is None:
+            return set()
+        for host in set(old.scaleup.hosts):
+            del self._by_host[host][scaleup_id]
+            if not self._by_host[host]:
+                del self._by_host[host]
+        return {old.scaleup.model}
 
 
 def scaleup_info(record: ScaleUpRecord, arrived: int, now: float, forecast: ScaleUpForecast) -> ScaleUpInfo:

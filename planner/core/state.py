@@ -12,11 +12,13 @@ from typing import Final
 
 from planner.core.group_history import GroupHistory, GroupHistoryCache
 from planner.core.group_index import GroupIndex
+from planner.core.holders import Holders
 from planner.core.records import ForkRecord, GroupKey, InstanceRecord, RouteRecord, StoreChange
 from planner.core.scaleups import ScaleUpForecast, ScaleUps
+from planner.policy.prefetch import FleetImage, LocalEngine, wanted_images
 from planner.policy.types import Source
 from rfork import weights_version
-from rfork.schema import ForkResult, StorageAssignment
+from rfork.schema import ForkResult, HolderReport, Rank, StorageAssignment, WantedImage
 
 ForkListener = Callable[[ForkRecord], None]
 ScaleUpListener = Callable[[], None]
@@ -71,6 +73,14 @@ def _serves(source: Source) -> bool:
     return source.complete and source.state != "draining"
 
 
+def _serves_as_engine(source: Source) -> bool:
+    return source.holder is None and _serves(source)
+
+
+def _is_first(rank: Rank) -> bool:
+    return rank.tp == rank.pp == rank.ep == 0
+
+
 def _is_complete(source: Source) -> bool:
     return source.complete
 
@@ -92,10 +102,12 @@ class PlannerState:
         self._groups: dict[GroupKey, GroupIndex] = {}
         self._models: dict[str, dict[GroupKey, GroupIndex]] = {}
         self._replicas: dict[str, dict[str, None]] = {}  # instances by replica
+        self._hosts: dict[str, dict[str, None]] = {}  # instances by host
         self._histories = GroupHistoryCache()
         self._listeners: list[ForkListener] = []
         self._scaleup_listeners: list[ScaleUpListener] = []
         self.scaleups = ScaleUps()
+        self.holders = Holders()
         self.reloads = 0
         """Number of times that everything was loaded again."""
 
@@ -108,6 +120,7 @@ class PlannerState:
             self._put_fork(fork)
         for instance_id in change.removed:
             self._forget(instance_id)
+        self.holders.apply(change.holders, change.removed_holders)
         models = self.scaleups.apply(change.scaleups, change.withdrawn)
         for model in models:
             self.scaleups.recount(model, self.members_of(model))
@@ -118,12 +131,13 @@ class PlannerState:
         """Remove everything, before the store's content is loaded again."""
         for table in (self._instances, self._by_last_seen, self._forks, self._live, self._live_targets):
             table.clear()
-        for rest in (self._ended, self._groups, self._models, self._replicas):
+        for rest in (self._ended, self._groups, self._models, self._replicas, self._hosts):
             rest.clear()
         for order in (self._instance_order, self._fork_order):
             order.clear()
         self._histories.clear()
         self.scaleups = ScaleUps()
+        self.holders = Holders()
 
     def notify_reloaded(self) -> None:
         """Notify listeners that the store's content was loaded, after `clear`."""
@@ -241,16 +255,15 @@ class PlannerState:
         return {version: count for version, count in sorted(counts.items()) if version and count}
 
     def models_with_several_versions(self) -> set[str]:
-        """Return the models with complete instances of more than one version.
+        """Return the models with complete engines of more than one version.
 
-        Versions that only one replica can have do not count: each replica updated in place has its own.
+        Versions that only one replica can have do not count: each replica updated in place has its own. Nor do
+        holders, which keep an earlier version for a while.
         """
         served: dict[str, set[str]] = {}
         for group in self._groups.values():
             version, sources = group.key.version, group.sources.values()
-            if weights_version.is_shareable(version) and any(
-                source.complete and source.state != "draining" for source in sources
-            ):
+            if weights_version.is_shareable(version) and any(map(_serves_as_engine, sources)):
                 served.setdefault(group.key.model, set()).add(version)
         return {model for model, versions in served.items() if len(versions) > 1}
 
@@ -262,11 +275,14 @@ class PlannerState:
     def representatives_of(self, model: str, role: str, other_than: str) -> Iterator[InstanceRecord]:
         """Yield enough instances to know which versions of a model are served, received, complete or read from storage.
 
-        Of each group these are one in each of these states, if there is one, and all that read storage. Unlike
-        `members_of`, this does not visit all members of a group that has a seed.
+        Of each group these are one in each of these states, if there is one, an engine if possible, and all that read
+        storage. Unlike `members_of`, this does not visit all members of a group that has a seed.
         """
         groups = [group for group in self._models.get(model, {}).values() if self._role_of(group) == role]
-        serving = [self._first(group, other_than, _serves) for group in groups]
+        serving = [
+            self._first(group, other_than, _serves_as_engine) or self._first(group, other_than, _serves)
+            for group in groups
+        ]
         for group, found in zip(groups, serving, strict=True):
             complete = found or self._first(group, other_than, _is_complete)
             begun = None if any(serving) else self._first(group, other_than, self._has_begun)
@@ -292,6 +308,64 @@ class PlannerState:
     def groups_of(self, model: str) -> list[GroupIndex]:
         """Return the groups of one model."""
         return list(self._models.get(model, {}).values())
+
+    def fleet_images(self, model: str) -> list[FleetImage]:
+        """Return the images of one model, and of the drafts in its replicas."""
+        images: list[FleetImage] = []
+        draft_models: dict[str, None] = {}
+        for group in self.groups_of(model):
+            for layout_id in group.layouts:
+                image, newest = self._fleet_image(group, layout_id)
+                images.append(image)
+                if _is_first(newest.report.rank):
+                    replica = list(self.ranks_of(newest.report.replica or ""))
+                    draft_models |= {each.report.model: None for each in replica if each.report.rank.role != "main"}
+        draft_models.pop(model, None)
+        for draft_model in draft_models:
+            for group in self.groups_of(draft_model):
+                if self._role_of(group) != "main":
+                    images += [self._fleet_image(group, layout_id)[0] for layout_id in group.layouts]
+        return images
+
+    def engines_on(self, host: str) -> list[LocalEngine]:
+        """Return the engines on a host, the most recent first."""
+        records = [self._instances[instance_id] for instance_id in self._hosts.get(host, ())]
+        engines = sorted(
+            (record for record in records if record.report.holder is None),
+            key=lambda record: (record.since, record.report.instance_id),
+            reverse=True,
+        )
+        return [
+            LocalEngine(
+                self._fleet_image(self._groups[record.group], record.report.layout_id)[0], record.source.complete
+            )
+            for record in engines
+        ]
+
+    def wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
+        """Return the images that a holder should keep, most urgent first."""
+        host = report.placement.host
+        announced = self.scaleups.announced_for(host, now) if report.follows_host else []
+        models = dict.fromkeys(each.model for each in (*announced, *report.selectors))
+        engines = self.engines_on(host) if report.follows_host else []
+        return wanted_images(report, {model: self.fleet_images(model) for model in models}, engines, announced)
+
+    def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
+        """Return an image of the group, and the newest instance that has it."""
+        newest = self._instances[group.newest_of(layout_id)]
+        report = newest.report
+        image = FleetImage(
+            model=group.model,
+            version=group.version,
+            rank=report.rank,
+            layout_id=layout_id,
+            image_bytes=report.image_bytes,
+            seeds=sum(count.seeds for count in group.holders_of(layout_id).values()),
+            engine_seeds=group.engine_seeds(layout_id),
+            has_relay=group.has_relay(layout_id),
+            since=newest.since,
+        )
+        return image, newest
 
     def source_rate_limits(self, fork: ForkRecord) -> dict[str, int]:
         """Return the egress limits (bytes per second) of a fork's sources, by instance_id, for those that have one.
@@ -331,6 +405,9 @@ class PlannerState:
             self._leave_replica(old)
         if record.report.replica is not None:
             self._replicas.setdefault(record.report.replica, {})[instance_id] = None
+        if old is not None and old.report.placement.host != record.report.placement.host:
+            self._leave_host(old)
+        self._hosts.setdefault(record.report.placement.host, {})[instance_id] = None
         group = self._groups.get(record.group)
         if group is None:
             group = GroupIndex(record.group, self._histories.pop_group(record.group))
@@ -344,7 +421,7 @@ class PlannerState:
         if old is not None and record.plan_requested == old.plan_requested:
             return False
         self.scaleups.add(record)
-        return record.plan_requested
+        return record.plan_requested and record.report.holder is None
 
     def _resume_forks(self, record: InstanceRecord, group: GroupIndex) -> None:
         """Restore the fork and the readers of an instance that was forgotten, or is new to this replica."""
@@ -361,6 +438,13 @@ class PlannerState:
             del self._by_last_seen[record.ttl_s][instance_id]
             self._leave_group(record)
             self._leave_replica(record)
+            self._leave_host(record)
+
+    def _leave_host(self, record: InstanceRecord) -> None:
+        host = record.report.placement.host
+        self._hosts[host].pop(record.report.instance_id, None)
+        if not self._hosts[host]:
+            del self._hosts[host]
 
     def _leave_replica(self, record: InstanceRecord) -> None:
         replica = record.report.replica

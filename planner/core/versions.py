@@ -122,11 +122,14 @@ def _can_complete(
 
 
 def _served(records: Sequence[InstanceRecord]) -> set[str]:
-    """Return the versions that complete instances serve; if none, those that instances are receiving."""
-    complete = {record.version for record in records if record.source.complete and record.source.state != "draining"}
-    return (complete or {record.version for record in records if record.plan_requested or record.resolved_version}) - {
-        ""
-    }
+    """Return the versions that complete engines serve; if none, those of holders; if none, those in transfer.
+
+    Holders keep an earlier version for a while, which must not make the choice ambiguous during a rollout.
+    """
+    complete = [record for record in records if record.source.complete and record.source.state != "draining"]
+    engines = [record for record in complete if record.report.holder is None]
+    served = {record.version for record in engines or complete}
+    return (served or {record.version for record in records if record.plan_requested or record.resolved_version}) - {""}
 
 
 def _served_with_main(

@@ -86,6 +86,8 @@ class Source:
     quarantined_until: float = 0.0
     quarantine: str = ""
     """Reason of the quarantine."""
+    holder: str | None = None
+    """Holder that keeps its image without an engine; None for an engine."""
 
     @cached_property
     def watermark(self) -> int:

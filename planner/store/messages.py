@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter
 
-from planner.core.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord, StoreChange
+from planner.core.records import ForkRecord, GroupKey, HolderRecord, InstanceRecord, ScaleUpRecord, StoreChange
 from rfork.schema import ChunkRange, InstanceReport
 
 Record = TypeVar("Record", InstanceRecord, ForkRecord)
@@ -155,10 +155,14 @@ class ChangeMessage:
     scaleups: tuple[tuple[str, str], ...] = ()
     """Scale-ups as JSON text (`SCALEUP_ADAPTER`), by id: always complete, the last one wins."""
     withdrawn: tuple[str, ...] = ()
+    holders: tuple[tuple[str, str], ...] = ()
+    """Holders as JSON text (`HOLDER_ADAPTER`), by id: like scale-ups."""
+    removed_holders: tuple[str, ...] = ()
 
 
 CHANGE_ADAPTER: Final = TypeAdapter(ChangeMessage)
 SCALEUP_ADAPTER: Final = TypeAdapter(ScaleUpRecord)
+HOLDER_ADAPTER: Final = TypeAdapter(HolderRecord)
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,7 @@ class StoreSnapshot:
     ended: tuple[str, ...]
     """Finished forks, in the order in which they ended."""
     scaleups: Mapping[str, ScaleUpRecord] = field(default_factory=dict)
+    holders: Mapping[str, HolderRecord] = field(default_factory=dict)
 
 
 def body_of(
@@ -225,6 +230,8 @@ def body_of(
         emptied=tuple(group_text(group) for group in emptied),
         scaleups=tuple((each.scaleup.scaleup_id, SCALEUP_ADAPTER.dump_json(each).decode()) for each in change.scaleups),
         withdrawn=change.withdrawn,
+        holders=tuple((each.holder_id, HOLDER_ADAPTER.dump_json(each).decode()) for each in change.holders),
+        removed_holders=change.removed_holders,
     )
 
 

@@ -23,6 +23,7 @@ Keys::
                 then count as `floor`, the number of the change that removed the last one
     ended       finished forks, in order
     scaleups    id -> JSON text
+    holders     the same
 
 All keys expire when no planner has written for a day. Only this module imports the `redis` package.
 """
@@ -52,6 +53,7 @@ from planner.store.messages import (
     CHANGE_ADAPTER,
     CONFLICT_VERDICT,
     FORKS,
+    HOLDER_ADAPTER,
     INSTANCES,
     SCALEUP_ADAPTER,
     UNKNOWN_VERDICT,
@@ -82,9 +84,9 @@ MAX_BACKOFF_S: Final = 2.0
 CANCEL_RETRY_S: Final = 0.1
 TIMEOUT_FACTOR: Final = 3
 """Multiples of the follower's wait without a response from Redis after which this replica's clock stops."""
-FORMAT: Final = 7
+FORMAT: Final = 8
 """Format of keys and records: planners of different formats do not see one another."""
-KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
+KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups", "holders")
 KEEP_CHANGES: Final = 20_000
 """Stream length. A replica further behind reloads everything: ten seconds of 10,000 instances' heartbeats."""
 KEEP_BYTES: Final = 64 << 20
@@ -354,10 +356,10 @@ class RedisClient:
             await self._call("SCRIPT LOAD", COMMIT)
             async with self._redis.pipeline(transaction=True) as steps:
                 steps.execute_command("EVAL", OPEN, len(KEYS), *self._keys.values(), uuid.uuid4().hex, KEEP_S * 1000)
-                for name in ("instances", "forks", "versions", "scaleups"):
+                for name in ("instances", "forks", "versions", "scaleups", "holders"):
                     steps.execute_command("HGETALL", self._keys[name])
                 steps.execute_command("ZRANGE", self._keys["ended"], 0, -1)
-                header, instances, forks, versions, scaleups, ended = await steps.execute()
+                header, instances, forks, versions, scaleups, holders, ended = await steps.execute()
                 epoch, number, at, floor = header
             return StoreSnapshot(
                 epoch=epoch.decode(),
@@ -369,6 +371,7 @@ class RedisClient:
                 floor=int(floor or 0),
                 ended=tuple(name.decode() for name in ended),
                 scaleups={name.decode(): SCALEUP_ADAPTER.validate_json(text) for name, text in scaleups.items()},
+                holders={name.decode(): HOLDER_ADAPTER.validate_json(text) for name, text in holders.items()},
             )
 
     async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[ChangeMessage]) -> CommitResult:
@@ -472,7 +475,7 @@ COMMIT: Final = """
 -- length of the stream and bytes of half of it, TTL of the keys in milliseconds; head part and all parts of an
 -- instance, then of a fork; bodies.
 -- Returns {changes it has not read, a verdict for each body, shared time}, or nil if it must load everything.
-local meta, changes, instances, forks, versions, ended, scaleups = unpack(KEYS)
+local meta, changes, instances, forks, versions, ended, scaleups, holders = unpack(KEYS)
 local epoch, since, at, max_finished_forks, max_changes, half_bytes, ttl_ms = unpack(ARGV, 1, 7)
 local instance_head, instance_parts, fork_head, fork_parts = unpack(ARGV, 8, 11)
 local CONFLICT, UNKNOWN, FIRST_BODY = 0, -1, 12
@@ -539,6 +542,8 @@ local function commit(text)
     for _, id in ipairs(body.removed) do remove(instances, instance_parts, id) end
     for _, each in ipairs(body.scaleups) do redis.call('HSET', scaleups, each[1], each[2]) end
     for _, id in ipairs(body.withdrawn) do redis.call('HDEL', scaleups, id) end
+    for _, each in ipairs(body.holders) do redis.call('HSET', holders, each[1], each[2]) end
+    for _, id in ipairs(body.removed_holders) do redis.call('HDEL', holders, id) end
     number = redis.call('HINCRBY', meta, 'number', 1)
     if body.group ~= '' then redis.call('HSET', versions, body.group, number) end
     for _, group in ipairs(body.emptied) do

@@ -10,6 +10,7 @@ from planner.core.records import GroupKey, StoreChange
 from planner.core.state import PlannerState
 from planner.store.messages import (
     FORKS,
+    HOLDER_ADAPTER,
     INSTANCES,
     SCALEUP_ADAPTER,
     Codec,
@@ -58,7 +59,13 @@ class Replica:
         live.sort(key=lambda fork: fork.seen_at)
         self.state.apply(StoreChange(forks=(*(contents.forks[name] for name in ended), *live)))
         instances = sorted(contents.instances.values(), key=lambda instance: instance.seen_at)
-        self.state.apply(StoreChange(instances=tuple(instances), scaleups=tuple(contents.scaleups.values())))
+        self.state.apply(
+            StoreChange(
+                instances=tuple(instances),
+                scaleups=tuple(contents.scaleups.values()),
+                holders=tuple(contents.holders.values()),
+            )
+        )
         self.mark_synced(contents.time)
         self.state.notify_reloaded()
 
@@ -73,12 +80,15 @@ class Replica:
             instances = tuple(_apply_patches(INSTANCES, body.instances, self.state.instance))
             forks = tuple(_apply_patches(FORKS, body.forks, self.state.fork))
             scaleups = tuple(SCALEUP_ADAPTER.validate_json(text) for _, text in body.scaleups)
+            holders = tuple(HOLDER_ADAPTER.validate_json(text) for _, text in body.holders)
         except ValueError as error:
             first_line = str(error).partition("\n")[0]
             raise ReplicaOutdated(f"change {entry.number} does not match the local records: {first_line}") from None
         # Clock first: later events here must not appear to precede the change.
         self._clock_offset += max(0.0, entry.time - self.now())
-        self.state.apply(StoreChange(instances, forks, body.removed, scaleups, body.withdrawn))
+        self.state.apply(
+            StoreChange(instances, forks, body.removed, scaleups, body.withdrawn, holders, body.removed_holders)
+        )
         if body.group:
             self._versions[group_from(body.group)] = entry.number
         for emptied in body.emptied:

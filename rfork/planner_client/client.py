@@ -30,6 +30,10 @@ from rfork.schema import (
     ForkRequest,
     ForkResult,
     ForkState,
+    HolderAck,
+    HolderInfo,
+    HolderPage,
+    HolderReport,
     InstanceAck,
     InstanceInfo,
     InstancePage,
@@ -57,18 +61,20 @@ MODELS: Final = TypeAdapter(list[ModelInfo])
 PREVIEWS: Final = TypeAdapter(PreviewPage)
 SCALEUP: Final = TypeAdapter(ScaleUpInfo)
 SCALEUPS: Final = TypeAdapter(list[ScaleUpInfo])
+HOLDER_ACK: Final = TypeAdapter(HolderAck)
+HOLDER_PAGE: Final = TypeAdapter(HolderPage)
 
 PAGE: Final = 1000
-"""Page size of `instances` and `forks`."""
+"""Page size of `instances`, `forks` and `holders`."""
 
-Page = TypeVar("Page", InstancePage, ForkPage)
+Page = TypeVar("Page", InstancePage, ForkPage, HolderPage)
 
 
 class PlannerClient:
     """Client of one planner.
 
     Every method raises PlannerUnreachable if the planner does not respond within `timeout_s`, and
-    PlannerRejected for problem documents and unexpected responses. If the planner is busy, `report` and
+    PlannerRejected for problem documents and unexpected responses. If the planner is busy, reports and
     `request_plan` retry once, within `timeout_s`. A `deadline` (`time.monotonic()` value) limits a call
     further. Both limits hold even for slow or endless responses. Responses of more than 32 MiB are rejected.
     The constructor raises SettingsError for an unusable URL or unusable files; it does not connect.
@@ -245,6 +251,29 @@ class PlannerClient:
         self._streams.add(stream)
         return stream
 
+    # -- holders ----------------------------------------------------------------------------------
+
+    def report_holder(self, report: HolderReport) -> HolderAck:
+        """Register a holder, or send its heartbeat; the response has the images that it should keep."""
+        return self._rest.parsed(HOLDER_ACK, "PUT", _holder(report.holder_id), report, patient=True)
+
+    def holders(self, *, host: str | None = None, deadline: float | None = None) -> list[HolderInfo]:
+        """Return all holders, or those on a host, sorted by id, fetched page by page; `deadline` limits all pages."""
+        pages = self._pages(
+            lambda after: self._rest.parsed(
+                HOLDER_PAGE,
+                "GET",
+                "/v1/holders",
+                query={"host": host, "after": after, "limit": PAGE},
+                deadline=deadline,
+            )
+        )
+        return [item for page in pages for item in page.items]
+
+    def remove_holder(self, holder_id: str, *, deadline: float | None = None) -> None:
+        """Remove the holder; an unknown holder is not an error. Its images are instances: remove them separately."""
+        self._rest.call("DELETE", _holder(holder_id), deadline=deadline)
+
     # -- fleet ------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelInfo]:
@@ -307,6 +336,10 @@ class PlannerClient:
 
 def _instance(instance_id: str) -> str:
     return f"/v1/instances/{quote(instance_id, safe=':')}"
+
+
+def _holder(holder_id: str) -> str:
+    return f"/v1/holders/{quote(holder_id, safe=':')}"
 
 
 def _fork(fork_id: str) -> str:

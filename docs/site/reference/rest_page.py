@@ -33,6 +33,7 @@ TITLES = {
     "forks": "Forks",
     "models": "Models",
     "scaleups": "Scale-ups",
+    "holders": "Holders",
     "events": "Events",
     "vllm-ascend": "vLLM-Ascend's clients",
 }

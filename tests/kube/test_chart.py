@@ -11,7 +11,6 @@ from typing import Any, Literal
 import kubernetes_validate
 import pytest
 
-from planner.metrics import Metrics
 from planner.integrations.kubernetes.inject import (
     FILES_IN_IMAGE,
     FILES_VOLUME,
@@ -21,6 +20,7 @@ from planner.integrations.kubernetes.inject import (
     files_volume,
 )
 from planner.integrations.kubernetes.inject import environment as environment_of_instance
+from planner.metrics import Metrics
 from rfork import settings
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings, TlsSettings, variables
 from tests.kube.chart import (

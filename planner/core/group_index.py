@@ -470,11 +470,11 @@ class GroupIndex:
         """True if the group has members but no source left, though it had one.
 
         A group whose last members are draining does not count: they shut down, as in a rollout of another
-        version.
+        version. Nor does one whose last members are images that holders still receive.
         """
         if not self.had_seed or self._holders.any_seed:
             return False
-        return any(source.state != "draining" for source in self.sources.values())
+        return any(source.state != "draining" and source.holder is None for source in self.sources.values())
 
     def _candidates(self, layout_id: str, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
         """Return members of a layout: those that read storage, and the best of each of the targets'

@@ -346,7 +346,7 @@ class PlannerState:
         """Return the images that a holder should keep, most urgent first."""
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
-        models = dict.fromkeys(each.model for each in (*announced, *report.selectors))
+        models = {each.model for each in announced} | {each.model for each in report.selectors}
         engines = self.engines_on(host) if report.follows_host else []
         return wanted_images(report, {model: self.fleet_images(model) for model in models}, engines, announced)
 

@@ -72,22 +72,22 @@ class LocalEngine:
 
 @dataclass
 class ReplicaShape:
-    """The images that replicas of one version, size and role have: of each rank, the layout that most seeds have."""
+    """The images of replicas of one version, size and role."""
 
     min_ranks: int
     """Minimum number of ranks; expert parallelism may add more."""
-    by_rank: dict[str, FleetImage] = field(default_factory=dict)
+    by_rank: dict[str, list[FleetImage]] = field(default_factory=dict)
+    """Images in any layout, by rank key."""
 
     def add(self, image: FleetImage) -> None:
         """Add an image of one of the ranks."""
-        known = self.by_rank.get(image.rank.key)
-        if known is None or _seed_score(image) > _seed_score(known):
-            self.by_rank[image.rank.key] = image
+        self.by_rank.setdefault(image.rank.key, []).append(image)
 
     @property
     def images(self) -> list[FleetImage]:
-        """Its images, ordered by rank."""
-        return sorted(self.by_rank.values(), key=lambda image: (image.rank.pp, image.rank.ep, image.rank.tp))
+        """Of each rank the image in the layout with most seeds, ordered by rank."""
+        best = [max(images, key=_seed_score) for images in self.by_rank.values()]
+        return sorted(best, key=lambda image: (image.rank.pp, image.rank.ep, image.rank.tp))
 
     @property
     def score(self) -> tuple[int, int, float]:
@@ -95,12 +95,12 @@ class ReplicaShape:
 
         Engines count first, or holders, which keep an earlier version for a while, would outvote a rollout.
         """
-        images = self.by_rank.values()
-        is_complete = len(images) >= self.min_ranks
+        ranks = self.by_rank.values()
+        is_complete = len(ranks) >= self.min_ranks
         return (
-            min(image.engine_seeds for image in images) if is_complete else 0,
-            min(image.seeds for image in images) if is_complete else 0,
-            max(image.since for image in images),
+            min(sum(image.engine_seeds for image in images) for images in ranks) if is_complete else 0,
+            min(sum(image.seeds for image in images) for images in ranks) if is_complete else 0,
+            max(image.since for images in ranks for image in images),
         )
 
 

@@ -26,7 +26,7 @@ FORBIDDEN_IN_NAMES = {
     "take takes taking took taken": "receive, acquire, load",
     "ask asks asking asked": "request",
     "look looks looking looked": "poll, check",
-    "hold holds holding held": "own, cache; throttled, limited",
+    "holds holding": "own, cache; throttled, limited",
     "way ways": "strategy, access path",
     "place places placed placing": "location, slot, placement",
     "whole": "complete",

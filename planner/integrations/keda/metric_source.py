@@ -166,8 +166,10 @@ class MetricSource:
         return (await self._scaleups.get(None)).get(model, signals.NO_SCALEUP)
 
     async def _list_instances(self, model: str) -> tuple[InstanceInfo, ...]:
+        """Return the engines that serve or load the model: a holder's image has no server."""
         with self._planner_span("/v1/instances"):
-            return await self._planner_api.instances(model=model)
+            instances = await self._planner_api.instances(model=model)
+        return tuple(each for each in instances if each.report.holder is None)
 
     async def _count_forks(self, _: None) -> Mapping[str, int]:
         with self._planner_span("/v1/forks"):

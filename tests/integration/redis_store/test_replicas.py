@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from planner.clock import Clock
 from planner.core.records import StoreChange
+from planner.policy.prefetch import ImageKey
 from planner.store.base import CommitConflict
 from rfork.schema import ForkResult
 from tests.integration.redis_store.stores import (
@@ -20,7 +21,7 @@ from tests.integration.redis_store.stores import (
     until,
 )
 from tests.processes import RedisServer
-from tests.unit.planner.records import GROUP, fork, instance, scaleup
+from tests.unit.planner.records import GROUP, fork, holder, instance, scaleup
 
 
 async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
@@ -142,6 +143,21 @@ async def test_a_replica_that_starts_later_loads_everything(make: MakeStore) -> 
     assert ["live", "planned", "y", "z"] == forks_of(later)
     assert one.version(GROUP) == later.version(GROUP)
     assert seen_at == (record.seen_at if record else None)
+
+
+async def test_holders_are_shared_and_loaded(make: MakeStore) -> None:
+    """A replica sees those that the other stores and removes, and loads them when it starts."""
+    one, other = make(), make()
+    await one.start()
+    await other.start()
+    record = replace(holder("h"), prefetched=(ImageKey("m", "v1", "r", "a" * 32),))
+    await one.commit(StoreChange(holders=(record, holder("gone"))))
+    await until(lambda: other.state.holders.get("h") is not None)
+    await other.commit(StoreChange(removed_holders=("gone",)))
+    later = make()
+    await later.start()
+    assert [record] == other.state.holders.all()
+    assert [record] == later.state.holders.all()
 
 
 async def test_fork_reports_outlive_their_instances(make: MakeStore) -> None:

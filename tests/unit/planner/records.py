@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from planner.core.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
-from rfork.schema import ForkResult, Rank, ScaleUp
+from planner.core.records import ForkRecord, GroupKey, HolderRecord, InstanceRecord, ScaleUpRecord
+from rfork.schema import ForkResult, HolderReport, Placement, Rank, ScaleUp
 from tests.unit.planner.builders import VERSION, seed_report
 
 GROUP: Final = GroupKey("m", VERSION, Rank().key)
@@ -32,3 +32,9 @@ def scaleup(name: str, replicas: int, *, expires_at: float = 900.0) -> ScaleUpRe
     """Return the record of a scale-up of the group's model."""
     announcement = ScaleUp(scaleup_id=name, model=GROUP.model, replicas=replicas)
     return ScaleUpRecord(announcement, first_at=0.0, expires_at=expires_at)
+
+
+def holder(name: str, *, seen_at: float = 0.0, **changes: object) -> HolderRecord:
+    """Return the record of a holder on host `node` with a TTL of ten seconds; `changes` apply to its report."""
+    values = {"holder_id": name, "placement": Placement(host="node"), "memory_bytes": 1 << 30}
+    return HolderRecord(HolderReport.model_validate(values | changes), seen_at=seen_at, ttl_s=10.0)

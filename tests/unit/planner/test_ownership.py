@@ -14,12 +14,13 @@ from planner.auth import ROUTES
 from rfork.errors import PlannerRejected
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.ownership import OWNER_HEADER
-from rfork.schema import ForkProgress, ForkResult
+from rfork.schema import ForkProgress, ForkResult, HolderReport, Placement, WireModel
 from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
 from tests.unit.planner.builders import FakeTime, fork_request, report, seed_report
 
 VICTIM, ATTACKER = "v" * 32, "a" * 32
+HOLDER = HolderReport(holder_id="h", placement=Placement(host="node"), memory_bytes=1)
 PROGRESS = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0)
 FINISH = ForkResult(outcome="failed", seconds=1, bytes_read=0)
 
@@ -46,12 +47,13 @@ class PlannerHarness:
 
 @pytest.fixture
 def harness(tmp_path: Path, time: FakeTime) -> PlannerHarness:
-    """A planner with the victim's records: a seed, and a target that forks from it."""
+    """A planner with the victim's records: a seed, a target that forks from it, and a holder."""
     (tmp_path / "tokens").write_text("instance work\noperator rule\nreader read\n")
     made = PlannerHarness(tmp_path / "tokens", time)
     victim = made.caller()
     victim.report(seed_report("s"))
     victim.request_plan(fork_request("t"))
+    victim.report_holder(HOLDER)
     return made
 
 
@@ -59,6 +61,8 @@ CALLS: dict[str, Callable[[PlannerClient], object]] = {
     "PUT /v1/instances/{instance_id}": lambda caller: caller.report(seed_report("s")),
     "DELETE /v1/instances/{instance_id}": lambda caller: caller.remove("s"),
     "POST /v1/instances/{instance_id}/drain": lambda caller: caller.drain("s", force=False),
+    "PUT /v1/holders/{holder_id}": lambda caller: caller.report_holder(HOLDER),
+    "DELETE /v1/holders/{holder_id}": lambda caller: caller.remove_holder("h"),
     "POST /v1/forks": lambda caller: caller.request_plan(fork_request("t")),
     "POST /v1/forks/{fork_id}/progress": lambda caller: caller.progress("fork-t", PROGRESS),
     "POST /v1/forks/{fork_id}/finish": lambda caller: caller.finish("fork-t", FINISH),
@@ -90,11 +94,12 @@ def test_every_route_of_an_instance_checks_the_owner() -> None:
     assert changing == {route for route in CALLS if not route.startswith("POST /v1/forks/")}
 
 
-@pytest.mark.parametrize("route", ["PUT /v1/instances/{instance_id}", "POST /v1/forks"])
+@pytest.mark.parametrize("route", ["PUT /v1/instances/{instance_id}", "PUT /v1/holders/{holder_id}", "POST /v1/forks"])
 def test_with_tokens_an_instance_needs_an_owner_to_register(harness: PlannerHarness, route: str) -> None:
     """A record without an owner could be changed by anyone."""
-    body = seed_report("new") if route.startswith("PUT") else fork_request("new")
-    method, path = route.replace("{instance_id}", "new").split()
+    bodies: dict[str, WireModel] = {"/v1/instances/new": seed_report("new"), "/v1/forks": fork_request("new")}
+    method, path = route.replace("{instance_id}", "new").replace("{holder_id}", "new").split()
+    body = bodies.get(path) or HOLDER.model_copy(update={"holder_id": "new"})
     headers = {"Authorization": "Bearer work"}
     with httpx.Client(base_url="http://planner", transport=AppTransport(harness.app), headers=headers) as web:
         response = web.request(method, path, json=body.model_dump(mode="json"))

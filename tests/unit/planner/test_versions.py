@@ -55,6 +55,13 @@ def test_a_draining_instance_serves_no_version() -> None:
     assert "v2" == resolve(target(), records, ()).version
 
 
+def test_the_version_of_engines_is_adopted_before_those_of_holders() -> None:
+    """Holders keep an earlier version for a while; they count if no engine serves."""
+    earlier, later = seed("h-1", "v1", holder="h"), seed("h-2", "v2", holder="h")
+    assert "v2" == resolve(target(), [earlier, later, seed("e", "v2")], ()).version
+    assert "v1" == resolve(target(), [earlier], ()).version
+
+
 def test_a_version_being_loaded_is_adopted_if_none_is_served() -> None:
     """A cold group without files shares one load."""
     loading = InstanceRecord(report("a", version=None), seen_at=0.0, ttl_s=10.0, resolved_version=unnamed("a"))

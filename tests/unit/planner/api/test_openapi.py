@@ -66,6 +66,10 @@ DOCUMENTED = {
     ("get", "/v1/forks"): READING,
     ("get", "/v1/forks/{fork_id}"): READING | {"404"},
     ("get", "/v1/models"): READING,
+    ("put", "/v1/holders/{holder_id}"): SENDING,
+    ("delete", "/v1/holders/{holder_id}"): READING | {"503"},
+    ("get", "/v1/holders"): READING,
+    ("get", "/v1/holders/{holder_id}"): READING | {"404"},
 }
 
 

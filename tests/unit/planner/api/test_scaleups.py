@@ -37,7 +37,7 @@ def gauges(web: httpx.Client) -> dict[str, float]:
 def test_a_scale_up_is_announced_counted_down_and_withdrawn(web: httpx.Client, planner: PlannerClient) -> None:
     """A second announcement starts the count again; withdrawing twice is harmless."""
     announced = web.post("/v1/scaleups", json=SCALEUP).json()
-    assert {**SCALEUP, "version": None, "expires_in_s": 900.0} == announced["scaleup"]
+    assert {**SCALEUP, "version": None, "expires_in_s": 900.0, "hosts": []} == announced["scaleup"]
     assert 0 == announced["arrived_count"]
     assert NO_SOURCE_REASON == announced["reason"]
     planner.report(seed_report("s"))

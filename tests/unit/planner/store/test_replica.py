@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.records import ForkRecord, InstanceRecord, StoreChange
+from planner.policy.prefetch import ImageKey
 from planner.store.messages import (
     FORKS,
     INSTANCES,
@@ -20,7 +21,7 @@ from planner.store.messages import (
 from planner.store.replica import Replica
 from rfork.schema import ForkResult
 from tests.unit.planner.builders import FakeTime
-from tests.unit.planner.records import GROUP, fork, instance, scaleup
+from tests.unit.planner.records import GROUP, fork, holder, instance, scaleup
 
 OTHER = GROUP._replace(rank_key="other")
 
@@ -211,6 +212,26 @@ def test_an_invalid_scale_up_causes_a_reload(replica: Replica) -> None:
     """It is handled like any invalid record."""
     with pytest.raises(ReplicaOutdated, match="change 1 does not match the local records"):
         replica.apply(LogEntry(1, ChangeMessage(scaleups=(("a", "{}"),))))
+
+
+def test_the_last_complete_holder_wins(replica: Replica) -> None:
+    """It arrives in a change or in a load, with its prefetched images, and stays until removed."""
+    image = ImageKey("m", "v1", "r", "a" * 32)
+    first, second = holder("a"), replace(holder("a", used_bytes=1), prefetched=(image,))
+    there = []
+    replica.apply(LogEntry(1, body_of(StoreChange(holders=(first, holder("b"))), {}, {})))
+    there.append(replica.state.holders.all())
+    replica.apply(LogEntry(2, body_of(StoreChange(holders=(second,), removed_holders=("b", "c")), {}, {})))
+    there.append(replica.state.holders.all())
+    replica.fill(replace(contents(number=2), holders={"a": first}))
+    there.append(replica.state.holders.all())
+    assert [[first, holder("b")], [second], [first]] == there
+
+
+def test_an_invalid_holder_causes_a_reload(replica: Replica) -> None:
+    """It is handled like any invalid record."""
+    with pytest.raises(ReplicaOutdated, match="change 1 does not match the local records"):
+        replica.apply(LogEntry(1, ChangeMessage(holders=(("a", "{}"),))))
 
 
 def test_listeners_are_notified_of_arrivals_announcements_and_loads(replica: Replica) -> None:

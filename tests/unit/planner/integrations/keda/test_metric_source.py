@@ -11,6 +11,7 @@ from planner.integrations.keda.metric_source import CACHE_TTL_S, HOST_RETENTION_
 from planner.integrations.keda.signals import MetricUnavailable, TriggerReading
 from planner.integrations.keda.triggers import Trigger
 from planner.integrations.planner_api import PlannerUnavailable
+from rfork.schema import InstanceInfo
 from tests.unit.fake_clock import FakeClock
 from tests.unit.planner.integrations.keda.fakes import (
     MODEL,
@@ -24,6 +25,11 @@ from tests.unit.planner.integrations.keda.fakes import (
 )
 
 WAITING = Trigger(MODEL, "waiting", 10.0, port=8000)
+
+
+def with_holder(view: InstanceInfo) -> InstanceInfo:
+    """Return the instance as a holder's image."""
+    return view.model_copy(update={"report": view.report.model_copy(update={"holder": "h"})})
 
 
 class MetricSourceHarness:
@@ -51,6 +57,24 @@ async def test_engines_are_polled_at_their_listed_hosts() -> None:
     trigger = Trigger(MODEL, "waiting", 10.0, port=9000, path="/m", scheme="https")
     assert TriggerReading(7.0, True) == await harness.metric_source.read(trigger)
     assert ["https://a:9000/m", "https://b:9000/m"] == sorted(harness.engines.requests)
+
+
+async def test_holders_are_no_engines() -> None:
+    """Their images have no server, and are no replicas that start."""
+    harness = MetricSourceHarness(a=engine(3))
+    harness.planner_api.instance_views = (
+        instance("a"),
+        *(with_holder(instance(host, state)) for host, state in (("b", "serving"), ("c", "loading"))),
+    )
+    assert TriggerReading(3.0, True) == await harness.metric_source.read(WAITING)
+    assert ["http://a:8000/metrics"] == harness.engines.requests
+
+
+async def test_a_prefetch_activates_nothing() -> None:
+    """No engine serves or starts."""
+    harness = MetricSourceHarness()
+    harness.planner_api.instance_views = (with_holder(instance("c", "loading")),)
+    assert TriggerReading(0.0, False) == await harness.metric_source.read(WAITING)
 
 
 async def test_many_triggers_share_one_poll() -> None:

@@ -41,7 +41,7 @@ class FleetState:
     def of(cls, client: PlannerClient, model: str | None = None) -> Self:
         """Fetch the current state, of all models or of one. Raises the errors of the client."""
         models = tuple(row for row in client.models() if model in (None, row.model))
-        holders = holders_of_model(client.holders(), model)
+        holders = holders_of_model(filter(keeps_images, client.holders()), model)
         return cls(models, tuple(client.instances(model=model)), tuple(client.forks(model=model)), holders)
 
     @property
@@ -57,6 +57,11 @@ class FleetState:
             "forks": [row.model_dump(mode="json") for row in self.forks],
             "holders": [row.model_dump(mode="json") for row in self.holders],
         }
+
+
+def keeps_images(holder: HolderInfo) -> bool:
+    """Return False for a report of `rfork launch`, which only selects what the holder of its host keeps."""
+    return holder.report.memory_bytes > 0
 
 
 def holders_of_model(holders: Iterable[HolderInfo], model: str | None) -> tuple[HolderInfo, ...]:

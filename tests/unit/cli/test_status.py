@@ -42,7 +42,7 @@ WANTED = WantedImage(
 def holder(
     *images: HeldImage, refused: tuple[RefusedImage, ...] = (), host: str = "node-1", age_s: float = 1.0
 ) -> HolderInfo:
-    """Return a holder that was told to keep `WANTED`."""
+    """Return a holder that should keep `WANTED`."""
     report = HolderReport(
         holder_id=f"holder-{host}", placement=Placement(host=host), memory_bytes=96 * GB,
         used_bytes=4 * GB * len(images), images=images, refused=refused,
@@ -166,7 +166,7 @@ def test_holders_of_one_model() -> None:
 def test_an_image_of_a_holder_has_the_role_holder() -> None:
     """In the tree, unless it is draining."""
     seen = instance("a")
-    held = seen.model_copy(update={"report": seen.report.model_copy(update={"holder": "holder-1"})})
-    assert "holder a m on node" in rendered_tree(view=held)
-    report = held.report.model_copy(update={"state": "draining"})
-    assert "draining a m on node" in rendered_tree(view=held.model_copy(update={"report": report}))
+    kept = seen.model_copy(update={"report": seen.report.model_copy(update={"holder": "holder-1"})})
+    assert "holder a m on node" in rendered_tree(view=kept)
+    report = kept.report.model_copy(update={"state": "draining"})
+    assert "draining a m on node" in rendered_tree(view=kept.model_copy(update={"report": report}))

@@ -226,10 +226,10 @@ def observe(
     instances: dict[str, list[InstanceInfo]] = {}
     forks: dict[str, list[ForkInfo]] = {}
     unmatched_instances: list[InstanceInfo] = []
-    held: set[str] = set()
+    of_holders: set[str] = set()
     for view in snapshot.instances:
         if view.report.holder is not None:
-            held.add(view.report.instance_id)
+            of_holders.add(view.report.instance_id)
             unmatched_instances.append(view)
             continue
         uid = pod_uid(view.report.instance_id, pods, deleted)
@@ -239,7 +239,7 @@ def observe(
             instances.setdefault(uid, []).append(view)
     for fork in snapshot.forks:
         uid = pod_uid(fork.instance_id, pods, deleted)
-        if uid is not None and fork.instance_id not in held:
+        if uid is not None and fork.instance_id not in of_holders:
             forks.setdefault(uid, []).append(fork)
     return ObservedState(
         now=now,

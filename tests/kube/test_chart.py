@@ -141,7 +141,7 @@ def test_old_clusters_get_supported_objects(helm: Path) -> None:
     ],
 )
 def test_a_holder_gets_rforks_files_like_an_instance(
-    helm: Path, mode: Literal["init", "image"], command: list[str]
+    helm: Path, mode: Literal["init", "image", "none"], command: list[str]
 ) -> None:
     """With the same volume and init container as an injected Pod."""
     values = {**VALUE_SETS["holders"], "instances": {"injectionMode": mode}}
@@ -154,7 +154,7 @@ def test_a_holder_gets_rforks_files_like_an_instance(
     else:
         assert "initContainers" not in spec
     volumes = [each for each in spec["volumes"] if each["name"] == FILES_VOLUME]
-    assert volumes == ([] if mode == "none" else [files_volume(mode, "rfork:0.1.0", image_volumes=True)])
+    assert volumes == ([files_volume(mode, "rfork:0.1.0", image_volumes=True)] if mode != "none" else [])
 
 
 def test_holder_and_instances_share_a_directory_of_the_node(helm: Path) -> None:

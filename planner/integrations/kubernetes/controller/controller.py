@@ -293,7 +293,7 @@ class Controller:
     async def _announce(self, one: scaleups.PendingScaleUp, announced_size: int | None) -> None:
         """Announce a scale-up. `announced_size`: size to report in an Event; None: it was reported before."""
         uid, leader_state = one.scaleup.scaleup_id, self._leader_state
-        view = await self._announce_hosts(one)
+        view = await self._send_scaleup(one)
         leader_state.announced_at[uid] = self._clock()
         if announced_size is not None:
             leader_state.scaleup_events[uid] = events.scaleup_event(one, view)
@@ -302,8 +302,11 @@ class Controller:
                 one.workload_ref.uid: announced_size,
             }
 
-    async def _announce_hosts(self, one: scaleups.PendingScaleUp) -> ScaleUpInfo:
-        """Announce a scale-up whose number of replicas the planner knows, or the caller records."""
+    async def _announce_hosts(self, one: scaleups.PendingScaleUp) -> None:
+        """Announce a scale-up whose number of replicas the planner knows."""
+        await self._send_scaleup(one)
+
+    async def _send_scaleup(self, one: scaleups.PendingScaleUp) -> ScaleUpInfo:
         view = await self._planner_api.announce(one.scaleup)
         self._with_scaleups({**(self._snapshot or PlannerSnapshot()).scaleups, one.scaleup.scaleup_id: view})
         return view

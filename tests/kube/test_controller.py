@@ -18,7 +18,7 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Event, Pod
 
 from planner.integrations.kubernetes import names
-from rfork.schema import ForkRequest, ForkResult, InstanceReport
+from rfork.schema import ForkRequest, ForkResult, HolderReport, InstanceReport, Placement
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
@@ -144,6 +144,13 @@ class ServedDeployment:
         return [
             host for view in views if view["scaleup"]["scaleup_id"] == self.uid for host in view["scaleup"]["hosts"]
         ]
+
+    def wanted(self, host: str) -> list[tuple[str, str]]:
+        """Return model and cause of the images that the holder of this host should keep; it sends a heartbeat."""
+        report = HolderReport(holder_id=f"holder-{host}", placement=Placement(host=host), memory_bytes=10**12)
+        body = report.model_dump(mode="json")
+        ack = self._planner.put(f"/v1/holders/{report.holder_id}", json=body).raise_for_status().json()
+        return [(each["model"], each["cause"]) for each in ack["wanted"]]
 
     def events(self, reason: str) -> dict[str, int]:
         """Return the number of Events of each object, by its name."""
@@ -283,6 +290,23 @@ def test_nodes_of_bound_pods_are_announced(
     assert 2 == served.expected()
     wait_reconciled(fleet, "controller")
     assert {NAME: 2} == served.events("ScaleUp")
+
+
+def test_a_holder_gets_the_weights_before_the_containers_start(
+    fleet: Installation, served: ServedDeployment, plane: ControlPlane, namespace: str
+) -> None:
+    """As soon as the Pod is bound, the holder of its node is to keep them, and no other holder."""
+    fleet.start("controller")
+    start_first_pod(served)
+    assert [] == served.wanted("node-7")
+    (second,) = served.scale_and_wait(2)
+    until(lambda: served.expected() == 1, "an announced replica")
+    assert [] == served.wanted("node-7")
+    bind(plane, namespace, served.pods()[second], "node-7")
+    until(lambda: served.wanted("node-7") == [("llama", "announced")], "the weights to be wanted on the Pod's node")
+    assert [] == served.wanted("node-8")
+    served.request_fork(second)
+    until(lambda: served.expected() == 0, "the Pod to arrive")
 
 
 def test_a_pod_is_force_deleted(fleet: Installation, served: ServedDeployment) -> None:

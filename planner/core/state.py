@@ -342,13 +342,14 @@ class PlannerState:
             for record in engines
         ]
 
-    def wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
-        """Return the images that a holder should keep, most urgent first."""
+    def wanted_images(self, report: HolderReport, now: float, *, keeps_all: bool = False) -> tuple[WantedImage, ...]:
+        """Return the images that a holder should keep, most urgent first (see `prefetch.wanted_images`)."""
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
         models = {each.model for each in announced} | {each.model for each in report.selectors}
         engines = self.engines_on(host) if report.follows_host else []
-        return wanted_images(report, {model: self.fleet_images(model) for model in models}, engines, announced)
+        fleet = {model: self.fleet_images(model) for model in models}
+        return wanted_images(report, fleet, engines, announced, keeps_all=keeps_all)
 
     def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
         """Return an image of the group, and the newest instance that has it."""

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from uuid import uuid4
 
 from rfork import settings as options
-from rfork.errors import ForkCancelled, RforkError, SourceWeightsChanged
+from rfork.errors import ForkCancelled, RforkError, SourceWeightsChanged, StorageError
 from rfork.image.chunks import Chunks
 from rfork.image.layout import Layout, allocate_tensors
 from rfork.logs import logger
@@ -34,7 +34,7 @@ LAYOUT_TIMEOUT_S: Final = 60.0
 
 State = Literal["fetching", "ready", "failed", "closed"]
 LayoutOf = Callable[[WantedImage], Layout | None]
-"""Returns the layout of an image without a peer, as from a snapshot; None if it is unknown."""
+"""Returns the layout of an image that the settings' snapshot contains; None if it does not. Raises StorageError types."""
 
 
 class ImageKeeper:
@@ -147,7 +147,7 @@ class ImageKeeper:
             with self._lock:
                 closed = self._state == "closed"
                 if not closed:
-                    self._seed, self._state = seed, "ready"
+                    self._seed, self._session, self._state = seed, None, "ready"
             if closed:
                 seed.close()
         self._on_change()
@@ -163,7 +163,8 @@ class ImageKeeper:
         wanted, settings = self.wanted, self._settings
         log.info("image requested", **self._names, gigabytes=round(wanted.image_bytes / 1e9, 3), reason=wanted.reason)
         network = Network.of(settings)
-        layout = self._layout_of(wanted) if self._layout_of is not None else None
+        layout = self._snapshot_layout()
+        fallbacks = self._fallbacks() if layout is not None else []
         if layout is None:
             sample = self._sample_instance(tuple(each.name for each in network.transports))
             layout = fetch_layout(sample, settings, time.monotonic() + LAYOUT_TIMEOUT_S)
@@ -190,7 +191,7 @@ class ImageKeeper:
             identity,
             settings.model_copy(update={"deadline_s": max(FETCH_DEADLINE_S, settings.deadline_s)}),
             network,
-            ForkOptions(fallbacks=self._fallbacks(), like=layout, on_started=on_started),
+            ForkOptions(fallbacks=fallbacks, like=layout, on_started=on_started),
         )
         with self._lock:
             if self._state == "closed":
@@ -198,15 +199,28 @@ class ImageKeeper:
             self._session = session
         try:
             report = session.run()
+            seed = report.seed
+            if seed is None or seed.manifest is None:
+                if seed is not None:
+                    seed.close()
+                raise SourceWeightsChanged(f"the weights of {wanted.model} changed during the fetch")
         except BaseException:
             if self._sealer is not None:
                 self._sealer.close()
                 self._sealer = None
             raise
-        if report.seed is None or report.seed.manifest is None:
-            raise SourceWeightsChanged(f"the weights of {wanted.model} changed during the fetch")
         log.info("image ready", **self._names, report=report.line())
-        return report.seed
+        return seed
+
+    def _snapshot_layout(self) -> Layout | None:
+        """Return the layout of the image if the snapshot contains it and can be read."""
+        if self._layout_of is None:
+            return None
+        try:
+            return self._layout_of(self.wanted)
+        except StorageError as error:
+            log.warning("snapshot not read", **self._names, reason=str(error), hint=error.hint)
+            return None
 
     def _fallbacks(self) -> list[Fallback]:
         if self._settings.snapshot is None:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from rfork.errors import NetworkError
 from rfork.holder.image_keeper import ImageKeeper, LayoutOf
-from rfork.holder.inventory import ImageKey, KeptImage, Refusal, plan_inventory
+from rfork.holder.inventory import ImageKey, KeptImage, Refusal, next_fetches, plan_inventory
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import HolderReport, ImageSelector, RefusedImage, WantedImage
@@ -24,13 +24,13 @@ from rfork.settings import InstanceSettings
 
 log = logger(__name__)
 
-MAX_FETCHES: Final = 2
-"""Images that are fetched concurrently: more would finish later, and the most urgent one too."""
 HEARTBEAT_S: Final = 2.0
 """Interval of reports until the planner names another one."""
 MIN_PAUSE_S: Final = 0.1
 RETRY_S: Final = (2.0, 5.0, 15.0, 60.0)
 """Pauses after consecutive failures of one image; the last one repeats."""
+STOP_S: Final = 5.0
+"""Maximum time to end what does not drain, as a fetch that waits for a source."""
 ONE_SHOT_TIMEOUT_S: Final = 1800.0
 """Maximum time that a one-shot holder waits for its engine."""
 
@@ -158,18 +158,23 @@ class Holder:
 
     def _apply(self, now: float) -> None:
         """Evict and fetch images as the inventory decides."""
+        wanted_images = (*self._wanted, *self._own_wanted)
         self._closing = [each for each in self._closing if each.thread.is_alive()]
         self._collect_failures(now)
         kept = {key: KeptImage(keeper.wanted.image_bytes, keeper.used_at) for key, keeper in self._keepers.items()}
+        wanted_keys = {ImageKey.of(image) for image in wanted_images}
+        self._failures = {
+            key: each for key, each in self._failures.items() if key in wanted_keys or now < each.retry_at
+        }
         failures = {key: each.reason for key, each in self._failures.items() if now < each.retry_at}
-        plan = plan_inventory((*self._wanted, *self._own_wanted), kept, self._options.memory_bytes, failures)
+        plan = plan_inventory(wanted_images, kept, self._options.memory_bytes, failures)
         for refusal in set(plan.refused).difference(self._refused):
             log.warning("image refused", model=refusal.image.model, rank=refusal.image.rank.key, reason=refusal.reason)
         self._refused = plan.refused
         for key in plan.evict:
             self._evict(key)
-        running = sum(keeper.state == "fetching" for keeper in self._keepers.values())
-        for wanted in plan.fetch[: max(0, MAX_FETCHES - running)]:
+        fetching = [keeper.wanted for keeper in self._keepers.values() if keeper.state == "fetching"]
+        for wanted in next_fetches(plan.fetch, fetching):
             if self.used_bytes + wanted.image_bytes > self._options.memory_bytes:
                 break  # evicted images are still being read
             keeper = self._keepers[ImageKey.of(wanted)] = self._create_keeper(wanted)
@@ -225,8 +230,9 @@ class Holder:
         """Drain all images and leave the planner."""
         for key in list(self._keepers):
             self._evict(key)
+        until = time.monotonic() + self._settings.drain_timeout_s + STOP_S
         for closing in self._closing:
-            closing.thread.join()
+            closing.thread.join(max(0.0, until - time.monotonic()))
         try:
             self._planner.remove_holder(self.holder_id)
         except NetworkError as error:

@@ -183,8 +183,8 @@ class _LoadOrFork:
         return self._engine.load()
 
     def _fork(self) -> nn.Module:
-        completeness = Completeness()
-        completeness.check(self._adopt_empty_model(self._engine.empty()))
+        with Completeness() as completeness:
+            completeness.check(self._adopt_empty_model(self._engine.empty()))
         shared = self._shared
         report = self._session().run()
         module, hidden_state, seed = self._model, self._hidden_state, report.seed

@@ -170,7 +170,7 @@ def test_a_transfer_alone_has_no_phases() -> None:
 
 def test_every_case_has_its_own_name() -> None:
     """Results are stored by name."""
-    cases = [each.key for engine in ("vllm", "sglang") for each in cases_of(engine, [SHAPED, OPEN])]  # type: ignore[arg-type]
+    cases = [each.key for engine in ("vllm", "sglang") for each in cases_of(engine, [SHAPED, OPEN])]
     assert len(set(cases)) == len(cases)
 
 

@@ -109,7 +109,7 @@ class Metrics:
         self._scaleup_batches = self._counter(
             "scaleup_batches", "Batches of scale-ups; complete: no replica was missing", "complete"
         )
-        self._holders = self._gauge("holders", "Registered holders")
+        self._holders = self._gauge("holders", "Registered holders that keep images")
         self._held = self._gauge("held_bytes", "Memory that the images of holders use")
         self._refused_images = self._gauge("refused_images", "Images that holders were to keep and do not")
         self._prefetches = self._counter(
@@ -271,7 +271,7 @@ class Metrics:
         self._mixed.set(mixed)
         self._scaleups.set(len(scaleups))
         self._expected.set(sum(each.record.expected - each.max_position_count for each in scaleups))
-        self._holders.set(len(holders))
+        self._holders.set(sum(holder.report.memory_bytes > 0 for holder in holders))
         self._held.set(sum(holder.report.used_bytes for holder in holders))
         self._refused_images.set(sum(len(holder.report.refused) for holder in holders))
         return generate_latest(self.registry)

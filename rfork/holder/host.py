@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import resource
+import select
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Final
 
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
+from rfork.transport.same_host.memory_file import Descriptor
 from rfork.transport.shared_memory.file_layout import MIN_MAPPED_BYTES
 
 _M_MMAP_THRESHOLD: Final = -3
@@ -41,7 +43,7 @@ def host_lock(settings: InstanceSettings) -> Iterator[None]:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", settings.node_name)
     path = folder / f"rfork-hold-{name}.lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise SettingsError(f"cannot create {path}: {error.strerror}", hint="set RFORK_UNIX_SOCKET_DIR") from None
     try:
@@ -56,3 +58,27 @@ def host_lock(settings: InstanceSettings) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+class WatchedProcess:
+    """A process of this host, observed until it ends, also if its parent does not wait for it."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises SettingsError if the process cannot be observed."""
+        self.pid = pid
+        self._descriptor: Descriptor | None = None
+        try:
+            self._descriptor = Descriptor(os.pidfd_open(pid))
+        except ProcessLookupError:
+            pass
+        except (OSError, AttributeError) as error:
+            raise SettingsError(f"cannot observe process {pid}: {error}") from None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it has ended."""
+        if self._descriptor is None:
+            return True
+        poll = select.poll()  # `select` is limited to 1024 descriptors
+        poll.register(self._descriptor.number, select.POLLIN)
+        return bool(poll.poll(0))

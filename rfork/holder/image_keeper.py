@@ -34,7 +34,7 @@ LAYOUT_TIMEOUT_S: Final = 60.0
 
 State = Literal["fetching", "ready", "failed", "closed"]
 LayoutOf = Callable[[WantedImage], Layout | None]
-"""Returns the layout of an image in the settings' snapshot; None if it is not there. Raises StorageError types."""
+"""Returns the layout of an image in the settings' snapshot; None if it has no such image. Raises StorageError types."""
 
 
 class ImageKeeper:

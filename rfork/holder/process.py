@@ -6,7 +6,6 @@ once the planner wants nothing of it any more, because the engine has its weight
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Final
 from uuid import uuid4
 
 from rfork.errors import NetworkError
+from rfork.holder.host import WatchedProcess
 from rfork.holder.image_keeper import ImageKeeper, LayoutOf
 from rfork.holder.inventory import ImageKey, KeptImage, Refusal, next_fetches, plan_inventory
 from rfork.logs import logger
@@ -81,12 +81,14 @@ class Holder:
         layout_of: LayoutOf | None = None,
         own_wanted: Sequence[WantedImage] = (),
         create_keeper: CreateKeeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`own_wanted`: images that it keeps whatever the planner wants, as those of a snapshot."""
         self.holder_id = f"hold-{uuid4().hex}"
         self._settings = settings
         self._options = options
         self._planner = planner
+        self._until = WatchedProcess(options.until_pid) if options.until_pid is not None else None
         self._layout_of = layout_of
         self._own_wanted = tuple(own_wanted)
         self._create_keeper = create_keeper or self._keeper
@@ -95,17 +97,17 @@ class Holder:
         self._closing: list[_Closing] = []
         self._wanted: tuple[WantedImage, ...] = ()
         self._refused: tuple[Refusal, ...] = ()
-        self._was_wanted = False
         self._changed = threading.Event()
         self._is_reachable = True
-        self._began_at = time.monotonic()
+        self._clock = clock
+        self._began_at = clock()
 
     def run(self, is_stopped: Callable[[], bool]) -> str:
         """Report and keep images until `is_stopped` or a one-shot holder is done; return why it ended."""
         try:
             while True:
                 pause_s = self._heartbeat()
-                self._apply(time.monotonic())
+                self._apply(self._clock())
                 if (reason := self._end_reason(is_stopped)) is not None:
                     return reason
                 self._pause(pause_s, is_stopped)
@@ -153,7 +155,6 @@ class Holder:
             log.info("planner reachable again")
         self._is_reachable = True
         self._wanted = ack.wanted
-        self._was_wanted = self._was_wanted or bool(ack.wanted)
         return ack.heartbeat_s
 
     def _apply(self, now: float) -> None:
@@ -205,23 +206,24 @@ class Holder:
         options = self._options
         if is_stopped():
             return "stopped"
-        if options.until_pid is not None and not _is_running(options.until_pid):
-            return f"process {options.until_pid} has ended"
+        if self._until is not None and self._until.has_ended:
+            return f"process {self._until.pid} has ended"
         if options.follows_host:
             return None
         if self._is_reachable and not self._wanted and not any(each.has_readers for each in self._keepers.values()):
-            if self._was_wanted:
+            # An image that it has, or fetches, stays wanted while the engine needs it.
+            if self._keepers:
                 return "the engine has its weights"
-            if self._options.until_pid is None:
+            if self._until is None:
                 return "no instance has the weights"
-        if time.monotonic() >= self._began_at + ONE_SHOT_TIMEOUT_S:
+        if self._clock() >= self._began_at + ONE_SHOT_TIMEOUT_S:
             return f"no engine used the weights within {ONE_SHOT_TIMEOUT_S:g} s"
         return None
 
     def _pause(self, pause_s: float, is_stopped: Callable[[], bool]) -> None:
         """Wait until the next report is due, an image changes, or the process is stopped."""
-        until = time.monotonic() + pause_s
-        while not is_stopped() and (remaining := until - time.monotonic()) > 0:
+        until = self._clock() + pause_s
+        while not is_stopped() and (remaining := until - self._clock()) > 0:
             if self._changed.wait(min(remaining, MIN_PAUSE_S)):
                 self._changed.clear()
                 return
@@ -230,9 +232,9 @@ class Holder:
         """Drain all images and leave the planner."""
         for key in list(self._keepers):
             self._evict(key)
-        until = time.monotonic() + self._settings.drain_timeout_s + STOP_S
+        until = self._clock() + self._settings.drain_timeout_s + STOP_S
         for closing in self._closing:
-            closing.thread.join(max(0.0, until - time.monotonic()))
+            closing.thread.join(max(0.0, until - self._clock()))
         try:
             self._planner.remove_holder(self.holder_id)
         except NetworkError as error:
@@ -249,13 +251,3 @@ class Holder:
             layout_of=self._layout_of,
             is_transient=not options.follows_host,
         )
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -77,22 +77,30 @@ class ImageSealer:
         self._changed.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        while not self._is_closing():
-            self._changed.wait()
-            self._changed.clear()
-            for chunk in range(len(self._chunk_state.chunks)):
-                if self._is_closing():
-                    return
-                if chunk not in self._chunk_state or self._sealed_tags.get(chunk) == self._source.version_tag():
-                    continue
+    def is_sealed(self, chunk: int) -> bool:
+        """Return True if the chunk is in a sealed file with its current bytes."""
+        return self._sealed_tags.get(chunk) == self._source.version_tag()
+
+    def seal_verified(self) -> None:
+        """Seal the chunks that are verified now. Raises OSError."""
+        for chunk in range(len(self._chunk_state.chunks)):
+            if self._is_closing():
+                return
+            if chunk in self._chunk_state and not self.is_sealed(chunk):
                 try:
                     self._seal(chunk)
                 except SourceWeightsChanged:
                     self._changed.set()  # the chunk may be verified again already
-                except OSError as error:
-                    log.warning("chunks are not shared in place", reason=str(error))
-                    return
+
+    def _run(self) -> None:
+        while not self._is_closing():
+            self._changed.wait()
+            self._changed.clear()
+            try:
+                self.seal_verified()
+            except OSError as error:
+                log.warning("chunks are not shared in place", reason=str(error))
+                return
 
     def _is_closing(self) -> bool:
         return self._closing

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from rfork.errors import SettingsError
+from rfork.image.host_memory import MIN_MAPPED_BYTES
 from rfork.settings import InstanceSettings
-from rfork.transport.shared_memory.file_layout import MIN_MAPPED_BYTES
 
 _M_MMAP_THRESHOLD: Final = -3
 """From <malloc.h>."""

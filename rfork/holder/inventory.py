@@ -140,4 +140,3 @@ def _memory_reason(needed: int, free: int, total: int) -> str:
     if needed > total:
         return f"needs {needed / 1e9:.3g} GB, and the holder may use {total / 1e9:.3g} GB"
     return f"needs {needed / 1e9:.3g} GB, of which more urgent images leave {free / 1e9:.3g} GB"
-

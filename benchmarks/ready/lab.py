@@ -164,7 +164,7 @@ class ReadyLab:
             result = self._first_token(case.engine, TARGET, process, log)
         finally:
             self._end(TARGET)
-            # Otherwise the next start might be told to read from this one.
+            # Otherwise the plan of the next start might contain this one.
             _wait(lambda: self._instances(TARGET) <= known, self._planner, self._planner_log, "the planner")
         marks = marks_of(log.read_text(errors="replace"))
         return start_of(marks, began, result.listening, result.first_token, _text(case.engine, result.response))

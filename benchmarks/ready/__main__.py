@@ -29,7 +29,6 @@ ends the run early and reports the results so far.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from benchmarks.engines.cases import EngineName
 from benchmarks.engines.model import without_weights, write_model
 from benchmarks.engines.processes import EngineFailed, python_of
 from benchmarks.ready.cases import OPEN, SHAPED, START_UP, Link, ReadyCase, cases_of
-from benchmarks.ready.lab import ReadyLab, holder_reason, prefetch_reason
+from benchmarks.ready.lab import ReadyLab
 from benchmarks.ready.phases import Start
 from benchmarks.ready.table import figures, floor_s, limit_row, median_start, row
 from benchmarks.ready.timeline import draw
@@ -65,16 +64,13 @@ class ReadyBench:
         if python_of(engine) is None:
             self.failed[engine] = "not installed: make test-engines"
             return
-        reasons = {"prefetch": prefetch_reason(), "holder": holder_reason(), "restart": holder_reason()}
         cases = self.cases[engine]
-        self.failed |= {case.key: reason for case in cases if (reason := reasons.get(case.weights)) is not None}
-        cases = [case for case in cases if case.key not in self.failed]
         alone = [case for case in cases if not case.needs_holder]
         with self._lab.seed(engine):
             for number in range(rounds):
                 for case in alone if number % 2 == 0 else alone[::-1]:
                     self._run(case, f"round {number + 1}/{rounds}")
-                with self._lab.holder() if len(alone) < len(cases) else contextlib.nullcontext():
+                with self._lab.holder():
                     for case in cases:
                         if case.needs_holder:
                             self._run(case, f"round {number + 1}/{rounds}")

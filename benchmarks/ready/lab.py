@@ -28,6 +28,9 @@ PLANNER, SEED, TARGET = "planner", "seed", "target"
 """Hosts, each in a network namespace: two processes share memory only within one."""
 PLANNER_PORT, SERVER_PORT = 7500, 8000
 START_S: Final = 300.0
+INSTANCE_TTL_S: Final = 5
+"""Seconds after which the planner forgets a killed server."""
+GET: Final = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
 POLL_INTERVAL_S: Final = 0.05
 PROMPT: Final = "The capital of France is"
 TOKENS: Final = 4
@@ -69,19 +72,16 @@ class ReadyLab:
         self._lab = NetworkLab([PLANNER, SEED, TARGET])
         self._count = 0
         self._holder: subprocess.Popen[str] | None = None
+        self._planner: subprocess.Popen[str]
+        self._planner_log: Path
 
     def __enter__(self) -> Self:
         self._lab.__enter__()
-        log = self._log("planner")
-        environment = {
-            **_inherited(),
-            "RFORK_PLANNER_BIND": self._lab.address(PLANNER),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [*RFORK, "planner", "--port", str(PLANNER_PORT), "--json"]
-        with log.open("w") as output:
-            process = self._lab.start(PLANNER, command, environment, output)
-        _wait(lambda: '"ready"' in log.read_text(), process, log, "the planner")
+        try:
+            self._start_planner()
+        except BaseException:
+            self._lab.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -154,8 +154,9 @@ class ReadyLab:
             command += ["--load-format", "dummy"]
             environment["BENCH_NO_WEIGHTS"] = "1"
         if is_rfork:
-            prefetch = () if case.weights == "prefetch" else ("--prefetch", "off")
-            command = [*RFORK, "launch", *prefetch, "--", *command]
+            command = [*RFORK, "launch", "--", *command]
+            environment["RFORK_PREFETCH"] = "auto" if case.weights == "prefetch" else "off"
+        known = self._instances(TARGET)
         try:
             with log.open("w") as output:
                 began = time.monotonic()
@@ -163,10 +164,37 @@ class ReadyLab:
             result = self._first_token(case.engine, TARGET, process, log)
         finally:
             self._end(TARGET)
+            # Otherwise the plan of the next start might contain this one.
+            _wait(lambda: self._instances(TARGET) <= known, self._planner, self._planner_log, "the planner")
         marks = marks_of(log.read_text(errors="replace"))
         return start_of(marks, began, result.listening, result.first_token, _text(case.engine, result.response))
 
     # -- processes --------------------------------------------------------------------------------------
+
+    def _start_planner(self) -> None:
+        self._planner_log = log = self._log("planner")
+        environment = {
+            **_inherited(),
+            "RFORK_PLANNER_BIND": self._lab.address(PLANNER),
+            "RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "1",
+            "RFORK_PLANNER_INSTANCE_TTL_S": str(INSTANCE_TTL_S),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [*RFORK, "planner", "--port", str(PLANNER_PORT), "--json"]
+        with log.open("w") as output:
+            self._planner = self._lab.start(PLANNER, command, environment, output)
+        _wait(lambda: '"ready"' in log.read_text(), self._planner, log, "the planner")
+
+    def _instances(self, host: str) -> frozenset[str]:
+        """Return the ids of the instances on a host that the planner knows."""
+        url = f"{self._planner_url}/v1/instances?host={host}"
+        command = ["ip", "netns", "exec", self._lab.namespace(PLANNER), sys.executable, "-S", "-c", GET, url]
+        page = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return frozenset(item["report"]["instance_id"] for item in page["items"])
+
+    @property
+    def _planner_url(self) -> str:
+        return f"http://{self._lab.address(PLANNER)}:{PLANNER_PORT}"
 
     def _command(self, engine: EngineName, folder: str) -> list[str]:
         python = python_of(engine)
@@ -184,7 +212,7 @@ class ReadyLab:
             name: value for name, value in VARIABLES[engine].items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
         }
         rfork = {
-            "RFORK_PLANNER": f"http://{self._lab.address(PLANNER)}:{PLANNER_PORT}",
+            "RFORK_PLANNER": self._planner_url,
             "RFORK_BIND": self._lab.address(host),
             "RFORK_NODE_NAME": host,
             "RFORK_MODEL": MODEL,
@@ -293,18 +321,3 @@ def _parent(pid: int) -> int:
 
 def _is_zombie(pid: int) -> bool:
     return _stat(pid)[:1] == ["Z"]
-
-
-def prefetch_reason() -> str | None:
-    """Return why `rfork launch` cannot prefetch, or None."""
-    return _missing_option("launch", "--prefetch")
-
-
-def holder_reason() -> str | None:
-    """Return why there are no holders, or None."""
-    return _missing_option("hold", "--models")
-
-
-def _missing_option(command: str, option: str) -> str | None:
-    shown = subprocess.run([*RFORK, command, "--help"], capture_output=True, text=True, check=False)
-    return None if option in shown.stdout else f"`rfork {command}` has no {option}"

@@ -47,7 +47,7 @@ def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
 
 @contextlib.contextmanager
 def separate_mappings() -> Iterator[None]:
-    """Give each large allocation within the block a memory mapping of its own, whose pages can be replaced by a file's.
+    """Place each large allocation within the block in a mapping of its own, whose pages a file's can replace.
 
     glibc does so from 128 KiB on in a new process, but raises that limit up to 32 MiB as large allocations are freed:
     in an engine, most weights would lie in the heap and have to be copied. Afterwards the limit is 32 MiB. Does nothing

@@ -1,6 +1,6 @@
 """Prints when an unmodified engine reaches the steps of its start-up, if on PYTHONPATH.
 
-Each mark is a line ``MARK {"name": …, "pid": …, "began": …, "ended": …}`` on the standard output, with times of
+Each mark is a line ``MARK {"name": …, "pid": …, "began": …, "ended": …}`` on the standard error, with times of
 `time.monotonic`. With BENCH_NO_WEIGHTS, the engines' loaders of dummy weights leave the memory as it is: generating
 random values would take longer than loading real ones. Nothing else is changed.
 """
@@ -36,7 +36,7 @@ NO_WEIGHTS = {
 def mark(name: str, began: float, **fields: object) -> None:
     """Print one mark, whose end is now."""
     times = {"began": began, "ended": time.monotonic()}
-    os.write(1, f"MARK {json.dumps({'name': name, 'pid': os.getpid(), **times, **fields})}\n".encode())
+    os.write(2, f"MARK {json.dumps({'name': name, 'pid': os.getpid(), **times, **fields})}\n".encode())
 
 
 def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -199,5 +199,5 @@ def test_marks_are_printed_for_the_calls_of_an_engine(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert ["load"] == [mark.name for mark in marks_of(done.stdout)]
+    assert ["load"] == [mark.name for mark in marks_of(done.stderr)]
     assert "folder" in done.stdout.splitlines()

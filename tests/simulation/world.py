@@ -397,9 +397,7 @@ class World:
         """Let a holder fetch a version; `host`: of an engine, or its own."""
         holder_id = f"holder-of-{name}"
         self._start_fork(
-            Instance(
-                self, name, version=version, files=None, max_readers=self.max_readers, host=host, holder=holder_id
-            )
+            Instance(self, name, version=version, files=None, max_readers=self.max_readers, host=host, holder=holder_id)
         )
 
     def on_forked(self, target: Target) -> None:

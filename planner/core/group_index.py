@@ -276,6 +276,9 @@ class GroupIndex:
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
         self._holders = ContentCounts()
+        self._members_by_host: dict[str, dict[str, None]] = {}
+        self.shared_hosts: dict[str, dict[str, None]] = {}
+        """Members on each host that has a holder's image."""
         self._layouts: dict[str, dict[str, None]] = {}
         self._engines: dict[str, dict[str, None]] = {}  # members without a holder, by layout
         self._engine_seeds: Counter[str] = Counter()  # by layout
@@ -345,7 +348,10 @@ class GroupIndex:
             self._unindex(instance_id)
             if (source.layout_id, source.holder) != (old.layout_id, old.holder):
                 self._leave_layout(instance_id)
+            if (source.location.host, source.holder) != (old.location.host, old.holder):
+                self._leave_host(instance_id)
         self.sources[instance_id] = source
+        self._join_host(source)
         if source.slow:
             self._slow[instance_id] = None
         else:
@@ -370,6 +376,7 @@ class GroupIndex:
         if instance_id in self.sources:
             self._unindex(instance_id)
             self._leave_layout(instance_id)
+            self._leave_host(instance_id)
             del self.sources[instance_id]
             self._slow.pop(instance_id, None)
         self._reader_slots.remove_member(instance_id)
@@ -453,6 +460,7 @@ class GroupIndex:
             same_host_readers=self._reader_slots.local,
             shares=self.shares,
             background_forks=self.background_forks,
+            shared_hosts=self.shared_hosts,
             receiving_hosts=receiving_hosts,
             sending_hosts=sending_hosts,
             loader_only=self.loader_only,
@@ -642,6 +650,22 @@ class GroupIndex:
         self._buckets_by_layout[buckets].remove(source.location, bucket, source.instance_id)
         if not self._buckets_by_layout[buckets].scopes:
             del self._buckets_by_layout[buckets]
+
+    def _join_host(self, source: Source) -> None:
+        host = source.location.host
+        members = self._members_by_host.setdefault(host, {})
+        members[source.instance_id] = None
+        if source.background:
+            self.shared_hosts[host] = members
+
+    def _leave_host(self, instance_id: str) -> None:
+        host = self.sources[instance_id].location.host
+        members = self._members_by_host[host]
+        members.pop(instance_id, None)
+        if not members:
+            del self._members_by_host[host]
+        if host in self.shared_hosts and not any(self.sources[name].background for name in members):
+            del self.shared_hosts[host]
 
     def _leave_layout(self, instance_id: str) -> None:
         layout_id = self.sources[instance_id].layout_id

@@ -107,6 +107,9 @@ def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
     if target.slow_since is not None and target.slow_since > fork.planned_at:
         return "this instance falls behind its sources, which other targets need"
     for seed in index.idle_seeds(target.source):
+        host = seed.location.host
+        if host in index.shared_hosts and host in state.sending_hosts:
+            continue  # its link is used by another member
         can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
         if can_read and is_starving(index, target.source, seed):
             return f"seed {seed.instance_id} has no readers, and the current sources are slower"

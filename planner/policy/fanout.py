@@ -80,6 +80,9 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
         load = state.load(source, demand.target)
         if state.is_unplanned(source.instance_id) or (halves and 1.0 - load < MIN_TREE_FEED):
             continue
+        host = source.location.host
+        if host in state.group.shared_hosts and any(feed.location.host == host for feed in idle or halves):
+            continue
         if idle and (load > IDLE_LOAD or source.complete != idle[0].complete):
             break
         if (idle or halves) and transport_cost(source, demand.target) != transport_cost(

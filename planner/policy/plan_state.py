@@ -70,15 +70,25 @@ class PlanState:
         """Return the load of the source in targets at full speed, relative to its egress share.
 
         Reads within its host do not load its network link: they count only for a `target` that would also
-        stay on the host. Background forks count only for one another: they yield to others.
+        stay on the host. Background forks count only for one another: they yield to others. A holder's image and an
+        engine on one host share its link.
         """
-        readers = self.readers(source.instance_id)
-        if self._background_forks and not self.plans_background:
-            readers = {fork_id: share for fork_id, share in readers.items() if not self._yields(fork_id)}
-        same_host = self._same_host_readers_of(source.instance_id)
-        if not same_host or (target is not None and is_same_host_read(source, target)):
-            return sum(readers.values()) / source.egress_share
-        return sum(share for fork_id, share in readers.items() if fork_id not in same_host) / source.egress_share
+        if target is not None and is_same_host_read(source, target):
+            return self._load(source.instance_id, same_host=True) / source.egress_share
+        names = self.group.shared_hosts.get(source.location.host, (source.instance_id,))
+        return sum(self._load(name, same_host=False) for name in names) / source.egress_share
+
+    def _load(self, instance_id: str, *, same_host: bool) -> float:
+        readers, excluded = self.readers(instance_id), self._same_host_readers_of(instance_id)
+        if not self._background_forks or self.plans_background:
+            if same_host or not excluded:
+                return sum(readers.values())
+            return sum(share for fork_id, share in readers.items() if fork_id not in excluded)
+        return sum(
+            share
+            for fork_id, share in readers.items()
+            if not self._yields(fork_id) and (same_host or fork_id not in excluded)
+        )
 
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
         """Return the fraction of a target's full speed that the source can serve without slowing its readers."""

@@ -5,7 +5,7 @@ Rates are in bytes per second, times on the scale of `now`, chunk ranges half-op
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -138,6 +138,8 @@ class GroupView:
     """Instances worth considering for these demands, if the group is large; None: all."""
     background_forks: Mapping[str, str] = field(default_factory=dict)
     """Targets of holders' forks, by fork_id (see `planner.policy.background`)."""
+    shared_hosts: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Members on each host that has a holder's image: they share its network link."""
     receiving_hosts: Container[str] = frozenset()
     """Hosts on which forks that engines wait for read over the network, in this group or in others."""
     sending_hosts: Container[str] = frozenset()

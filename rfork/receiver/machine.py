@@ -701,7 +701,7 @@ class TransferMachine:
 
         After `MOVE_AFTER_S`, other sources may serve their chunks. After `CONNECT_TIMEOUT_S`, a source is
         given up if its remaining chunks cannot be moved because they are being read from it: the other
-        sources can serve all of them.
+        sources can serve all of them. A relay that has yet to receive its chunks is not silent.
         """
         silent = {
             name: source
@@ -720,6 +720,8 @@ class TransferMachine:
         self._scheduler.late = frozenset(silent if others else ()) | ({joined.source_id} if joined else frozenset())
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
+                if source.transport and self._scheduler.is_starved(name):
+                    continue
                 if self._scheduler.has_assigned(name) and now - source.opened_at >= CONNECT_TIMEOUT_S:
                     detail = f"{source.address}: no byte received within {CONNECT_TIMEOUT_S:g} s"
                     self._fail(source, SourceUnreachable(detail), now)

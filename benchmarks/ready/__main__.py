@@ -6,7 +6,7 @@ of two namespaces share no memory. A request for one greedy token is repeated un
 is from the start of the server's process to that answer. Each server is killed after its row. Contenders run
 interleaved, every second round in reverse order; all tokens must be equal.
 
-- "start-up alone": the engine without weights (`--load-format dummy`, which leaves the memory as it is).
+- "start-up alone": the engine without weights (`--load-format dummy`, with memory left as it is and nothing packed).
 - "transfer alone": one TCP connection sends as many bytes as the weights have over the same link.
 - "default loader": the engine's own, from a local disk. "cold": the files were dropped from the page cache.
 - "rfork": `rfork launch`; the model folder has no weights. The seed is the same engine on another host, which has

@@ -35,7 +35,7 @@ def nothing(*_: object, **__: object) -> bool:
     return False
 
 
-NO_WEIGHTS = {
+NO_WEIGHTS: dict[str, dict[str, object]] = {
     "vllm.model_executor.model_loader.dummy_loader": {"initialize_single_dummy_weight": nothing},
     "vllm._custom_ops": {"_supports_onednn": False},
     "vllm.model_executor.layers.utils": {"check_cpu_sgl_kernel": nothing},

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Final
 
 from planner.core.group_history import GroupHistory
 from planner.core.records import ForkRecord, GroupKey
-from planner.policy.background import is_waited_for, serves_engines
+from planner.policy.background import is_waiting, targets_waited_for
 from planner.policy.transports import has_only_gpu_kernels, has_only_same_host, is_same_host_route
 from planner.policy.types import (
     SLOW_FRACTION,
@@ -267,7 +267,8 @@ class GroupIndex:
         self.shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._forks: dict[str, ForkRecord] = {}  # by target
         self.background_forks: dict[str, str] = {}
-        """Targets of running forks that yield to those of engines, by fork_id."""
+        """Targets of holders' running forks, by fork_id."""
+        self._waited_for: frozenset[str] | None = None  # holders' images that engines depend on; None: not known
         self._reader_slots = ReaderSlots()
         self._missing: set[str] = set()
         self._slow: dict[str, None] = {}  # members that fall behind their sources
@@ -275,6 +276,9 @@ class GroupIndex:
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
         self._holders = ContentCounts()
+        self._members_by_host: dict[str, dict[str, None]] = {}
+        self.shared_hosts: dict[str, dict[str, None]] = {}
+        """Members on each host that has a holder's image."""
         self._layouts: dict[str, dict[str, None]] = {}
         self._engines: dict[str, dict[str, None]] = {}  # members without a holder, by layout
         self._engine_seeds: Counter[str] = Counter()  # by layout
@@ -304,28 +308,27 @@ class GroupIndex:
         """Forks that read from each member, by instance_id (see `ReaderSlots`)."""
         return self._reader_slots.readers
 
-    def must_yield(self, fork: ForkRecord) -> bool:
-        """Return True if a background fork reads over the network from a source that serves engines."""
-        if fork.fork_id not in self.background_forks or self.is_waited_for(fork.instance_id):
-            return False
-        return any(
-            not is_same_host_route(read.transports)
-            and serves_engines(
-                read.source_id, fork.fork_id, self._network_readers_of, self._readers_of, self.background_forks
-            )
-            for read in fork.reads
-        )
+    def is_background(self, fork_id: str) -> bool:
+        """Return True for a running fork that no engine waits for; see `planner.policy.background`."""
+        target_id = self.background_forks.get(fork_id)
+        return target_id is not None and target_id not in self._targets_waited_for
 
-    def is_waited_for(self, instance_id: str) -> bool:
-        """Return True if an engine's fork depends on the member; see `planner.policy.background`."""
-        return is_waited_for(instance_id, self._readers_of, self.background_forks)
-
-    def _readers_of(self, instance_id: str) -> Collection[str]:
-        return self._reader_slots.readers.get(instance_id, {}).keys()
-
-    def _network_readers_of(self, instance_id: str) -> Collection[str]:
+    def serves_engines(self, instance_id: str) -> bool:
+        """Return True if a fork that an engine waits for reads from the member over the network."""
         local = self._reader_slots.local.get(instance_id, ())
-        return [name for name in self._readers_of(instance_id) if name not in local]
+        readers = self._reader_slots.readers.get(instance_id, ())
+        return any(fork_id not in local and not self.is_background(fork_id) for fork_id in readers)
+
+    @property
+    def engine_waits(self) -> bool:
+        """True if an engine's target misses chunks for which its plan has no source."""
+        return any((target := self.sources.get(name)) and is_waiting(target, self.shares[name]) for name in self._forks)
+
+    @property
+    def _targets_waited_for(self) -> frozenset[str]:
+        if self._waited_for is None:
+            self._waited_for = targets_waited_for(self._forks, self.sources.get, lambda name: self.shares.get(name, ()))
+        return self._waited_for
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -334,6 +337,8 @@ class GroupIndex:
         `unplanned_readers`: forks that read from it without a plan of this planner.
         """
         instance_id, old = source.instance_id, self.sources.get(source.instance_id)
+        if source.background:
+            self._waited_for = None
         same = missing == (instance_id in self._missing)
         same = same and self._reader_slots.unplanned_readers(instance_id) == tuple(unplanned_readers)
         if same and old is not None and self._same_index_entry(old, source):
@@ -343,7 +348,10 @@ class GroupIndex:
             self._unindex(instance_id)
             if (source.layout_id, source.holder) != (old.layout_id, old.holder):
                 self._leave_layout(instance_id)
+            if (source.location.host, source.holder) != (old.location.host, old.holder):
+                self._leave_host(instance_id)
         self.sources[instance_id] = source
+        self._join_host(source)
         if source.slow:
             self._slow[instance_id] = None
         else:
@@ -355,6 +363,7 @@ class GroupIndex:
         if missing != (instance_id in self._missing):
             self._set_missing(instance_id, missing)
         self._index(instance_id)
+        self._mark_background(instance_id)
         self.loader_only = self.loader_only and not source.complete
         self.had_seed = self.had_seed or source.complete
         fork = self._forks.get(instance_id)
@@ -363,9 +372,11 @@ class GroupIndex:
 
     def remove(self, instance_id: str) -> None:
         """Remove a member. Its fork and its readers are updated by other calls."""
+        self._waited_for = None
         if instance_id in self.sources:
             self._unindex(instance_id)
             self._leave_layout(instance_id)
+            self._leave_host(instance_id)
             del self.sources[instance_id]
             self._slow.pop(instance_id, None)
         self._reader_slots.remove_member(instance_id)
@@ -375,6 +386,7 @@ class GroupIndex:
         """Record a fork's new plan."""
         target_id = fork.instance_id
         old = self._forks.get(target_id)
+        self._waited_for = None
         if old is not None:
             self._release_slots(old)
         self._forks[target_id] = fork
@@ -383,8 +395,7 @@ class GroupIndex:
         self.shares[target_id] = peers + own
         if old is not None:
             self.background_forks.pop(old.fork_id, None)
-        if (target := self.sources.get(target_id)) is not None and target.background:
-            self.background_forks[fork.fork_id] = target_id
+        self._mark_background(target_id)
         self._elected.pop(target_id, None)
         if own:
             self._elected[target_id] = None
@@ -399,6 +410,7 @@ class GroupIndex:
         if known is not None and known.fork_id == fork.fork_id:
             self._release_slots(known)
             del self._forks[target_id]
+            self._waited_for = None
             self.background_forks.pop(fork.fork_id, None)
             self.shares.pop(target_id, None)
             self._elected.pop(target_id, None)
@@ -423,11 +435,13 @@ class GroupIndex:
         *,
         other_versions: Mapping[str, int] | None = None,
         together: int = 0,
+        receiving_hosts: Container[str] = frozenset(),
+        sending_hosts: Container[str] = frozenset(),
     ) -> GroupView:
         """Return the group as seen by these demands (of one layout, or of few): sources, readers, candidates.
 
         `together`: total number of targets; those not among `demands` differ from these by their hosts, which
-        have no members.
+        have no members. `receiving_hosts` and `sending_hosts`: see `GroupView`.
         """
         layouts = dict.fromkeys(demand.target.layout_id for demand in demands)
         candidates: dict[str, None] = {}
@@ -446,6 +460,9 @@ class GroupIndex:
             same_host_readers=self._reader_slots.local,
             shares=self.shares,
             background_forks=self.background_forks,
+            shared_hosts=self.shared_hosts,
+            receiving_hosts=receiving_hosts,
+            sending_hosts=sending_hosts,
             loader_only=self.loader_only,
             candidates=tuple(candidates),
             holders=holder_counts[0] if len(holder_counts) == 1 else None,
@@ -571,6 +588,12 @@ class GroupIndex:
             if fork is not None:
                 self._assign_slots(fork)
 
+    def _mark_background(self, target_id: str) -> None:
+        """Record that the running fork of a member, if it has one, is a holder's."""
+        fork, target = self._forks.get(target_id), self.sources.get(target_id)
+        if fork is not None and target is not None and target.background:
+            self.background_forks[fork.fork_id] = target_id
+
     def _same_index_entry(self, old: Source, new: Source) -> bool:
         """Return True if a report changes nothing that the index depends on, as most heartbeats do."""
         indexed_values = [
@@ -627,6 +650,22 @@ class GroupIndex:
         self._buckets_by_layout[buckets].remove(source.location, bucket, source.instance_id)
         if not self._buckets_by_layout[buckets].scopes:
             del self._buckets_by_layout[buckets]
+
+    def _join_host(self, source: Source) -> None:
+        host = source.location.host
+        members = self._members_by_host.setdefault(host, {})
+        members[source.instance_id] = None
+        if source.background:
+            self.shared_hosts[host] = members
+
+    def _leave_host(self, instance_id: str) -> None:
+        host = self.sources[instance_id].location.host
+        members = self._members_by_host[host]
+        members.pop(instance_id, None)
+        if not members:
+            del self._members_by_host[host]
+        if host in self.shared_hosts and not any(self.sources[name].background for name in members):
+            del self.shared_hosts[host]
 
     def _leave_layout(self, instance_id: str) -> None:
         layout_id = self.sources[instance_id].layout_id

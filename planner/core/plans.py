@@ -10,14 +10,18 @@ from planner.core.records import ForkRecord, InstanceRecord, RouteRecord
 from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy import group_plan
+from planner.policy.background import reserved_slots, uses_busy_link
 from planner.policy.starvation import is_starving
-from planner.policy.transports import is_same_host_route, shared_transports
-from planner.policy.types import ChunkShare, ForkDemand, PlanDecision
+from planner.policy.transports import shared_transports
+from planner.policy.types import ChunkShare, ForkDemand, PlanDecision, Source
 from rfork.image.ranges import normalise
 from rfork.schema import Lease, Plan, ProgressAck, Route, StorageAssignment
 
 RETRY_S: Final = 0.5
 """When to retry if every source is full: soon, because a slot may become free at any time."""
+PAUSE_S: Final = 1.0
+"""When a paused background fork retries."""
+YIELD_REASON: Final = "engines need its sources, and this fork is a prefetch"
 
 
 def plan_batch(
@@ -26,7 +30,13 @@ def plan_batch(
     """Return the records of planned forks in the order of the batch, and the policy's decisions by fork_id."""
     key = batch[0].group
     demands = [_demand(state, context, now) for context in batch]
-    group = state.group(key).view(demands, state.other_ranks(key), other_versions=state.other_versions(key))
+    group = state.group(key).view(
+        demands,
+        state.other_ranks(key),
+        other_versions=state.other_versions(key),
+        receiving_hosts=state.receiving_hosts,
+        sending_hosts=state.sending_hosts,
+    )
     decisions = group_plan.plan(group, demands, now)
     registered = {context.instance_id: context.target for context in batch}
     forks = tuple(_fork_record(state, context, decisions[context.fork_id], registered, now) for context in batch)
@@ -56,7 +66,7 @@ def build_plan(
         routes=tuple(route for route in routes if route is not None),
         storage=fork.storage,
         reason=fork.reason,
-        retry_after_s=RETRY_S if must_retry or None in routes else None,
+        retry_after_s=(PAUSE_S if decision.is_paused else RETRY_S) if must_retry or None in routes else None,
         mismatched_source=_route(state, fork.fork_id, other, signer, unix_s) if other is not None else None,
         is_paused=decision.is_paused,
         own_load_s=state.group(fork.group).history.own_load_s,
@@ -92,29 +102,34 @@ def _delay_reason(state: PlannerState, fork: ForkRecord) -> str | None:
     if target is None or not fork.reads:
         return None
     index = state.group(fork.group)
-    if target.source.background:
-        return "engines need its sources, and this fork is a prefetch" if _must_yield(state, fork) else None
+    if index.is_background(fork.fork_id):
+        return YIELD_REASON if _must_yield(state, fork, target.source) else None
     if target.slow_since is not None and target.slow_since > fork.planned_at:
         return "this instance falls behind its sources, which other targets need"
     for seed in index.idle_seeds(target.source):
+        host = seed.location.host
+        if host in index.shared_hosts and host in state.sending_hosts:
+            continue  # its link is used by another member
         can_read = seed.instance_id not in fork.faults_by_source and shared_transports(seed, target.source)
         if can_read and is_starving(index, target.source, seed):
             return f"seed {seed.instance_id} has no readers, and the current sources are slower"
     return None
 
 
-def _must_yield(state: PlannerState, fork: ForkRecord) -> bool:
-    """Return True if a background fork must pause, because engines need its sources or its host's link."""
-    target, index = state.instance(fork.instance_id), state.group(fork.group)
-    if index.must_yield(fork):
-        return True
-    reads_network = any(not is_same_host_route(read.transports) for read in fork.reads)
-    return (
-        reads_network
-        and target is not None
-        and state.is_host_busy(target.source.location.host)
-        and not index.is_waited_for(fork.instance_id)
-    )
+def _must_yield(state: PlannerState, fork: ForkRecord, target: Source) -> bool:
+    """Return True if a background fork must leave one of its sources to engines; see `planner.policy.background`."""
+    index = state.group(fork.group)
+    for read in fork.reads:
+        record = state.instance(read.source_id)
+        if record is None:
+            continue
+        source, readers = record.source, len(index.readers.get(read.source_id, ()))
+        if uses_busy_link(source, target, state.receiving_hosts, state.sending_hosts):
+            return True
+        is_full = readers >= source.max_readers
+        if is_full and reserved_slots(source, engines_wait=source.max_readers == 1 and index.engine_waits):
+            return True
+    return False
 
 
 def is_after_restart(context: PlanContext, now: float, heartbeat_s: float) -> bool:
@@ -145,9 +160,7 @@ def _demand(state: PlannerState, context: PlanContext, now: float) -> ForkDemand
     failed = {fault.instance_id for fault in context.request.faults}
     kept = tuple(share for share in current if share.source_id not in failed)
     elected = previous_fork is not None and own_id in previous_fork.sources_used
-    target = context.target.source
-    is_host_busy = target.background and state.is_host_busy(target.location.host)
-    return ForkDemand(context.fork_id, target, excluded, kept, elected, is_host_busy)
+    return ForkDemand(context.fork_id, context.target.source, excluded, kept, elected)
 
 
 def _fork_record(
@@ -186,6 +199,7 @@ def _fork_record(
         faults_by_source=context.assessment.faults_by_source,
         sources_used=(old.sources_used if old else frozenset()).union(sources),
         owner=context.target.owner,
+        holder=report.holder,
     )
 
 

@@ -6,7 +6,7 @@ A store decides which changes are applied, and in which order.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from typing import Final
 
@@ -84,6 +84,16 @@ def _is_first(rank: Rank) -> bool:
 
 def _is_complete(source: Source) -> bool:
     return source.complete
+
+
+class HostSet(Container[str]):
+    """The hosts that meet a condition."""
+
+    def __init__(self, condition: Callable[[str], bool]) -> None:
+        self._condition = condition
+
+    def __contains__(self, host: object) -> bool:
+        return isinstance(host, str) and self._condition(host)
 
 
 class PlannerState:
@@ -343,24 +353,37 @@ class PlannerState:
             for record in engines
         ]
 
-    def is_host_busy(self, host: str) -> bool:
-        """Return True if the fork of an engine on this host reads over the network."""
+    @property
+    def receiving_hosts(self) -> HostSet:
+        """Hosts on which forks that engines wait for read over the network."""
+        return HostSet(self._receives)
+
+    @property
+    def sending_hosts(self) -> HostSet:
+        """Hosts from which forks that engines wait for read over the network."""
+        return HostSet(self._sends)
+
+    def _receives(self, host: str) -> bool:
         for instance_id in self._hosts.get(host, ()):
             fork = self.live_fork_of(instance_id)
-            if fork is None or self._instances[instance_id].report.holder is not None:
+            if fork is None or self.group(fork.group).is_background(fork.fork_id):
                 continue
             if any(not is_same_host_route(read.transports) for read in fork.reads):
                 return True
         return False
 
-    def wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
-        """Return the images that a holder should keep, most urgent first."""
+    def _sends(self, host: str) -> bool:
+        records = (self._instances[instance_id] for instance_id in self._hosts.get(host, ()))
+        return any(self._groups[record.group].serves_engines(record.report.instance_id) for record in records)
+
+    def wanted_images(self, report: HolderReport, now: float, *, keeps_all: bool = False) -> tuple[WantedImage, ...]:
+        """Return the images that a holder should keep, most urgent first (see `prefetch.wanted_images`)."""
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
         starting = self.holders.starting_on(host) if report.follows_host else []
         models = {each.model for each in announced} | {each.model for each in (*starting, *report.selectors)}
         fleet = {model: self.fleet_images(model) for model in models}
-        return wanted_images(report, fleet, self.engines_on(host), announced, starting)
+        return wanted_images(report, fleet, self.engines_on(host), announced, starting, keeps_all=keeps_all)
 
     def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
         """Return an image of the group, and the newest instance that has it."""

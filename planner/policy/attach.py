@@ -25,7 +25,7 @@ from planner.policy.eligibility import YIELDS, ineligible_reason, no_data_reason
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.starvation import is_delayed, is_worth_replan
-from planner.policy.transports import transport_cost
+from planner.policy.transports import is_same_host_read, transport_cost
 from planner.policy.types import SLOW_FRACTION, ForkDemand, PlanDecision, Source, Storage
 from planner.policy.weights import storage_for_missing_chunks, weights_compatible, with_storage_weights
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
@@ -43,6 +43,7 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     if (yielded_to := _source_for_slow_target(state, demand, unassigned, candidates)) is not None:
         kept = [(yielded_to, unassigned)]
     kept = _move_to_idle_seed(state, demand, kept, candidates)
+    kept += _held_on_host(state, demand, kept, unassigned, candidates)
     unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
     ineligible_reasons: dict[str, str] = {}
     total = count(missing)
@@ -52,7 +53,9 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     )
     chosen = split_among(target, unassigned, count(unassigned) / total, options) if unassigned else []
     unassigned = subtract(unassigned, [each for _, chunks in chosen for each in chunks])
-    if (uncovered := subtract(unassigned, no_free_slot)) and target.instance_id not in demand.excluded:
+    uncovered = subtract(unassigned, no_free_slot)
+    leaves_storage = bool(uncovered) and state.leaves_storage(target)
+    if uncovered and not leaves_storage and target.instance_id not in demand.excluded:
         if own := storage_for_missing_chunks(target, has_other_sources=True):
             storage, unassigned = (*storage, (own, uncovered)), subtract(unassigned, uncovered)
         elif not no_free_slot and not storage and (own := storage_for_missing_chunks(target)):
@@ -68,7 +71,9 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     may_gain_routes = bool(
         unassigned and (no_free_slot or assignments or storage or _peer_could_read_storage(state, demand, candidates))
     )
-    yields = bool(unassigned and target.background and (no_free_slot or YIELDS in ineligible_reasons.values()))
+    yields = state.plans_background and bool(
+        unassigned and (no_free_slot or leaves_storage or YIELDS in ineligible_reasons.values())
+    )
     return PlanDecision(
         target.weights_id,
         assignments,
@@ -103,11 +108,7 @@ def _keep_from_peers(
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current_shares:
         source = state.source(share.source_id)
-        if (
-            source is None
-            or ineligible_reason(state, source, demand, reads=True)
-            or not state.free_slots(source, demand.target)
-        ):
+        if source is None or ineligible_reason(state, source, demand, reads=True) or not state.free_slots(source):
             continue
         if (_is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
             continue
@@ -122,6 +123,36 @@ def _keep_from_peers(
             kept.append((source, chunks))
             unassigned = subtract(unassigned, chunks)
     return kept
+
+
+def _held_on_host(
+    state: PlanState,
+    demand: ForkDemand,
+    kept: Iterable[tuple[Source, tuple[Range, ...]]],
+    unassigned: tuple[Range, ...],
+    candidates: Iterable[Source],
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Return chunks to read from a holder on the target's host that has them but will not receive all others.
+
+    It has paused, so the other chunks come from elsewhere.
+    """
+    target = demand.target
+    unassigned = subtract(unassigned, [chunk for _, chunks in kept for chunk in chunks])
+    if state.plans_background:
+        return []
+    for source in candidates:
+        if not source.background or source.complete or not is_same_host_read(source, target):
+            continue
+        available = state.available_chunks(source, unassigned, target)
+        held = intersect(available, source.verified)
+        if (
+            held
+            and available != unassigned
+            and state.free_slots(source)
+            and not ineligible_reason(state, source, demand)
+        ):
+            return [(source, held)]
+    return []
 
 
 def _move_to_idle_seed(
@@ -142,7 +173,7 @@ def _move_to_idle_seed(
         and is_delayed(target, source)
         and weights_compatible(source, target)
         and state.load(source, target) <= IDLE_LOAD
-        and state.free_slots(source, demand.target)
+        and state.free_slots(source)
         and not ineligible_reason(state, source, demand)
     ]
     if not idle:
@@ -176,7 +207,7 @@ def _source_for_slow_target(
             if _is_slow_relay(source)
             else state.spare_egress(source, target) >= SLOW_FRACTION
         )
-        and state.free_slots(source, demand.target)
+        and state.free_slots(source)
         and not ineligible_reason(state, source, demand)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
@@ -242,7 +273,7 @@ def _source_options(
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
         if not exclusion_reason and not available:
             exclusion_reason = no_data_reason(state, source, target)
-        elif not exclusion_reason and not state.free_slots(source, demand.target):
+        elif not exclusion_reason and not state.free_slots(source):
             exclusion_reason = f"at capacity ({len(state.readers(source.instance_id))} of {source.max_readers} readers)"
             no_free_slot = normalise((*no_free_slot, *available))
         if exclusion_reason:

@@ -1,44 +1,68 @@
 """Background forks: a holder's prefetch must not delay a fork that an engine waits for.
 
-A background fork reads over the network only from sources that serve no engine's fork, and leaves each source a free
-slot. As soon as an engine's fork reads from one of its sources, or an engine on its own host reads over the network, it
-pauses: its plan is empty until they have ended. It counts as an engine's fork itself while an engine reads from its
-target, also through other background forks. Reads within a host use no network and are not limited.
+A background fork reads over the network only if neither its target's host receives for an engine's fork nor its
+source's host sends for one, and it leaves each source a free slot. Once that changes, it reads elsewhere or pauses: its
+plan is empty until they have ended. Reads within a host use no network and are not limited. The forks of engines ignore
+the load of background forks, as these will yield.
+
+A background fork counts as an engine's fork while one depends on it: while an engine's fork reads chunks from its
+target that the target has yet to receive, directly or through other background forks. A fork is therefore never
+assigned chunks that a paused relay lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 
-ForksOf = Callable[[str], Iterable[str]]
-"""Returns the forks that read from an instance."""
+from planner.policy.transports import is_same_host_read
+from planner.policy.types import ChunkShare, Source
+from rfork.image.ranges import subtract
 
 
-def is_waited_for(instance_id: str, readers: ForksOf, background: Mapping[str, str]) -> bool:
-    """Return True if an engine's fork reads from the instance, or from a background fork's target that reads from it.
+def targets_waited_for(
+    targets: Iterable[str], source: Callable[[str], Source | None], shares: Callable[[str], Iterable[ChunkShare]]
+) -> frozenset[str]:
+    """Return the holders' images that engines' forks depend on. `targets`: those of all running forks.
 
-    `background`: the targets of background forks, by fork_id.
+    `source` returns an instance by its id, and `shares` what it reads.
     """
-    pending, visited = [instance_id], {instance_id}
+    found: set[str] = set()
+    pending = [target for name in targets if (target := source(name)) is not None and not target.background]
     while pending:
-        for fork_id in readers(pending.pop()):
-            target = background.get(fork_id)
-            if target is None:
-                return True
-            if target not in visited:
-                visited.add(target)
-                pending.append(target)
-    return False
+        reader = pending.pop()
+        for share in shares(reader.instance_id):
+            if share.source_id in found or share.source_id == reader.instance_id:
+                continue
+            relay = source(share.source_id)
+            if relay is None or not relay.background or relay.complete:
+                continue
+            if subtract(subtract(share.chunks, relay.verified), reader.verified):
+                found.add(share.source_id)
+                pending.append(relay)
+    return frozenset(found)
 
 
-def serves_engines(
-    source_id: str, own_fork_id: str, network_readers: ForksOf, readers: ForksOf, background: Mapping[str, str]
-) -> bool:
-    """Return True if an engine's fork reads from the source over the network, or one that an engine waits for."""
-    for fork_id in network_readers(source_id):
-        if fork_id == own_fork_id:
-            continue
-        target = background.get(fork_id)
-        if target is None or is_waited_for(target, readers, background):
-            return True
-    return False
+def uses_busy_link(source: Source, target: Source, receiving: Container[str], sending: Container[str]) -> bool:
+    """Return True if a read would share a network link with forks that engines wait for.
+
+    `receiving` and `sending` are the hosts whose links these forks use, in each direction.
+    """
+    if is_same_host_read(source, target):
+        return False
+    return target.location.host in receiving or source.location.host in sending
+
+
+def reserved_slots(source: Source, *, engines_wait: bool) -> int:
+    """Return the number of reader slots of a source that background forks leave to engines.
+
+    The only slot of a source is reserved once an engine waits.
+    """
+    return int(source.max_readers > 1 or engines_wait)
+
+
+def is_waiting(target: Source, shares: Iterable[ChunkShare]) -> bool:
+    """Return True if an engine's target misses chunks that its plan does not assign."""
+    if target.background:
+        return False
+    assigned = [chunk for share in shares for chunk in share.chunks]
+    return bool(subtract(subtract([(0, target.chunk_count)], target.verified), assigned))

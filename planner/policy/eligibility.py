@@ -8,8 +8,8 @@ from planner.policy.plan_state import PlanState
 from planner.policy.transports import no_transport_reason, transport_cost
 from planner.policy.types import ForkDemand, Source, distance
 
-YIELDS: Final = "serves engines, and this fork is a prefetch"
-"""Reason why a background fork may not read from a source."""
+YIELDS: Final = "would delay engines: this fork is a prefetch"
+"""Reason why a background fork may not read from a source now."""
 
 
 def source_sort_key(
@@ -48,9 +48,9 @@ def ineligible_reason(state: PlanState, source: Source, demand: ForkDemand, *, r
         return f"quarantined: {source.quarantine}"
     if source.instance_id in demand.excluded:
         return f"failed this fork: {demand.excluded[source.instance_id]}"
-    if state.must_yield(source, demand):
-        return YIELDS
-    return no_transport_reason(source, demand.target)
+    if reason := no_transport_reason(source, demand.target):
+        return reason
+    return YIELDS if state.must_yield(source, demand.target) else ""
 
 
 def no_data_reason(state: PlanState, source: Source, target: Source) -> str:

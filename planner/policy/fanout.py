@@ -60,7 +60,7 @@ def plan_fanout(state: PlanState, demands: Sequence[ForkDemand], candidates: Ite
         _assign_line(state, line_part, sources[:MAX_STRIPES], followers)
     for leader in leaders:
         for before, demand in zip([leader, *followers[leader.fork_id]], followers[leader.fork_id], strict=False):
-            if not state.is_unplanned(before.target.instance_id) and state.free_slots(before.target, demand.target):
+            if not state.is_unplanned(before.target.instance_id) and state.free_slots(before.target):
                 _read(state, demand, [(before.target, _all_chunks(demand))])
     return [demand for demand in demands if state.is_unplanned(demand.target.instance_id)]
 
@@ -75,10 +75,13 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
     idle: list[Source] = []
     halves: list[Source] = []
     for source in sorted(candidates, key=lambda source: source_sort_key(state, source, demand.target)):
-        if ineligible_reason(state, source, demand) or not state.free_slots(source, demand.target):
+        if ineligible_reason(state, source, demand) or not state.free_slots(source):
             continue
         load = state.load(source, demand.target)
         if state.is_unplanned(source.instance_id) or (halves and 1.0 - load < MIN_TREE_FEED):
+            continue
+        host = source.location.host
+        if host in state.group.shared_hosts and any(feed.location.host == host for feed in idle or halves):
             continue
         if idle and (load > IDLE_LOAD or source.complete != idle[0].complete):
             break

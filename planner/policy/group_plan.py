@@ -19,7 +19,7 @@ from dataclasses import replace
 from planner.policy import reasons
 from planner.policy.attach import attach
 from planner.policy.cold_start import elect_storage_readers
-from planner.policy.eligibility import ineligible_reason
+from planner.policy.eligibility import YIELDS, ineligible_reason
 from planner.policy.fanout import plan_fanout
 from planner.policy.plan_state import PlanState
 from planner.policy.stragglers import stragglers
@@ -30,9 +30,9 @@ from rfork.image.ranges import subtract
 
 __all__ = ["plan", "stragglers"]
 
-PlanningKey = tuple[str, int, tuple[str, ...], str | None]
+PlanningKey = tuple[str, int, tuple[str, ...], str | None, bool]
 """Targets with equal layout, chunk count and transports can be planned together; if none of the transports
-reaches another host, only those of one host.
+reaches another host, only those of one host. Background forks are planned separately.
 """
 
 
@@ -50,7 +50,8 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
         target = demand.target
         if target.chunk_count and subtract([(0, target.chunk_count)], target.verified):
             host = target.location.host if has_only_same_host(target.transports) else None
-            planning_key = (target.layout_id, target.chunk_count, target.transports, host)
+            is_background = state.is_background(target)
+            planning_key = (target.layout_id, target.chunk_count, target.transports, host, is_background)
             demands_by_key.setdefault(planning_key, []).append(demand)
         else:
             done = PlanDecision(
@@ -92,13 +93,13 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
             if begun
             else with_requested_weights(demand, *best)
         )
-        is_late = target.background and not all(each.target.background for each in demands)
-        co_located = is_late or target.location.host in nodes or target.location.nvlink in nodes
+        co_located = target.location.host in nodes or target.location.nvlink in nodes
         (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
             pinned_demand
         )
     for demand in with_chunks:
         _plan_single(state, demand)
+    state.plans_background = state.is_background(first)
     if len(without_chunks) > 1:
         sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
         without_chunks = plan_fanout(
@@ -109,6 +110,7 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     if (
         len(without_chunks) > 1
         and first.transports
+        and not state.leaves_storage(first)
         and not any(source.verified or state.shares(source.instance_id) for source in sources)
     ):
         without_chunks = elect_storage_readers(state, without_chunks)
@@ -141,6 +143,7 @@ def _is_same_layout(source: Source, target: Source) -> bool:
 
 
 def _plan_single(state: PlanState, demand: ForkDemand) -> None:
+    state.plans_background = state.is_background(demand.target)
     alive = _candidates(state, demand.target.instance_id)
     sources = [source for source in alive if _is_same_layout(source, demand.target)]
     decision = attach(state, demand, sources)
@@ -193,7 +196,9 @@ def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[S
     if target.verified or any(share.source_id == target.instance_id for share in demand.current_shares):
         return False
     return not any(
-        source.complete and source.weights_id == target.weights_id and not ineligible_reason(state, source, demand)
+        source.complete
+        and source.weights_id == target.weights_id
+        and ineligible_reason(state, source, demand) in ("", YIELDS)
         for source in sources
     )
 

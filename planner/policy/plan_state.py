@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from planner.policy.background import is_waited_for, serves_engines
+from planner.policy.background import is_waiting, reserved_slots, targets_waited_for, uses_busy_link
 from planner.policy.transports import is_same_host_read
 from planner.policy.types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_storage_weights
@@ -27,18 +27,22 @@ class PlanState:
         self.decisions: dict[str, PlanDecision] = {}
         self._demands = {demand.target.instance_id: demand for demand in demands}
         self._fork_ids = {demand.fork_id for demand in self._demands.values()}
+        self.plans_background = False
+        """True while background forks are planned: they also count the load of one another, and leave slots free."""
         self._background_forks = {
-            fork_id: name for fork_id, name in group.background_forks.items() if fork_id not in self._fork_ids
+            **group.background_forks,
+            **{demand.fork_id: name for name, demand in self._demands.items() if demand.target.background},
         }
-        self._background_forks |= {
-            demand.fork_id: name for name, demand in self._demands.items() if demand.target.background
-        }
+        self._waited_for: frozenset[str] | None = None
+        self._waiting_engines: list[Source] | None = None
         self._shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._readers: dict[str, dict[str, float]] = {}
         self._same_host_readers: dict[str, set[str]] = {}
         for demand in self._demands.values():
             # Until it is planned, each target is assumed to keep its current reads.
             self._set_shares(demand, tuple(share for share in demand.current_shares if self._is_valid(share, demand)))
+        self._relied_on = self._targets_waited_for
+        """Holders' images that engines' forks depended on before this call."""
 
     def source(self, instance_id: str) -> Source | None:
         """Return the instance, if it is known and alive; a target as described by its demand or decision."""
@@ -66,52 +70,112 @@ class PlanState:
         """Return the load of the source in targets at full speed, relative to its egress share.
 
         Reads within its host do not load its network link: they count only for a `target` that would also
-        stay on the host. Background forks do not count for an engine's `target`, to which they yield.
+        stay on the host. Background forks count only for one another: they yield to others. A holder's image and an
+        engine on one host share its link.
         """
-        readers = self.readers(source.instance_id)
-        if target is not None and not target.background and self.background_forks:
-            readers = {name: share for name, share in readers.items() if not self._yields(name)}
-        same_host = self._same_host_readers_of(source.instance_id)
-        if not same_host or (target is not None and is_same_host_read(source, target)):
-            return sum(readers.values()) / source.egress_share
-        return sum(share for fork_id, share in readers.items() if fork_id not in same_host) / source.egress_share
+        if target is not None and is_same_host_read(source, target):
+            return self._load(source.instance_id, same_host=True) / source.egress_share
+        names = self.group.shared_hosts.get(source.location.host, (source.instance_id,))
+        return sum(self._load(name, same_host=False) for name in names) / source.egress_share
 
-    @property
-    def background_forks(self) -> Mapping[str, str]:
-        """Targets of background forks, by fork_id."""
-        return self._background_forks
-
-    def is_waited_for(self, instance_id: str) -> bool:
-        """Return True if an engine's fork depends on the instance; see `planner.policy.background`."""
-        return is_waited_for(instance_id, self.readers, self._background_forks)
-
-    def must_yield(self, source: Source, demand: ForkDemand) -> bool:
-        """Return True if the demand's fork must not read from the source over the network now."""
-        target = demand.target
-        if not target.background or is_same_host_read(source, target) or self.is_waited_for(target.instance_id):
-            return False
-        if demand.is_host_busy:
-            return True
-        return serves_engines(
-            source.instance_id, demand.fork_id, self._network_readers_of, self.readers, self._background_forks
+    def _load(self, instance_id: str, *, same_host: bool) -> float:
+        readers, excluded = self.readers(instance_id), self._same_host_readers_of(instance_id)
+        if not self._background_forks or self.plans_background:
+            if same_host or not excluded:
+                return sum(readers.values())
+            return sum(share for fork_id, share in readers.items() if fork_id not in excluded)
+        return sum(
+            share
+            for fork_id, share in readers.items()
+            if not self._yields(fork_id) and (same_host or fork_id not in excluded)
         )
-
-    def _yields(self, fork_id: str) -> bool:
-        target = self._background_forks.get(fork_id)
-        return target is not None and not self.is_waited_for(target)
-
-    def _network_readers_of(self, instance_id: str) -> Set[str]:
-        return self.readers(instance_id).keys() - self._same_host_readers_of(instance_id)
 
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
         """Return the fraction of a target's full speed that the source can serve without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
-    def free_slots(self, source: Source, target: Source | None = None) -> int:
-        """Return how many more forks may read from the source. A background `target` leaves one slot to engines."""
+    def free_slots(self, source: Source) -> int:
+        """Return how many more forks may read from the source."""
         free = source.max_readers - len(self.readers(source.instance_id))
-        reserved = target is not None and target.background and source.max_readers > 1
-        return max(0, free - reserved)
+        if self.plans_background and free > 0:
+            free -= reserved_slots(source, engines_wait=source.max_readers == 1 and bool(self.waiting_engines))
+        return max(0, free)
+
+    # -- background forks, see `planner.policy.background` ----------------------------------------------
+
+    def is_background(self, target: Source) -> bool:
+        """Return True if no engine waits for the target's fork."""
+        return target.background and target.instance_id not in self._targets_waited_for
+
+    def must_yield(self, source: Source, target: Source) -> bool:
+        """Return True if the target must not read from the source now, because engines' forks use the link."""
+        if not self.is_background(target) or is_same_host_read(source, target):
+            return False
+        if uses_busy_link(source, target, self.group.receiving_hosts, self.group.sending_hosts):
+            return True
+        same_host = self._same_host_readers_of(source.instance_id)
+        if any(name not in same_host and not self._yields(name) for name in self.readers(source.instance_id)):
+            return True
+        return any(self._reads_network(demand.target, target.location.host) for demand in self._demands.values())
+
+    def leaves_storage(self, target: Source) -> bool:
+        """Return True if the target must not read its storage, because an engine that waits can read its own."""
+        return (
+            self.is_background(target) and bool(target.storage) and any(each.storage for each in self.waiting_engines)
+        )
+
+    @property
+    def waiting_engines(self) -> list[Source]:
+        """Targets of engines that miss chunks for which their plan has no source."""
+        if self._waiting_engines is None:
+            names = dict.fromkeys((*self.group.shares, *self._demands))
+            targets = [target for name in names if (target := self.source(name)) is not None]
+            self._waiting_engines = [each for each in targets if is_waiting(each, self.shares(each.instance_id))]
+        return self._waiting_engines
+
+    @property
+    def _targets_waited_for(self) -> frozenset[str]:
+        if self._waited_for is None:
+            names = dict.fromkeys((*self.group.shares, *self._demands)) if self._background_forks else ()
+            self._waited_for = targets_waited_for(names, self.source, self.shares)
+        return self._waited_for
+
+    def _changed_reads(self, demand: ForkDemand, shares: Iterable[ChunkShare]) -> None:
+        """Record that these reads of the demand's target begin or end."""
+        self._waiting_engines = None
+        if self._background_forks and self._waited_for is not None:
+            sources = (self.source(share.source_id) for share in shares)
+            if demand.target.background or any(source is not None and source.background for source in sources):
+                self._waited_for = None
+
+    def _yields(self, fork_id: str) -> bool:
+        """Return True for a background fork."""
+        target = self._background_forks.get(fork_id)
+        return target is not None and target not in self._targets_waited_for
+
+    def _reads_network(self, target: Source, host: str) -> bool:
+        """Return True if a target on this host, which an engine waits for, reads over the network."""
+        if target.location.host != host or self.is_background(target):
+            return False
+        sources = (self.source(share.source_id) for share in self._shares[target.instance_id])
+        return any(
+            source is not None and source.instance_id != target.instance_id and not is_same_host_read(source, target)
+            for source in sources
+        )
+
+    def _will_receive(self, relay: Source) -> tuple[ChunkShare, ...]:
+        """Return the reads of an instance that its readers can rely on: not those of a fork that is about to pause."""
+        shares = self.shares(relay.instance_id)
+        if relay.instance_id in self._relied_on or not self.is_background(relay):
+            return shares
+        sources = {share.source_id: self.source(share.source_id) for share in shares}
+        return tuple(
+            share
+            for share in shares
+            if (source := sources[share.source_id]) is None
+            or source.instance_id == relay.instance_id
+            or not self.must_yield(source, relay)
+        )
 
     def is_known(self, source: Source) -> bool:
         """Return True if the source's own reads are known. After a restart they are not, until it replans."""
@@ -162,6 +226,7 @@ class PlanState:
 
     def release(self, demand: ForkDemand) -> None:
         """Discard the reads of the demand's target before it is planned again."""
+        self._changed_reads(demand, self._shares[demand.target.instance_id])
         for share in self._shares[demand.target.instance_id]:
             self._readers_of(share.source_id).pop(demand.fork_id, None)
             self._same_host_readers_of(share.source_id).discard(demand.fork_id)
@@ -197,7 +262,7 @@ class PlanState:
             if len(visited) > MAX_UPSTREAM_SOURCES and not target_is_read:
                 found.extend(chunks)
                 continue
-            for share in self.shares(instance_id):
+            for share in self._will_receive(upstream):
                 part = intersect(chunks, share.chunks)
                 if part and share.source_id == instance_id:
                     found.extend(() if share.all_or_nothing and self.group.loader_only else part)
@@ -230,6 +295,7 @@ class PlanState:
     def _set_shares(self, demand: ForkDemand, shares: tuple[ChunkShare, ...]) -> None:
         """Record what the demand's target reads, and count it as a reader of its sources."""
         target_id = demand.target.instance_id
+        self._changed_reads(demand, shares)
         self._shares[target_id] = shares
         total = sum(count(share.chunks) for share in shares)
         speed = SLOW_FRACTION if demand.target.slow else 1.0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
+from planner.policy.background import targets_waited_for
 from planner.policy.types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
@@ -23,14 +24,19 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
     """Return relays with readers that fall behind their own sources, by the last reports; pure.
 
     A target falls behind if chunks wait for it at its sources and it still reads slowly. Sources that are slow
-    themselves do not count. If all readers of one source fall behind it, and behind no other, the source is
-    the slow one.
+    themselves do not count, nor do background forks, which yield to others. If all readers of one source fall
+    behind it, and behind no other, the source is the slow one.
     """
+    waited_for: frozenset[str] = frozenset()
+    if group.background_forks:
+        waited_for = targets_waited_for(group.shares, group.sources.get, lambda name: group.shares.get(name, ()))
     targets: list[Source] = []
     readers: dict[str, list[str]] = {}
     for target_id, shares in group.shares.items():
         target = group.sources.get(target_id)
         if target is None or now >= target.expires_at or target.complete:
+            continue
+        if target.background and target_id not in waited_for:
             continue
         targets.append(target)
         for share in shares:

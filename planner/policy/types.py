@@ -5,7 +5,7 @@ Rates are in bytes per second, times on the scale of `now`, chunk ranges half-op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,7 +91,7 @@ class Source:
 
     @property
     def background(self) -> bool:
-        """True for a holder's image: its fork yields to those of engines."""
+        """True for a holder's image: no engine waits for its fork, unless one reads from it."""
         return self.holder is not None
 
     @cached_property
@@ -137,7 +137,13 @@ class GroupView:
     candidates: tuple[str, ...] | None = None
     """Instances worth considering for these demands, if the group is large; None: all."""
     background_forks: Mapping[str, str] = field(default_factory=dict)
-    """Targets of the forks that yield to those of engines, by fork_id."""
+    """Targets of holders' forks, by fork_id (see `planner.policy.background`)."""
+    shared_hosts: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Members on each host that has a holder's image: they share its network link."""
+    receiving_hosts: Container[str] = frozenset()
+    """Hosts on which forks that engines wait for read over the network, in this group or in others."""
+    sending_hosts: Container[str] = frozenset()
+    """Hosts from which they read over the network."""
     loader_only: bool = False
     """True if a loader already ran here for the group and its instance served nothing: each target then runs
     its own.
@@ -168,8 +174,6 @@ class ForkDemand:
     """Current reads, kept while they are good."""
     is_elected_reader: bool = False
     """True if an earlier plan elected it to read its own storage: other targets may wait for it."""
-    is_host_busy: bool = False
-    """True if an engine on the target's host reads over the network."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ class PlanDecision:
     may be elected to read storage.
     """
     is_paused: bool = False
-    """True if a background fork must not read now."""
+    """True if a background fork must not read now: it waits until engines' forks have ended."""
     mismatched_source: str | None = None
     """instance_id to compare layouts with, if all holders of the model have another layout."""
 

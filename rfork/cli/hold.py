@@ -77,13 +77,13 @@ def hold(
         memory_bytes = _memory_bytes(memory, device)
         client = resources.enter_context(PlannerClient.of(chosen))
         # Only now: torch is loaded, which takes a second.
-        from rfork.holder.host import host_lock, prepare_memory
+        from rfork.holder.host import host_lock, raise_file_limit
         from rfork.holder.process import Holder, HolderOptions
         from rfork.holder.snapshot_images import SnapshotImages
 
         if not one_shot:
             resources.enter_context(host_lock(chosen))
-        prepare_memory()
+        raise_file_limit()
         snapshots = SnapshotImages.at(source) if source is not None else None
         holder = Holder(
             chosen.model_copy(update={"snapshot": source, "version": None, "replica": None, "model": None}),

@@ -1,8 +1,7 @@
-"""Preparation of the holder's process: one per host, many memory files, tensors in mappings of their own."""
+"""The holder's process on its host: one per host, with many open files."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import re
@@ -12,28 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
 from rfork.transport.same_host.memory_file import Descriptor
-from rfork.transport.shared_memory.file_layout import MIN_MAPPED_BYTES
-
-_M_MMAP_THRESHOLD: Final = -3
-"""From <malloc.h>."""
 
 
-def prepare_memory() -> None:
-    """Raise the limit of open files, and place large tensors in mappings of their own, so that files can replace them.
-
-    glibc raises its threshold when such memory is freed, and then places later tensors on the heap.
-    """
+def raise_file_limit() -> None:
+    """Raise the limit of open files of this process to its maximum: each chunk is a memory file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from uuid import uuid4
 from rfork import settings as options
 from rfork.errors import ForkCancelled, RforkError, SourceWeightsChanged, StorageError
 from rfork.image.chunks import Chunks
+from rfork.image.host_memory import separate_mappings
 from rfork.image.layout import Layout, allocate_tensors
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, snapshot_fallback
@@ -190,8 +191,10 @@ class ImageKeeper:
                 self._sealer = shared_memory.sealer(seed, seed.chunk_state)
                 self._sealer.start()
 
+        with separate_mappings():
+            tensors = allocate_tensors(layout, self._device)
         session = ForkSession(
-            module_of(allocate_tensors(layout, self._device)),
+            module_of(tensors),
             identity,
             settings.model_copy(update={"deadline_s": max(FETCH_DEADLINE_S, settings.deadline_s)}),
             network,

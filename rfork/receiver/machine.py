@@ -201,6 +201,7 @@ class TransferMachine:
         self._replan_reason: str | None = None
         self._retry_at = 0.0
         self._no_source_since: float | None = None
+        self._is_paused = False
         self._planned_weights_id: str | None = None
         self._planned_version: str | None = None
         self._abandoned_weights_id: str | None = None
@@ -369,6 +370,8 @@ class TransferMachine:
                 self._verifier.invalidate_all("a loader overwrites them")
                 self._emit(events.RunLoader(self._loader))
         else:
+            if self._is_paused:
+                self._close_unused()  # the last read from it may have ended
             self._confirm_complete(now)
             self._start_spool_read(now)
             self._lend_to_own_storage()
@@ -437,9 +440,7 @@ class TransferMachine:
             del self._faults[: len(self._requested or ())]
         self._requested = None
         if plan is not None and plan.is_paused:
-            self._replan_reason = self._no_source_since = None
-            self._apply_plan(plan, now)
-            self._retry_at = now + (plan.retry_after_s or FIRST_RETRY_S)
+            self._pause(plan, now)
             return
         loader = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
         if loader is not None and not self._scheduler.complete:
@@ -454,6 +455,7 @@ class TransferMachine:
                     return
                 self._restart()
             self._plans += 1
+            self._is_paused = False
             self._replan_reason = self._no_source_since = None
             self._apply_plan(plan, now)
             retry_s = plan.retry_after_s if self._scheduler.unassigned else MIN_REPLAN_INTERVAL_S
@@ -467,11 +469,36 @@ class TransferMachine:
         if changing and retry_s is None and self._restart():
             return  # the next request accepts any weights
         self._no_source_since = now if self._no_source_since is None else self._no_source_since
-        should_retry = changing or (retry_s is not None and (plan is not None or self._plans > 0))
+        was_planned = self._plans > 0 or self._is_paused
+        should_retry = changing or (retry_s is not None and (plan is not None or was_planned))
         if not should_retry or now - self._no_source_since >= self._settings.no_source_timeout_s:
             self._finish(refusal)
         else:
             self._retry_at = now + (retry_s or FIRST_RETRY_S)
+
+    def _pause(self, plan: Plan, now: float) -> None:
+        """Read nothing more over the network until the next plan: this fork is a prefetch, and engines need the link.
+
+        Chunks in flight are still received. Waiting is no failure, however long it takes.
+        """
+        if not self._is_paused:
+            log.info("prefetch paused", reason=plan.reason)
+        self._is_paused = True
+        self._replan_reason = self._no_source_since = None
+        self._retry_at = now + (plan.retry_after_s or FIRST_RETRY_S)
+        joined, own = self._joined, self._own_load.own
+        if joined is not None and (own is None or not own.is_local):
+            self._close(joined)
+            joined = None
+        kept = self._scheduler.shares.get(joined.source_id, ()) if joined is not None else ()
+        self._scheduler.assign({joined.source_id: kept} if joined is not None else {})
+        self._own_load.discard_rates()
+
+    def _close_unused(self) -> None:
+        """Close the sources without assigned chunks: others may use their reader slots."""
+        for source in [each for name, each in self._active.items() if not self._scheduler.has_assigned(name)]:
+            if not source.is_joined:
+                self._close(source)
 
     def _apply_plan(self, plan: Plan, now: float) -> None:
         """Keep or open the sources that a plan names, and close those without assigned chunks."""
@@ -494,9 +521,7 @@ class TransferMachine:
             self._active[name].is_joined = False
             assigned[name] = ranges.normalise((*assigned.get(name, ()), *read.chunks))
         self._scheduler.assign(assigned)
-        for source in [each for name, each in self._active.items() if not self._scheduler.has_assigned(name)]:
-            if not source.is_joined:
-                self._close(source)
+        self._close_unused()
         log.info(
             "plan received",
             fork=plan.fork_id,
@@ -676,7 +701,7 @@ class TransferMachine:
 
         After `MOVE_AFTER_S`, other sources may serve their chunks. After `CONNECT_TIMEOUT_S`, a source is
         given up if its remaining chunks cannot be moved because they are being read from it: the other
-        sources can serve all of them.
+        sources can serve all of them. A relay that has yet to receive its chunks is not silent.
         """
         silent = {
             name: source
@@ -695,6 +720,8 @@ class TransferMachine:
         self._scheduler.late = frozenset(silent if others else ()) | ({joined.source_id} if joined else frozenset())
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
+                if source.transport and self._scheduler.is_starved(name):
+                    continue
                 if self._scheduler.has_assigned(name) and now - source.opened_at >= CONNECT_TIMEOUT_S:
                     detail = f"{source.address}: no byte received within {CONNECT_TIMEOUT_S:g} s"
                     self._fail(source, SourceUnreachable(detail), now)
@@ -763,7 +790,7 @@ class TransferMachine:
 
     def _compare_own_load(self, now: float) -> None:
         """Measure own storage while peers are slow, read it too, or abandon the fork for it."""
-        if not self._own_load.is_active or self._loader is not None:
+        if not self._own_load.is_active or self._loader is not None or self._is_paused:
             return
         self._own_load.add(now, self.bytes_read + self._expected_in_flight(now))
         if any(source.is_storage for source in self._active.values()):

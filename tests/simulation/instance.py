@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 MODEL = "org/model"
+TRANSPORTS = ("shared_memory", "http")
 MIN_REPORT_INTERVAL_S = 0.1
 REPORT_FRACTION = 0.8
 """Fraction of the planner's heartbeat interval after which an instance reports."""
@@ -38,12 +39,17 @@ class Instance:
         files: tuple[bytes, ...] | None,
         content: tuple[bytes, ...] | None = None,
         max_readers: int,
+        host: str | None = None,
+        holder: str | None = None,
     ) -> None:
-        """With `content`, the instance starts as a seed."""
+        """With `content`, the instance starts as a seed. `host`: by default one of its own; `holder`: the id of the
+        holder whose image it is, if it is not an engine.
+        """
         layout = layout_of(world.chunks)
         self.world = world
         self.name = name
-        self.host = f"host-{name}"
+        self.host = host or f"host-{name}"
+        self.holder = holder
         self.own_version = version
         self.files = files
         self.memory = list(content or (UNKNOWN,) * world.chunks)
@@ -58,7 +64,7 @@ class Instance:
         """Factor by which its link is slower."""
         self.served = ServedImage(
             layout,
-            InstanceIdentity(MODEL, instance_id=name, version=version),
+            InstanceIdentity(MODEL, instance_id=name, version=version, holder=holder),
             max_readers,
             chunk_state=None if content else ChunkState(layout.chunks),
             manifest=manifest_of(content) if content else None,
@@ -162,7 +168,7 @@ class Instance:
 
     def report(self) -> InstanceReport:
         """Return the report for the planner."""
-        return self.served.report(self.world.unix_s, f"{self.name}:1", ("http",), Placement(host=self.host))
+        return self.served.report(self.world.unix_s, f"{self.name}:1", TRANSPORTS, Placement(host=self.host))
 
     def kill(self) -> None:
         """End the process at once."""

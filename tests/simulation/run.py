@@ -13,16 +13,19 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.simulation.background import BackgroundWorld
 from tests.simulation.race import RaceWorld
 from tests.simulation.world import World, run_world
 
-RACE_INTERVAL = 5
-"""Every fifth world is a race."""
+INTERVAL = 5
+"""Of this many worlds, one is a race, and in one holders compete with engines for links."""
 
 
 def world_of(seed: int) -> World:
     """Return the world of a seed."""
-    return RaceWorld(seed) if seed % RACE_INTERVAL == 0 else World(seed)
+    if seed % INTERVAL == 0:
+        return RaceWorld(seed)
+    return BackgroundWorld(seed) if seed % INTERVAL == 1 else World(seed)
 
 
 @contextmanager

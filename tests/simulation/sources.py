@@ -155,7 +155,7 @@ class PeerSource:
             return
         self._message_at = self._progress_at = self._world.now
         self._connecting_until = 0.0
-        self._target.handle(SourceConnected(self._connection, "http"))
+        self._target.handle(SourceConnected(self._connection, self._route.transports[0]))
         self._pump_soon()
         self._keep_alive()
 

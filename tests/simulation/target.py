@@ -295,7 +295,9 @@ class Target:
         if named and any(fault.error == SourceWeightsChanged.__name__ for fault in request.faults):
             self._open_candidates_at = self.world.now + self.world.settings.no_source_timeout_s
         plan = await self._call(request)
-        if not (plan.routes or plan.storage) and self.world.now >= self._open_candidates_at and self._open_candidates():
+        has_sources = bool(plan.routes or plan.storage)
+        must_open = not (has_sources or plan.is_paused) and self.world.now >= self._open_candidates_at
+        if must_open and self._open_candidates():
             plan = await self._call(RequestPlan((), request.assignments))
         self.had_sources = self.had_sources or bool(plan.routes or plan.storage)
         if plan.routes:

@@ -19,6 +19,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rfork.settings import InstanceSettings, PlannerSettings
@@ -40,6 +41,8 @@ DEADLINE_S = 300.0
 """Deadline of a fork: far beyond `END_WITHIN_S`, so that one that only its deadline ends counts as hanging."""
 
 MAX_TARGETS = 6
+SAME_HOST_CHUNK_S = 0.005
+"""Time to copy a chunk within a host."""
 
 SETTINGS = InstanceSettings.model_validate(
     {
@@ -182,7 +185,8 @@ class World:
 
     def transfer_s(self, source: Instance, target: Instance) -> float:
         """Return the duration of one chunk between two instances."""
-        return self.chunk_s * max(source.slow, target.slow) * self.random.uniform(0.8, 1.2)
+        chunk_s = SAME_HOST_CHUNK_S if source.host == target.host else self.chunk_s
+        return chunk_s * max(source.slow, target.slow) * self.random.uniform(0.8, 1.2)
 
     def _stop(self, error: BaseException) -> None:
         if self._error is None:
@@ -336,6 +340,7 @@ class World:
             version = draw.choice(["v1", "v1", "v1", "v2"])
             self._add_seed(f"seed{number}", version)
         undisturbed = draw.random() < 0.2
+        self._populate_holders()
         for _ in range(draw.randint(1, MAX_TARGETS - 1)):
             at = draw.choice([0.0, 0.0, draw.random() * 0.05, draw.random() * 3])
             self.later(1.5 + at, lambda: self._add_target(self._next_name()), on=None)
@@ -344,6 +349,14 @@ class World:
                 at = 1.5 + draw.random() * draw.choice([0.1, 1.0, 4.0])
                 self.later(at, self._inject, on=None)
                 self._last_fault_at = max(self._last_fault_at, self.now + at)
+
+    def _populate_holders(self) -> None:
+        """Let holders fetch images, in some worlds: on hosts of engines that start later, or on their own."""
+        draw = random.Random(f"holders {self.seed}")
+        for number in range(draw.choice([0, 0, 1, 2, 3])):
+            host = draw.choice([None, f"host-target{number}"])
+            name, version, at = f"holder{number}", draw.choice(["v1", "v1", "v2"]), 1.3 + draw.random() * 2
+            self.later(at, partial(self._add_holder, name, version, host), on=None)
 
     def _add_seed(self, name: str, version: str) -> None:
         content = self.versions[version][0]
@@ -369,11 +382,23 @@ class World:
         if like is not None:
             files = like.files
         instance = Instance(self, name, version=version, files=files, max_readers=self.max_readers)
-        self.instances[name] = instance
-        target = Target(self, instance, f"fork-{name}", spool, damaged)
+        self._start_fork(instance, spool, damaged)
+
+    def _start_fork(
+        self, instance: Instance, spool: dict[int, bytes] | None = None, damaged: frozenset[int] = frozenset()
+    ) -> None:
+        self.instances[instance.name] = instance
+        target = Target(self, instance, f"fork-{instance.name}", spool, damaged)
         self.targets.append(target)
         instance.send_report()
         target.start()
+
+    def _add_holder(self, name: str, version: str, host: str | None) -> None:
+        """Let a holder fetch a version; `host`: of an engine, or its own."""
+        holder_id = f"holder-of-{name}"
+        self._start_fork(
+            Instance(self, name, version=version, files=None, max_readers=self.max_readers, host=host, holder=holder_id)
+        )
 
     def on_forked(self, target: Target) -> None:
         """Let another instance of the same model start the moment that one is complete, in some worlds."""
@@ -392,7 +417,9 @@ class World:
             self._check_quarantine()
             open_targets = [each for each in self.targets if each.ended_at is None and each.instance.alive]
             for target in open_targets:
-                since = max(self._last_fault_at, target.began_at)
+                # A prefetch may wait until every engine's fork has ended.
+                forks = self.targets if target.instance.holder is not None else [target]
+                since = max(self._last_fault_at, *(each.ended_at or each.began_at for each in forks))
                 self.check(
                     self.now - since < self.end_within_s or target.instance.stopped,
                     f"{target.instance.name}: the fork hangs",

@@ -6,6 +6,7 @@ Its chunks are moved to sealed memory files as they arrive, which engines on thi
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -131,6 +132,9 @@ class ImageKeeper:
         if not fetching and seed is not None:
             seed.close(drain_s)
         self._seed = self._session = self._sealer = None
+        # Their objects refer to each other, so the memory would be kept until Python happens to collect them.
+        del session, seed
+        gc.collect()
         self._on_change()
 
     def _run(self) -> None:

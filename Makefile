@@ -112,7 +112,7 @@ docs: venv ## build the documentation into build/docs; warnings are errors
 docs-serve: venv ## serve the documentation on http://localhost:8000
 	$(BIN)/python -m docs.site.build --serve
 
-# Other benchmarks need an API server (admission), engines (engines) or a GPU (gpu): see docs/benchmarks.md.
+# Other benchmarks need an API server (admission), engines (engines, ready) or a GPU (gpu): see docs/benchmarks.md.
 BENCHMARKS := chaos cold_group digest disturb fanout planner_load pull race resume simulate storage
 
 .PHONY: bench

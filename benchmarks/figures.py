@@ -81,6 +81,8 @@ GOALS: Final[Mapping[str, Goal]] = {
     "plan_cost_vs_bare_route": Goal("planner_load", maximum=4, meaning="CPU of a plan request / an empty route"),
     "plan_bytes_per_rank": Goal("planner_load", maximum=10_000, meaning="memory of the planner"),
     "engine_fork_vs_disk_cold": Goal("engines", maximum=0.5, meaning="fork over HTTP / the engine's cold load"),
+    "ready_vs_floor": Goal("ready", maximum=1.10, meaning="first token with prefetch / start-up or transfer alone"),
+    "ready_restart_weights": Goal("ready", maximum=0.15, meaning="weights after kill -9, holder / own warm load"),
 }
 
 

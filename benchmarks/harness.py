@@ -165,11 +165,11 @@ def publish(
     settings: Mapping[str, Value],
     rows: Sequence[Row],
     figures: Mapping[str, float],
-    plot: tuple[str, str],
+    plot: tuple[str, str] | Callable[[Path], None],
 ) -> None:
     """Print the table and the figures; write the JSON file and the plot if requested.
 
-    `plot` names the columns of a bar chart: labels, and values.
+    `plot` names the columns of a bar chart, labels and values, or draws the plot itself.
     """
     hardware = machine()
     # Output into a file or pipe has no terminal width: the columns must not be wrapped at rich's default of 80.
@@ -195,7 +195,10 @@ def publish(
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot:
-        _plot(options.plot, options.benchmark, rows, *plot)
+        if isinstance(plot, tuple):
+            _plot(options.plot, options.benchmark, rows, *plot)
+        else:
+            plot(options.plot)
 
 
 def _cpu_model() -> str:

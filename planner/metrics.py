@@ -109,7 +109,7 @@ class Metrics:
         self._scaleup_batches = self._counter(
             "scaleup_batches", "Batches of scale-ups; complete: no replica was missing", "complete"
         )
-        self._holders = self._gauge("holders", "Registered holders")
+        self._holders = self._gauge("holders", "Registered holders that keep images")
         self._held = self._gauge("held_bytes", "Memory that the images of holders use")
         self._refused_images = self._gauge("refused_images", "Images that holders were to keep and do not")
         self._prefetches = self._counter(
@@ -198,6 +198,11 @@ class Metrics:
         """Count an abandoned fork: its target is silent, was removed, or began another. It may still finish."""
         self._forks.labels("abandoned").inc()
 
+    def bytes_read(self, finish: ForkResult) -> None:
+        """Count the bytes of a finished fork; of a holder's fork only these count, because no engine waits for it."""
+        for source, verified_bytes in finish.sources.items():
+            self._bytes.labels(source_type(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
+
     def ended(self, finish: ForkResult, seconds_saved: float | None = None) -> None:
         """Count a finished fork; `seconds_saved`: compared with storage, None if unknown."""
         self._forks.labels(finish.outcome).inc()
@@ -206,8 +211,7 @@ class Metrics:
             self._phases.labels(phase if phase in PHASES else "other").observe(seconds)
         if seconds_saved is not None:
             (self._seconds_saved if seconds_saved >= 0 else self._seconds_lost).inc(abs(seconds_saved))
-        for source, verified_bytes in finish.sources.items():
-            self._bytes.labels(source_type(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
+        self.bytes_read(finish)
         if finish.outcome == "fallback":
             fallback = source_type(finish.fallback) if finish.fallback else "loader"
             self._fallbacks.labels(fallback, _fallback_reason(finish.reasons)).inc()
@@ -267,7 +271,7 @@ class Metrics:
         self._mixed.set(mixed)
         self._scaleups.set(len(scaleups))
         self._expected.set(sum(each.record.expected - each.max_position_count for each in scaleups))
-        self._holders.set(len(holders))
+        self._holders.set(sum(holder.report.memory_bytes > 0 for holder in holders))
         self._held.set(sum(holder.report.used_bytes for holder in holders))
         self._refused_images.set(sum(len(holder.report.refused) for holder in holders))
         return generate_latest(self.registry)

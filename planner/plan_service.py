@@ -62,6 +62,7 @@ from rfork.schema import (
     ProgressAck,
     ScaleUp,
     ScaleUpInfo,
+    WantedImage,
 )
 from rfork.settings import PlannerSettings
 from rfork.tracing import NOOP_TRACER, Tracer
@@ -77,7 +78,9 @@ FIRST_HEARTBEAT_FRACTION: Final = 0.9
 RATE_WINDOW_S: Final = 1.0
 """Seconds over which a target measures its current read rate (see `ForkProgress.bytes_per_s`)."""
 HOLDER_HEARTBEAT_S: Final = 1.0
-"""Maximum interval of holders' reports: a prefetch that begins later saves less of an engine's start."""
+"""Minimum interval of holders' reports: a prefetch that begins later saves less of an engine's start."""
+MAX_HOLDER_REPORTS_PER_S: Final = 200
+"""Number of holders' reports that the interval is chosen for: each takes about 0.4 ms, with eight ranks on a host."""
 MIN_FORKS_FOR_STRAGGLERS: Final = 3
 """Minimum number of running forks in a group before one of them can be judged slow."""
 
@@ -184,7 +187,9 @@ class PlanService:
         readers = len(group.readers.get(instance_id, {}))
         if readers:
             return ExitCheck(can_exit=False, readers=readers, reason=f"forks that read from it: {readers}")
-        waiting = [name for name in group.shares if name != instance_id]
+        # A holder's fork that waits must not delay the exit: it can fetch the image another time.
+        engines = [name for name in group.shares if (target := group.sources.get(name)) is None or not target.holder]
+        waiting = [name for name in engines if name != instance_id]
         if waiting and self._is_last_seed(record):
             running = "1 fork is running" if len(waiting) == 1 else f"{len(waiting)} forks are running"
             reason = f"it is the last seed of {_record_name(record)}, and {running}"
@@ -606,7 +611,7 @@ class PlanService:
         await self.sweep()
         now, known = self.now(), self.state.holders.get(report.holder_id)
         owner = claimant.owner_of_holder(report.holder_id, known)
-        wanted = self.state.wanted_images(report, now)
+        wanted = self._wanted_images(report, now)
         record = HolderRecord(
             report,
             seen_at=now,
@@ -623,7 +628,8 @@ class PlanService:
             )  # fmt: skip
         else:
             self._metrics.prefetch("unused", unused_prefetches(known, report))
-        return HolderAck(heartbeat_s=min(self._settings.heartbeat_interval_s, HOLDER_HEARTBEAT_S), wanted=wanted)
+        heartbeat_s = max(HOLDER_HEARTBEAT_S, self.state.holders.count / MAX_HOLDER_REPORTS_PER_S)
+        return HolderAck(heartbeat_s=min(self._settings.heartbeat_interval_s, heartbeat_s), wanted=wanted)
 
     def holder(self, holder_id: str) -> HolderRecord:
         """Return the holder's record; ProblemError `unknown-holder` if there is none."""
@@ -635,7 +641,11 @@ class PlanService:
     def holder_info(self, record: HolderRecord) -> HolderInfo:
         """Return a holder as listed by the API, with the images that it should keep now."""
         now = self.now()
-        return record.view(now, self.state.wanted_images(record.report, now))
+        return record.view(now, self._wanted_images(record.report, now))
+
+    def _wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
+        is_warm = self._warm_at is None or now >= self._warm_at
+        return self.state.wanted_images(report, now, keeps_all=not is_warm)
 
     async def remove_holder(self, holder_id: str, claimant: Claimant = PLANNER) -> None:
         """Forget the holder; its images are removed like other instances. An unknown holder is not an error."""
@@ -743,6 +753,8 @@ class PlanService:
     def _end_fork(self, fork: ForkRecord, finish: ForkResult) -> ForkRecord:
         if fork.abandoned:
             self._metrics.fork_abandoned()
+        elif fork.holder is not None:
+            self._metrics.bytes_read(finish)
         else:
             self._metrics.ended(finish, self.state.group(fork.group).history.seconds_saved_by(fork, finish))
         self._log.info(

@@ -383,6 +383,7 @@ class ForkInfo(WireModel):
     age_s: float = Field(description="seconds since the first request")
     chunk_count: ChunkCount = Field(description="number of chunks of the image")
     image_bytes: Bytes = Field(description="size of the image")
+    holder: Identifier | None = Field(None, description="holder that fetches the image without an engine; null: an engine")
 
 
 class ForkPage(WireModel):

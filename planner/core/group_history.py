@@ -29,8 +29,8 @@ class GroupHistory:
     """Statistics of the finished forks of one group.
 
     Durations are in seconds as measured by the target, waits included. Only forks that read their complete
-    image from one origin count for them: not those that kept chunks of a process that died, and not those that
-    read from both storage and peers.
+    image from one origin count for them: not those that kept chunks of a process that died, not those that
+    read from both storage and peers, and not those of holders, which wait while engines need their sources.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class GroupHistory:
 
     def record(self, fork: ForkRecord, finish: ForkResult) -> None:
         """Add the bytes and the duration of a fork that its target finished."""
-        if finish.outcome == "fallback" and (load_s := finish.phases.get("fallback")):
+        if fork.holder is None and finish.outcome == "fallback" and (load_s := finish.phases.get("fallback")):
             before = self.own_load_s
             self.own_load_s = load_s if before is None else before + OWN_LOAD_ALPHA * (load_s - before)
         origin = _origin_of_complete_fork(fork, finish)
@@ -142,6 +142,8 @@ def origin_of(finish: ForkResult) -> Origin:
 
 def _origin_of_complete_fork(fork: ForkRecord, finish: ForkResult) -> Origin | None:
     """Return the origin of the complete image, or None if the fork did not read all of it."""
+    if fork.holder is not None:
+        return None
     complete = finish.outcome == "forked" or (finish.outcome == "fallback" and origin_of(finish) == "storage")
     if not complete or not fork.image_bytes or sum(finish.sources.values()) < fork.image_bytes:
         return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
-from planner.policy.prefetch import ImageKey, key_of
+from planner.policy.prefetch import FleetImageKey, key_of
 from rfork.schema import ForkResult, HolderReport, ImageSelector, WantedImage
 
 PrefetchResult = Literal["used", "unused", "wrong_layout"]
@@ -36,6 +36,11 @@ class Holders:
     def all(self) -> list[HolderRecord]:
         """Return all holders, ordered by id."""
         return [self._records[holder_id] for holder_id in sorted(self._records)]
+
+    @property
+    def count(self) -> int:
+        """Number of known holders."""
+        return len(self._records)
 
     def on_host(self, host: str) -> list[HolderRecord]:
         """Return the holders on a host, ordered by id."""
@@ -95,7 +100,7 @@ def _without_times(report: HolderReport) -> HolderReport:
 
 def prefetched_images(
     known: HolderRecord | None, report: HolderReport, wanted: Iterable[WantedImage]
-) -> tuple[ImageKey, ...]:
+) -> tuple[FleetImageKey, ...]:
     """Return the images that a holder has because they were announced, and that no engine has used yet."""
     before = set(known.prefetched) if known is not None else set()
     old = {key_of(image) for image in known.report.images} if known is not None else set()
@@ -123,7 +128,7 @@ def prefetch_results(
     holders keep. An image counts only once as prefetched, whatever becomes of it.
     """
     if any(finish.sources.get(image.report.instance_id) for image in local_images):
-        key = ImageKey(fork.model, fork.version, fork.rank.key, layout_id)
+        key = FleetImageKey(fork.model, fork.version, fork.rank.key, layout_id)
         return "used", tuple(_without(holder, {key}) for holder in holders if key in holder.prefetched)
     rank = (fork.model, fork.version, fork.rank.key)
     wrong = {key for holder in holders for key in holder.prefetched if key[:3] == rank}
@@ -132,5 +137,5 @@ def prefetch_results(
     return "wrong_layout", tuple(_without(holder, wrong) for holder in holders if wrong & set(holder.prefetched))
 
 
-def _without(holder: HolderRecord, keys: set[ImageKey]) -> HolderRecord:
+def _without(holder: HolderRecord, keys: set[FleetImageKey]) -> HolderRecord:
     return replace(holder, prefetched=tuple(key for key in holder.prefetched if key not in keys))

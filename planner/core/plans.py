@@ -199,6 +199,7 @@ def _fork_record(
         faults_by_source=context.assessment.faults_by_source,
         sources_used=(old.sources_used if old else frozenset()).union(sources),
         owner=context.target.owner,
+        holder=report.holder,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from planner.policy.prefetch import ImageKey
+from planner.policy.prefetch import FleetImageKey
 from planner.policy.types import HostLocation, Source, Storage
 from rfork import schema
 from rfork.image.ranges import Range, normalise
@@ -240,6 +240,8 @@ class ForkRecord:
     """Egress limits of its sources in bytes per second, by instance_id."""
     owner: str = ""
     """Owner of its instance when it was planned."""
+    holder: str | None = None
+    """Holder that fetches the image without an engine; None for an engine."""
 
     @property
     def group(self) -> GroupKey:
@@ -277,6 +279,7 @@ class ForkRecord:
             age_s=max(0.0, now - self.requested_at),
             chunk_count=self.chunk_count,
             image_bytes=self.image_bytes,
+            holder=self.holder,
         )
 
 
@@ -307,7 +310,7 @@ class HolderRecord:
     ttl_s: float
     owner: str = ""
     """Digest of the secret that later changes must match; empty: any caller may change it."""
-    prefetched: tuple[ImageKey, ...] = ()
+    prefetched: tuple[FleetImageKey, ...] = ()
     """Images that it fetched because they were announced, and that no engine on its host has used yet."""
 
     @property

@@ -376,14 +376,14 @@ class PlannerState:
         records = (self._instances[instance_id] for instance_id in self._hosts.get(host, ()))
         return any(self._groups[record.group].serves_engines(record.report.instance_id) for record in records)
 
-    def wanted_images(self, report: HolderReport, now: float) -> tuple[WantedImage, ...]:
-        """Return the images that a holder should keep, most urgent first."""
+    def wanted_images(self, report: HolderReport, now: float, *, keeps_all: bool = False) -> tuple[WantedImage, ...]:
+        """Return the images that a holder should keep, most urgent first (see `prefetch.wanted_images`)."""
         host = report.placement.host
         announced = self.scaleups.announced_for(host, now) if report.follows_host else []
         starting = self.holders.starting_on(host) if report.follows_host else []
         models = {each.model for each in announced} | {each.model for each in (*starting, *report.selectors)}
         fleet = {model: self.fleet_images(model) for model in models}
-        return wanted_images(report, fleet, self.engines_on(host), announced, starting)
+        return wanted_images(report, fleet, self.engines_on(host), announced, starting, keeps_all=keeps_all)
 
     def _fleet_image(self, group: GroupIndex, layout_id: str) -> tuple[FleetImage, InstanceRecord]:
         """Return an image of the group, and the newest instance that has it."""

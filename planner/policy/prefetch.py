@@ -23,7 +23,7 @@ MAX_WANTED: Final = 256
 """Maximum images that a holder is to keep, and that it can report."""
 
 
-class ImageKey(NamedTuple):
+class FleetImageKey(NamedTuple):
     """Identity of an image before its weights are known."""
 
     model: str
@@ -52,9 +52,9 @@ class FleetImage:
     """Time of the first report of its most recent instance."""
 
     @property
-    def key(self) -> ImageKey:
+    def key(self) -> FleetImageKey:
         """Identity of the image."""
-        return ImageKey(self.model, self.version, self.rank.key, self.layout_id)
+        return FleetImageKey(self.model, self.version, self.rank.key, self.layout_id)
 
     @property
     def is_available(self) -> bool:
@@ -140,12 +140,15 @@ def wanted_images(
     engines: Sequence[LocalEngine],
     announcements: Iterable[ScaleUp],
     starting: Iterable[ImageSelector] = (),
+    *,
+    keeps_all: bool = False,
 ) -> tuple[WantedImage, ...]:
     """Return the images that a holder should keep, most urgent first.
 
     `fleet`: the images of each model that the holder selects, that is announced for its host, or that starts there,
     with those of its drafts. `engines`: the engines on its host, most recent first. `announcements`: those for its
     host, in the order in which the replicas will start. `starting`: weights of engines that start on its host.
+    `keeps_all`: True if the causes of its present images may not be known yet, as after a restart of the planner.
     """
     wanted = _WantedImages(report)
     if not report.memory_bytes:
@@ -159,6 +162,8 @@ def wanted_images(
             if image.key not in served:
                 wanted.add(image, "announced", reason)
     if not report.follows_host:
+        if keeps_all:
+            wanted.add_held_images()
         return wanted.images
     local_layouts: dict[tuple[str, str, str], set[str]] = {}
     for engine in engines:
@@ -171,14 +176,17 @@ def wanted_images(
             if image.layout_id in local_layouts.get(image.key[:3], (image.layout_id,)):
                 wanted.add(image, "announced", reason)
     for engine in engines:
-        if engine.complete and is_shareable(engine.image.version):
-            wanted.add(engine.image, "engine", "an engine on this host has it")
+        # Of an engine that still loads, the image is not fetched twice; but what the holder has begun, it completes.
+        if is_shareable(engine.image.version) and (engine.complete or wanted.is_held(engine.image)):
+            wanted.add(engine.image, "engine", f"an engine on this host {'has' if engine.complete else 'loads'} it")
     for selector in report.selectors:
         images = models.get(selector.model, ())
         version = selector.version or served_version(images)
         selected = [image for image in images if image.version == version]
         for image in sorted(selected, key=_seed_score, reverse=True):
             wanted.add(image, "selected", f"this holder selects {_weights_name(selector)}")
+    if keeps_all:
+        wanted.add_held_images()
     return wanted.images
 
 
@@ -186,17 +194,27 @@ class _WantedImages:
     """Images that a holder should keep, each once."""
 
     def __init__(self, report: HolderReport) -> None:
-        self._held = {key_of(image) for image in report.images}
-        self._by_key: dict[ImageKey, WantedImage] = {}
+        self._held = {key_of(image): image for image in report.images if image.version is not None}
+        self._by_key: dict[FleetImageKey, WantedImage] = {}
 
     @property
     def images(self) -> tuple[WantedImage, ...]:
         """The images, most urgent first."""
         return tuple(self._by_key.values())[:MAX_WANTED]
 
+    def is_held(self, image: FleetImage) -> bool:
+        """Return True if the holder has the image, or a part of it."""
+        return image.key in self._held
+
+    def add_held_images(self) -> None:
+        """Add all images that the holder has, after those that have a cause."""
+        for image in self._held.values():
+            reason = "the planner does not know the engines yet"
+            self.add(_fleet_image(image), "engine", reason)
+
     def add(self, image: FleetImage, cause: Literal["announced", "engine", "selected"], reason: str) -> None:
         """Add an image, unless it is wanted already or nothing can serve it to the holder."""
-        if image.key in self._by_key or not (image.is_available or image.key in self._held):
+        if image.key in self._by_key or not (image.is_available or self.is_held(image)):
             return
         self._by_key[image.key] = WantedImage(
             model=image.model,
@@ -209,27 +227,31 @@ class _WantedImages:
         )
 
 
-def key_of(image: HeldImage | WantedImage) -> ImageKey:
+def key_of(image: HeldImage | WantedImage) -> FleetImageKey:
     """Return the identity of an image that a holder has, or should have; the version is empty if it is not known."""
-    return ImageKey(image.model, image.version or "", image.rank.key, image.layout_id)
+    return FleetImageKey(image.model, image.version or "", image.rank.key, image.layout_id)
 
 
 def _with_held_images(model: str, images: Sequence[FleetImage], held: Iterable[HeldImage]) -> list[FleetImage]:
     """Return the images with those of the model that only the holder itself has, as after a planner's restart."""
     known = {image.key for image in images}
     own = [
-        FleetImage(
-            image.model,
-            image.version,
-            image.rank,
-            image.layout_id,
-            image.image_bytes,
-            seeds=int(image.state == "ready"),
-        )
+        _fleet_image(image)
         for image in held
         if image.model == model and image.version is not None and key_of(image) not in known
     ]
     return [*images, *own]
+
+
+def _fleet_image(image: HeldImage) -> FleetImage:
+    return FleetImage(
+        model=image.model,
+        version=image.version or "",
+        rank=image.rank,
+        layout_id=image.layout_id,
+        image_bytes=image.image_bytes,
+        seeds=int(image.state == "ready"),
+    )
 
 
 def _shapes(images: Iterable[FleetImage]) -> dict[tuple[str, tuple[str, int, int, int, str]], ReplicaShape]:

@@ -39,6 +39,7 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
         rack=placement.rack,
         zone=placement.zone,
         pod=placement.pod,
+        holder=report.holder is not None,
         weights=report.weights_id,
         generation=report.generation,
         bytes=report.image_bytes,

@@ -19,7 +19,7 @@ from rfork.cli.diagnosis import Diagnosis, ForkStats, comparison, diagnose, row_
 from rfork.cli.options import JsonOption, PlannerOption, planner_client
 from rfork.errors import PlannerRejected, UserError
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import ForkInfo, ModelInfo
+from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
 
 FORKS_HINT: Final = "`rfork status --forks` lists known forks; the planner forgets the oldest finished ones"
 ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -80,8 +80,13 @@ def explain(
                 }
             )
             return
-        hosts = {each.report.instance_id: each.report.placement.host for each in instances}
+        hosts = {each.report.instance_id: _host_of(each) for each in instances}
         print_renderable(render_fork(stats, diagnosis, hosts, version))
+
+
+def _host_of(view: InstanceInfo) -> str:
+    host = view.report.placement.host
+    return host if view.report.holder is None else f"{host} ({fleet_queries.HOLDER})"
 
 
 def find_fork(client: PlannerClient, text: str) -> ForkInfo:

@@ -14,31 +14,35 @@ from rfork.cli import formatters
 from rfork.cli.console import Column, FittedTable
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
+from rfork.schema import ForkInfo, HolderInfo, InstanceInfo, ModelInfo
 
 RUNNING_STATES = ("planning", "running")
 """States of a fork that has not finished."""
 COLOURS = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red", "planning": "dim"}
 """Colour by phase or outcome; all others are cyan."""
 ROLES = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
-"""Role and colour of an instance by its state."""
+"""Role and colour of an instance by its state, unless a holder keeps it."""
+HOLDER = "holder"
+"""Role of an instance that a holder keeps without an engine."""
 SILENT_S = 12.0
 """An instance without a report for longer is a problem: by default instances report every 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The rows of `/v1/models`, `/v1/instances` and `/v1/forks`."""
+    """The rows of `/v1/models`, `/v1/instances`, `/v1/forks` and, if requested, `/v1/holders`."""
 
     models: tuple[ModelInfo, ...] = ()
     instances: tuple[InstanceInfo, ...] = ()
     forks: tuple[ForkInfo, ...] = ()
+    holders: tuple[HolderInfo, ...] = ()
 
     @classmethod
     def of(cls, client: PlannerClient, model: str | None = None) -> Self:
         """Fetch the current state, of all models or of one. Raises the errors of the client."""
         models = tuple(row for row in client.models() if model in (None, row.model))
-        return cls(models, tuple(client.instances(model=model)), tuple(client.forks(model=model)))
+        holders = holders_of_model(filter(keeps_images, client.holders()), model)
+        return cls(models, tuple(client.instances(model=model)), tuple(client.forks(model=model)), holders)
 
     @property
     def hosts(self) -> Mapping[str, str]:
@@ -51,7 +55,27 @@ class FleetState:
             "models": [row.model_dump(mode="json") for row in self.models],
             "instances": [row.model_dump(mode="json") for row in self.instances],
             "forks": [row.model_dump(mode="json") for row in self.forks],
+            "holders": [row.model_dump(mode="json") for row in self.holders],
         }
+
+
+def keeps_images(holder: HolderInfo) -> bool:
+    """Return False for a report of `rfork launch`, which only selects what the holder of its host keeps."""
+    return holder.report.memory_bytes > 0
+
+
+def holders_of_model(holders: Iterable[HolderInfo], model: str | None) -> tuple[HolderInfo, ...]:
+    """Return the holders with only the images of one model, without those that have none; all if it is None."""
+    if model is None:
+        return tuple(holders)
+    found = []
+    for holder in holders:
+        images = tuple(image for image in holder.report.images if image.model == model)
+        refused = tuple(image for image in holder.report.refused if image.model == model)
+        if images or refused:
+            report = holder.report.model_copy(update={"images": images, "refused": refused})
+            found.append(holder.model_copy(update={"report": report}))
+    return tuple(found)
 
 
 def model_table(models: Sequence[ModelInfo], heading: str) -> FittedTable:
@@ -66,6 +90,7 @@ def model_table(models: Sequence[ModelInfo], heading: str) -> FittedTable:
         Column("version", min_width=8, priority=1),
         Column("size", right=True),
         Column("seeds", right=True),
+        Column("held", right=True, priority=6),
         Column("relays", right=True, priority=6),
         Column("forks", right=True),
         Column("storage", right=True, priority=5),
@@ -83,6 +108,7 @@ def model_table(models: Sequence[ModelInfo], heading: str) -> FittedTable:
                 formatters.version(row.version),
                 formatters.size(row.image_bytes),
                 f"{row.seeds:,}",
+                f"{row.holders:,}" if row.holders else "",
                 f"{row.relays:,}",
                 f"{row.forks_running:,}",
                 formatters.size(row.storage_bytes),
@@ -204,6 +230,12 @@ def sources_text(fork: ForkInfo) -> str:
         rate = f" {formatters.rate(rates[name])}" if rates.get(name) else ""
         texts.append(f"{formatters.source(name)}{transport}{rate}")
     return ", ".join(texts)
+
+
+def role_of(view: InstanceInfo) -> tuple[str, str]:
+    """Return the role of an instance, and its colour."""
+    role, colour = ROLES[view.report.state]
+    return (role if view.report.holder is None or role == "draining" else HOLDER), colour
 
 
 def instance_problem(view: InstanceInfo) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from typing import Annotated
 
@@ -10,13 +11,14 @@ import typer
 from rfork import settings as options
 from rfork.cli.console import configure_logs, err, handle_errors, log_misspelt_variables, print_result
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption, bytes_in
-from rfork.errors import SettingsError
+from rfork.errors import SettingsError, reason_of
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ImageSelector
 from rfork.settings import InstanceSettings
 from rfork.shutdown import shutdown_on_signal
 
 DEFAULT_MEMORY = "50%"
+_device = re.compile(r"cpu|cuda:\d+")
 
 
 def hold(
@@ -70,16 +72,18 @@ def hold(
         selectors = tuple(_selector(text) for text in models or ())
         if one_shot and not selectors:
             raise SettingsError("--one-shot requires --models", hint="e.g. --one-shot --models org/model")
-        memory_bytes = _memory_bytes(memory)
+        if not _device.fullmatch(device):
+            raise SettingsError(f"--device: {device!r} is not a device", hint="cpu, or a GPU as cuda:0")
+        memory_bytes = _memory_bytes(memory, device)
         client = resources.enter_context(PlannerClient.of(chosen))
         # Only now: torch is loaded, which takes a second.
-        from rfork.holder.host import host_lock, prepare_memory
+        from rfork.holder.host import host_lock, raise_file_limit
         from rfork.holder.process import Holder, HolderOptions
         from rfork.holder.snapshot_images import SnapshotImages
 
         if not one_shot:
             resources.enter_context(host_lock(chosen))
-        prepare_memory()
+        raise_file_limit()
         snapshots = SnapshotImages.at(source) if source is not None else None
         holder = Holder(
             chosen.model_copy(update={"snapshot": source, "version": None, "replica": None, "model": None}),
@@ -113,9 +117,7 @@ def _selector(text: str) -> ImageSelector:
         raise SettingsError(f"--models: {text!r} is not a model", hint="e.g. org/model or org/model@v2") from None
 
 
-def _memory_bytes(text: str) -> int:
-    from rfork.transport.shared_memory.memory_budget import available_memory
-
+def _memory_bytes(text: str, device: str) -> int:
     number, percent, _ = text.strip().partition("%")
     if not percent:
         return bytes_in(text, "--memory")
@@ -125,4 +127,18 @@ def _memory_bytes(text: str) -> int:
         part = 0.0
     if not 0 < part <= 100:
         raise SettingsError(f"--memory: {text!r} is not a part of the memory", hint="e.g. 50% or 64GB")
-    return int(available_memory() * part / 100)
+    return int(_available_memory(device) * part / 100)
+
+
+def _available_memory(device: str) -> int:
+    if device == "cpu":
+        from rfork.transport.shared_memory.memory_budget import available_memory
+
+        return available_memory()
+    import torch
+
+    try:
+        free, _ = torch.cuda.mem_get_info(device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(f"--device: {device} cannot be used: {reason_of(error)}") from None
+    return free

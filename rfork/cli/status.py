@@ -1,4 +1,4 @@
-"""`rfork status`: models, instances and forks, and which instance forked from which."""
+"""`rfork status`: models, instances, forks and holders, and which instance forked from which."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.planner_clock import MAX_SKEW_S
-from rfork.schema import ForkEvent, ForkInfo, ForkState, InstanceInfo
+from rfork.schema import (
+    ForkEvent,
+    ForkInfo,
+    ForkState,
+    HeldImage,
+    HolderInfo,
+    InstanceInfo,
+    RefusedImage,
+    WantedImage,
+)
 
 MAX_INSTANCES: Final = 50
 """Instances shown in the tree unless --limit is set."""
 MAX_FORKS: Final = 20
 """Forks listed unless --limit is set."""
+MAX_IMAGES: Final = 20
+"""Images of holders listed unless --limit is set."""
 MAX_REASONS: Final = 3
 """Failure reasons shown per fork; the latest are kept."""
 RECONNECT_S: Final = 2.0
@@ -45,15 +56,16 @@ def status(
             "--limit",
             min=1,
             metavar="N",
-            help=f"Maximum number of instances to show [default: {MAX_INSTANCES}], or of forks with --forks "
-            f"[default: {MAX_FORKS}]; with --follow, exit after N changes.",
+            help=f"Maximum number of instances to show [default: {MAX_INSTANCES}] and of images of holders "
+            f"[default: {MAX_IMAGES}], or of forks with --forks [default: {MAX_FORKS}]; with --follow, exit after "
+            "N changes.",
             show_default=False,
         ),
     ] = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show models, instances and forks, and which instance forked from which.
+    """Show models, instances, forks and holders, and which instance forked from which.
 
     `rfork explain FORK` explains one fork.
     """
@@ -69,13 +81,16 @@ def status(
         if as_json:
             print_json(seen.to_dict())
             return
-        if not seen.instances:
+        if not seen.instances and not seen.holders:
             of_model = f"of {model} " if model is not None else ""
             out.print(f"no instance {of_model}is registered: start one with `rfork seed MODEL_DIR`")
             return
         print_renderable(fleet_queries.model_table(seen.models, "model"))
         out.print()
         print_renderable(fork_tree(seen.instances, seen.forks, limit or MAX_INSTANCES))
+        if seen.holders:
+            out.print()
+            _print_holders(seen.holders, limit or MAX_IMAGES)
 
 
 def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_instances: int = MAX_INSTANCES) -> Tree:
@@ -113,6 +128,73 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
     return tree
 
 
+def _print_holders(holders: Sequence[HolderInfo], max_rows: int) -> None:
+    rows = holder_rows(holders)
+    columns = (
+        Column(f"holders ({len(holders)})", min_width=12),
+        Column("memory", right=True, priority=3),
+        Column("model", min_width=8),
+        Column("version", min_width=8, priority=1),
+        Column("size", right=True, priority=2),
+        Column("state"),
+        Column("idle", right=True, priority=4),
+        Column("reason", min_width=10, priority=5),
+    )
+    print_renderable(FittedTable(columns, rows[:max_rows]))
+    if len(rows) > max_rows:
+        err.print(f"{len(rows) - max_rows:,} images of holders not shown; use --limit {len(rows)} to list all")
+
+
+def holder_rows(holders: Sequence[HolderInfo]) -> list[tuple[Cell, ...]]:
+    """Return one row for each image of each holder: kept ones, then refused ones. Holders with problems come first.
+
+    Host and memory are in the first row of a holder.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for holder in sorted(holders, key=lambda each: (not _has_problem(each), each.report.placement.host)):
+        report = holder.report
+        memory = f"{formatters.size(report.used_bytes)} of {formatters.size(report.memory_bytes)}"
+        images = [_image_cells(image, holder) for image in report.images] + [
+            _refused_cells(image) for image in report.refused
+        ]
+        if holder.age_s > fleet_queries.SILENT_S:
+            images.insert(0, ("", "", "", Text("silent", "red"), "", f"no report for {holder.age_s:.0f} s"))
+        for number, cells in enumerate(images or [("", "", "", Text("empty", "dim"), "", "")]):
+            rows.append((report.placement.host, memory, *cells) if not number else ("", "", *cells))
+    return rows
+
+
+def _has_problem(holder: HolderInfo) -> bool:
+    return bool(holder.report.refused) or holder.age_s > fleet_queries.SILENT_S
+
+
+def _image_cells(image: HeldImage, holder: HolderInfo) -> tuple[Cell, ...]:
+    wanted = [each for each in holder.wanted if _weights(each) == _weights(image)]
+    return (
+        formatters.model(image.model, image.rank.key),
+        formatters.version(image.version),
+        formatters.size(image.image_bytes),
+        Text(image.state, "green" if image.state == "ready" else "cyan"),
+        formatters.age(image.idle_s) if image.state == "ready" else "",
+        (wanted[0].reason or wanted[0].cause) if wanted else Text("no longer wanted", "dim"),
+    )
+
+
+def _weights(image: HeldImage | WantedImage) -> tuple[str, str | None, str, str]:
+    return image.model, image.version, image.rank.key, image.layout_id
+
+
+def _refused_cells(image: RefusedImage) -> tuple[Cell, ...]:
+    return (
+        formatters.model(image.model, image.rank_key),
+        formatters.version(image.version),
+        "",
+        Text("refused", "yellow"),
+        "",
+        image.reason,
+    )
+
+
 def _is_urgent(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> bool:
     fork = latest.get(view.report.instance_id)
     return bool(fleet_queries.instance_problem(view)) or (fork is not None and fork.finish is None)
@@ -124,7 +206,7 @@ def _instance_text(view: InstanceInfo, fork: ForkInfo | None) -> Text:
     model = " ".join(filter(None, (report.model, formatters.version(view.version))))
     readers = formatters.plural(len(report.readers), "reader")
     text = Text.assemble(
-        fleet_queries.ROLES[report.state],
+        fleet_queries.role_of(view),
         f" {report.instance_id} {model} on {report.placement.host} {share:.0%} verified, {readers}",
     )
     if problem := fleet_queries.instance_problem(view):

@@ -276,7 +276,7 @@ def _source_section(seen: Overview) -> FittedTable:
                 _instance_cell(report.instance_id, seen),
                 formatters.model(report.model, report.rank.key),
                 formatters.version(view.version),
-                fleet_queries.ROLES[report.state][0],
+                fleet_queries.role_of(view)[0],
                 f"{len(report.readers)} of {report.max_readers}",
                 formatters.rate(rate) if rate else "",
                 _limit_cell(report.egress_rate),

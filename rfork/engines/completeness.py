@@ -14,10 +14,13 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import compress
+from types import TracebackType
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.layout import byte_extent
@@ -48,15 +51,33 @@ def unexplained(before: Blocks, after: Blocks, explained: Iterable[tuple[int, in
 
 
 class Completeness:
-    """Completeness proof of one model: create it before the build, call `check` after it."""
+    """Completeness proof of one model: create it before the build, call `check` after it.
+
+    As a context manager around both, it exempts the existing objects from garbage collection and from the search for
+    tensors. Scanning the million objects of an engine's imported modules takes as long as building an empty model.
+    """
 
     def __init__(self) -> None:
-        self._before = allocations()
+        self._has_frozen = False
+        self._earlier_tensors: Sequence[ref[torch.Tensor]] = ()
+        self._before = allocations(self._first_tensors)
+
+    def __enter__(self) -> Self:
+        if not gc.get_freeze_count():  # otherwise frozen by other code, which must also unfreeze it
+            gc.freeze()
+            self._has_frozen = True
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unfreeze()
 
     def check(self, module: nn.Module) -> None:
         """Raise UnsupportedTensor if building `module` allocated memory that none of its tensors explains."""
         missing = self._missing(module)
         if missing:
+            self._unfreeze()  # frozen garbage is not collected, and frozen variables are not found
             _collect()
             missing = self._missing(module)
         if not missing:
@@ -70,8 +91,25 @@ class Completeness:
                 ALL_TENSORS, _describe(missing, names), hint="report the model and the engine's options as a bug"
             )
 
+    def _unfreeze(self) -> None:
+        if self._has_frozen:
+            self._has_frozen = False
+            gc.unfreeze()
+
+    def _first_tensors(self) -> Sequence[torch.Tensor]:
+        tensors = list(_live_tensors())
+        self._earlier_tensors = [ref(tensor) for tensor in tensors]
+        return tensors
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors from before the build, whose memory may have changed, and the new ones."""
+        for earlier in self._earlier_tensors:
+            if (tensor := earlier()) is not None:
+                yield tensor
+        yield from _live_tensors()
+
     def _missing(self, module: nn.Module, extra_spans: Iterable[tuple[int, int]] = ()) -> Spans:
-        after = allocations()
+        after = allocations(self._tensors)
         if not after:
             return ()
         return unexplained(self._before, after, [*spans_of(module), *extra_spans])
@@ -86,13 +124,13 @@ def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
                 yield begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
 
 
-def allocations() -> Blocks:
-    """Return the memory in use: blocks of torch's CUDA allocator, or CPU tensors if CUDA is not in use.
+def allocations(tensors: Callable[[], Iterable[torch.Tensor]]) -> Blocks:
+    """Return the memory in use: blocks of torch's CUDA allocator, or those of `tensors` if CUDA is not in use.
 
     Returns nothing if torch's CUDA allocator has been replaced.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return host_tensors()
+        return host_blocks(tensors())
     try:
         snapshot: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -110,16 +148,17 @@ def blocks_of(snapshot: Iterable[Mapping[str, Any]]) -> Blocks:
     }
 
 
-def host_tensors() -> Blocks:
-    """Return the host memory of all tensors that Python refers to: the bytes that each one covers, by address.
+def host_blocks(tensors: Iterable[torch.Tensor]) -> Blocks:
+    """Return the host memory of tensors: the bytes that each one covers, by address.
 
     Storages are not used, because a tensor may be a small part of a file that is mapped as one storage.
     """
     blocks: dict[int, int] = {}
-    for tensor in _live_tensors():
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and (address := _address(tensor)):
-            length = byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
-            blocks[address] = max(length, blocks.get(address, 0))
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided and (address := _address(tensor)):
+                length = byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
+                blocks[address] = max(length, blocks.get(address, 0))
     return blocks
 
 
@@ -131,19 +170,28 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    # An engine has a million objects of a few thousand types, so types are checked. `isinstance` would also run the
-    # code of proxy objects.
+    """Yield the tensors that the garbage collector lists: not the frozen ones."""
+    # An engine has a million objects, so types are compared. `isinstance` would also run the code of proxy objects.
     objects = gc.get_objects()
-    tensor_types = {each for each in set(map(type, objects)) if issubclass(each, torch.Tensor)}
-    with torch._C.DisableTorchFunctionSubclass():
-        yield from compress(objects, map(tensor_types.__contains__, map(type, objects)))
+    yield from compress(objects, map(_tensor_types().__contains__, map(type, objects)))
+
+
+def _tensor_types() -> set[type[torch.Tensor]]:
+    """Return torch.Tensor and all its subclasses."""
+    found: set[type[torch.Tensor]] = set()
+    added = {torch.Tensor}
+    while added:
+        found |= added
+        added = {each for parent in added for each in type.__subclasses__(parent)} - found
+    return found
 
 
 def _variables_in(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name and memory range of each Python variable whose tensor overlaps `missing`."""
     for value in _live_tensors():
         try:
-            storage = value.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = value.untyped_storage()
             span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         except (RuntimeError, NotImplementedError):  # no memory of its own
             continue

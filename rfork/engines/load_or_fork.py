@@ -34,6 +34,7 @@ from rfork.errors import (
     WrongVersion,
 )
 from rfork.image.capture import capture
+from rfork.image.host_memory import separate_mappings
 from rfork.image.memory import compute_manifest
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
@@ -183,8 +184,8 @@ class _LoadOrFork:
         return self._engine.load()
 
     def _fork(self) -> nn.Module:
-        completeness = Completeness()
-        completeness.check(self._adopt_empty_model(self._engine.empty()))
+        with Completeness() as completeness, self._mappable_memory():
+            completeness.check(self._adopt_empty_model(self._engine.empty()))
         shared = self._shared
         report = self._session().run()
         module, hidden_state, seed = self._model, self._hidden_state, report.seed
@@ -203,6 +204,10 @@ class _LoadOrFork:
             seed.close()  # it must not serve a model that is about to be dropped
             raise
         return module
+
+    def _mappable_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which to build a model whose memory can be mapped from another process of this host."""
+        return contextlib.nullcontext() if torch.cuda.is_available() else separate_mappings()
 
     def _prepare(self) -> None:
         """Finish a model that was filled in place. Raises EngineMismatch for any exception of the engine."""

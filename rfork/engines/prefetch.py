@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
@@ -35,6 +36,9 @@ STOP_S: Final = 10.0
 """Maximum time for the one-shot holder to end, and for the planner to forget the request."""
 OWN_VARIABLES: Final = ("replica", "peer_port", "http_port")
 """Settings that belong to the engine's own instances: the holder must not have them."""
+
+HOLDER_NICE: Final = 10
+"""CPU priority of the one-shot holder, as for nice(1)."""
 
 StartProcess = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes]"]
 
@@ -149,7 +153,10 @@ def selector_of(engine: EngineName, arguments: Sequence[str], settings: Instance
 
 
 def _start_process(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the holder without a terminal: in its own session, as the engine is."""
-    return subprocess.Popen(
+    """Start the holder in its own session, as the engine is, and with less CPU priority: the engine's start decides."""
+    process = subprocess.Popen(
         command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
     )
+    with suppress(OSError):  # it may have ended
+        os.setpriority(os.PRIO_PROCESS, process.pid, HOLDER_NICE)
+    return process

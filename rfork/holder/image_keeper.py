@@ -6,6 +6,7 @@ Its chunks are moved to sealed memory files as they arrive, which engines on thi
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Final, Literal
 from uuid import uuid4
 
 from rfork import settings as options
-from rfork.errors import ForkCancelled, RforkError, SourceWeightsChanged
+from rfork.errors import ForkCancelled, RforkError, SourceWeightsChanged, StorageError
 from rfork.image.chunks import Chunks
+from rfork.image.host_memory import separate_mappings
 from rfork.image.layout import Layout, allocate_tensors
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, snapshot_fallback
@@ -34,7 +36,7 @@ LAYOUT_TIMEOUT_S: Final = 60.0
 
 State = Literal["fetching", "ready", "failed", "closed"]
 LayoutOf = Callable[[WantedImage], Layout | None]
-"""Returns the layout of an image without a peer, as from a snapshot; None if it is unknown."""
+"""Returns the layout of an image in the settings' snapshot; None if it has no such image. Raises StorageError types."""
 
 
 class ImageKeeper:
@@ -130,6 +132,9 @@ class ImageKeeper:
         if not fetching and seed is not None:
             seed.close(drain_s)
         self._seed = self._session = self._sealer = None
+        # Their objects refer to each other, so the memory would be kept until Python happens to collect them.
+        del session, seed
+        gc.collect()
         self._on_change()
 
     def _run(self) -> None:
@@ -147,7 +152,7 @@ class ImageKeeper:
             with self._lock:
                 closed = self._state == "closed"
                 if not closed:
-                    self._seed, self._state = seed, "ready"
+                    self._seed, self._session, self._state = seed, None, "ready"
             if closed:
                 seed.close()
         self._on_change()
@@ -163,7 +168,8 @@ class ImageKeeper:
         wanted, settings = self.wanted, self._settings
         log.info("image requested", **self._names, gigabytes=round(wanted.image_bytes / 1e9, 3), reason=wanted.reason)
         network = Network.of(settings)
-        layout = self._layout_of(wanted) if self._layout_of is not None else None
+        layout = self._snapshot_layout()
+        fallbacks = self._fallbacks() if layout is not None else []
         if layout is None:
             sample = self._sample_instance(tuple(each.name for each in network.transports))
             layout = fetch_layout(sample, settings, time.monotonic() + LAYOUT_TIMEOUT_S)
@@ -185,12 +191,14 @@ class ImageKeeper:
                 self._sealer = shared_memory.sealer(seed, seed.chunk_state)
                 self._sealer.start()
 
+        with separate_mappings():
+            tensors = allocate_tensors(layout, self._device)
         session = ForkSession(
-            module_of(allocate_tensors(layout, self._device)),
+            module_of(tensors),
             identity,
             settings.model_copy(update={"deadline_s": max(FETCH_DEADLINE_S, settings.deadline_s)}),
             network,
-            ForkOptions(fallbacks=self._fallbacks(), like=layout, on_started=on_started),
+            ForkOptions(fallbacks=fallbacks, like=layout, on_started=on_started),
         )
         with self._lock:
             if self._state == "closed":
@@ -198,15 +206,28 @@ class ImageKeeper:
             self._session = session
         try:
             report = session.run()
+            seed = report.seed
+            if seed is None or seed.manifest is None:
+                if seed is not None:
+                    seed.close()
+                raise SourceWeightsChanged(f"the weights of {wanted.model} changed during the fetch")
         except BaseException:
             if self._sealer is not None:
                 self._sealer.close()
                 self._sealer = None
             raise
-        if report.seed is None or report.seed.manifest is None:
-            raise SourceWeightsChanged(f"the weights of {wanted.model} changed during the fetch")
         log.info("image ready", **self._names, report=report.line())
-        return report.seed
+        return seed
+
+    def _snapshot_layout(self) -> Layout | None:
+        """Return the layout of the image if the snapshot contains it and can be read."""
+        if self._layout_of is None:
+            return None
+        try:
+            return self._layout_of(self.wanted)
+        except StorageError as error:
+            log.warning("snapshot not read", **self._names, reason=str(error), hint=error.hint)
+            return None
 
     def _fallbacks(self) -> list[Fallback]:
         if self._settings.snapshot is None:

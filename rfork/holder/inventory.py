@@ -1,8 +1,9 @@
 """Decides which images a holder fetches, evicts and refuses. Pure.
 
-The planner orders the wanted images by urgency. Each gets memory in that order, as far as there is any and at most
-`MAX_VERSIONS` versions of one model and rank are kept. The memory that is left goes to images that are no longer
-wanted, the most recently used first, so that an engine that returns finds its weights.
+The planner orders the wanted images by urgency. Each gets memory in that order, as far as there is any, and at most
+`MAX_VERSIONS` versions of one model and rank are kept. Of images that are wanted for the same cause, those that are
+kept come first: nothing is evicted for what is not more urgent. The memory that is left goes to images that are no
+longer wanted, the most recently used first, so that an engine that returns finds its weights.
 
 The result depends on the arguments only, and once it is carried out, the same arguments lead to no further action.
 """
@@ -13,10 +14,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from rfork.schema import Rank, WantedImage
+from rfork.schema import WantedImage
 
 MAX_VERSIONS: Final = 2
 """Versions of one model and rank that are kept: during a rollout, the old and the new one."""
+
+
+CAUSES: Final = ("announced", "engine", "selected")
+"""Causes for which images are wanted, most urgent first."""
+MAX_FETCHES: Final = 2
+"""Equally urgent images that are fetched concurrently: more would all finish later."""
 
 
 class ImageKey(NamedTuple):
@@ -77,18 +84,24 @@ def plan_inventory(
     """
     failures = failures or {}
     chosen: dict[ImageKey, WantedImage] = {}
-    refused: list[Refusal] = []
+    # Nothing is evicted for an image that is not fetched now. But what is fetched in its place would be evicted later.
+    postponed: dict[ImageKey, WantedImage] = {}
+    refused: dict[ImageKey, Refusal] = {}
     free = memory_bytes
-    for image in wanted:
+    for image in sorted(wanted, key=lambda image: (CAUSES.index(image.cause), ImageKey.of(image) not in kept)):
         key = ImageKey.of(image)
-        if key in chosen:
+        if key in chosen or key in refused:
             continue
-        if key in failures and key not in kept:
-            refused.append(Refusal(image, failures[key]))
-        elif key.version not in _versions(key.group, chosen) and len(_versions(key.group, chosen)) >= MAX_VERSIONS:
-            refused.append(Refusal(image, f"{MAX_VERSIONS} versions of this rank are more urgent"))
-        elif image.image_bytes > free:
-            refused.append(Refusal(image, _memory_reason(image.image_bytes, free, memory_bytes)))
+        reserved = {} if key in kept else postponed
+        versions = _versions(key.group, chosen.keys() | reserved.keys())
+        available = max(0, free - sum(each.image_bytes for each in reserved.values()))
+        if key.version not in versions and len(versions) >= MAX_VERSIONS:
+            refused[key] = Refusal(image, f"{MAX_VERSIONS} versions of this rank are more urgent")
+        elif image.image_bytes > available:
+            refused[key] = Refusal(image, _memory_reason(image.image_bytes, available, memory_bytes))
+        elif key in failures and key not in kept:
+            refused[key] = Refusal(image, failures[key])
+            postponed[key] = image
         else:
             chosen[key] = image
             free -= image.image_bytes
@@ -101,8 +114,22 @@ def plan_inventory(
     return InventoryPlan(
         evict=tuple(sorted(kept.keys() - retained)),
         fetch=tuple(image for key, image in chosen.items() if key not in kept),
-        refused=tuple(refused),
+        refused=tuple(refused.values()),
     )
+
+
+def next_fetches(planned: Sequence[WantedImage], running: Sequence[WantedImage]) -> list[WantedImage]:
+    """Return the planned fetches, most urgent first, that begin now.
+
+    No more than `MAX_FETCHES` run that are as urgent: an announced image does not wait for one that is selected.
+    """
+    started: list[WantedImage] = []
+    for image in planned:
+        urgency = CAUSES.index(image.cause)
+        others = [each for each in (*running, *started) if CAUSES.index(each.cause) <= urgency]
+        if len(others) < MAX_FETCHES:
+            started.append(image)
+    return started
 
 
 def _versions(group: tuple[str, str], keys: Collection[ImageKey]) -> set[str]:
@@ -113,8 +140,3 @@ def _memory_reason(needed: int, free: int, total: int) -> str:
     if needed > total:
         return f"needs {needed / 1e9:.3g} GB, and the holder may use {total / 1e9:.3g} GB"
     return f"needs {needed / 1e9:.3g} GB, of which more urgent images leave {free / 1e9:.3g} GB"
-
-
-def rank_of(image: WantedImage) -> Rank:
-    """Return the rank of an image without its data parallel index, which images do not depend on."""
-    return image.rank.model_copy(update={"dp": 0})

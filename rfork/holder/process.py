@@ -6,7 +6,6 @@ once the planner wants nothing of it any more, because the engine has its weight
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,9 @@ from typing import Final
 from uuid import uuid4
 
 from rfork.errors import NetworkError
+from rfork.holder.host import WatchedProcess
 from rfork.holder.image_keeper import ImageKeeper, LayoutOf
-from rfork.holder.inventory import ImageKey, KeptImage, Refusal, plan_inventory
+from rfork.holder.inventory import ImageKey, KeptImage, Refusal, next_fetches, plan_inventory
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import HolderReport, ImageSelector, RefusedImage, WantedImage
@@ -24,13 +24,13 @@ from rfork.settings import InstanceSettings
 
 log = logger(__name__)
 
-MAX_FETCHES: Final = 2
-"""Images that are fetched concurrently: more would finish later, and the most urgent one too."""
 HEARTBEAT_S: Final = 2.0
 """Interval of reports until the planner names another one."""
 MIN_PAUSE_S: Final = 0.1
 RETRY_S: Final = (2.0, 5.0, 15.0, 60.0)
 """Pauses after consecutive failures of one image; the last one repeats."""
+STOP_S: Final = 5.0
+"""Maximum time to end what does not drain, as a fetch that waits for a source."""
 ONE_SHOT_TIMEOUT_S: Final = 1800.0
 """Maximum time that a one-shot holder waits for its engine."""
 
@@ -81,12 +81,14 @@ class Holder:
         layout_of: LayoutOf | None = None,
         own_wanted: Sequence[WantedImage] = (),
         create_keeper: CreateKeeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`own_wanted`: images that it keeps whatever the planner wants, as those of a snapshot."""
         self.holder_id = f"hold-{uuid4().hex}"
         self._settings = settings
         self._options = options
         self._planner = planner
+        self._until = WatchedProcess(options.until_pid) if options.until_pid is not None else None
         self._layout_of = layout_of
         self._own_wanted = tuple(own_wanted)
         self._create_keeper = create_keeper or self._keeper
@@ -95,17 +97,17 @@ class Holder:
         self._closing: list[_Closing] = []
         self._wanted: tuple[WantedImage, ...] = ()
         self._refused: tuple[Refusal, ...] = ()
-        self._was_wanted = False
         self._changed = threading.Event()
         self._is_reachable = True
-        self._began_at = time.monotonic()
+        self._clock = clock
+        self._began_at = clock()
 
     def run(self, is_stopped: Callable[[], bool]) -> str:
         """Report and keep images until `is_stopped` or a one-shot holder is done; return why it ended."""
         try:
             while True:
                 pause_s = self._heartbeat()
-                self._apply(time.monotonic())
+                self._apply(self._clock())
                 if (reason := self._end_reason(is_stopped)) is not None:
                     return reason
                 self._pause(pause_s, is_stopped)
@@ -153,23 +155,27 @@ class Holder:
             log.info("planner reachable again")
         self._is_reachable = True
         self._wanted = ack.wanted
-        self._was_wanted = self._was_wanted or bool(ack.wanted)
         return ack.heartbeat_s
 
     def _apply(self, now: float) -> None:
         """Evict and fetch images as the inventory decides."""
+        wanted_images = (*self._wanted, *self._own_wanted)
         self._closing = [each for each in self._closing if each.thread.is_alive()]
         self._collect_failures(now)
         kept = {key: KeptImage(keeper.wanted.image_bytes, keeper.used_at) for key, keeper in self._keepers.items()}
+        wanted_keys = {ImageKey.of(image) for image in wanted_images}
+        self._failures = {
+            key: each for key, each in self._failures.items() if key in wanted_keys or now < each.retry_at
+        }
         failures = {key: each.reason for key, each in self._failures.items() if now < each.retry_at}
-        plan = plan_inventory((*self._wanted, *self._own_wanted), kept, self._options.memory_bytes, failures)
+        plan = plan_inventory(wanted_images, kept, self._options.memory_bytes, failures)
         for refusal in set(plan.refused).difference(self._refused):
             log.warning("image refused", model=refusal.image.model, rank=refusal.image.rank.key, reason=refusal.reason)
         self._refused = plan.refused
         for key in plan.evict:
             self._evict(key)
-        running = sum(keeper.state == "fetching" for keeper in self._keepers.values())
-        for wanted in plan.fetch[: max(0, MAX_FETCHES - running)]:
+        fetching = [keeper.wanted for keeper in self._keepers.values() if keeper.state == "fetching"]
+        for wanted in next_fetches(plan.fetch, fetching):
             if self.used_bytes + wanted.image_bytes > self._options.memory_bytes:
                 break  # evicted images are still being read
             keeper = self._keepers[ImageKey.of(wanted)] = self._create_keeper(wanted)
@@ -200,23 +206,24 @@ class Holder:
         options = self._options
         if is_stopped():
             return "stopped"
-        if options.until_pid is not None and not _is_running(options.until_pid):
-            return f"process {options.until_pid} has ended"
+        if self._until is not None and self._until.has_ended:
+            return f"process {self._until.pid} has ended"
         if options.follows_host:
             return None
         if self._is_reachable and not self._wanted and not any(each.has_readers for each in self._keepers.values()):
-            if self._was_wanted:
+            # An image that it has, or fetches, stays wanted while the engine needs it.
+            if self._keepers:
                 return "the engine has its weights"
-            if self._options.until_pid is None:
+            if self._until is None:
                 return "no instance has the weights"
-        if time.monotonic() >= self._began_at + ONE_SHOT_TIMEOUT_S:
+        if self._clock() >= self._began_at + ONE_SHOT_TIMEOUT_S:
             return f"no engine used the weights within {ONE_SHOT_TIMEOUT_S:g} s"
         return None
 
     def _pause(self, pause_s: float, is_stopped: Callable[[], bool]) -> None:
         """Wait until the next report is due, an image changes, or the process is stopped."""
-        until = time.monotonic() + pause_s
-        while not is_stopped() and (remaining := until - time.monotonic()) > 0:
+        until = self._clock() + pause_s
+        while not is_stopped() and (remaining := until - self._clock()) > 0:
             if self._changed.wait(min(remaining, MIN_PAUSE_S)):
                 self._changed.clear()
                 return
@@ -225,8 +232,9 @@ class Holder:
         """Drain all images and leave the planner."""
         for key in list(self._keepers):
             self._evict(key)
+        until = self._clock() + self._settings.drain_timeout_s + STOP_S
         for closing in self._closing:
-            closing.thread.join()
+            closing.thread.join(max(0.0, until - self._clock()))
         try:
             self._planner.remove_holder(self.holder_id)
         except NetworkError as error:
@@ -243,13 +251,3 @@ class Holder:
             layout_of=self._layout_of,
             is_transient=not options.follows_host,
         )
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

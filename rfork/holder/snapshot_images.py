@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from rfork.errors import StorageNotFound
+from rfork.holder.inventory import ImageKey
 from rfork.image.layout import Layout
 from rfork.image.safetensors_header import layout_of
 from rfork.schema import WantedImage
@@ -68,8 +69,8 @@ class SnapshotImages:
         )
 
     def layout_of(self, wanted: WantedImage) -> Layout | None:
-        """Return the layout of an image if it is in the snapshots. Raises StorageError types."""
-        if all(manifest.layout_id != wanted.layout_id for manifest in self.manifests):
+        """Return the layout of an image if it is in the snapshots; None if it is not. Raises StorageError types."""
+        if ImageKey.of(wanted) not in {ImageKey.of(image) for image in self.wanted}:
             return None
         folder, name = snapshot_location(self.uri, wanted.rank)
         files = open_files(folder, name)

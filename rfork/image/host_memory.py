@@ -1,16 +1,24 @@
-"""Views of host memory by address, and memory advice to the kernel."""
+"""Views of host memory by address, how the C library allocates it, and memory advice to the kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 PYBUF_WRITE = 0x200
 SMALL_COPY_BYTES = 64 << 10
 """Size below which a plain copy is fastest. Larger copies release the interpreter lock."""
+MIN_MAPPED_BYTES: Final = 64 << 10
+"""Smaller allocations never get a mapping of their own: it would cost the kernel more, for as long as it exists."""
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_MAX_MMAP_THRESHOLD: Final = 32 << 20
+"""Where glibc's own adjustment of the threshold ends. Setting a threshold ends that adjustment."""
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.restype = ctypes.py_object
@@ -35,6 +43,26 @@ def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
             view[:] = part
         else:
             ctypes.memmove(_address(view), _address(part), part.nbytes)
+
+
+@contextlib.contextmanager
+def separate_mappings() -> Iterator[None]:
+    """Place each large allocation within the block in a mapping of its own, whose pages a file's can replace.
+
+    glibc does so from 128 KiB on in a new process, but raises that limit up to 32 MiB as large allocations are freed:
+    in an engine, most weights would lie in the heap and have to be copied. Afterwards the limit is 32 MiB. Does nothing
+    with other C libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MAX_MMAP_THRESHOLD)  # as glibc sets it with the other
 
 
 def advise_huge_pages(address: int, length: int) -> int:

@@ -541,11 +541,11 @@ class Seed:
         """
         self._served.check_can_open(layout_id)
         self._exports_settled.wait(EXPORTER_READY_TIMEOUT_S)
-        opened = self._open_on_first(transports, fork_id, address)
+        channel_id, endpoint = self._open_on_first(transports, fork_id, address)
         self.opened_at = time.monotonic()
-        self.read_on_host = self.read_on_host or opened[0] in SAME_HOST_TRANSPORTS
+        self.read_on_host = self.read_on_host or endpoint.transport in SAME_HOST_TRANSPORTS
         self._notify()  # one more reader shares the rate
-        return opened
+        return channel_id, endpoint
 
     def _open_on_first(self, transports: list[str], fork_id: str, address: str) -> tuple[str, Endpoint]:
         busy: SourceBusy | None = None

@@ -132,7 +132,7 @@ def serve() -> None:
     """Main function of the other process: export the image, print the endpoint, and end with standard input."""
     exporter = HttpTransport(InstanceSettings()).export(on_gpu(filled=True)[0], FakeGate())
     parameters = exporter.endpoint().parameters
-    print(parameters["url"], parameters["data_offset"], parameters["etag"], flush=True)
+    print(parameters["url"], parameters["etag"], flush=True)
     sys.stdin.read()
     exporter.close()
 
@@ -150,9 +150,9 @@ def test_http_from_gpu_to_gpu_in_two_processes() -> None:
     assert source.stdin is not None
     assert source.stdout is not None
     try:
-        url, data_offset, etag = source.stdout.readline().split()
+        url, etag = source.stdout.readline().split()
         image, tensors = on_gpu(filled=False)
-        endpoint = Endpoint("http", {"url": url, "data_offset": data_offset, "etag": etag})
+        endpoint = Endpoint("http", {"url": url, "etag": etag})
         until = time.monotonic() + SECONDS
         reader = HttpTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, until)
         for begin, end in image.layout.chunks:

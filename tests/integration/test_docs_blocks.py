@@ -43,6 +43,7 @@ RUN_HERE = {
     "launch": ("docs/engines.md", "rfork launch"),
     "artifacts": ("docs/artifacts.md", "rfork cache"),
     "announce": ("docs/kubernetes.md", "/v1/scaleups"),
+    "announce hosts": ("docs/ready-sooner.md", "/v1/scaleups"),
     "leave": ("docs/planner.md", "can_exit"),
 }
 """The blocks that run here: their page, and a word that identifies them."""
@@ -172,6 +173,14 @@ def test_a_scale_up_is_announced_by_curl(tmp_path: Path) -> None:
         done = shell(block("announce").text, tmp_path, {"RFORK_PLANNER": url, "OPERATOR": "rule"})
         assert 0 == done.returncode, done.stderr
         assert 8 == ScaleUpInfo.model_validate_json(done.stdout).scaleup.replicas
+
+
+def test_hosts_are_announced_by_curl(tmp_path: Path) -> None:
+    """The planner knows the hosts in the body."""
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+        done = shell(block("announce hosts").text, tmp_path, {"RFORK_PLANNER": url, "OPERATOR": "rule"})
+        assert 0 == done.returncode, done.stderr
+        assert ("node-1", "node-2") == ScaleUpInfo.model_validate_json(done.stdout).scaleup.hosts
 
 
 def test_an_instance_leaves_by_curl(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ class WeightsProcess:
             case "fork":
                 self._fork.start()
                 return {}
+            case "sha256":
+                return {"sha256": image_sha256(capture(self._module))}
             case "report":
                 self._fork.join()
                 return self._report
@@ -181,6 +183,11 @@ class WeightsNode:
         self._chunks = 0
         self._watch = threading.Thread(target=self._follow, args=(self._process.stdout,), daemon=True)
         self._watch.start()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
 
     def request(self, command: str, number: int = 0) -> Message:
         """Execute a command and return its response. Raise RuntimeError if the process exits instead."""

@@ -93,10 +93,9 @@ def find_object(objects: list[Document], kind: str, name: str) -> Document:
 
 
 def pod_specs(objects: list[Document]) -> dict[str, Document]:
-    """Return the Pod specs of all Deployments by name."""
-    return {
-        each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"
-    }
+    """Return the Pod specs of all Deployments and DaemonSets by name."""
+    kinds = ("Deployment", "DaemonSet")
+    return {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in objects if each["kind"] in kinds}
 
 
 def environment(spec: Document) -> dict[str, str]:

@@ -75,6 +75,21 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
             "plannerFrom": [{"namespaceSelector": {"matchLabels": {"role": "operators"}}}],
         },
     },
+    "holders": {"holder": {"enabled": True, "image": "engine:1", "models": ["org/llama", "qwen"]}},
+    "holders of two namespaces, TLS": {
+        "holder": {
+            "enabled": True,
+            "image": "engine:1",
+            "memoryGiB": 256,
+            "nodeSelector": {"gpu": "h100"},
+            "priorityClassName": "low",
+            "pullSecrets": [{"name": "registry"}],
+            "updateStrategy": {"type": "OnDelete"},
+            "extraEnv": [{"name": "A", "value": "b"}],
+        },
+        "instances": {"namespaces": ["team-a", "team-b"], "injectionMode": "none", "tlsSecret": "instances-tls"},
+        "networkPolicy": {"instances": {"enabled": True, "enginePorts": [8000]}},
+    },
     "all Pod options": {
         "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": [{"name": "registry"}]},
         "pods": {

@@ -6,14 +6,24 @@ import functools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import kubernetes_validate
 import pytest
 
+from planner.integrations.kubernetes.inject import (
+    FILES_IN_IMAGE,
+    FILES_VOLUME,
+    SOCKET_DIR,
+    SOCKETS_VOLUME,
+    files_init_container,
+    files_volume,
+)
+from planner.integrations.kubernetes.inject import environment as environment_of_instance
 from planner.metrics import Metrics
 from rfork import settings
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings, TlsSettings, variables
+from rfork.transport.shared_memory.memory_budget import RESERVE_DIVISOR
 from tests.kube.chart import (
     CHART,
     CLUSTER_WIDE,
@@ -25,6 +35,8 @@ from tests.kube.chart import (
     render,
 )
 from tests.kube.chart_values import REDIS, VALUE_SETS
+from tests.unit.planner.integrations.kubernetes.injected_pods import request_of
+from tests.unit.planner.integrations.kubernetes.pod_documents import pod
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.25.0", "1.37.0")
@@ -53,8 +65,12 @@ def test_every_object_is_valid(helm: Path, values: dict[str, Any], kubernetes: s
 
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
 def test_pods_meet_the_restricted_standard(helm: Path, values: dict[str, Any]) -> None:
-    """Every Pod meets the Pod Security Standard `restricted`, unless the host network was requested."""
+    """Every Pod meets the Pod Security Standard `restricted`, unless the host network was requested, but a holder:
+    it shares the node's socket directory with the instances, and is root as they are.
+    """
     expected = ["hostNetwork"] if values.get("webhook", {}).get("hostNetwork") else []
+    if values.get("holder", {}).get("enabled"):
+        expected = ["volume rfork-sockets", "runAsNonRoot", "runAsUser", *expected]
     specs = pod_specs(render(helm, values))
     assert expected == [broken for spec in specs.values() for broken in beyond_restricted(spec)]
     # Service links are off: Services of the namespace must not become settings of rfork.
@@ -115,6 +131,81 @@ def test_old_clusters_get_supported_objects(helm: Path) -> None:
     assert "rfork-instances" not in {each["metadata"]["name"] for each in objects}
     named_ports = {"networkPolicy": {"instances": {"enabled": True, "enginePorts": [8000]}}}
     assert find_object(render(helm, named_ports, kubernetes="1.20.2"), "NetworkPolicy", "rfork-instances")
+
+
+@pytest.mark.parametrize(
+    ("mode", "command"),
+    [
+        ("init", ["/bin/sh", "/opt/rfork/bin/rfork"]),
+        ("image", ["/bin/sh", f"/opt/rfork{FILES_IN_IMAGE}/bin/rfork"]),
+        ("none", ["rfork"]),
+    ],
+)
+def test_a_holder_gets_rforks_files_like_an_instance(
+    helm: Path, mode: Literal["init", "image", "none"], command: list[str]
+) -> None:
+    """With the same volume and init container as an injected Pod."""
+    values = {**VALUE_SETS["holders"], "instances": {"injectionMode": mode}}
+    spec = pod_specs(render(helm, values))["rfork-holder"]
+    (container,) = spec["containers"]
+    assert command == container["command"]
+    assert ["hold", "--memory=64GiB", "--models=org/llama", "--models=qwen"] == container["args"]
+    if mode == "init":
+        assert [files_init_container("rfork:0.1.0", runs_as_root=True)] == spec["initContainers"]
+    else:
+        assert "initContainers" not in spec
+    volumes = [each for each in spec["volumes"] if each["name"] == FILES_VOLUME]
+    assert volumes == ([files_volume(mode, "rfork:0.1.0", image_volumes=True)] if mode != "none" else [])
+
+
+def test_holder_and_instances_share_a_directory_of_the_node(helm: Path) -> None:
+    """The same directory as in the Pods that the webhook modifies, at the same path."""
+    objects = render(helm, VALUE_SETS["holders"])
+    specs = pod_specs(objects)
+    assert "true" == environment(specs["rfork-webhook"])["RFORK_K8S_SAME_HOST"]
+    volume = {"name": SOCKETS_VOLUME, "hostPath": {"path": SOCKET_DIR, "type": "DirectoryOrCreate"}}
+    assert volume in specs["rfork-holder"]["volumes"]
+    assert {"name": SOCKETS_VOLUME, "mountPath": SOCKET_DIR} in specs["rfork-holder"]["containers"][0]["volumeMounts"]
+    assert SOCKET_DIR == environment(specs["rfork-holder"])["RFORK_UNIX_SOCKET_DIR"]
+
+
+def test_a_holder_has_the_variables_of_an_instance(helm: Path) -> None:
+    """It is a source like an instance: all variables that the webhook sets, but those of a model and a replica."""
+    values = {**VALUE_SETS["holders"], "instances": {"tlsSecret": "tls"}}
+    holder = environment(pod_specs(render(helm, values))["rfork-holder"])
+    request = request_of(pod())
+    assert request is not None
+    url = "http://rfork-planner.rfork-system.svc:8700"
+    injected = environment_of_instance(request, KubernetesSettings(tls_secret="tls"), url, same_host=True, drains=True)
+    expected = {each["name"]: each for each in injected}
+    of_replica = {"RFORK_MODEL", "RFORK_REPLICA", "RFORK_POD_NAME", "RFORK_POD_NAMESPACE"}
+    assert of_replica == expected.keys() - holder.keys()
+    assert "$(POD_NAMESPACE)/$(POD_NAME)" == holder["RFORK_POD"]
+    assert url == holder["RFORK_PLANNER"]
+    assert "<spec.nodeName>" == holder["RFORK_NODE_NAME"]
+    for name, variable in expected.items():
+        if "fieldRef" in variable.get("valueFrom", {}) and name in holder:
+            assert f"<{variable['valueFrom']['fieldRef']['fieldPath']}>" == holder[name]
+
+
+@pytest.mark.parametrize(("memory", "overhead", "expected"), [(1, 1, "3Gi"), (64, 2, "71Gi"), (1500, 8, "1609Gi")])
+def test_the_memory_limit_of_a_holder_covers_its_weights(helm: Path, memory: int, overhead: int, expected: str) -> None:
+    """The kernel would otherwise kill a full holder; the request reserves the memory. A process that creates memory
+    files leaves a part of the limit free.
+    """
+    limit = int(expected.removesuffix("Gi"))
+    assert memory + overhead <= limit - limit / RESERVE_DIVISOR
+    values = {"holder": {**VALUE_SETS["holders"]["holder"], "memoryGiB": memory, "overheadGiB": overhead}}
+    (container,) = pod_specs(render(helm, values))["rfork-holder"]["containers"]
+    assert expected == container["resources"]["limits"]["memory"]
+    assert expected == container["resources"]["requests"]["memory"]
+    assert f"--memory={memory}GiB" in container["args"]
+
+
+def test_a_holder_drains_within_its_grace_period(helm: Path) -> None:
+    """Its readers finish before the kubelet kills it."""
+    spec = pod_specs(render(helm, VALUE_SETS["holders"]))["rfork-holder"]
+    assert float(environment(spec)["RFORK_DRAIN_TIMEOUT_S"]) < spec["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize(

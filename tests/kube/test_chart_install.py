@@ -14,7 +14,7 @@ import yaml
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
-from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.apps_v1 import DaemonSet, Deployment
 from lightkube.resources.coordination_v1 import Lease
 from lightkube.resources.core_v1 import ConfigMap, Namespace, Pod, Secret, Service, ServiceAccount
 from lightkube.resources.networking_v1 import NetworkPolicy
@@ -33,6 +33,7 @@ from tests.kube.watch_recorder import observe_pod, pod
 CLUSTER_WIDE: tuple[type[Any], ...] = (ClusterRole, ClusterRoleBinding, MutatingWebhookConfiguration)
 NAMESPACED: tuple[type[Any], ...] = (
     ConfigMap,
+    DaemonSet,
     Deployment,
     Lease,
     NetworkPolicy,
@@ -42,7 +43,13 @@ NAMESPACED: tuple[type[Any], ...] = (
     Service,
     ServiceAccount,
 )
-ELSEWHERE = ("KEDA, monitored", "cert-manager", "cert-manager's own issuer, mTLS", "many namespaces")
+ELSEWHERE = (
+    "KEDA, monitored",
+    "cert-manager",
+    "cert-manager's own issuer, mTLS",
+    "many namespaces",
+    "holders of two namespaces, TLS",
+)
 """Sets of values that need kinds or namespaces that the cluster lacks."""
 KEY, CERTIFICATE, AUTHORITY = b"a key", b"a certificate", b"an authority"
 

@@ -356,6 +356,42 @@ def test_instances_of_all_namespaces_reach_one_another(helm: Path) -> None:
     }
 
 
+def test_holders_reach_the_planner_and_instances_reach_holders(helm: Path) -> None:
+    """The holders' own policy admits instances and other holders; the other policies admit holders."""
+    objects = render(helm, VALUE_SETS["holders of two namespaces, TLS"])
+    labels = {
+        "app.kubernetes.io/name": "rfork", "app.kubernetes.io/instance": "rfork",
+        "app.kubernetes.io/component": "holder",
+    }  # fmt: skip
+    pods = find_object(objects, "DaemonSet", "rfork-holder")
+    assert "team-a" == pods["metadata"]["namespace"]
+    assert labels.items() <= pods["spec"]["template"]["metadata"]["labels"].items()
+    policy = find_object(objects, "NetworkPolicy", "rfork-holder")
+    assert "team-a" == policy["metadata"]["namespace"]
+    ours = {"matchExpressions": [{"key": names.MODEL, "operator": "Exists"}]}
+    assert [
+        {
+            "from": [
+                *(
+                    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": team}}, "podSelector": ours}
+                    for team in ("team-a", "team-b")
+                ),
+                {"podSelector": {"matchLabels": labels}},
+            ]
+        }
+    ] == policy["spec"]["ingress"]
+    holders = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "team-a"}},
+        "podSelector": {"matchLabels": labels},
+    }
+    assert holders in find_object(objects, "NetworkPolicy", "rfork-planner")["spec"]["ingress"][0]["from"]
+    guarded = [
+        each for each in objects if (each["kind"], each["metadata"]["name"]) == ("NetworkPolicy", "rfork-instances")
+    ]
+    assert 2 == len(guarded)
+    assert all(holders in each["spec"]["ingress"][0]["from"] for each in guarded)
+
+
 def decoded(value: str) -> str:
     """Decode a Secret's data."""
     return base64.b64decode(value).decode()

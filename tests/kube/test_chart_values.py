@@ -79,6 +79,8 @@ def test_planner_settings_are_complete() -> None:
             "choose one of the two",
         ),
         ({"instances": {"portRangeSize": 128}}, "their ranges overlap"),
+        ({"holder": {"enabled": True}}, "set holder.image to an image with Python and torch"),
+        ({"holder": {"memoryGiB": "64GB"}}, "at '/holder/memoryGiB': got string, want integer"),
     ],
 )
 def test_invalid_values_are_rejected_with_a_reason(helm: Path, values: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Event, Pod
 
 from planner.integrations.kubernetes import names
-from rfork.schema import ForkRequest, ForkResult, InstanceReport
+from rfork.schema import ForkRequest, ForkResult, HolderReport, InstanceReport, Placement
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
@@ -138,6 +138,20 @@ class ServedDeployment:
         mine = [view for view in views if view["scaleup"]["scaleup_id"] == self.uid]
         return sum(view["scaleup"]["replicas"] - view["arrived_count"] for view in mine)
 
+    def hosts(self) -> list[str]:
+        """Return the announced hosts of this Deployment's replicas."""
+        views = self._planner.get("/v1/scaleups").raise_for_status().json()
+        return [
+            host for view in views if view["scaleup"]["scaleup_id"] == self.uid for host in view["scaleup"]["hosts"]
+        ]
+
+    def wanted(self, host: str) -> list[tuple[str, str]]:
+        """Return model and cause of the images that the holder of this host should keep; it sends a heartbeat."""
+        report = HolderReport(holder_id=f"holder-{host}", placement=Placement(host=host), memory_bytes=10**12)
+        body = report.model_dump(mode="json")
+        ack = self._planner.put(f"/v1/holders/{report.holder_id}", json=body).raise_for_status().json()
+        return [(each["model"], each["cause"]) for each in ack["wanted"]]
+
     def events(self, reason: str) -> dict[str, int]:
         """Return the number of Events of each object, by its name."""
         found = self._admin.list(Event, namespace=self._namespace)
@@ -249,6 +263,50 @@ def test_the_api_server_is_killed_and_restarted(
     served.kill(second)
     until(lambda: served.instances() == {first}, "instances of dead Pods to be removed")
     assert 0 == fleet.log("controller").count("Traceback")
+
+
+def bind(plane: ControlPlane, namespace: str, pod: str, node: str) -> None:
+    """Bind a Pod to a node, as the scheduler does."""
+    binding = {"metadata": {"name": pod}, "target": {"apiVersion": "v1", "kind": "Node", "name": node}}
+    with plane.client() as client:
+        client.post(f"/api/v1/namespaces/{namespace}/pods/{pod}/binding", json=binding).raise_for_status()
+
+
+def test_nodes_of_bound_pods_are_announced(
+    fleet: Installation, served: ServedDeployment, plane: ControlPlane, namespace: str
+) -> None:
+    """Once a Pod is bound to a node, before its containers start, the planner knows that node."""
+    fleet.start("controller")
+    start_first_pod(served)
+    second, third = served.scale_and_wait(3)
+    until(lambda: served.expected() == 2, "two announced replicas")
+    until(lambda: served.events("ScaleUp") == {NAME: 2}, "the Events of both scale-ups")
+    assert [] == served.hosts()
+    bind(plane, namespace, served.pods()[second], "node-7")
+    until(lambda: served.hosts() == ["node-7"], "the node of the first bound Pod")
+    assert 2 == served.expected()
+    bind(plane, namespace, served.pods()[third], "node-8")
+    until(lambda: served.hosts() == ["node-7", "node-8"], "the node of the other Pod")
+    assert 2 == served.expected()
+    wait_reconciled(fleet, "controller")
+    assert {NAME: 2} == served.events("ScaleUp")
+
+
+def test_a_holder_gets_the_weights_before_the_containers_start(
+    fleet: Installation, served: ServedDeployment, plane: ControlPlane, namespace: str
+) -> None:
+    """As soon as the Pod is bound, the holder of its node is to keep them, and no other holder."""
+    fleet.start("controller")
+    start_first_pod(served)
+    assert [] == served.wanted("node-7")
+    (second,) = served.scale_and_wait(2)
+    until(lambda: served.expected() == 1, "an announced replica")
+    assert [] == served.wanted("node-7")
+    bind(plane, namespace, served.pods()[second], "node-7")
+    until(lambda: served.wanted("node-7") == [("llama", "announced")], "the weights to be wanted on the Pod's node")
+    assert [] == served.wanted("node-8")
+    served.request_fork(second)
+    until(lambda: served.expected() == 0, "the Pod to arrive")
 
 
 def test_a_pod_is_force_deleted(fleet: Installation, served: ServedDeployment) -> None:

@@ -167,8 +167,8 @@ def expected_replicas(scaleups: Iterable[ScaleUpInfo]) -> dict[str, AnnouncedRep
 
 
 def forking_ranks(forks: Iterable[ForkInfo]) -> Counter[str]:
-    """Return the number of ranks that are receiving their weights, by model."""
-    return Counter(fork.model for fork in forks if fork.state in ("planning", "running"))
+    """Return the number of engines' ranks that are receiving their weights, by model."""
+    return Counter(fork.model for fork in forks if fork.holder is None and fork.state in ("planning", "running"))
 
 
 def scaleup_reading(trigger: Trigger, expected: AnnouncedReplicas) -> TriggerReading:

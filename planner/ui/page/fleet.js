@@ -4,7 +4,7 @@
  * @typedef {{id: string, model: string, version?: string, rank: string, state: string, host: string, rack?: string, zone?: string, pod?: string,
  *   weights?: string, generation?: number, bytes?: number, chunks?: number, verified?: number, slots?: number, readers?: number,
  *   egress?: number, transports?: string[], storage?: string[], quarantine?: string, quarantined_until?: number,
- *   missing?: boolean, slow?: boolean, silent?: boolean, since?: number, dp?: number}} Instance
+ *   missing?: boolean, slow?: boolean, silent?: boolean, since?: number, dp?: number, holder?: boolean}} Instance
  * @typedef {{id: string, instance: string, model: string, version?: string, rank: string, state: string, bytes?: number, chunks?: number,
  *   requested_at: number, seen_at: number, reason?: string, plan?: Record<string, number>, storage?: Record<string, number>,
  *   verified?: number, read?: number, rate?: number, sources?: Record<string, number>, rates?: Record<string, number>, link?: number,
@@ -150,14 +150,14 @@ export function keyOf({ model, version, rank }) {
   return `${rank} ${version || "-"} ${model}`;
 }
 
-/** Models with several versions, and the number of instances that serve or load each. The most served version is first.
+/** Models with several versions, and the number of engines that serve or load each: a holder keeps old versions too. The most served version is first.
  * @param {Iterable<Instance>} instances @param {Map<string, string>} states @returns {Rollout[]} */
 function rolloutsOf(instances, states) {
   /** @type {Map<string, Map<string, VersionCount>>} */
   const models = new Map();
-  for (const { id, model, version } of instances) {
+  for (const { id, model, version, holder } of instances) {
     const state = states.get(id);
-    if (!version || state === "failed" || state === "silent") continue;
+    if (holder || !version || state === "failed" || state === "silent") continue;
     let versions = models.get(model);
     if (!versions) models.set(model, (versions = new Map()));
     let count = versions.get(version);
@@ -182,7 +182,7 @@ function stateOf(instance, fork, end, hasReaders) {
     if (!Object.keys(fork.plan ?? {}).length) return (instance.verified ?? 0) && !missingChunks(fork) ? "target" : "waiting";
     return hasReaders ? "relay" : "target";
   }
-  if (instance.chunks && (instance.verified ?? 0) >= instance.chunks) return "seed";
+  if (instance.chunks && (instance.verified ?? 0) >= instance.chunks) return instance.holder ? "holder" : "seed";
   if (end && end.outcome !== "forked" && end.outcome !== "fallback") return "failed";
   return instance.state === "serving" ? "seed" : "loading";
 }

@@ -4,6 +4,7 @@
  * @type {Record<string, {word: string, sign: string, means: string}>} */
 export const STATES = {
   seed: { word: "seed", sign: "●", means: "has every chunk" },
+  holder: { word: "holder", sign: "■", means: "has every chunk, kept without an engine" },
   relay: { word: "relay", sign: "◐", means: "reads, and serves verified chunks" },
   target: { word: "target", sign: "◔", means: "reads" },
   waiting: { word: "no source", sign: "?", means: "target without a source" },

@@ -16,7 +16,7 @@ export function showHeadline(summary, problems) {
   const reading = live.filter((fork) => Object.keys(fork.plan ?? {}).length);
   const speed = live.reduce((sum, fork) => sum + (fork.speed ?? 0), 0);
   const longest = Math.max(0, ...live.map((fork) => secondsLeft(fork) ?? 0));
-  const seeds = [...summary.states.values()].filter((state) => state === "seed").length;
+  const seeds = [...summary.states.values()].filter((state) => state === "seed" || state === "holder").length;
   const models = new Set([...summary.groups.values()].map((group) => group.model)).size;
   const head = byId("headline");
   const status = !fleet.instances.size && !fleet.forks.size ? "empty" : errors ? "error" : problems.length ? "warning" : "ok";

@@ -6,8 +6,7 @@ Runs in a worker, on the thread that loads.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,7 @@ class VllmEngine:
 
     def empty(self) -> nn.Module:
         """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
-        with _gc_frozen():
-            module = self._load_with(dummy_loader(self._load_config, self._check))
+        module = self._load_with(dummy_loader(self._load_config, self._check))
         if reason := compat.unsupported_model(module):
             raise UnsupportedTensor(ALL_TENSORS, reason)
         return module
@@ -149,23 +147,6 @@ class _EmptyWeightsLoader(_CheckedLoader):
                 for name, tensor in get_layer_tensors(layer).items():
                     if name not in layer._non_persistent_buffers_set:
                         initialize_single_dummy_weight(tensor)
-
-
-@contextlib.contextmanager
-def _gc_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection for the `with` block.
-
-    vLLM collects twice while it builds a model. Scanning the half million objects of imported modules takes
-    longer than the build itself.
-    """
-    if gc.get_freeze_count():  # frozen by other code, which must also unfreeze it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def default_loader(load_config: LoadConfig) -> BaseModelLoader:

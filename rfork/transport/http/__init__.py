@@ -1,18 +1,16 @@
 """The http transport: HTTP/1.1 Range requests on a live image, authorized by a lease token, optionally over
 TLS.
 
-Default for machines without RDMA. A seed serves a safetensors file, so any HTTP client can read it, and the
-reader can read any file from an HTTP server.
+Default for machines without RDMA. A seed also serves the image as a safetensors file, which any HTTP client can save.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
-from rfork.errors import SettingsError, SourceCorrupt
+from rfork.errors import SettingsError
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
-from rfork.net.request import redacted_url
 from rfork.net.tls import client_context, server_context
 from rfork.settings import InstanceSettings
 from rfork.thread_priority import SERVING_THREAD_NICE
@@ -32,8 +30,8 @@ from rfork.transport.http.server import HttpExporter
 class HttpTransport:
     """`Transport` over HTTP/1.1.
 
-    Endpoint parameters: `url`; `data_offset`, the file offset of the image (default 0); `etag`, the strong
-    entity tag that every response must have (default: that of the first response).
+    Endpoint parameters: `url`; `etag`, the strong entity tag that every response must have (default: that of the
+    first response).
     """
 
     connect_timeout_s = 0.0
@@ -66,7 +64,7 @@ class HttpTransport:
         """Source side: serve `image` until the exporter is closed. Raises PortInUse or SettingsError."""
         settings = self._settings
         return HttpExporter(
-            ImageResource(image, live_header(image.layout), gate),
+            ImageResource(image, partial(live_header, image.layout), gate),
             bind=settings.bind,
             ports=settings.ports_from(settings.http_port),
             advertise=settings.advertised_host,
@@ -85,14 +83,10 @@ class HttpTransport:
     ) -> HttpReader:
         """Target side: connect to the endpoint's URL; an empty token is not sent. Raises as `Reader.read`."""
         parameters = endpoint.parameters
-        url, offset = parameters.get("url", ""), parameters.get("data_offset", "0")
-        if not offset.isdecimal():
-            raise SourceCorrupt(f"{redacted_url(url)} reports an invalid data offset, {offset!r}")
         reader = HttpReader(
-            url,
+            parameters.get("url", ""),
             image,
             token,
-            data_offset=int(offset),
             etag=parameters.get("etag", ""),
             tls_context=cache(lambda: client_context(self._settings.tls)),
             idle_timeout_s=self._settings.source_idle_timeout_s,

@@ -55,11 +55,11 @@ _MEANING: Mapping[int, type[RforkError]] = {
 
 
 class HttpReader:
-    """Reads image ranges from one file. Thread-safe: each concurrent read uses a separate connection.
+    """Reads image ranges from one URL. Thread-safe: each concurrent read uses a separate connection.
 
-    The image begins at file byte `data_offset`. If `etag` is empty, the tag of the first response is used.
-    `tls_context` returns the context of an https connection. `idle_timeout_s`: seconds without a byte after
-    which a source counts as stalled. The constructor raises SourceCorrupt for an invalid URL.
+    If `etag` is empty, the tag of the first response is used. `tls_context` returns the context of an https
+    connection. `idle_timeout_s`: seconds without a byte after which a source counts as stalled. The constructor
+    raises SourceCorrupt for an invalid URL.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class HttpReader:
         image: Image,
         token: TokenSource,
         *,
-        data_offset: int,
         etag: str,
         tls_context: Callable[[], ssl.SSLContext],
         idle_timeout_s: float,
@@ -82,7 +81,6 @@ class HttpReader:
         self._authority = urlsplit(url).netloc
         self._image = image
         self._token = token
-        self._data_offset = data_offset
         self._etag = etag
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
@@ -143,7 +141,7 @@ class HttpReader:
 
     def _request(self, cursor: ScatterCursor, begin: int, until: int, deadline: float, *, fresh: bool) -> None:
         """Send one request and receive its body. Raises OSError if the connection is lost."""
-        first, count = self._data_offset + begin + cursor.done, until - cursor.done
+        first, count = begin + cursor.done, until - cursor.done
         message = [self._head(first, first + count)]
         connection = self._acquire(deadline, fresh=fresh)
         timeout = ReadTimeout(self._idle_timeout_s, deadline=deadline)

@@ -31,12 +31,12 @@ class ServerConnection:
     def __init__(
         self,
         stream: Stream,
-        file: ImageResource,
+        resource: ImageResource,
         idle_timeout_s: float,
         acquire_slot: Callable[[ServerConnection, str], bool],
     ) -> None:
         self.stream = stream
-        self._file = file
+        self._resource = resource
         self._idle_timeout_s = idle_timeout_s
         self._acquire_slot = acquire_slot
 
@@ -74,7 +74,7 @@ class ServerConnection:
     def _handle(self, request: RequestHead) -> ImageResponse:
         if "transfer-encoding" in request.fields or request.fields.get("content-length", "0") != "0":
             return error_response(HTTPStatus.BAD_REQUEST, "a request for an image must not have a body")
-        return respond(request.method, request.request_target, request.fields, self._file)
+        return respond(request.method, request.request_target, request.fields, self._resource)
 
     def _send(self, method: str, response: ImageResponse, token: str, *, alive: bool) -> None:
         head = response.head(alive=alive)
@@ -82,19 +82,19 @@ class ServerConnection:
             body = b"" if method == "HEAD" else response.text
             self.stream.send([head, body], self._idle_timeout_s)
             return
-        file, header_bytes = self._file, len(self._file.header)
+        resource = self._resource
         begin, fork_id = response.begin, response.fork_id or ""
         while begin < response.end:
-            end = begin + file.gate.acquire_bytes(min(response.end - begin, SLICE_BYTES), fork_id)
+            end = begin + resource.gate.acquire_bytes(min(response.end - begin, SLICE_BYTES), fork_id)
             deadline = time.monotonic() + self._idle_timeout_s
             # Authorize each slice again: leases expire and weights change while a body is sent. GPU memory is
             # prefetched only within a slice: not before it is authorized, and no copy is in progress after
             # the block.
             with (
-                file.read_guard(token, begin, end, self.stream.abort),
-                file.image.reading(max(0, begin - header_bytes), max(0, end - header_bytes)) as steps,
+                resource.gate.read_guard(token, *response.image_range(begin, end), self.stream.abort),
+                resource.image.reading(*response.image_range(begin, end)) as steps,
             ):
-                prefix = [head, file.header[begin:end]]
+                prefix = [head, response.header[begin:end]]
                 for views in steps:
                     self.stream.send([*prefix, *views], deadline - time.monotonic())
                     prefix = []

@@ -36,7 +36,7 @@ ACCEPT_RETRY_S = 0.05
 
 
 class HttpExporter(StatelessExporter):
-    """Serves one image file from construction until `close`.
+    """Serves one image from construction until `close`.
 
     Listens on the first free port of `ports`. `tls` None: plain TCP. `advertise` is the host in the URL for
     readers. `nice` lowers the priority of the sending threads. Raises PortInUse, or SettingsError if this
@@ -45,7 +45,7 @@ class HttpExporter(StatelessExporter):
 
     def __init__(
         self,
-        file: ImageResource,
+        resource: ImageResource,
         *,
         bind: str,
         ports: Sequence[int],
@@ -55,7 +55,7 @@ class HttpExporter(StatelessExporter):
         nice: int = 0,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self._file = file
+        self._resource = resource
         self._tls = tls
         self._idle_timeout_s = idle_timeout_s
         self._nice = nice
@@ -73,9 +73,8 @@ class HttpExporter(StatelessExporter):
         self._acceptor.start()
 
     def endpoint(self) -> Endpoint:
-        """Return the URL, the length of the header before the image, and the current entity tag."""
-        parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
-        return Endpoint("http", parameters)
+        """Return the URL of the image and its current entity tag."""
+        return Endpoint("http", {"url": self._url, "etag": self._resource.etag})
 
     def close(self) -> None:
         """Stop listening, disconnect every reader, and return when no thread accesses the image any more."""
@@ -124,7 +123,7 @@ class HttpExporter(StatelessExporter):
 
     def _start_thread(self, stream: Stream) -> None:
         """Start a connection's thread; under the lock, so that `close` sees it completely or not at all."""
-        connection = ServerConnection(stream, self._file, self._idle_timeout_s, self._acquire_slot)
+        connection = ServerConnection(stream, self._resource, self._idle_timeout_s, self._acquire_slot)
         thread = threading.Thread(target=self._run_connection, args=(connection,), name="rfork-http", daemon=True)
         with self._lock:
             if self._closing.is_set():

@@ -163,6 +163,11 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+def has_wheel() -> bool:
+    """Return whether a wheel of the library is installed. Does not import it."""
+    return any(map(_is_installed, WHEELS))
+
+
 def library_state() -> LibraryState:
     """Import the library and return the result; never raises."""
     wheels = tuple(filter(_is_installed, WHEELS))

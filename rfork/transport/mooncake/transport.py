@@ -34,7 +34,7 @@ from rfork.transport.base import (
 from rfork.transport.mooncake import topology
 from rfork.transport.mooncake.engine import connect_engine, regions_within_limit, register
 from rfork.transport.mooncake.exporter import TransferEngineExporter
-from rfork.transport.mooncake.library import LibraryState, WireProtocol, library_state, require_cuda
+from rfork.transport.mooncake.library import LibraryState, WireProtocol, has_wheel, library_state, require_cuda
 from rfork.transport.mooncake.read_plan import AddressMap
 from rfork.transport.mooncake.reader import TransferEngineReader
 
@@ -56,7 +56,10 @@ class TransferEngineTransport:
 
     def availability(self) -> Availability:
         """Report availability and protocol; see `Transport.availability`."""
-        return self._availability(library_state(), self._rdma_devices())
+        found = self._rdma_devices()
+        if self._is_forbidden_tcp(found) and has_wheel():
+            return self._availability(LibraryState(()), found)  # importing the library would take 40 ms
+        return self._availability(library_state(), found)
 
     def _availability(self, state: LibraryState, found: Sequence[topology.RdmaDevice]) -> Availability:
         if state.error:
@@ -67,7 +70,7 @@ class TransferEngineTransport:
             except DeviceDown as error:
                 return Availability(False, str(error), error.hint)
             return Availability(True, f"over RDMA ({', '.join(device.name for device in devices)})")
-        if not self._settings.allow_unauthenticated_tcp:
+        if self._is_forbidden_tcp(found):
             faults = ", ".join(f"{device.name}: {device.fault}" for device in found)
             missing = f"no usable RDMA device ({faults})" if faults else "no RDMA device"
             return Availability(
@@ -80,6 +83,9 @@ class TransferEngineTransport:
             "over plain TCP, allowed by RFORK_ALLOW_UNAUTHENTICATED_TCP: any process on a reader's host can read and "
             "write the weights",
         )
+
+    def _is_forbidden_tcp(self, found: Sequence[topology.RdmaDevice]) -> bool:
+        return self._protocol(found) != "rdma" and not self._settings.allow_unauthenticated_tcp
 
     def export(self, image: Image, gate: AccessGate) -> TransferEngineExporter:
         """Source side: register the image's memory. `gate` is not used: see TransferEngineExporter.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from rfork.image.host_memory import MIN_MAPPED_BYTES
+
 PAGE: Final = mmap.PAGESIZE
-MIN_MAPPED_BYTES: Final = 64 << 10
-"""Shorter runs are copied: a mapping costs the kernel more, for as long as it exists."""
 MAX_PIECES: Final = 512
 """Maximum number of aligned runs of one chunk, limited by the message size."""
 

@@ -22,10 +22,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rfork.image.host_memory import host_view
+from rfork.image.host_memory import MIN_MAPPED_BYTES, host_view
 from rfork.image.memory import Image
 from rfork.transport.same_host.memory_file import FILE_NAME
-from rfork.transport.shared_memory.file_layout import MIN_MAPPED_BYTES, PAGE, FileRun
+from rfork.transport.shared_memory.file_layout import PAGE, FileRun
 
 _OWN_FILE: Final = f"/memfd:{FILE_NAME} (deleted)"
 _LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ (\d+) *(.*)")

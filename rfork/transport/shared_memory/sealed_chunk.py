@@ -52,6 +52,8 @@ class SealedChunk:
         self.layout = layout
         self.verified_etag = ""
         """Etag of the source for which the bytes are known to equal the image; empty if unknown."""
+        self.backs_image = False
+        """True if its pages are the image's own: to drop it would free no memory."""
 
     @classmethod
     def create(cls, descriptor: Descriptor, layout: FileLayout) -> SealedChunk:
@@ -158,11 +160,12 @@ class SealedChunkCache:
             self._chunks.pop(chunk, None)
 
     def drop_oldest(self) -> bool:
-        """Remove the least recently used chunk; return False if the cache is empty."""
+        """Remove the least recently used chunk whose memory that may free; return False if there is none."""
         with self._lock:
-            if not self._chunks:
+            chunk = next((chunk for chunk, sealed in self._chunks.items() if not sealed.backs_image), None)
+            if chunk is None:
                 return False
-            del self._chunks[next(iter(self._chunks))]
+            del self._chunks[chunk]
             return True
 
     def retain_only(self, etag: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from planner.server import run_in_thread
 from rfork import __version__
 from rfork.planner_client.client import PlannerClient
+from rfork.schema import HolderReport, Placement, RefusedImage
 from rfork.settings import PlannerSettings
 from tests.conftest import StartRfork
 from tests.integration.cli.command_result import Rfork
@@ -18,10 +19,25 @@ from tests.unit.planner.builders import fork_request, seed_report
 def test_status_as_json(rfork: Rfork, fleet: str) -> None:
     """The rows of the REST interface, for all models or for one."""
     seen = rfork("status", "--planner", fleet, "--json").json
-    assert ["models", "instances", "forks"] == list(seen)
+    assert ["models", "instances", "forks", "holders"] == list(seen)
     assert 3 == len(cast(list[object], seen["forks"]))
     none = rfork("status", "--planner", fleet, "--json", "--model", "other").json
-    assert {"models": [], "instances": [], "forks": []} == none
+    assert {"models": [], "instances": [], "forks": [], "holders": []} == none
+
+
+def test_status_lists_holders(rfork: Rfork, fleet: str) -> None:
+    """Below the instances: the memory, and each image with its state or the reason why it is refused."""
+    with PlannerClient(fleet) as client:
+        client.report_holder(
+            HolderReport(
+                holder_id="holder-1", placement=Placement(host="host-9"), memory_bytes=10**9,
+                refused=(RefusedImage(model="big", rank_key="main", reason="needs 140 GB of 1 GB memory"),),
+            )
+        )  # fmt: skip
+        output = rfork("status", "--planner", fleet).out
+        client.remove_holder("holder-1")
+    assert "holders (1)" in output
+    assert "needs 140 GB of 1 GB memory" in output
 
 
 def test_status_reports_how_many_rows_are_omitted(rfork: Rfork, fleet: str) -> None:

@@ -32,6 +32,11 @@ def url_of(endpoint: Endpoint) -> str:
     return endpoint.parameters["url"]
 
 
+def file_url_of(endpoint: Endpoint) -> str:
+    """Return the URL of the image as a safetensors file."""
+    return f"{url_of(endpoint)}.safetensors"
+
+
 def open_connection(endpoint: Endpoint) -> socket.socket:
     location = urlsplit(url_of(endpoint))
     assert location.port is not None

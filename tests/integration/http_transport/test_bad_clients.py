@@ -13,7 +13,6 @@ from contextlib import ExitStack
 import pytest
 
 from rfork.errors import SourceBusy
-from rfork.image.safetensors_header import header
 from rfork.net import stream
 from rfork.settings import InstanceSettings
 from rfork.transport.http import HttpTransport
@@ -161,7 +160,7 @@ def test_silent_connections_lock_no_reader_out(secure: bool, request: pytest.Fix
 def test_readers_beyond_the_connection_limit_get_busy() -> None:
     """One connection above the limit gets 503, which a reader raises as SourceBusy."""
     source = image_of(SIZES, seed=1)
-    file = ImageResource(source, header(source.layout), FakeGate())
+    file = ImageResource(source, bytes, FakeGate())
     exporter = HttpExporter(
         file, bind="127.0.0.1", ports=[0], advertise="127.0.0.1", tls=None, idle_timeout_s=10, max_connections=1
     )

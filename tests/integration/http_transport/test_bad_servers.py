@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -41,10 +41,12 @@ def server(*responses: bytes | None) -> Iterator[Endpoint]:
                     connection = open_sockets.enter_context(listener.accept()[0])
                 except OSError:
                     return
-                connection.recv(4096)
-                if response is not None:
-                    connection.sendall(response)
-                    connection.shutdown(socket.SHUT_WR)
+                # The target may have closed the connection at the first bytes.
+                with suppress(OSError):
+                    connection.recv(4096)
+                    if response is not None:
+                        connection.sendall(response)
+                        connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -29,7 +29,7 @@ from rfork.transport.http import HttpTransport
 from tests.transport_contract import FakeGate, image_of
 exporter = HttpTransport(InstanceSettings()).export(image_of((40 << 20, 1000), seed=1), FakeGate())
 parameters = exporter.endpoint().parameters
-print(parameters["url"], parameters["data_offset"], parameters["etag"], flush=True)
+print(parameters["url"], parameters["etag"], flush=True)
 threading.Event().wait()
 """
 
@@ -41,8 +41,8 @@ def seed() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
         try:
             if process.stdout is None:
                 raise RuntimeError("the seed has no output")
-            url, data_offset, etag = process.stdout.readline().split()
-            yield process, Endpoint("http", {"url": url, "data_offset": data_offset, "etag": etag})
+            url, etag = process.stdout.readline().split()
+            yield process, Endpoint("http", {"url": url, "etag": etag})
         finally:
             process.kill()
 

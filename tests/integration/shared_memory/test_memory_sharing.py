@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import os
@@ -13,10 +14,11 @@ import torch
 
 from rfork.errors import SourceWeightsChanged
 from rfork.image.chunks import MIB
+from rfork.image.host_memory import separate_mappings
 from rfork.image.memory import Image
 from rfork.transport.same_host.connection import Message, close_all
 from rfork.transport.shared_memory import exporter, page_remapper
-from rfork.transport.shared_memory.page_remapper import PageRemapper
+from rfork.transport.shared_memory.page_remapper import PageRemapper, ReplaceableMemory
 from tests.integration.shared_memory.pairs import (
     LARGE,
     fork_of,
@@ -27,6 +29,8 @@ from tests.integration.shared_memory.pairs import (
     transport,
 )
 from tests.transport_contract import CONTRACT, TOKEN, FakeGate, TransportPair, content, image_of, soon
+
+M_MMAP_THRESHOLD = -3
 
 
 @pytest.mark.parametrize("shm_mode", ["map", "copy"])
@@ -93,6 +97,20 @@ def test_file_backed_and_shared_memory_is_copied() -> None:
         with open_reader(made.exporter.endpoint(), target) as reader:
             reader.read(0, LARGE[0], soon())
         assert content(made.source, 0, LARGE[0]) == shared[:]
+
+
+def test_memory_of_an_engine_that_has_freed_large_blocks_can_be_mapped() -> None:
+    """glibc then keeps new tensors in the heap, whose pages cannot be replaced, unless rfork changes that."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_THRESHOLD, 32 * MIB)
+    try:
+        in_the_heap = image_of((4 * MIB,))
+        with separate_mappings():
+            separate = image_of((4 * MIB,))
+        assert [] == ReplaceableMemory(in_the_heap).remappable_ranges(0, 4 * MIB)
+        assert sum(run.length for run in ReplaceableMemory(separate).remappable_ranges(0, 4 * MIB)) == 4 * MIB
+    finally:
+        mallopt(M_MMAP_THRESHOLD, 128 << 10)
 
 
 def test_a_targets_writes_are_private() -> None:

@@ -103,6 +103,17 @@ def test_a_busy_fleet(page: Page, fleet: FleetPlayer, planner: str) -> None:
     expect(page.locator("#source-rows")).to_contain_text("1.40 GB/s")
 
 
+def test_an_image_of_a_holder_is_no_engine(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """It is shown as a holder, counts as a seed, and an old version that it keeps is no rollout."""
+    open_page(page, planner)
+    fleet.seed("serving-1", "a1-n1", version="v2")
+    fleet.seed("held-1", "a1-n2", version="v1", holder="holder-1")
+    expect(page.locator("#legend")).to_contain_text("holder")
+    expect(page.locator("#subline")).to_contain_text("2 seeds of 1 model")
+    expect(page.locator("#rollouts")).to_be_hidden()
+    assert [] == accessibility_violations(page)
+
+
 @pytest.mark.slow  # logic: tests/unit/planner/ui/test_broadcaster.py
 def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """Both versions are counted, each has its own row and its own fork tree, and no problem is listed."""

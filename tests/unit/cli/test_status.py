@@ -5,12 +5,54 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rfork.cli.fleet_queries import model_table
-from rfork.cli.status import fork_tree
-from rfork.schema import ForkInfo, ForkResult, InstanceInfo, InstanceReport, Placement, Rank
+from rfork.cli.fleet_queries import holders_of_model, model_table
+from rfork.cli.status import fork_tree, holder_rows
+from rfork.schema import (
+    ForkInfo,
+    ForkResult,
+    HeldImage,
+    HolderInfo,
+    HolderReport,
+    InstanceInfo,
+    InstanceReport,
+    Placement,
+    Rank,
+    RefusedImage,
+    WantedImage,
+)
 from tests.unit.cli.fleet_builders import model
 
 FAILURE = "NotSameHost: the source's socket is not reachable from this process"
+
+
+LAYOUT = "0" * 32
+GB = 10**9
+READY = HeldImage(
+    instance_id="i1", model="llama", version="v1", rank=Rank(), layout_id=LAYOUT, image_bytes=4 * GB, state="ready",
+    idle_s=180,
+)  # fmt: skip
+FETCHING = READY.model_copy(update={"instance_id": "i2", "version": "v2", "state": "fetching"})
+REFUSED = RefusedImage(model="qwen", version="v1", rank_key=Rank().key, reason="needs 140 GB of 96 GB memory")
+WANTED = WantedImage(
+    model="llama", version="v1", rank=Rank(), layout_id=LAYOUT, image_bytes=4 * GB, cause="selected",
+    reason="selected by the holder",
+)  # fmt: skip
+
+
+def holder(
+    *images: HeldImage, refused: tuple[RefusedImage, ...] = (), host: str = "node-1", age_s: float = 1.0
+) -> HolderInfo:
+    """Return a holder that should keep `WANTED`."""
+    report = HolderReport(
+        holder_id=f"holder-{host}", placement=Placement(host=host), memory_bytes=96 * GB,
+        used_bytes=4 * GB * len(images), images=images, refused=refused,
+    )  # fmt: skip
+    return HolderInfo(report=report, age_s=age_s, wanted=(WANTED,))
+
+
+def shown(*holders: HolderInfo) -> list[str]:
+    """Return the rows of the table of holders as text."""
+    return [" | ".join(str(cell) for cell in row) for row in holder_rows(holders)]
 
 
 def instance(instance_id: str) -> InstanceInfo:
@@ -86,3 +128,45 @@ def test_a_wrong_clock_is_shown(skew_s: float, text: str) -> None:
     seen = instance("a")
     report = seen.report.model_copy(update={"clock_skew_s": skew_s})
     assert text in rendered_tree(view=seen.model_copy(update={"report": report}))
+
+
+def test_a_holder_shows_its_memory_and_images() -> None:
+    """Host and memory once, then each image with its state, its idle time and why it is kept."""
+    assert [
+        "node-1 | 8.00 GB of 96.00 GB | llama | v1 | 4.00 GB | ready | 3 min | selected by the holder",
+        " |  | llama | v2 | 4.00 GB | fetching |  | no longer wanted",
+    ] == shown(holder(READY, FETCHING))
+
+
+def test_refused_images_show_the_reason() -> None:
+    """Holders with refused images come first."""
+    rows = shown(holder(READY), holder(refused=(REFUSED,), host="node-2"), holder(host="node-0"))
+    assert [
+        "node-2 | 0 B of 96.00 GB | qwen | v1 |  | refused |  | needs 140 GB of 96 GB memory",
+        "node-0 | 0 B of 96.00 GB |  |  |  | empty |  | ",
+        "node-1 | 4.00 GB of 96.00 GB | llama | v1 | 4.00 GB | ready | 3 min | selected by the holder",
+    ] == rows
+
+
+def test_a_silent_holder_is_shown_first() -> None:
+    """Its images are as it last reported them."""
+    first, second, _ = shown(holder(READY), holder(READY, host="node-9", age_s=20.0))
+    assert "node-9 | 4.00 GB of 96.00 GB |  |  |  | silent |  | no report for 20 s" == first
+    assert " |  | llama | v1" in second
+
+
+def test_holders_of_one_model() -> None:
+    """Other images, and holders without any of this model, are left out."""
+    mixed = holder(READY, refused=(REFUSED,))
+    (found,) = holders_of_model((mixed, holder(READY, host="node-2")), "qwen")
+    assert ((), (REFUSED,)) == (found.report.images, found.report.refused)
+    assert (mixed,) == holders_of_model((mixed,), None)
+
+
+def test_an_image_of_a_holder_has_the_role_holder() -> None:
+    """In the tree, unless it is draining."""
+    seen = instance("a")
+    kept = seen.model_copy(update={"report": seen.report.model_copy(update={"holder": "holder-1"})})
+    assert "holder a m on node" in rendered_tree(view=kept)
+    report = kept.report.model_copy(update={"state": "draining"})
+    assert "draining a m on node" in rendered_tree(view=kept.model_copy(update={"report": report}))

@@ -98,7 +98,7 @@ class Layer(nn.Module):
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Tensors reported as allocated by a fake allocator."""
     tensors: list[torch.Tensor] = []
-    monkeypatch.setattr(completeness, "allocations", lambda: {tensor.data_ptr(): tensor.nbytes for tensor in tensors})
+    monkeypatch.setattr(completeness, "allocations", lambda _: {tensor.data_ptr(): tensor.nbytes for tensor in tensors})
     return tensors
 
 
@@ -196,6 +196,53 @@ def test_garbage_of_the_loader_is_collected_before_the_check() -> None:
     read.append(read)
     del read
     completeness_check.check(module)
+
+
+@pytest.mark.usefixtures("modules_tracked")
+@pytest.mark.parametrize("hide", [hide_in_a_closure, hide_in_a_cache])
+def test_a_hidden_tensor_is_found_among_frozen_objects(hide: Callable[[], None]) -> None:
+    """The search that skips the objects from before the build finds tensors that were added during it."""
+    with Completeness() as completeness_check:
+        module = Tied()
+        hide()
+        with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
+            completeness_check.check(module)
+
+
+@pytest.mark.usefixtures("modules_tracked")
+def test_an_earlier_tensor_with_new_memory_is_found() -> None:
+    """A tensor that existed before the build may receive weights during it."""
+    HIDDEN_TENSORS.append(torch.ones(1))
+    with Completeness() as completeness_check:
+        module = Tied()
+        HIDDEN_TENSORS[0].data = torch.ones(MIB)
+        with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
+            completeness_check.check(module)
+
+
+@pytest.mark.usefixtures("modules_tracked")
+def test_a_frozen_variable_is_recognised_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that is allocated during the build may belong to a module that was imported before."""
+    with Completeness() as completeness_check:
+        module = Tied()
+        monkeypatch.setitem(globals(), "shared_kv_cache", torch.ones(MIB))
+        completeness_check.check(module)
+
+
+@pytest.mark.usefixtures("modules_tracked")
+def test_objects_are_tracked_again_after_the_check() -> None:
+    """The collector's state from before the build is restored, also after an error."""
+    with pytest.raises(RuntimeError, match="build failed"), Completeness():
+        raise RuntimeError("build failed")
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_frozen_by_other_code_stay_frozen() -> None:
+    """An engine may freeze its objects itself."""
+    gc.freeze()
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_slice_of_a_mapped_file_counts_as_the_slice(tmp_path: Path) -> None:

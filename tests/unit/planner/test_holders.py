@@ -105,6 +105,15 @@ async def test_a_restarted_planner_learns_holders_with_one_heartbeat(time: FakeT
     assert "h" == restarted.holder("h").holder_id
 
 
+async def test_a_restarted_planner_ends_no_fetch(time: FakeTime) -> None:
+    """Until every engine had time to report, all that the holder has is wanted."""
+    restarted = make_service(time, heartbeat_interval_s=5)
+    fetching = holder_report(held(state="fetching"))
+    assert ["engine"] == await causes(restarted, fetching)
+    time.now += 5
+    assert [] == await causes(restarted, fetching)
+
+
 async def test_a_removed_holder_is_forgotten(service: PlanService) -> None:
     """Removing it again is not an error."""
     await service.report_holder(holder_report())
@@ -348,6 +357,51 @@ def test_engines_and_their_seeds_are_counted_by_layout() -> None:
     assert "h-1" == group.newest_of(LAYOUT)
 
 
+# -- forks of holders -------------------------------------------------------------------------------
+
+
+async def test_a_holders_fork_counts_only_its_bytes(service: PlanService) -> None:
+    """No engine waits for it: its duration is not that of forks, and its failure is no failed fork."""
+    await service.report(seed_report("s", max_readers=9))
+    await service.plan(fork_request("h-1", holder="h", placement=NODE))
+    sources = {"s": CHUNKS << 20}
+    finish = ForkResult(outcome="forked", seconds=90, bytes_read=CHUNKS << 20, sources=sources)
+    await service.finish("fork-h-1", finish)
+    history = service.state.group(GROUP).history
+    assert "h" == service.fork("fork-h-1").view(service.now()).holder
+    assert CHUNKS << 20 == history.forked_bytes
+    assert history.fork_s is None
+    assert 0 == service._metrics._forks.labels("forked")._value.get()
+    assert CHUNKS << 20 == service._metrics._bytes.labels("peer")._value.get()
+
+
+async def test_a_holders_waiting_fork_does_not_delay_the_exit_of_the_last_seed(service: PlanService) -> None:
+    """One that reads does, until it is done; an engine's fork does anyway."""
+    await service.report(seed_report("s", max_readers=1))
+    await service.plan(fork_request("h-1", holder="h", placement=NODE))
+    reading = await service.can_exit("s")
+    await service.finish("fork-h-1", ForkResult(outcome="failed", seconds=1, bytes_read=0))
+    await service.drain("s", force=True)
+    await service.plan(fork_request("h-2", holder="h", placement=NODE))
+    waiting = await service.can_exit("s")
+    await service.plan(fork_request("e"))
+    with_engine = await service.can_exit("s")
+    assert not reading.can_exit
+    assert waiting.can_exit
+    assert not with_engine.can_exit
+
+
+async def test_many_holders_report_less_often(time: FakeTime) -> None:
+    """The planner has other work; the interval is at most that of instances."""
+    service = make_service(time, heartbeat_interval_s=5)
+    for number in range(400):
+        ack = await service.report_holder(holder_report(name=f"h{number}"))
+    assert 2.0 == ack.heartbeat_s
+    for number in range(400, 1200):
+        ack = await service.report_holder(holder_report(name=f"h{number}"))
+    assert 5.0 == ack.heartbeat_s
+
+
 # -- results of prefetches --------------------------------------------------------------------------
 
 
@@ -403,7 +457,7 @@ async def test_an_image_that_the_holder_drops_unused_is_counted(service: PlanSer
 async def test_the_unused_images_of_a_holder_that_ends_are_counted(
     service: PlanService, time: FakeTime, end: str
 ) -> None:
-    """Whether it is removed or forgotten."""
+    """It makes no difference how it ends."""
     await prefetch(service)
     if end == "removed":
         await service.remove_holder("h")

@@ -23,7 +23,6 @@ def test_an_invalid_url_is_source_corrupt(url: str) -> None:
             url,
             image_of((1,)),
             lambda: "",
-            data_offset=0,
             etag="",
             tls_context=ssl.create_default_context,
             idle_timeout_s=1.0,
@@ -36,26 +35,29 @@ FULL = {"authorization": f"Bearer {TOKEN}"}
 
 
 def image_file(gate: FakeGate) -> ImageResource:
-    return ImageResource(image_of((60, 40), seed=1), HEADER, gate)
+    return ImageResource(image_of((60, 40), seed=1), lambda: HEADER, gate)
 
 
 @pytest.mark.parametrize(
     ("method", "target", "fields", "status", "admitted"),
     [
         ("GET", "/v1/image", FULL, 200, [(0, 0), (0, 100)]),
-        ("GET", "/v1/image?x=1", FULL, 200, [(0, 0), (0, 100)]),
-        ("HEAD", "/v1/image", FULL, 200, [(0, 0)]),
-        ("GET", "/v1/image", FULL | {"range": "bytes=0-49"}, 206, [(0, 0), (0, 0)]),
-        ("GET", "/v1/image", FULL | {"range": "bytes=40-59"}, 206, [(0, 0), (0, 10)]),
-        ("GET", "/v1/image", FULL | {"range": "bytes=60-69"}, 206, [(0, 0), (10, 20)]),
-        ("HEAD", "/v1/image", FULL | {"range": "bytes=60-69"}, 200, [(0, 0)]),
-        ("GET", "/v1/image", FULL | {"range": "bytes=150-"}, 416, [(0, 0)]),
-        ("GET", "/v1/image", FULL | {"if-match": '"other"', "range": "bytes=0-1"}, 412, [(0, 0)]),
-        ("GET", "/v1/image", FULL | {"if-range": '"other"', "range": "bytes=0-1"}, 200, [(0, 0), (0, 100)]),
-        ("POST", "/v1/image", FULL, 405, []),
+        ("GET", "/v1/image", FULL | {"range": "bytes=60-69"}, 206, [(0, 0), (60, 70)]),
+        ("GET", "/v1/image", FULL | {"range": "bytes=100-"}, 416, [(0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL, 200, [(0, 0), (0, 100)]),
+        ("GET", "/v1/image.safetensors?x=1", FULL, 200, [(0, 0), (0, 100)]),
+        ("HEAD", "/v1/image.safetensors", FULL, 200, [(0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL | {"range": "bytes=0-49"}, 206, [(0, 0), (0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL | {"range": "bytes=40-59"}, 206, [(0, 0), (0, 10)]),
+        ("GET", "/v1/image.safetensors", FULL | {"range": "bytes=60-69"}, 206, [(0, 0), (10, 20)]),
+        ("HEAD", "/v1/image.safetensors", FULL | {"range": "bytes=60-69"}, 200, [(0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL | {"range": "bytes=150-"}, 416, [(0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL | {"if-match": '"other"', "range": "bytes=0-1"}, 412, [(0, 0)]),
+        ("GET", "/v1/image.safetensors", FULL | {"if-range": '"other"', "range": "bytes=0-1"}, 200, [(0, 0), (0, 100)]),
+        ("POST", "/v1/image.safetensors", FULL, 405, []),
         ("GET", "/", FULL, 404, []),
-        ("GET", "/v1/image", {}, 401, []),
-        ("GET", "/v1/image", {"authorization": "Bearer forged"}, 403, []),
+        ("GET", "/v1/image.safetensors", {}, 401, []),
+        ("GET", "/v1/image.safetensors", {"authorization": "Bearer forged"}, 403, []),
     ],
 )
 def test_each_request_gets_the_right_response(
@@ -73,6 +75,22 @@ def test_the_gate_determines_the_status(verified: int, changed: bool, status: in
     """Unverified bytes are 409, and changed weights are 410."""
     response = respond("GET", "/v1/image", FULL, image_file(FakeGate(verified, changed)))
     assert status == response.status
+
+
+def test_reading_the_image_makes_no_header() -> None:
+    """The header of the safetensors file is made by its first request, and once."""
+    made: list[bytes] = []
+
+    def header() -> bytes:
+        made.append(HEADER)
+        return HEADER
+
+    resource = ImageResource(image_of((60, 40), seed=1), header, FakeGate())
+    respond("GET", "/v1/image", FULL, resource)
+    assert [] == made
+    for _ in range(2):
+        respond("GET", "/v1/image.safetensors", FULL, resource)
+    assert [HEADER] == made
 
 
 def test_no_two_exports_share_an_etag() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rfork.image.host_memory import MIN_MAPPED_BYTES
 from rfork.transport.shared_memory import file_layout, page_remapper
 from rfork.transport.shared_memory.file_layout import (
     MAX_PIECES,
-    MIN_MAPPED_BYTES,
     PAGE,
     FileLayout,
     FileRun,

@@ -66,6 +66,16 @@ app.kubernetes.io/component: {{ include "rfork.deployment" . }}
 {{- default (list .Release.Namespace) (uniq .Values.instances.namespaces) | toJson }}
 {{- end }}
 
+{{- /* Namespace of the holders: like their instances, they need hostPath and the instances' token. */}}
+{{- define "rfork.holderNamespace" -}}
+{{- first (fromJsonArray (include "rfork.namespaces" .)) }}
+{{- end }}
+
+{{- /* true if Pods of a Node share the socket directory, else false. */}}
+{{- define "rfork.sameHost" -}}
+{{- or .Values.instances.sameHost .Values.holder.enabled }}
+{{- end }}
+
 {{- /* URLs and Secrets. */}}
 
 {{- define "rfork.plannerUrl" -}}
@@ -133,6 +143,9 @@ app.kubernetes.io/component: {{ include "rfork.deployment" . }}
 {{- if and .hostNetwork (has "webhook" $planner.integrations) }}
 {{- fail "webhook.hostNetwork requires the webhook's own Deployment: remove webhook from planner.integrations" }}
 {{- end }}
+{{- end }}
+{{- if and .Values.holder.enabled (not .Values.holder.image) }}
+{{- fail "holder.enabled: set holder.image to an image with Python and torch, such as the engine's" }}
 {{- end }}
 {{- with .Values.instances }}
 {{- if and (eq .injectionMode "image") (ne "true" (include "rfork.imageVolumes" $)) }}

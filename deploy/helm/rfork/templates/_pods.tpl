@@ -159,7 +159,7 @@ readinessProbe:
 - {name: RFORK_K8S_TOKEN_SECRET, value: {{ $instances.tokenSecret | quote }}}
 - {name: RFORK_K8S_TLS_SECRET, value: {{ $instances.tlsSecret | quote }}}
 - {name: RFORK_K8S_READINESS_GATE, value: {{ include "rfork.readinessGate" . | quote }}}
-- {name: RFORK_K8S_SAME_HOST, value: {{ $instances.sameHost | quote }}}
+- {name: RFORK_K8S_SAME_HOST, value: {{ include "rfork.sameHost" . | quote }}}
 - {name: RFORK_K8S_DRAIN_TIMEOUT_S, value: {{ $instances.drainTimeoutSeconds | quote }}}
 - {name: RFORK_K8S_PEER_PORT, value: {{ $instances.peerPort | quote }}}
 - {name: RFORK_K8S_HTTP_PORT, value: {{ $instances.httpPort | quote }}}

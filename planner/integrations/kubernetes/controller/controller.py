@@ -268,17 +268,23 @@ class Controller:
         grown = {name for name, size in sizes.items() if size > announced_sizes.get(scaleups.workload_uid(name), 0)}
         urgent = {name for name in grown if scaleups.workload_uid(name) in observed.workloads}
         announced_s = {uid: observed.now - at for uid, at in leader_state.announced_at.items()}
-        for one in scaleups.to_announce(
+        changed = scaleups.to_announce(
             pending.pending_replicas,
             snapshot.scaleups,
             leader_state.mismatches,
             urgent,
             announced_s,
             snapshot.at,
-        ):
+        )
+        for one in changed:
             uid = one.scaleup.scaleup_id
             announced_size = sizes[uid] if uid in grown else None
             yield Action("announce", uid, partial(self._announce, one, announced_size), scaleup_attributes(one))
+        changed_ids = {one.scaleup.scaleup_id for one in changed}
+        for one in scaleups.hosts_to_announce(pending.pending_replicas, snapshot.scaleups):
+            uid = one.scaleup.scaleup_id
+            if uid not in changed_ids:
+                yield Action("announce", uid, partial(self._announce_hosts, one), scaleup_attributes(one))
         for uid in scaleups.to_withdraw(
             pending.pending_replicas, snapshot.scaleups, leader_state.mismatches, snapshot.at
         ):
@@ -287,15 +293,23 @@ class Controller:
     async def _announce(self, one: scaleups.PendingScaleUp, announced_size: int | None) -> None:
         """Announce a scale-up. `announced_size`: size to report in an Event; None: it was reported before."""
         uid, leader_state = one.scaleup.scaleup_id, self._leader_state
-        view = await self._planner_api.announce(one.scaleup)
+        view = await self._send_scaleup(one)
         leader_state.announced_at[uid] = self._clock()
-        self._with_scaleups({**(self._snapshot or PlannerSnapshot()).scaleups, uid: view})
         if announced_size is not None:
             leader_state.scaleup_events[uid] = events.scaleup_event(one, view)
             leader_state.announced_sizes = {
                 **(leader_state.announced_sizes or {}),
                 one.workload_ref.uid: announced_size,
             }
+
+    async def _announce_hosts(self, one: scaleups.PendingScaleUp) -> None:
+        """Announce a scale-up whose number of replicas the planner knows."""
+        await self._send_scaleup(one)
+
+    async def _send_scaleup(self, one: scaleups.PendingScaleUp) -> ScaleUpInfo:
+        view = await self._planner_api.announce(one.scaleup)
+        self._with_scaleups({**(self._snapshot or PlannerSnapshot()).scaleups, one.scaleup.scaleup_id: view})
+        return view
 
     async def _withdraw(self, uid: str) -> None:
         await self._planner_api.withdraw(uid)

@@ -180,7 +180,7 @@ class ObservedState:
     forks: Mapping[str, tuple[ForkInfo, ...]] = field(default_factory=dict)
     """By the UID of their Pod."""
     unmatched_instances: tuple[InstanceInfo, ...] = ()
-    """Instances whose Pod this controller has never observed."""
+    """Instances whose Pod this controller has never observed, and images of holders."""
     known_before: AbstractSet[str] = frozenset()
     """UIDs of Pods that the planner has known. A restarted planner does not know them at first."""
 
@@ -218,12 +218,20 @@ def observe(
     known_before: AbstractSet[str] = frozenset(),
     ready: Mapping[str, float] | None = None,
 ) -> ObservedState:
-    """Join instances and forks with the Pods in which they run."""
+    """Join instances and forks with the Pods in which they run.
+
+    Images of holders belong to no Pod: a holder that prefetches in an engine's Pod is not the engine.
+    """
     snapshot, deleted = snapshot or PlannerSnapshot(), deleted or {}
     instances: dict[str, list[InstanceInfo]] = {}
     forks: dict[str, list[ForkInfo]] = {}
     unmatched_instances: list[InstanceInfo] = []
+    of_holders: set[str] = set()
     for view in snapshot.instances:
+        if view.report.holder is not None:
+            of_holders.add(view.report.instance_id)
+            unmatched_instances.append(view)
+            continue
         uid = pod_uid(view.report.instance_id, pods, deleted)
         if uid is None:
             unmatched_instances.append(view)
@@ -231,7 +239,7 @@ def observe(
             instances.setdefault(uid, []).append(view)
     for fork in snapshot.forks:
         uid = pod_uid(fork.instance_id, pods, deleted)
-        if uid is not None:
+        if uid is not None and fork.instance_id not in of_holders:
             forks.setdefault(uid, []).append(fork)
     return ObservedState(
         now=now,

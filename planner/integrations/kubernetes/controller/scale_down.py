@@ -56,7 +56,7 @@ def deletion_costs(observed: ObservedState, changed_at: Mapping[str, float]) -> 
         return ()  # without the planner nothing is known to have changed
     seed_counts: dict[WeightsKey, int] = {}
     for view in observed.snapshot.instances:
-        if is_seed(view):
+        if is_seed(view) and view.report.holder is None:  # a holder may evict the image
             weights = _weights(view)
             seed_counts[weights] = seed_counts.get(weights, 0) + 1
     being_read = {share.source_id for fork in observed.snapshot.forks if fork.finish is None for share in fork.plan}

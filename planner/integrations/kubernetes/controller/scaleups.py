@@ -11,6 +11,9 @@ because others (a second cluster, an autoscaler) may announce to the same planne
 The planner counts arrivals itself. A scale-up is announced again only if its remaining number differs from
 the controller's: immediately if the workload grew, because the new replicas have no Pods yet; otherwise after
 two polls, because the planner's lists are older than the watches and not fetched atomically.
+
+A Pod that is bound to a node starts there within seconds. Its node is announced at once, so that the holder of
+that node fetches the weights before the containers start (`hosts_to_announce`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pydantic import ValidationError
@@ -41,6 +44,8 @@ from rfork.schema import ScaleUp, ScaleUpInfo
 
 MIN_TTL_S: Final = 1.0
 MAX_ANNOUNCER_CHARS: Final = 256
+MAX_HOSTS: Final = 4096
+"""Maximum number of nodes in one announcement. Nodes of replicas that have arrived make space for others."""
 _VERSION_SUFFIX: Final = re.compile(r"\.[0-9a-f]{8}$")
 REANNOUNCE_INTERVAL_S: Final = 10.0
 """Minimum time between two announcements of a workload whose own number of replicas does not grow:
@@ -89,6 +94,8 @@ class _PodGroup:
     since: float
     version: str | None
     """Weights version that its Pods state."""
+    hosts: tuple[str, ...]
+    """Nodes of its Pods, as far as they are bound: what their instances report as `Placement.host`."""
 
 
 def scaleup_id(uid: str, version: str | None) -> str:
@@ -130,46 +137,59 @@ def pending_replicas(
             continue
         template = workload.template_labels, workload.template_annotations
         pod_groups = _pod_groups(observed, workload, pods.get(uid, []))
-        starts = [(group.version, group.since) for group in pod_groups if group.is_pending]
+        starts = [_Start(group.version, group.since, group.hosts) for group in pod_groups if group.is_pending]
         missing, before = workload.replicas - len(pod_groups), missing_replicas.get(uid)
         if missing > 0:
             since = observed.now if before is None or missing > before.missing else before.since
             still_missing[uid] = MissingReplicas(missing, since)
-            starts += [(version_of(*template), since)] * missing
+            starts += [_Start(version_of(*template), since)] * missing
         pods_per_replica = 1 if workload.kind == "LeaderWorkerSet" else pods_of_replica(workload)
         found += _scaleups(observed.now, workload.ref, model_of(*template), starts, scaleup_ttl_s, pods_per_replica)
     for uid, members in others.items():  # Jobs, standalone ReplicaSets and bare Pods: the desired number is unknown
         first = members[0]
         model = model_of(first.labels, first.annotations)
-        starts = [(_stated_version(pod), _since(pod)) for pod in members if _is_pending(observed, pod)]
+        starts = [
+            _Start(_stated_version(pod), _since(pod), _hosts((pod,))) for pod in members if _is_pending(observed, pod)
+        ]
         found += _scaleups(observed.now, first.owner or first.ref, model, starts, scaleup_ttl_s)
         sizes[uid] = len(members)
     return PendingState({one.scaleup.scaleup_id: one for one in found}, still_missing, sizes)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A Pod or group that starts, or has yet to be created."""
+
+    version: str | None
+    since: float
+    hosts: tuple[str, ...] = ()
 
 
 def _scaleups(
     now: float,
     workload_ref: ObjectRef,
     model: str,
-    starts: Iterable[tuple[str | None, float]],
+    starts: Iterable[_Start],
     scaleup_ttl_s: float,
     pods_per_replica: int = 1,
 ) -> Iterator[PendingScaleUp]:
-    """Yield one scale-up per version. `starts`: version and start time of each Pod or group."""
-    remaining_s: dict[str | None, list[float]] = {}
-    for version, since in starts:
-        if now - since < scaleup_ttl_s:
-            remaining_s.setdefault(version, []).append(since + scaleup_ttl_s - now)
+    """Yield one scale-up per version."""
+    by_version: dict[str | None, list[_Start]] = {}
+    for start in starts:
+        if now - start.since < scaleup_ttl_s:
+            by_version.setdefault(start.version, []).append(start)
     by = f"{workload_ref.kind.lower()}/{workload_ref.namespace}/{workload_ref.name}"
-    for version, of_version in remaining_s.items():
+    for version, of_version in by_version.items():
+        remaining_s = max(start.since for start in of_version) + scaleup_ttl_s - now
         try:
             scaleup = ScaleUp(
                 scaleup_id=scaleup_id(workload_ref.uid, version),
                 model=model,
                 version=version,
                 replicas=-(-len(of_version) // pods_per_replica),
-                expires_in_s=min(max(*of_version, MIN_TTL_S), scaleup_ttl_s),
+                expires_in_s=min(max(remaining_s, MIN_TTL_S), scaleup_ttl_s),
                 announced_by=by[:MAX_ANNOUNCER_CHARS],
+                hosts=tuple(sorted({host for start in of_version for host in start.hosts}))[:MAX_HOSTS],
             )
         except ValidationError:
             continue  # invalid model or version: the webhook rejects these Pods and reports it
@@ -178,7 +198,9 @@ def _scaleups(
 
 def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[ObservedPod]) -> list[_PodGroup]:
     if workload.kind != "LeaderWorkerSet":
-        return [_PodGroup(_is_pending(observed, pod), _since(pod), _stated_version(pod)) for pod in pods]
+        return [
+            _PodGroup(_is_pending(observed, pod), _since(pod), _stated_version(pod), _hosts((pod,))) for pod in pods
+        ]
     groups: dict[str, list[ObservedPod]] = {}
     for pod in pods:
         groups.setdefault(pod.labels.get(names.LWS_GROUP, pod.uid), []).append(pod)
@@ -190,6 +212,7 @@ def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[
             and any(_is_pending(observed, pod) for pod in group),
             max(map(_since, group)),
             next(filter(None, map(_stated_version, group)), None),
+            _hosts(group),
         )
         for group in groups.values()
     ]
@@ -202,6 +225,11 @@ def _is_pending(observed: ObservedState, pod: ObservedPod) -> bool:
 
 def _stated_version(pod: ObservedPod) -> str | None:
     return version_of(pod.labels, pod.annotations)
+
+
+def _hosts(pods: Iterable[ObservedPod]) -> tuple[str, ...]:
+    """Return the nodes to which the Pods are bound."""
+    return tuple(pod.node for pod in pods if pod.node)
 
 
 def _since(pod: ObservedPod) -> float:
@@ -298,6 +326,24 @@ def to_announce(
         rested = not is_too_low or announced_age_s.get(uid, REANNOUNCE_INTERVAL_S) >= REANNOUNCE_INTERVAL_S
         if (is_too_low and uid in urgent) or (is_confirmed and rested):
             found.append(one)
+    return tuple(found)
+
+
+def hosts_to_announce(
+    pending_scaleups: Mapping[str, PendingScaleUp], reported: Mapping[str, ScaleUpInfo]
+) -> tuple[PendingScaleUp, ...]:
+    """Return the known scale-ups with a host that the planner does not know, to be announced at once.
+
+    They keep the planner's number of replicas, because only `to_announce` decides about that. Hosts that are
+    no longer pending do not matter: an engine starts there, or the number of replicas changes soon.
+    """
+    found: list[PendingScaleUp] = []
+    for uid, one in pending_scaleups.items():
+        view = reported.get(uid)
+        left = _remaining(one, view)
+        if view is None or left is None or set(one.scaleup.hosts) <= set(view.scaleup.hosts):
+            continue
+        found.append(replace(one, scaleup=one.scaleup.model_copy(update={"replicas": left})))
     return tuple(found)
 
 

@@ -23,7 +23,7 @@ def gauge(web: httpx.Client, name: str) -> float:
     return float(lines[name])
 
 
-def test_a_holder_is_told_what_to_keep_until_it_is_removed(planner: PlannerClient, time: FakeTime) -> None:
+def test_a_holder_gets_its_wanted_images_until_it_is_removed(planner: PlannerClient, time: FakeTime) -> None:
     """The list shows the same; its age counts from the last report."""
     planner.report(seed_report("s"))
     planner.announce(ScaleUp(scaleup_id="up", model="m", replicas=1, hosts=("node",)))

@@ -181,6 +181,22 @@ def test_an_engine_that_loads_is_not_copied_yet() -> None:
     assert () == wanted_images(holder(), {}, [engine(image(), complete=False)], [])
 
 
+def test_an_engine_that_loads_keeps_what_the_holder_has_begun() -> None:
+    """An engine that starts again before the holder has copied its image must not end the copy."""
+    fetching = held(state="fetching")
+    assert [("v1", "vllm", "engine")] == names(
+        wanted_images(holder(fetching), {}, [engine(image(), complete=False)], [])
+    )
+
+
+@pytest.mark.parametrize("follows_host", [True, False])
+def test_all_images_stay_wanted_while_their_causes_may_be_unknown(follows_host: bool) -> None:
+    """After those whose cause is known."""
+    report = holder(held("v1"), held(None), held("v2"), follows_host=follows_host, selects=[("m", "v2")])
+    wanted = wanted_images(report, {"m": [image("v2")]}, [], [], keeps_all=True)
+    assert ["v2", "v1"] == [each.version for each in wanted]
+
+
 def test_the_image_of_an_engine_that_was_updated_in_place_is_not_kept() -> None:
     """An engine that starts again loads other weights."""
     assert () == wanted_images(holder(), {}, [engine(image("update:r:1"))], [])

@@ -64,7 +64,8 @@ async def test_holders_are_no_engines() -> None:
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views = (
         instance("a"),
-        *(with_holder(instance(host, state)) for host, state in (("b", "serving"), ("c", "loading"))),
+        with_holder(instance("b")),
+        with_holder(instance("c", "loading")),
     )
     assert TriggerReading(3.0, True) == await harness.metric_source.read(WAITING)
     assert ["http://a:8000/metrics"] == harness.engines.requests

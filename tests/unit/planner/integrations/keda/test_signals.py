@@ -216,6 +216,11 @@ def test_only_forks_in_progress_count() -> None:
     assert TriggerReading(2.0, True) == signals.fork_reading(trigger, running[MODEL])
 
 
+def test_the_forks_of_holders_do_not_count() -> None:
+    """They are no replicas that start."""
+    assert {MODEL: 1} == signals.forking_ranks([fork(1), fork(2).model_copy(update={"holder": "h"})])
+
+
 @pytest.mark.parametrize(
     ("expected_replicas", "loading", "expected"),
     [(AnnouncedReplicas(2, 1), 0, True), (signals.NO_SCALEUP, 1, True), (signals.NO_SCALEUP, 0, False)],

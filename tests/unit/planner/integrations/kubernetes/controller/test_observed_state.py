@@ -55,6 +55,15 @@ def test_instances_and_forks_are_joined_with_their_pods() -> None:
     assert (views[3],) == found.unmatched_instances
 
 
+def test_images_of_holders_belong_to_no_pod() -> None:
+    """A holder that prefetches in an engine's Pod is not the engine: the Pod has not arrived."""
+    one = pod(5)
+    image = instance(one.uid, "loading", chunks=0, holder="holder-1")
+    seen = observe(1000.0, {one.uid: one}, snapshot=PlannerSnapshot(1000.0, (image,), (fork(one.uid, chunks=10),)))
+    assert not seen.has_reported(one)
+    assert (image,) == seen.unmatched_instances
+
+
 @pytest.mark.parametrize(
     ("labels", "annotations", "ranks", "expected"),
     [

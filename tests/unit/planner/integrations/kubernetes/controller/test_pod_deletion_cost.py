@@ -57,6 +57,10 @@ SEEDS = [instance(uid(number)) for number in (5, 6)]
             [workload_pod(5), workload_pod(6)], SEEDS, [], {"pod-5": IDLE_COST, "pod-6": IDLE_COST},
             id="two idle seeds",
         ),
+        pytest.param(
+            [workload_pod(5)], [SEEDS[0], instance("held", holder="holder-1")], [], {"pod-5": LAST_SEED_COST},
+            id="the only seed, and a holder that may evict the image",
+        ),
         pytest.param([workload_pod(5, IDLE_COST), workload_pod(6)], [], [], {}, id="the planner knows no instance yet"),
         pytest.param([workload_pod(5, IDLE_COST), workload_pod(6, IDLE_COST)], SEEDS, [], {}, id="unchanged"),
         pytest.param([workload_pod(5)], SEEDS[:1], [], {"pod-5": LAST_SEED_COST}, id="the last seed"),

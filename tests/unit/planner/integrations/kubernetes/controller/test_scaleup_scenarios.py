@@ -71,6 +71,58 @@ async def test_arrivals_are_counted_down(harness: ControllerHarness) -> None:
     assert [] == [event for event in harness.events() if "ScaleUp" in event]
 
 
+async def test_a_bound_pod_announces_its_node(harness: ControllerHarness) -> None:
+    """At once, without a poll and without a second Event; its fork request announces nothing."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 3)
+    await harness.reconcile()
+    first, second = harness.cluster.create(deployment, 2)
+    await harness.step()
+    harness.calls(), harness.events()
+    harness.cluster.change(first, node="node-7")
+    await harness.reconcile()
+    assert [f"announce {WORKLOAD_UID} 2"] == harness.calls()
+    assert ("node-7",) == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.hosts
+    assert [] == [event for event in harness.events() if "ScaleUp" in event]
+    harness.planner_api.request_fork(first)
+    await harness.step(times=3)
+    assert [] == harness.calls()
+    harness.cluster.change(second, node="node-8")
+    await harness.reconcile()
+    assert [f"announce {WORKLOAD_UID} 1"] == harness.calls()
+    assert ("node-8",) == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.hosts
+
+
+async def test_a_replacement_on_another_node_is_announced(harness: ControllerHarness) -> None:
+    """The node of the deleted Pod is no longer announced."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 2)
+    await harness.reconcile()
+    (pod,) = harness.cluster.create(deployment, 1, node="node-7")
+    await harness.step()
+    harness.cluster.delete(pod)
+    harness.cluster.create(deployment, 1, node="node-8")
+    await harness.reconcile()
+    assert ("node-8",) == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.hosts
+    assert 1 == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.replicas
+
+
+async def test_an_unreachable_planner_gets_the_nodes_later(harness: ControllerHarness) -> None:
+    """Nothing is announced during the outage; afterwards the node is."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 2)
+    await harness.reconcile()
+    harness.planner_api.unavailable = True
+    await harness.step()
+    harness.calls()
+    harness.cluster.create(deployment, 1, node="node-7")
+    await harness.reconcile()
+    assert [] == harness.calls()
+    harness.planner_api.unavailable = False
+    await harness.step()
+    assert ("node-7",) == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.hosts
+
+
 async def test_a_fork_opens_the_gate_and_gets_an_event_and_a_deletion_cost(harness: ControllerHarness) -> None:
     """The gate shows the progress and opens; the Event names a source; then the Pod gets a deletion cost."""
     deployment, seeds = await deploy_seeds(harness, 2)

@@ -12,6 +12,7 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod, ObservedWorkload
 from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
 from planner.integrations.kubernetes.controller.scaleups import (
+    MAX_HOSTS,
     REANNOUNCE_INTERVAL_S,
     MissingReplicas,
     PendingScaleUp,
@@ -19,6 +20,7 @@ from planner.integrations.kubernetes.controller.scaleups import (
     ScaleUpMismatch,
     announced_sizes,
     find_mismatches,
+    hosts_to_announce,
     known_ids,
     pending_replicas,
     scaleup_id,
@@ -271,13 +273,13 @@ def test_missing_replicas_expire(
     )  # fmt: skip
 
 
-def pending(replicas: int, model: str = MODEL) -> PendingScaleUp:
-    return PendingScaleUp(workload().ref, ScaleUp(scaleup_id="a", model=model, replicas=replicas))
+def pending(replicas: int, model: str = MODEL, hosts: tuple[str, ...] = ()) -> PendingScaleUp:
+    return PendingScaleUp(workload().ref, ScaleUp(scaleup_id="a", model=model, replicas=replicas, hosts=hosts))
 
 
-def known(replicas: int, arrived: int = 0, model: str = MODEL) -> dict[str, ScaleUpInfo]:
+def known(replicas: int, arrived: int = 0, model: str = MODEL, hosts: tuple[str, ...] = ()) -> dict[str, ScaleUpInfo]:
     """Return the planner's list."""
-    view = scaleup_view(pending(replicas, model).scaleup)
+    view = scaleup_view(pending(replicas, model, hosts).scaleup)
     return {"a": view.model_copy(update={"arrived_count": arrived})}
 
 
@@ -320,6 +322,91 @@ def test_only_differences_are_announced(
         POLLED_AT,
     )
     assert expected == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("workloads", "pods", "known", "expected"),
+    [
+        pytest.param([DEPLOYMENT], [new_pod(5), new_pod(6)], [], {uid(1): ()}, id="not bound yet"),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="b"), new_pod(6, node="a"), new_pod(7)], [], {uid(1): ("a", "b")},
+            id="two of three are bound",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a"), new_pod(6, node="a")], [], {uid(1): ("a",)}, id="on the same node",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a"), new_pod(6, node="b")], [5], {uid(1): ("b",)},
+            id="one has requested its fork",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a", deleting=True), new_pod(6, node="b")], [], {uid(1): ("b",)},
+            id="one is terminating",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a", containers_ready_at=READY), new_pod(6, node="b")], [],
+            {uid(1): ("b",)}, id="one serves",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a", annotations={names.REJECTED: "why"}), new_pod(6, node="b")], [],
+            {uid(1): ("b",)}, id="one never forks",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [new_pod(5, node="a", annotations={names.INJECTED: "1", names.VERSION: "v1"}), new_pod(6)],
+            [], {scaleup_id(uid(1), "v1"): ("a",), uid(1): ()}, id="one of another version",
+        ),
+        pytest.param(
+            [LWS], [member(5, "a", node="a"), member(6, "a", node="b"), member(7, "b")], [], {uid(1): ("a", "b")},
+            id="all nodes of a group",
+        ),
+        pytest.param([], [new_pod(5, None, owner=JOB, node="a")], [], {"the-job": ("a",)}, id="a Job's Pod"),
+    ],
+)  # fmt: skip
+def test_nodes_of_bound_pods_are_hosts(
+    workloads: Sequence[ObservedWorkload],
+    pods: Sequence[ObservedPod],
+    known: Sequence[int],
+    expected: dict[str, tuple[str, ...]],
+) -> None:
+    """Nodes of the Pods that are expected to fork, by scale-up."""
+    snapshot = PlannerSnapshot(NOW, tuple(instance(uid(number), "loading", chunks=0) for number in known))
+    seen = observe(NOW, {one.uid: one for one in pods}, {one.uid: one for one in workloads}, snapshot)
+    found = pending_replicas(seen, {}, TTL_S).pending_replicas
+    assert expected == {name: one.scaleup.hosts for name, one in found.items()}
+
+
+def test_the_number_of_announced_hosts_is_bounded() -> None:
+    """More Pods than an announcement may name are still all expected."""
+    pods = [new_pod(number, node=f"node-{number:04d}") for number in range(MAX_HOSTS + 1)]
+    one = workload(1, len(pods))
+    (found,) = pending_replicas(
+        observe(NOW, {pod.uid: pod for pod in pods}, {one.uid: one}), {}, TTL_S
+    ).pending_replicas.values()
+    assert MAX_HOSTS == len(found.scaleup.hosts)
+    assert MAX_HOSTS + 1 == found.scaleup.replicas
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reported", "expected"),
+    [
+        pytest.param(("a",), known(3), 3, id="a new host"),
+        pytest.param(("a",), known(3, hosts=("a",)), None, id="known"),
+        pytest.param(("a", "b"), known(3, hosts=("a",)), 3, id="one is new"),
+        pytest.param(("a",), known(3, hosts=("a", "b")), None, id="one is no longer pending"),
+        pytest.param(("c",), known(3, hosts=("a", "b")), 3, id="a Pod moved"),
+        pytest.param((), known(3, hosts=("a",)), None, id="none is pending"),
+        pytest.param(("a",), {}, None, id="the scale-up is unknown"),
+        pytest.param(("a",), known(3, 0, "other"), None, id="another model"),
+        pytest.param(("a",), known(5, 1), 4, id="the number of replicas differs"),
+    ],
+)
+def test_new_hosts_are_announced(
+    hosts: tuple[str, ...], reported: dict[str, ScaleUpInfo], expected: int | None
+) -> None:
+    """Hosts that the planner does not know are announced at once, with its own number of replicas."""
+    found = hosts_to_announce({"a": pending(3, hosts=hosts)}, reported)
+    assert ([expected] if expected is not None else []) == [one.scaleup.replicas for one in found]
+    assert all(one.scaleup.hosts == hosts for one in found)
 
 
 @pytest.mark.parametrize(

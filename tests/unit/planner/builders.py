@@ -82,8 +82,8 @@ def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, 
             if source in members and target in members and is_same_host_read(members[source], members[target]):
                 local.setdefault(source, set()).add(f"fork-{target}")
     hosts: dict[str, list[str]] = {}
-    for name, source in members.items():
-        hosts.setdefault(source.location.host, []).append(name)
+    for name, member in members.items():
+        hosts.setdefault(member.location.host, []).append(name)
     return GroupView(
         model="m",
         rank_key="r",

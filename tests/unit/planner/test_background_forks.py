@@ -6,8 +6,8 @@ import pytest
 
 from planner.core.plans import PAUSE_S, YIELD_REASON
 from planner.plan_service import PlanService
-from rfork.schema import ForkProgress, ForkResult, Placement, Plan
-from tests.unit.planner.builders import FakeTime, fork_request, make_service, seed_report
+from rfork.schema import ForkProgress, ForkRequest, ForkResult, Placement, Plan
+from tests.unit.planner.builders import FakeTime, make_service, report, seed_report
 
 ALL = ((0, 12),)
 TRANSPORTS = ("shared_memory", "http")
@@ -21,8 +21,9 @@ def service() -> PlanService:
 
 async def fork(service: PlanService, target: str, *verified: tuple[int, int], **changes: object) -> Plan:
     """Return the plan of an engine's fork."""
-    usual = {"transports": TRANSPORTS, "max_readers": 8}
-    return await service.plan(fork_request(target, *verified, **(usual | changes)))
+    usual: dict[str, object] = {"transports": TRANSPORTS, "max_readers": 8}
+    target_report = report(target, *verified, **(usual | changes))
+    return await service.plan(ForkRequest(fork_id=f"fork-{target}", instance=target_report))
 
 
 async def prefetch(service: PlanService, target: str, *verified: tuple[int, int], **changes: object) -> Plan:

@@ -221,7 +221,7 @@ def test_a_restarted_holder_fetches_its_images_again(fleet: HolderFleet) -> None
 
 
 def test_a_second_holder_on_a_host_is_refused(fleet: HolderFleet) -> None:
-    """Its error names the host; a one-shot holder may run beside the first one."""
+    """Its error names the host; a one-shot holder may run on the same host."""
     fleet.hold()
     second = fleet.hold(until="already running")
     assert 2 == second.wait()

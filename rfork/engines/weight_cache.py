@@ -10,13 +10,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 from uuid import uuid4
 
-from torch import nn
-
-from rfork.engines import served_model, weight_lifecycle
 from rfork.logs import logger
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logger(__name__)
 
@@ -40,6 +40,8 @@ def release(module: nn.Module | None) -> None:
 
     Readers are disconnected. Failures must not stop the daemon.
     """
+    from rfork.engines import served_model, weight_lifecycle
+
     served = served_model.served_model(module)
     if module is None or served is None:
         return
@@ -58,6 +60,8 @@ def closing_seeds(max_drain_s: float) -> Iterator[None]:
     try:
         yield
     finally:
+        from rfork.engines import weight_lifecycle
+
         weight_lifecycle.close_seeds(max_drain_s)
 
 

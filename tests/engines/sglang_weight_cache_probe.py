@@ -5,6 +5,7 @@ Argument: model folder. Run by `test_weight_cache.py` with SGLang's Python.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -26,7 +27,7 @@ class HostMemory:
         return True
 
     def get_device_uuid(self, index: int) -> str:
-        return f"host-memory-{index}"
+        return f"host-memory-{index}-{os.getpid()}"
 
     def get_device(self, index: int) -> torch.device:
         return torch.device("cpu")
@@ -55,9 +56,7 @@ def main() -> None:
     daemon.current_platform = HostMemory()
     daemon.choose_daemon_transport_backend = lambda state_tensors: NoExport()
     torch.cuda.memory_reserved = lambda *_: 0
-    weight_cache.main(
-        ["--model-path", sys.argv[1], "--load-format", "rfork", "--device", "cpu", "--tp-rank", "0"]
-    )
+    weight_cache.main(["--model-path", sys.argv[1], "--load-format", "rfork", "--device", "cpu", "--tp-rank", "0"])
 
 
 if __name__ == "__main__":

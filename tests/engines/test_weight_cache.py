@@ -1,4 +1,4 @@
-"""vLLM's own weight cache daemon with rfork: its real code, in host memory instead of a GPU's."""
+"""The engines' own weight cache daemons with rfork: their real code, in host memory instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ print(recv_msg(client))
 """
 
 
+READY = {"vllm": "READY", "sglang": "Listening on"}
+"""What a daemon logs once it serves engines."""
+
+
 @contextmanager
-def daemon(planner: str, model: Path, folder: Path) -> Iterator[PythonProcess[str]]:
+def daemon(engine: str, planner: str, model: Path, folder: Path) -> Iterator[PythonProcess[str]]:
     """A daemon that keeps `model`. Its socket and its output, `log`, are in the new folder `folder`."""
     folder.mkdir(mode=0o700)
     log = folder / "log"
-    environment = {**os.environ, "RFORK_PLANNER": planner, "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "RFORK_PLANNER": planner, "PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
     with log.open("w") as output:
         process: PythonProcess[str] = PythonProcess(
-            [engine_python("vllm"), "-m", "tests.engines.vllm_weight_cache_probe", str(model), str(folder)],
+            [engine_python(engine), "-m", f"tests.engines.{engine}_weight_cache_probe", str(model), str(folder)],
             cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:
         wait_until(
-            lambda: "READY" in log.read_text() or process.poll() is not None,
+            lambda: READY[engine] in log.read_text() or process.poll() is not None,
             deadline_s=READY_S,
             what="the daemon is ready",
         )
-        assert "READY" in log.read_text(), log.read_text()[-4000:]
+        assert READY[engine] in log.read_text(), log.read_text()[-4000:]
         yield process
     finally:
         process.kill()
@@ -66,13 +70,13 @@ def test_a_daemon_of_vllm_forks_its_weights_and_is_a_source(
     """The first one loads its files and seeds, the second one forks; neither is an engine's instance."""
     model = tiny_folder()
     with ExitStack() as running:
-        running.enter_context(daemon(planner.url, model, tmp_path / "first"))
+        running.enter_context(daemon("vllm", planner.url, model, tmp_path / "first"))
         (first,) = reports(planner)
         assert "serving" == first.state
         assert (first.holder or "").startswith("vllm-weight-cache-")
 
         bare = copy_without_weights(model, tmp_path)
-        second = running.enter_context(daemon(planner.url, bare, tmp_path / "second"))
+        second = running.enter_context(daemon("vllm", planner.url, bare, tmp_path / "second"))
         both = reports(planner)
         assert 2 == len({report.holder for report in both})
         assert {first.weights_id} == {report.weights_id for report in both}
@@ -87,3 +91,29 @@ def test_a_daemon_of_vllm_forks_its_weights_and_is_a_source(
         )
         assert "'status': 'ok'" in released.stdout
         assert [] == reports(planner)
+
+
+@pytest.mark.timeout(900)
+def test_a_daemon_of_sglang_is_a_source(planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """It loads its files and seeds as a holder's image, and leaves the planner when it is stopped."""
+    with daemon("sglang", planner.url, tiny_folder(), tmp_path / "only") as process:
+        (report,) = reports(planner)
+        assert "serving" == report.state
+        assert (report.holder or "").startswith("sglang-weight-cache-")
+        process.terminate()
+        process.wait(STOP_S)
+        assert [] == reports(planner)
+
+
+@pytest.mark.timeout(900)
+def test_a_daemon_of_sglang_forks_its_weights(planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A daemon without weight files gets them from another host's daemon."""
+    model = tiny_folder()
+    bare = copy_without_weights(model, tmp_path)
+    with (
+        daemon("sglang", planner.url, model, tmp_path / "first"),
+        daemon("sglang", planner.url, bare, tmp_path / "second"),
+    ):
+        both = reports(planner)
+        assert 2 == len({report.holder for report in both})
+        assert 1 == len({report.weights_id for report in both})

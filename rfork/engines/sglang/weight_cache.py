@@ -1,7 +1,8 @@
 """SGLang's weight cache daemon: its ranks fork their weights, and serve them to other hosts.
 
 A daemon's process loads no plug-ins, so it is started with `run_daemon`: by ``sglang serve`` with
-``--weight-cache-mode daemon``, and by this module, which replaces ``python -m sglang.srt.weight_cache.daemon`` and has the same arguments::
+``--weight-cache-mode daemon``, and by this module, which replaces ``python -m sglang.srt.weight_cache.daemon`` and has
+the same arguments::
 
     python -m rfork.engines.sglang.weight_cache --model-path MODEL --load-format rfork
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -57,6 +58,13 @@ def daemon(engine: str, planner: str, model: Path, folder: Path) -> Iterator[Pyt
         process.wait()
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a path that is short enough for Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="rfork-") as folder:
+        yield Path(folder)
+
+
 def reports(planner: PlannerProcess) -> list[InstanceReport]:
     """Return the reports of all instances."""
     with PlannerClient(planner.url) as client:
@@ -65,38 +73,38 @@ def reports(planner: PlannerProcess) -> list[InstanceReport]:
 
 @pytest.mark.timeout(900)
 def test_a_daemon_of_vllm_forks_its_weights_and_is_a_source(
-    planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path
+    planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path, short: Path
 ) -> None:
     """The first one loads its files and seeds, the second one forks; neither is an engine's instance."""
     model = tiny_folder()
     with ExitStack() as running:
-        running.enter_context(daemon("vllm", planner.url, model, tmp_path / "first"))
+        running.enter_context(daemon("vllm", planner.url, model, short / "first"))
         (first,) = reports(planner)
         assert "serving" == first.state
         assert (first.holder or "").startswith("vllm-weight-cache-")
 
         bare = copy_without_weights(model, tmp_path)
-        second = running.enter_context(daemon("vllm", planner.url, bare, tmp_path / "second"))
+        second = running.enter_context(daemon("vllm", planner.url, bare, short / "second"))
         both = reports(planner)
         assert 2 == len({report.holder for report in both})
         assert {first.weights_id} == {report.weights_id for report in both}
-        assert "forked" in (tmp_path / "second" / "log").read_text()
+        assert "forked" in (short / "second" / "log").read_text()
 
         second.terminate()
         second.wait(STOP_S)
         assert [first.instance_id] == [report.instance_id for report in reports(planner)]
 
         released = subprocess.run(
-            [engine_python("vllm"), "-c", RELEASE, str(tmp_path / "first")], capture_output=True, text=True, timeout=120
+            [engine_python("vllm"), "-c", RELEASE, str(short / "first")], capture_output=True, text=True, timeout=120
         )
         assert "'status': 'ok'" in released.stdout
         assert [] == reports(planner)
 
 
 @pytest.mark.timeout(900)
-def test_a_daemon_of_sglang_is_a_source(planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+def test_a_daemon_of_sglang_is_a_source(planner: PlannerProcess, tiny_folder: TinyFolder, short: Path) -> None:
     """It loads its files and seeds as a holder's image, and leaves the planner when it is stopped."""
-    with daemon("sglang", planner.url, tiny_folder(), tmp_path / "only") as process:
+    with daemon("sglang", planner.url, tiny_folder(), short / "only") as process:
         (report,) = reports(planner)
         assert "serving" == report.state
         assert (report.holder or "").startswith("sglang-weight-cache-")
@@ -106,13 +114,15 @@ def test_a_daemon_of_sglang_is_a_source(planner: PlannerProcess, tiny_folder: Ti
 
 
 @pytest.mark.timeout(900)
-def test_a_daemon_of_sglang_forks_its_weights(planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+def test_a_daemon_of_sglang_forks_its_weights(
+    planner: PlannerProcess, tiny_folder: TinyFolder, tmp_path: Path, short: Path
+) -> None:
     """A daemon without weight files gets them from another host's daemon."""
     model = tiny_folder()
     bare = copy_without_weights(model, tmp_path)
     with (
-        daemon("sglang", planner.url, model, tmp_path / "first"),
-        daemon("sglang", planner.url, bare, tmp_path / "second"),
+        daemon("sglang", planner.url, model, short / "first"),
+        daemon("sglang", planner.url, bare, short / "second"),
     ):
         both = reports(planner)
         assert 2 == len({report.holder for report in both})

@@ -105,12 +105,15 @@ def load_or_fork(
     settings: InstanceSettings | None = None,
     rebuild: Rebuild | None = None,
     no_seed_reason: str | None = None,
+    *,
+    holder: str | None = None,
 ) -> nn.Module:
     """Return a model whose weights are forked if possible and loaded by the engine otherwise, and make it a seed.
 
     `rebuild` is called with a model that was filled by a fork or a snapshot, before it becomes a seed. If it
     raises, the next fallback is tried. With `no_seed_reason`, which is logged, the instance stops serving once it
-    has its weights: the engine may change them without notice.
+    has its weights: the engine may change them without notice. `holder`: this process keeps the model for engines and
+    is no replica; the id of that holder.
 
     Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
     The returned model is in the same state as after the engine's own loader. `served_model` returns its
@@ -127,7 +130,7 @@ def load_or_fork(
             )
         log.warning("no planner is set, using the engine's loader", hint="set RFORK_PLANNER")
         return engine.load()
-    return _LoadOrFork(engine, describe, chosen, rebuild, no_seed_reason).run()
+    return _LoadOrFork(engine, describe, chosen, rebuild, no_seed_reason, holder).run()
 
 
 class _LoadOrFork:
@@ -140,12 +143,14 @@ class _LoadOrFork:
         settings: InstanceSettings,
         rebuild: Rebuild | None,
         no_seed_reason: str | None,
+        holder: str | None,
     ) -> None:
         self._engine = engine
         self._describe = describe
         self._settings = settings
         self._rebuild = rebuild
         self._no_seed_reason = no_seed_reason
+        self._holder = holder
         self._model: nn.Module | None = None
         self._hidden_state: HiddenState | None = None
         self._shared: Patterns = ()
@@ -237,6 +242,7 @@ class _LoadOrFork:
             version=version,
             replica=replica_of(chosen, identity.rank),
         )
+        instance = replace(instance, holder=self._holder)
         if self._no_seed_reason is not None:
             instance = replace(instance, egress_share=TRANSIENT_EGRESS_SHARE)
         return ForkSession(

@@ -230,6 +230,15 @@ def stop_seeding() -> None:
         lifecycle.stop()
 
 
+def close_seeds(max_drain_s: float) -> None:
+    """Stop serving all models of this process. Readers have at most `max_drain_s` seconds to finish."""
+    for lifecycle in list(_attached):
+        try:
+            lifecycle.served.close(min(lifecycle.served.seed.settings.drain_timeout_s, max_drain_s))
+        except Exception:
+            log.exception("failed to close the seed")
+
+
 def _observe_load(
     lifecycle: WeightLifecycle,
     load: LoadWeights,

@@ -11,7 +11,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
@@ -394,9 +394,9 @@ def unsupported_reason(arguments: Mapping[str, object]) -> str | None:
     return None
 
 
-def unsupported_option() -> str | None:
+def unsupported_option(ignored: Container[str] = ()) -> str | None:
     """Return why a model cannot be forked with the resolved server arguments, or None if it can. In a scheduler."""
-    return unsupported_reason({name: option(name, off) for name, off in UNSUPPORTED.items()})
+    return unsupported_reason({name: option(name, off) for name, off in UNSUPPORTED.items() if name not in ignored})
 
 
 def facts(model_config: ModelConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from rfork.engine_command import LOAD_FORMAT
+from rfork.engines import weight_cache
 from rfork.engines.hook_targets import Compatibility, call_after, call_before
 from rfork.engines.identity import CurrentVersion, version_of_reload
 from rfork.engines.served_model import served_model
@@ -298,7 +299,12 @@ STEP_ATTRIBUTE = "rfork_step"
 
 @cache
 def install() -> Compatibility:
-    """Install the hooks that this SGLang has in this process, unless it cannot be forked at all. Idempotent."""
+    """Install the hooks that this SGLang has in this process, unless it cannot be forked at all. Idempotent.
+
+    A weight cache daemon needs none: it has no scheduler and never changes its weights.
+    """
+    if weight_cache.holder_id() is not None:
+        return Compatibility.of([hook_target for hook_target in compat.scheduling() if hook_target.tier == "core"])
     compatibility = compat.find_compatibility()
     if compatibility.core:
         return compatibility

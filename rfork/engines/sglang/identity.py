@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rfork.engines import weight_cache
 from rfork.engines.arguments import canonical_model_name
 from rfork.engines.load_or_fork import ModelIdentity
 from rfork.engines.sglang import compat
@@ -29,7 +30,8 @@ def unsupported_config(model_config: ModelConfig) -> str | None:
     """Return why this model cannot be forked with the resolved server arguments, or None if it can."""
     from sglang.srt.runtime_context import get_parallel
 
-    if reason := compat.unsupported_option():
+    daemon = weight_cache.holder_id() is not None
+    if reason := compat.unsupported_option(ignored={"weight_cache_mode"} if daemon else ()):
         return reason
     if reason := unsupported_parallelism(get_parallel(), compat.option("dp_size", 1)):
         return reason

@@ -23,7 +23,7 @@ from rfork.engine_command import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
 from rfork.engines.hook_targets import Compatibility, call_after, call_before
-from rfork.engines.sglang import compat
+from rfork.engines.sglang import compat, weight_cache
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
 
@@ -37,6 +37,9 @@ NOT_FLAGS: Final = common.NOT_FLAGS | {"replica"}
 """The launcher names the replica."""
 OWN_LOAD_FORMAT: Final = "auto"
 """SGLang's own load format, with which it detects the format of the files."""
+
+DAEMON_MODE: Final = "daemon"
+"""SGLang's weight cache mode with which a server starts daemons that load its weights."""
 
 
 class _IgnoredFlag(argparse.Action):
@@ -122,7 +125,9 @@ def apply_flags(arguments: argparse.Namespace) -> None:
         settings.tls  # noqa: B018  # its files are settings, too
     except SettingsError as error:
         _exit(_rename_to_flag(str(error), flags))
-    if reason := compat.unsupported_reason(vars(arguments)):
+    starts_daemons = getattr(arguments, "weight_cache_mode", None) == DAEMON_MODE
+    mode = {"weight_cache_mode": compat.UNSUPPORTED["weight_cache_mode"]} if starts_daemons else {}
+    if reason := compat.unsupported_reason({**vars(arguments), **mode}):
         _exit(reason)
     compatibility = Compatibility.of((*compat.LAUNCHING, *compat.scheduling()))
     if compatibility.core:
@@ -135,6 +140,8 @@ def apply_flags(arguments: argparse.Namespace) -> None:
         log.warning("rfork runs without some features: %s", compat.format_incompatibility(compatibility.comfort))
     if settings.planner is not None:
         install_drain(settings)
+    if starts_daemons:
+        weight_cache.hook_launchers()
 
 
 def _ignored_load_format_reason(model: str) -> str | None:

@@ -11,6 +11,7 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from rfork import settings as options
+from rfork.engines import weight_cache
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat, hooks, identity, methods
@@ -44,6 +45,7 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
             settings = options.load(InstanceSettings)
             if (timeout_s := compat.load_timeout_s()) is not None:
                 settings = cap_deadline(settings, timeout_s)
+            holder = weight_cache.holder_id()
             own = _without_rfork(self.load_config, model_config)
             module = load_or_fork(
                 SglangEngine(
@@ -55,7 +57,8 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
                 ),
                 lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
-                no_seed_reason=compat.no_seed_reason(hooks.install()),
+                no_seed_reason=compat.no_seed_reason(hooks.install()) if holder is None else None,
+                holder=holder,
             )
             if (served := served_model(module)) is not None:
                 shares = identity.sharing_of(model_config) is not None

@@ -55,6 +55,12 @@ DUMMY_LAYER_TARGETS: Final = (
 )
 """Private functions that let rfork skip initialising weights that a fork overwrites."""
 
+WEIGHT_CACHE_DAEMON: Final = f"{LOADERS}.weight_cache.daemon.WeightCacheDaemon"
+DAEMON_TARGETS: Final = (HookTarget(f"{WEIGHT_CACHE_DAEMON}._handle_release", ("conn",), "lifecycle"),)
+"""Methods of the weight cache daemon, checked in its process only."""
+DAEMON_COMMANDS: Final = frozenset({"_handle_connection", "_handle_get_state", "_handle_release"})
+"""The daemon's methods that handle requests in vLLM 0.32."""
+
 HOOK_TARGETS: Final = (
     HookTarget(f"{LOADERS}.register_model_loader", ("load_format",)),
     HookTarget(f"{LOADERS}.get_model_loader", ("load_config",)),
@@ -182,6 +188,18 @@ def decide_installed(version: str) -> VersionDecision:
     if compatibility.core or compatibility.lifecycle:
         return decide(version, compatibility)
     return decide(version, compatibility, unknown_weight_methods(worker_class()))
+
+
+def decide_installed_daemon(version: str) -> VersionDecision:
+    """Decide for the running vLLM in a weight cache daemon, which has no worker and only ever releases its weights."""
+    core = [hook_target for hook_target in HOOK_TARGETS if hook_target.tier == "core"]
+    return decide(version, Compatibility.of((*core, *DAEMON_TARGETS)), unknown_daemon_commands())
+
+
+def unknown_daemon_commands() -> Sequence[str]:
+    """Return the daemon's handlers of commands that this rfork does not know, and that may change weights."""
+    daemon_class: type = pkgutil.resolve_name(WEIGHT_CACHE_DAEMON)
+    return sorted(name for name in dir(daemon_class) if name.startswith("_handle_") and name not in DAEMON_COMMANDS)
 
 
 def worker_class() -> type:

@@ -15,6 +15,7 @@ from vllm import __version__, envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from rfork.engines import weight_cache
 from rfork.engines.vllm import compat
 from rfork.errors import ForkFailed
 
@@ -52,7 +53,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         options = {"prefix": prefix, **options}
         builder: VllmEngine | None = None
         try:
-            decision = compat.decide_installed(__version__)
+            keeps = weight_cache.holder_id() is not None
+            decision = compat.decide_installed_daemon(__version__) if keeps else compat.decide_installed(__version__)
             reason = decision.no_fork_reason
             if reason is None:
                 for warning in decision.warnings:
@@ -86,7 +88,8 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
 
         if reason := unsupported_config(vllm_config, model_config):
             return reason
-        install(compat.worker_class())
+        if weight_cache.holder_id() is None:  # a weight cache daemon has no worker
+            install(compat.worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             compat.keep_weights_on_cpu()
@@ -108,6 +111,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             self.settings,
             builder.rebuild,
             no_seed_reason,
+            holder=weight_cache.holder_id(),
         )
         main = main_model() if shared_patterns(module) else None
         if (served := served_model(module)) is not None:

@@ -14,6 +14,7 @@ from rfork.engine_command import LOAD_FORMAT
 from rfork.engines.early_imports import early_imports
 from rfork.engines.hook_targets import Method, patch_method
 from rfork.engines.vllm.engine_manager import hook_engine_manager
+from rfork.engines.vllm.weight_cache import hook_preload
 from rfork.logs import logger
 
 INIT_DEVICE = "init_device"
@@ -27,6 +28,7 @@ def register() -> None:
     """
     try:
         hook_engine_manager()
+        hook_preload()
         if not _is_api_server():
             _hook_workers()
             _register_loader()

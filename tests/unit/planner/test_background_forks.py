@@ -1,4 +1,4 @@
-"""The service's plans for holders' forks beside those of engines."""
+"""The service's plans for holders' forks that run at the same time as those of engines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_prefetch_is_replanned_once_an_engine_reads_from_its_source(serv
 
 
 async def test_a_prefetch_continues_once_the_engine_is_complete(service: PlanService) -> None:
-    """The seed serves nobody else."""
+    """The seed has no other reader."""
     await report_seed(service, "s")
     await fork(service, "e", max_readers=0)
     assert (await prefetch(service, "h")).is_paused

@@ -31,7 +31,7 @@ print(recv_msg(client))
 
 
 READY = {"vllm": "READY", "sglang": "Listening on"}
-"""What a daemon logs once it serves engines."""
+"""Log line of a daemon that serves engines."""
 
 
 @contextmanager

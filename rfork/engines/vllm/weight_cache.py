@@ -55,10 +55,11 @@ def run_daemon(*args: Any, **kwargs: Any) -> None:
     if config is None or config.load_config.load_format != LOAD_FORMAT:
         run(*args, **kwargs)
         return
-    from rfork.engines import weight_cache
-    from rfork.engines.vllm.plugin import register
+    from vllm.plugins import load_general_plugins
 
-    register()
+    from rfork.engines import weight_cache
+
+    load_general_plugins()
     weight_cache.become_holder("vllm")
     install()
     weight_cache.exit_on_sigterm()

@@ -808,6 +808,8 @@ class PlanService:
                 self._metrics.route_planned(read.transports)
         # A fork that goes well is logged when it finishes.
         is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
+        if (old := context.previous_fork) is not None and old.reason == fork.reason:
+            is_noteworthy = bool(fork.reads or fork.storage)  # a paused prefetch requests a plan each second
         (self._log.info if is_noteworthy else self._log.debug)(
             "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
             version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,

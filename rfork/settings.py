@@ -254,7 +254,7 @@ class InstanceSettings(Settings):
     replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(None, description="prefix of the instance ids of all ranks of this server, unique for each server; set by `rfork launch`, the plug-ins and the webhook")
     cold_start: Literal["cooperative", "independent"] = Field("cooperative", json_schema_extra=ADVANCED, description="behaviour when no source has the weights: `cooperative` instances share one read of storage, `independent` ones each read it all")
     race_storage: bool = Field(True, json_schema_extra=ADVANCED, description="read this instance's own storage besides slow sources, and abandon a fork if its own load is faster; off: only once the fork has failed")
-    prefetch: Literal["auto", "off"] = Field("auto", json_schema_extra=ADVANCED, description="`auto`: `rfork launch` lets a holder fetch the weights while the engine starts, the host's own or one that ends with the fork; `off`: the weights are read once the engine is ready for them")
+    prefetch: Literal["auto", "off"] = Field("auto", json_schema_extra=ADVANCED, description="`auto`: `rfork launch` lets a holder fetch the weights while the engine starts, the host's own or one that ends with the fork, and fetches shared JIT caches; `off`: the weights are read once the engine is ready for them, and no caches are fetched")
     snapshot: str | None = Field(None, description="URI of a snapshot of the model (file, s3, gs, az, https), or of the directory with one snapshot per rank; read when no source has the weights")
 
     # Source.

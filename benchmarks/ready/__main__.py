@@ -6,18 +6,18 @@ of two namespaces share no memory. A request for one greedy token is repeated un
 is from the start of the server's process to that answer. Each server is killed after its row. Contenders run
 interleaved, every second round in reverse order; all tokens must be equal.
 
-- "start-up alone": the engine without weights (`--load-format dummy`, which leaves the memory as it is).
+- "start-up alone": the engine without weights (`--load-format dummy`, with memory left as it is and nothing packed).
 - "transfer alone": one TCP connection sends as many bytes as the weights have over the same link.
 - "default loader": the engine's own, from a local disk. "cold": the files were dropped from the page cache.
 - "rfork": `rfork launch`; the model folder has no weights. The seed is the same engine on another host, which has
   loaded the model.
-- "with prefetch": `rfork launch` starts a holder that fetches while the engine imports; "fetched s" is when.
+- "with prefetch": `rfork launch` starts a holder that fetches while the engine imports; "fetched" is when.
 - "holder has the image": a holder of the engine's host (`rfork hold`) fetched it before. "restart": the same engine
   again, after SIGKILL.
 
 The other columns are the phases of the start: imports (all processes of the engine), its initialisation, the build of
 the empty model, and what belongs to the weights: rfork's checks, the fork's own phases, or the engine's loader
-("weights"); then the engine's warm-up and the first token. "weights s" is the sum of those that belong to the weights.
+("load"); then the engine's warm-up and the first token. "weights s" is the sum of those that belong to the weights.
 "floor" is the larger of "start-up alone" and, if the weights come from another host, "transfer alone". `--plot` draws
 all phases as a timeline. The quick form is vLLM, the shaped link and one round; `--engine` selects another.
 

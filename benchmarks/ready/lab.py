@@ -27,7 +27,8 @@ from rfork.errors import RforkError
 PLANNER, SEED, TARGET = "planner", "seed", "target"
 """Hosts, each in a network namespace: two processes share memory only within one."""
 PLANNER_PORT, SERVER_PORT = 7500, 8000
-START_S: Final = 300.0
+START_S: Final = 600.0
+"""A busy machine imports an engine in minutes."""
 INSTANCE_TTL_S: Final = 5
 """Seconds after which the planner forgets a killed server."""
 GET: Final = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
@@ -218,7 +219,9 @@ class ReadyLab:
             "RFORK_MODEL": MODEL,
             "RFORK_TRANSPORTS": "shared_memory,http",
         }
-        path = {"PYTHONPATH": f"{MARKS}{os.pathsep}{ROOT}"}
+        temporary = self.folder / "tmp"  # killed servers remove nothing
+        temporary.mkdir(exist_ok=True)
+        path = {"PYTHONPATH": f"{MARKS}{os.pathsep}{ROOT}", "TMPDIR": str(temporary)}
         return {**_inherited(), **COMMON, **engine_variables, **ENVIRONMENTS[engine], **path, **rfork}
 
     def _first_token(self, engine: EngineName, host: str, process: subprocess.Popen[str], log: Path) -> FirstToken:

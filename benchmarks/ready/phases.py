@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 
 from rfork.errors import RforkError
 
-PHASES = (
-    *("imports", "engine init", "build", "checks", "capture", "plan", "transfer", "digest", "weights", "finish"),
-    *("warm-up", "first token"),
-)
+PHASES = (*("imports", "init", "build", "checks", "capture", "plan", "transfer", "load", "finish", "warm-up", "token"),)
 """All phases, in order. `imports`: until the worker has imported the engine. `build`: the model without weights.
-`checks`: what rfork does before the fork, such as the proof that the model is complete. `weights`: the engine's own
+`checks`: what rfork does before the fork, such as the proof that the model is complete. `load`: the engine's own
 loader, or what a fork reports besides the phases before. `finish`: from the last byte to the end of the load.
 """
-OUTSIDE = ("imports", "engine init", "build", "warm-up", "first token")
+OUTSIDE = ("imports", "init", "build", "warm-up", "token")
 """Phases that have nothing to do with weights."""
 
 
@@ -93,10 +90,10 @@ def start_of(marks: Sequence[Mark], began: float, listening: float, first_token:
     forks = [mark for mark in own if mark.name == "fork"]
     bounds = [
         ("imports", imported),
-        ("engine init", load.began),
+        ("init", load.began),
         *_load_phases(load, [mark for mark in own if mark.name == "build"], forks),
         ("warm-up", listening),
-        ("first token", first_token),
+        ("token", first_token),
     ]
     fetched = [mark for mark in marks if mark.name == "fork" and mark.pid != load.pid and mark.ended > began]
     return Start(
@@ -111,10 +108,10 @@ def start_of(marks: Sequence[Mark], began: float, listening: float, first_token:
 def _load_phases(load: Mark, builds: Sequence[Mark], forks: Sequence[Mark]) -> Iterator[tuple[str, float]]:
     """Yield the name and end of each phase of the load."""
     if builds:
-        yield "checks" if forks else "weights", builds[0].began
+        yield "checks" if forks else "load", builds[0].began
         yield "build", builds[0].ended
     if not forks:
-        yield "weights", load.ended
+        yield "load", load.ended
         return
     fork = forks[-1]
     yield "checks", fork.began
@@ -122,7 +119,7 @@ def _load_phases(load: Mark, builds: Sequence[Mark], forks: Sequence[Mark]) -> I
     for name, seconds in fork.phases.items():
         if name != "resume":  # which is concurrent with the transfer
             at += seconds
-            yield name if name in PHASES else "weights", at
+            yield name if name in PHASES else "load", at
     yield "finish", load.ended
 
 

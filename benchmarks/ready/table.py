@@ -24,7 +24,7 @@ def row(case: ReadyCase, starts: Sequence[Start], floor_s: float) -> Row:
         "/ floor": round(median(first_tokens) / floor_s, 3),
         "weights s": round(median(start.weights_s for start in starts), 3),
         **{name: _rounded(shown.seconds(name)) for name in PHASES},
-        "fetched s": f"{shown.fetched.began:.1f} to {shown.fetched.ended:.1f}" if shown.fetched is not None else None,
+        "fetched": f"{shown.fetched.began:.1f} to {shown.fetched.ended:.1f}" if shown.fetched is not None else None,
         "sources": shown.sources or None,
         "spread": round((max(first_tokens) - min(first_tokens)) / median(first_tokens), 2),
         "runs": len(starts),

@@ -9,9 +9,11 @@ from typing import Final
 from benchmarks.ready.phases import PHASES, Start
 from rfork.errors import MissingExtra
 
-COLOURS: Final = ("#c7cdd6", "#9aa5b4", "#6f7d90", "#8e6fc9", "#b497e0", "#e6a23c", "#d1495b", "#8c2f39", "#d1495b")
-"""Of the phases up to `weights`; the rest is green."""
-REST: Final = ("#f0b8bf", "#8fc79a", "#4b9460")
+COLOURS: Final = (
+    *("#c7cdd6", "#9aa5b4", "#6f7d90", "#8e6fc9", "#b497e0", "#e6a23c", "#d1495b", "#8c2f39", "#f0b8bf"),
+    *("#8fc79a", "#4b9460"),
+)
+"""Of the phases, in order: what belongs to the weights is violet, orange and red."""
 FETCH: Final = "#2f6fb2"
 
 
@@ -27,7 +29,7 @@ def draw(path: Path, title: str, starts: Mapping[str, Start], limits: Mapping[st
     names = [*limits, *starts]
     figure = Figure(figsize=(11, 0.5 * len(names) + 1.8), layout="constrained")
     axes = figure.subplots()
-    colours = dict(zip(PHASES, (*COLOURS, *REST), strict=True))
+    colours = dict(zip(PHASES, COLOURS, strict=True))
     for position, seconds in enumerate(limits.values()):
         axes.barh(
             position, seconds, color=FETCH, height=0.6, label="transfer by a holder or alone" if not position else None

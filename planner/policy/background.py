@@ -55,9 +55,10 @@ def uses_busy_link(source: Source, target: Source, receiving: Container[str], se
 def reserved_slots(source: Source, *, engines_wait: bool) -> int:
     """Return the number of reader slots of a source that background forks leave to engines.
 
-    The only slot of a source is reserved once an engine waits.
+    The only slot of an engine is reserved once another engine waits, that of a holder's image always: an engine on its
+    host would otherwise read over the network what its host receives already.
     """
-    return int(source.max_readers > 1 or engines_wait)
+    return int(source.max_readers > 1 or source.background or engines_wait)
 
 
 def is_waiting(target: Source, shares: Iterable[ChunkShare]) -> bool:

@@ -90,6 +90,11 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
         ):
             break
         if state.available_chunks(source, all_chunks, demand.target) == all_chunks:
+            if not state.plans_background and not source.complete and state.is_background(source):
+                # Its own reads begin to count: they may load the others.
+                if idle or halves:
+                    continue
+                return [source]
             (idle if load <= IDLE_LOAD else halves).append(source)
             if len(halves) == 2 or len(idle) == MAX_STRIPES * len(demands):
                 break

@@ -113,8 +113,8 @@ class PlanState:
             return False
         if uses_busy_link(source, target, self.group.receiving_hosts, self.group.sending_hosts):
             return True
-        same_host = self._same_host_readers_of(source.instance_id)
-        if any(name not in same_host and not self._yields(name) for name in self.readers(source.instance_id)):
+        names = self.group.shared_hosts.get(source.location.host, (source.instance_id,))
+        if any(self._serves_engines(name) for name in names):
             return True
         return any(self._reads_network(demand.target, target.location.host) for demand in self._demands.values())
 
@@ -152,6 +152,10 @@ class PlanState:
         """Return True for a background fork."""
         target = self._background_forks.get(fork_id)
         return target is not None and target not in self._targets_waited_for
+
+    def _serves_engines(self, instance_id: str) -> bool:
+        same_host = self._same_host_readers_of(instance_id)
+        return any(name not in same_host and not self._yields(name) for name in self.readers(instance_id))
 
     def _reads_network(self, target: Source, host: str) -> bool:
         """Return True if a target on this host, which an engine waits for, reads over the network."""

@@ -110,9 +110,9 @@ def hold(
 
 
 def _selector(text: str) -> ImageSelector:
-    model, _, version = text.rpartition("@") if "@" in text else (text, "", "")
+    model, at, version = text.rpartition("@")
     try:
-        return ImageSelector(model=model, version=version or None)
+        return ImageSelector(model=model, version=version) if at else ImageSelector(model=text)
     except ValueError:
         raise SettingsError(f"--models: {text!r} is not a model", hint="e.g. org/model or org/model@v2") from None
 

@@ -6,6 +6,7 @@ Its chunks are moved to sealed memory files as they arrive, which engines on thi
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,9 @@ FETCH_DEADLINE_S: Final = 3600.0
 LAYOUT_TIMEOUT_S: Final = 60.0
 """Maximum time to receive the layout from an instance that has it."""
 
+_allocation = threading.Lock()
+"""Acquired while tensors are allocated: the allocator's settings apply to all threads."""
+
 State = Literal["fetching", "ready", "failed", "closed"]
 LayoutOf = Callable[[WantedImage], Layout | None]
 """Returns the layout of an image in the settings' snapshot; None if it has no such image. Raises StorageError types."""
@@ -58,7 +62,7 @@ class ImageKeeper:
         self.wanted = wanted
         self.began_at = time.monotonic()
         self.failure = ""
-        """Why the fetch failed; empty if it has not."""
+        """Reason of the failure; empty without one."""
         self._holder_id = holder_id
         self._settings = settings
         self._on_change = on_change
@@ -79,7 +83,7 @@ class ImageKeeper:
 
     @property
     def state(self) -> State:
-        """Whether it is fetched, complete, failed or closed."""
+        """Stage of its life: fetching, then ready or failed, then closed."""
         return self._state
 
     @property
@@ -131,6 +135,9 @@ class ImageKeeper:
         if not fetching and seed is not None:
             seed.close(drain_s)
         self._seed = self._session = self._sealer = None
+        # Their objects refer to each other, so the memory would be kept until Python happens to collect them.
+        del session, seed
+        gc.collect()
         self._on_change()
 
     def _run(self) -> None:
@@ -187,7 +194,7 @@ class ImageKeeper:
                 self._sealer = shared_memory.sealer(seed, seed.chunk_state)
                 self._sealer.start()
 
-        with separate_mappings():
+        with _allocation, separate_mappings():
             tensors = allocate_tensors(layout, self._device)
         session = ForkSession(
             module_of(tensors),

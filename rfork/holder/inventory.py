@@ -64,7 +64,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class InventoryPlan:
-    """What to do now. Evictions come first: the fetches need their memory."""
+    """Actions of a holder. Evictions come first: the fetches need their memory."""
 
     evict: tuple[ImageKey, ...]
     fetch: tuple[WantedImage, ...]

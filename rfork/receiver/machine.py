@@ -103,6 +103,10 @@ class _Source:
     opened_at: float
     received_at: float
     """Time of the last chunk that was read from it, or `opened_at`."""
+    starved_at: float = -math.inf
+    """Last time at which it had none of its assigned chunks yet."""
+    is_dropped: bool = False
+    """True if the newest plan assigns it nothing: it is closed after its last read."""
     activity: events.SourceActivity | None = None
     """Its last known activity, from the newest tick."""
     storage: events.StorageOpened | None = None
@@ -370,8 +374,7 @@ class TransferMachine:
                 self._verifier.invalidate_all("a loader overwrites them")
                 self._emit(events.RunLoader(self._loader))
         else:
-            if self._is_paused:
-                self._close_unused()  # the last read from it may have ended
+            self._close_dropped()
             self._confirm_complete(now)
             self._start_spool_read(now)
             self._lend_to_own_storage()
@@ -491,13 +494,21 @@ class TransferMachine:
             self._close(joined)
             joined = None
         kept = self._scheduler.shares.get(joined.source_id, ()) if joined is not None else ()
-        self._scheduler.assign({joined.source_id: kept} if joined is not None else {})
+        self._assign({joined.source_id: kept} if joined is not None else {})
         self._own_load.discard_rates()
 
-    def _close_unused(self) -> None:
-        """Close the sources without assigned chunks: others may use their reader slots."""
-        for source in [each for name, each in self._active.items() if not self._scheduler.has_assigned(name)]:
-            if not source.is_joined:
+    def _assign(self, chunks: Mapping[str, tuple[Range, ...]]) -> None:
+        """Assign chunks by source; nothing more is read from the other sources, except from joined storage."""
+        self._scheduler.assign(chunks)
+        for name, source in self._active.items():
+            is_used = name in chunks and self._scheduler.has_assigned(name)
+            source.is_dropped = not (is_used or source.is_joined)
+        self._close_dropped()
+
+    def _close_dropped(self) -> None:
+        """Close the sources that the newest plan assigns nothing, once their last read has ended."""
+        for name, source in list(self._active.items()):
+            if source.is_dropped and not self._scheduler.has_assigned(name):
                 self._close(source)
 
     def _apply_plan(self, plan: Plan, now: float) -> None:
@@ -520,8 +531,7 @@ class TransferMachine:
                 self._open_storage(name, read, now)
             self._active[name].is_joined = False
             assigned[name] = ranges.normalise((*assigned.get(name, ()), *read.chunks))
-        self._scheduler.assign(assigned)
-        self._close_unused()
+        self._assign(assigned)
         log.info(
             "plan received",
             fork=plan.fork_id,
@@ -721,8 +731,9 @@ class TransferMachine:
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
                 if source.transport and self._scheduler.is_starved(name):
-                    continue
-                if self._scheduler.has_assigned(name) and now - source.opened_at >= CONNECT_TIMEOUT_S:
+                    source.starved_at = now
+                since = max(source.opened_at, source.starved_at)
+                if self._scheduler.has_assigned(name) and now - since >= CONNECT_TIMEOUT_S:
                     detail = f"{source.address}: no byte received within {CONNECT_TIMEOUT_S:g} s"
                     self._fail(source, SourceUnreachable(detail), now)
 
@@ -902,7 +913,8 @@ class TransferMachine:
 
     def _max_reads(self, source_id: str) -> int:
         """Return the maximum number of concurrent reads from a source."""
-        return self._concurrency.window(self._active[source_id].transport)
+        source = self._active[source_id]
+        return 0 if source.is_dropped else self._concurrency.window(source.transport)
 
     def _chunk_received(self, source: _Source, chunk: int, seconds: float, now: float) -> None:
         size = self._size(chunk)

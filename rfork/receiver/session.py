@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -27,6 +28,8 @@ from rfork.errors import (
     NoSource,
     PlannerRejected,
     PlannerUnreachable,
+    RforkError,
+    SourceError,
     SourceWeightsChanged,
     UnsupportedTensor,
 )
@@ -42,6 +45,7 @@ from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
 from rfork.receiver.fallback import Fallback, FallbackRunner, LoaderError, ModuleReplaced
+from rfork.receiver.machine import MAX_FAULT_DETAIL
 from rfork.receiver.planner_requests import OnProgress, PlanRequester, ProgressReporter
 from rfork.receiver.report import (
     FINAL_REPORT_S,
@@ -59,7 +63,7 @@ from rfork.receiver.report import (
 from rfork.receiver.runner import Transfer
 from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import ForkRequest, ForkResult, InstanceReport, Outcome, source_type
+from rfork.schema import ForkRequest, ForkResult, InstanceReport, Outcome, Route, SourceFault, source_type
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer
@@ -70,6 +74,8 @@ from rfork.weights_version import UNSTATED, is_first, is_unnamed
 
 log = logger(__name__)
 
+LAYOUT_RETRY_S = 0.5
+"""Pause between requests for a layout if no source can return it yet."""
 REPORT_TIMEOUT_S = 0.5
 """Maximum time that the end of a fork waits for the planner to acknowledge the instance's new state."""
 TRANSIENT_EGRESS_SHARE = 0.01
@@ -446,24 +452,47 @@ def _fetch_layout(
         ),
     )
     retry_until = min(time.monotonic() + settings.source_idle_timeout_s, deadline)
+    failure: RforkError | None = None
+    tried: set[str] = set()
     try:
-        plan = planner.request_plan(fork_request, deadline=deadline)
-        while not plan.routes and plan.retry_after_s is not None and time.monotonic() < retry_until:
-            time.sleep(min(plan.retry_after_s, max(0.0, retry_until - time.monotonic())))
+        while True:
             plan = planner.request_plan(fork_request, deadline=deadline)
-        # These routes are not used for reads; their leases authorize the requests.
-        if not plan.routes:
-            raise NoSource(f"no instance returned the layout of {source_instance.model}: {plan.reason}")
-        route = plan.routes[0]
-        peer = _dial(settings)(route.address, lambda: route.lease.token)
-        try:
-            layout = peer.full_manifest(retry_until).layout
-        finally:
-            peer.close()
+            faults: list[SourceFault] = []
+            # These routes are not used for reads; their leases authorize the requests.
+            untried = [route for route in plan.routes if route.source_id not in tried]
+            for route in untried:
+                try:
+                    return _layout_from(route, source_instance, settings, deadline)
+                except (SourceError, NetworkError) as error:
+                    failure = error
+                    tried.add(route.source_id)
+                    faults.append(
+                        SourceFault(
+                            instance_id=route.source_id,
+                            fault=error.fault,
+                            error=error.kind,
+                            detail=str(error)[:MAX_FAULT_DETAIL],
+                        )
+                    )
+            fork_request = fork_request.model_copy(update={"faults": tuple(faults)})
+            if not untried:
+                now = time.monotonic()
+                if now >= retry_until or not (plan.routes or plan.retry_after_s is not None):
+                    raise failure or NoSource(
+                        f"no instance returned the layout of {source_instance.model}: {plan.reason}"
+                    )
+                tried.clear()
+                time.sleep(min(plan.retry_after_s or LAYOUT_RETRY_S, retry_until - now))
     finally:
         end = final_report_deadline(deadline)
         planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
         planner.remove(fork_request.instance.instance_id, deadline=end)
+
+
+def _layout_from(route: Route, source_instance: InstanceReport, settings: InstanceSettings, deadline: float) -> Layout:
+    peer = _dial(settings)(route.address, lambda: route.lease.token)
+    with closing(peer):
+        layout = peer.full_manifest(min(time.monotonic() + settings.source_idle_timeout_s, deadline)).layout
     if layout.layout_id != source_instance.layout_id:
         raise LayoutMismatch(f"the instances of {source_instance.model} changed during the request", hint="try again")
     return layout

@@ -31,7 +31,7 @@ print(recv_msg(client))
 
 
 READY = {"vllm": "READY", "sglang": "Listening on"}
-"""Log line of a daemon that serves engines."""
+"""Text in the log of a daemon that serves engines."""
 
 
 @contextmanager

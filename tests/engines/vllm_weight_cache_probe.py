@@ -17,7 +17,7 @@ from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 from rfork.engines.vllm.weight_cache import run_daemon
 
 
-class PrintingQueue(SimpleQueue):
+class PrintingQueue(SimpleQueue[object]):
     """Prints the role and rank of a daemon that is ready."""
 
     def put(self, item: object, *_: object) -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     model, sockets = sys.argv[1:]
     nothing = dict.fromkeys(("memory_allocated", "memory_reserved", "current_device_index"), lambda *_: 0)
     changes = dict.fromkeys(("set_device_index", "empty_cache"), lambda *_: None)
-    torch.accelerator = SimpleNamespace(**{**vars(torch.accelerator), **nothing, **changes})
+    vars(torch)["accelerator"] = SimpleNamespace(**{**vars(torch.accelerator), **nothing, **changes})
     daemon.get_current_device_uuid = lambda: "host-memory"
     config = EngineArgs(
         model=model, load_format="rfork", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=1 << 20

@@ -191,6 +191,28 @@ def test_a_cache_travels_and_is_used(
     assert before["sum"] == after["sum"]
 
 
+def test_the_launcher_prefetches_caches(
+    planner: str, instance: InstanceSettings, cache: Path, rfork_process: StartRfork, tmp_path: Path
+) -> None:
+    """While an engine starts, its cache folder is filled with what an instance of its model serves."""
+    engine = tmp_path / "vllm"
+    engine.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    engine.chmod(0o755)
+    environment = {
+        "RFORK_TRANSPORTS": "http",
+        "RFORK_ARTIFACTS_KINDS": "inductor",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "b"),
+    }
+    with artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(cache)) as seed:
+        assert seed.wait_registered(10)
+        launcher = rfork_process(
+            "launch", "--planner", planner, "--version", "v1", "--", str(engine), "serve", MODEL,
+            until="JIT caches prefetched", environment=environment,
+        )  # fmt: skip
+    assert f"files={len(read_tree(cache))}" in launcher.wait_for("JIT caches prefetched.*").group()
+    assert read_tree(cache) == read_tree(tmp_path / "b")
+
+
 def test_storage_round_trip(cache: Path, tmp_path: Path) -> None:
     """A cache saved to a folder under its key and loaded into another cache has the same files."""
     written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=artifact_settings(cache))

@@ -87,7 +87,7 @@ class BackgroundWorld(World):
                 continue
             without_s, seconds = self.seconds_without_holders[name], seconds_of(target)
             limit_s = MAX_RATIO * without_s + YIELD_S + MAX_CHUNKS_LATE * self.chunk_s
-            self.check(seconds <= limit_s, f"{name}: {seconds:.2f} s beside holders, {without_s:.2f} s without")
+            self.check(seconds <= limit_s, f"{name}: {seconds:.2f} s with holders, {without_s:.2f} s without")
 
 
 def seconds_of(target: Target) -> float:

@@ -14,6 +14,7 @@ import planner.core.faults
 from planner.core.records import StoreChange
 from planner.plan_service import PlanService
 from planner.policy import group_plan
+from planner.policy.plan_state import PlanState
 from rfork.image import ranges
 from rfork.receiver.chunk_scheduler import ChunkScheduler
 from rfork.receiver.machine import TransferMachine
@@ -199,6 +200,16 @@ def overtaken_sources_kept() -> AbstractContextManager[Any]:
     return mock.patch("rfork.receiver.machine.is_overdue", return_value=False)
 
 
+def prefetches_do_not_yield() -> AbstractContextManager[Any]:
+    """A holder's fork keeps its sources while engines need them."""
+    return mock.patch("planner.core.plans._must_yield", return_value=False)
+
+
+def paused_relay_relied_on() -> AbstractContextManager[Any]:
+    """An engine is assigned chunks of a relay that is about to pause, which then keeps its source."""
+    return patched(PlanState, "_will_receive", lambda state, relay: state.shares(relay.instance_id))
+
+
 DEFECTS: list[Defect] = [
     wrong_bytes_accepted,
     corrupt_source_kept,
@@ -218,4 +229,6 @@ DEFECTS: list[Defect] = [
     spool_not_verified,
     own_storage_ignored,
     overtaken_sources_kept,
+    prefetches_do_not_yield,
+    paused_relay_relied_on,
 ]

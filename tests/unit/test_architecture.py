@@ -60,9 +60,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "source": MIDDLE,
     "receiver": MIDDLE | {"source"},
     "artifacts": MIDDLE | {"source", "receiver"},
+    "holder": MIDDLE | {"source", "receiver"},
     "engines": MIDDLE | {"source", "receiver", "artifacts", "_api"},
     "_api": MIDDLE | {"source", "receiver", "engines"},
-    "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "engines", "diagnostics"},
+    "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "holder", "engines", "diagnostics"},
 }
 """The packages of `rfork` that each package may import. Every import points up this list.
 

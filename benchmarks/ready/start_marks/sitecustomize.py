@@ -1,8 +1,9 @@
 """Prints when an unmodified engine reaches the steps of its start-up, if on PYTHONPATH.
 
 Each mark is a line ``MARK {"name": …, "pid": …, "began": …, "ended": …}`` on the standard error, with times of
-`time.monotonic`. With BENCH_NO_WEIGHTS, the engines' loaders of dummy weights leave the memory as it is: generating
-random values would take longer than loading real ones. Nothing else is changed.
+`time.monotonic`. With BENCH_NO_WEIGHTS, the engines' loaders of dummy weights leave the memory as it is, because
+generating random values takes longer than loading real ones, and vLLM does not pack weights, as with rfork. Nothing
+else is changed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ CALLS = {
     "rfork.receiver.session": {"ForkSession.run": "fork"},
 }
 """Functions by module, and the mark of each call."""
-NO_WEIGHTS = {
-    "vllm.model_executor.model_loader.dummy_loader": "initialize_single_dummy_weight",
-    "sglang.srt.model_loader.loader": "initialize_dummy_weights",
+
+
+def nothing(*_: object, **__: object) -> bool:
+    """Replace a function that fills or packs weights."""
+    return False
+
+
+NO_WEIGHTS: dict[str, dict[str, object]] = {
+    "vllm.model_executor.model_loader.dummy_loader": {"initialize_single_dummy_weight": nothing},
+    "vllm._custom_ops": {"_supports_onednn": False},
+    "vllm.model_executor.layers.utils": {"check_cpu_sgl_kernel": nothing},
+    "sglang.srt.model_loader.loader": {"initialize_dummy_weights": nothing},
 }
+"""Attributes to replace, by module."""
 
 
 def mark(name: str, began: float, **fields: object) -> None:
@@ -67,7 +78,7 @@ def instrument(module: ModuleType, name: str, imported_from: float) -> None:
             owner = getattr(owner, parent)
         setattr(owner, attribute, marked(call, getattr(owner, attribute)))
     if name in NO_WEIGHTS and "BENCH_NO_WEIGHTS" in os.environ:
-        vars(module)[NO_WEIGHTS[name]] = lambda *_, **__: None
+        vars(module).update(NO_WEIGHTS[name])
 
 
 class MarkFinder:

@@ -59,7 +59,7 @@ def run_daemon(*args: Any, **kwargs: Any) -> None:
 
     from rfork.engines import weight_cache
 
-    load_general_plugins()
+    load_general_plugins()  # among them rfork's
     weight_cache.become_holder("vllm")
     install()
     weight_cache.exit_on_sigterm()

@@ -12,8 +12,9 @@ import pytest
 from rfork.errors import SourceWeightsChanged
 from rfork.image.chunks import ChunkState
 from rfork.image.memory import Image
+from rfork.transport.same_host import memory_file
 from rfork.transport.same_host.connection import Message, close_all
-from rfork.transport.shared_memory import SharedMemoryTransport, image_sealer
+from rfork.transport.shared_memory import SharedMemoryTransport
 from rfork.transport.shared_memory.exporter import SharedMemoryExporter
 from rfork.transport.shared_memory.file_layout import PAGE
 from rfork.transport.shared_memory.image_sealer import ImageSealer
@@ -191,7 +192,7 @@ def test_the_image_is_unchanged_if_files_cannot_be_created(monkeypatch: pytest.M
         raise OSError(24, "too many open files")
 
     with source_of(sealed=False) as made:
-        monkeypatch.setattr(image_sealer.memory_file, "memory_file", refuse)
+        monkeypatch.setattr(memory_file, "memory_file", refuse)
         with pytest.raises(OSError, match="too many"):
             made.sealer.seal_verified()
         assert 0 == mapped_chunk_bytes()["Rss"]

@@ -55,12 +55,12 @@ def test_phases_of_the_engines_own_loader() -> None:
     """Everything in the load but the build counts as weights."""
     expected = [
         Phase("imports", 0, 8),
-        Phase("engine init", 8, 10),
-        Phase("weights", 10, 10.5),
+        Phase("init", 8, 10),
+        Phase("load", 10, 10.5),
         Phase("build", 10.5, 11),
-        Phase("weights", 11, 14),
+        Phase("load", 11, 14),
         Phase("warm-up", 14, 15),
-        Phase("first token", 15, 15.5),
+        Phase("token", 15, 15.5),
     ]
     assert expected == start(LOADED).phases
 
@@ -69,17 +69,17 @@ def test_phases_of_a_fork() -> None:
     """Those of its report follow each other from its start; `resume` is concurrent with the transfer."""
     expected = [
         Phase("imports", 0, 8),
-        Phase("engine init", 8, 10),
+        Phase("init", 8, 10),
         Phase("checks", 10, 10.5),
         Phase("build", 10.5, 11),
         Phase("checks", 11, 11.5),
         Phase("capture", 11.5, 11.75),
         Phase("plan", 11.75, 12),
         Phase("transfer", 12, 13),
-        Phase("weights", 13, 13.25),
+        Phase("load", 13, 13.25),
         Phase("finish", 13.25, 14),
         Phase("warm-up", 14, 15),
-        Phase("first token", 15, 15.5),
+        Phase("token", 15, 15.5),
     ]
     assert expected == start(FORKED).phases
 
@@ -113,7 +113,7 @@ def test_a_log_without_a_load_is_an_error() -> None:
 
 
 def timed(first_token_s: float, weights_s: float = 1.0) -> Start:
-    return Start(first_token_s, [Phase("weights", 0, weights_s), Phase("imports", weights_s, first_token_s)], "")
+    return Start(first_token_s, [Phase("load", 0, weights_s), Phase("imports", weights_s, first_token_s)], "")
 
 
 def case(name: str, link: object = None) -> ReadyCase:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
 
+from rfork.artifacts import ArtifactReport
 from rfork.engine_command import EngineName, ModelArguments, model_arguments
 from rfork.engines.prefetch import Prefetch, selector_of
 from rfork.planner_client.client import PlannerClient
@@ -88,15 +91,27 @@ class FakePlanner:
 
 
 class Processes:
-    """Starts a process that sleeps instead of a holder, and records the commands."""
+    """Starts processes that do nothing instead of a holder and `rfork cache pull`, and records the commands."""
 
-    def __init__(self) -> None:
+    def __init__(self, pull: str = "print()") -> None:
+        """`pull`: Python program that replaces `rfork cache pull`."""
+        self.pulls: list[tuple[Sequence[str], Mapping[str, str]]] = []
+        self.pulled: subprocess.Popen[bytes] | None = None
+        self.pull_started = threading.Event()
+        self._pull = pull
         self.commands: list[Sequence[str]] = []
         self.environments: list[Mapping[str, str]] = []
         self.started = threading.Event()
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], stdout: int | IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        if "pull" in command:
+            self.pulls.append((command, environment))
+            self.pulled = subprocess.Popen([sys.executable, "-c", self._pull], stdout=stdout)
+            self.pull_started.set()
+            return self.pulled
         self.commands.append(command)
         self.environments.append(environment)
         process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -105,8 +120,14 @@ class Processes:
         return process
 
 
-def prefetch(planner: FakePlanner, processes: Processes, settings: InstanceSettings = SETTINGS) -> Prefetch:
+def prefetch(
+    planner: FakePlanner,
+    processes: Processes,
+    settings: InstanceSettings = SETTINGS,
+    variables: Mapping[str, str] | None = None,
+) -> Prefetch:
     environment = {"RFORK_REPLICA": "server-1", "RFORK_HTTP_PORT": "7000", "RFORK_PLANNER": "http://planner"}
+    environment |= variables or {}
     return Prefetch("vllm", ARGUMENTS, settings, environment, connect=planner.connect, start_process=processes.start)
 
 
@@ -156,3 +177,72 @@ def test_a_failing_planner_is_logged(caplog: pytest.LogCaptureFixture, tmp_path:
         pass
     assert "weights not prefetched" in caplog.text
     assert [] == processes.commands
+
+
+CACHES = {"RFORK_ARTIFACTS_KINDS": "vllm,inductor", "VLLM_CACHE_ROOT": "/caches/vllm"}
+PULLED = ArtifactReport("org/model", "key", files=43, bytes=6800000, seconds=1.5, source="7f2a@node-2")
+
+
+def prefetch_caches(processes: Processes, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Prefetch until the result of the caches is logged. Returns the lines about them."""
+    caplog.set_level("INFO")
+    logged = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.set() if "JIT caches" in record.getMessage() else None  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        with prefetch(FakePlanner(follows_host=True), processes, variables=CACHES):
+            assert logged.wait(30)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return [line for line in caplog.text.splitlines() if "JIT caches" in line]
+
+
+def test_caches_are_pulled_into_the_folders_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """The command has the model's name and the engine's environment, and one line reports what came."""
+    processes = Processes(f"print({json.dumps(PULLED.to_dict())!r})")
+    (line,) = prefetch_caches(processes, caplog)
+    ((command, environment),) = processes.pulls
+    assert ["cache", "pull", "--json", "--model", "org/model"] == command[3:]
+    assert CACHES["VLLM_CACHE_ROOT"] == environment["VLLM_CACHE_ROOT"]
+    assert CACHES["RFORK_ARTIFACTS_KINDS"] == environment["RFORK_ARTIFACTS_KINDS"]
+    assert "RFORK_HTTP_PORT" not in environment
+    assert "JIT caches prefetched" in line
+    assert "43" in line
+    assert "7f2a@node-2" in line
+
+
+@pytest.mark.parametrize(
+    ("pull", "reason"),
+    [
+        (f"print({json.dumps(ArtifactReport('m', 'key', reason='no instance').to_dict())!r})", "no instance"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("print('?')", "Invalid JSON"),
+    ],
+)
+def test_the_reason_why_no_caches_came_is_logged(pull: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine compiles: nothing is raised."""
+    (line, *_) = prefetch_caches(Processes(pull), caplog)
+    assert "JIT caches not prefetched" in line
+    assert reason in caplog.text
+
+
+def test_pulling_caches_ends_with_the_server() -> None:
+    """A pull that still runs is terminated, without waiting for its deadline."""
+    processes = Processes("import signal; signal.pause()")
+    with prefetch(FakePlanner(follows_host=True), processes, variables=CACHES):
+        assert processes.pull_started.wait(30)
+    assert processes.pulled is not None
+    assert processes.pulled.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables"),
+    [({"prefetch": "off"}, CACHES), ({"planner": None}, CACHES), ({}, {}), ({}, {"RFORK_ARTIFACTS_KINDS": ""})],
+)
+def test_caches_are_not_pulled_unless_enabled(changes: dict[str, object], variables: dict[str, str]) -> None:
+    """Without cache types, without a planner, and by the setting, no command starts."""
+    planner, processes = FakePlanner(follows_host=True), Processes()
+    with prefetch(planner, processes, SETTINGS.model_copy(update=changes), variables):
+        assert not {"prefetch", "planner"}.isdisjoint(changes) or planner.requested.wait(30)
+    assert [] == processes.pulls

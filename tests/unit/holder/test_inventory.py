@@ -108,7 +108,7 @@ def test_nothing_is_evicted_while_memory_is_left() -> None:
 
 
 def test_two_versions_of_a_rank_are_kept() -> None:
-    """The weights of a rollout are fetched beside those of before."""
+    """The weights of a rollout are fetched, and those of before are kept."""
     old, new = image("v1"), image("v2", "announced")
     plan = plan_inventory([new, old], kept(old), 20 * GB)
     assert (new,) == plan.fetch
@@ -199,17 +199,17 @@ def inventories(draw: st.DrawFn) -> tuple[list[WantedImage], dict[ImageKey, Kept
         each.model_copy(update={"image_bytes": sizes.setdefault(key(each), each).image_bytes})
         for each in draw(st.lists(images, max_size=8))
     ]
-    holds = [
+    held = [
         each.model_copy(update={"image_bytes": sizes.setdefault(key(each), each).image_bytes})
         for each in draw(st.lists(images, max_size=6, unique_by=key))
     ]
     versions: dict[tuple[str, str], set[str]] = {}
-    for each in holds:
+    for each in held:
         versions.setdefault(key(each).group, set()).add(each.version)
-    holds = [each for each in holds if each.version in sorted(versions[key(each).group])[:MAX_VERSIONS]]
-    memory = max(draw(st.integers(1, 24)) * GB, sum(each.image_bytes for each in holds))
+    held = [each for each in held if each.version in sorted(versions[key(each).group])[:MAX_VERSIONS]]
+    memory = max(draw(st.integers(1, 24)) * GB, sum(each.image_bytes for each in held))
     failures = dict.fromkeys(draw(st.sets(st.sampled_from([key(each) for each in wanted]))) if wanted else (), "failed")
-    return wanted, kept(*holds), memory, failures
+    return wanted, kept(*held), memory, failures
 
 
 def carried_out(plan: InventoryPlan, before: Mapping[ImageKey, KeptImage]) -> dict[ImageKey, KeptImage]:

@@ -309,7 +309,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_holder_ends_with_its_process(child: subprocess.Popen[bytes]) -> None:
-    """Also if nobody waits for the process, which is a zombie then."""
+    """Also if it is a zombie, for which no parent waits."""
     test = one_shot(child.pid)
 
     def kill() -> None:

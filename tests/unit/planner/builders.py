@@ -81,6 +81,9 @@ def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, 
                 readers.setdefault(source, {})[f"fork-{target}"] = count(chunks) / CHUNKS
             if source in members and target in members and is_same_host_read(members[source], members[target]):
                 local.setdefault(source, set()).add(f"fork-{target}")
+    hosts: dict[str, list[str]] = {}
+    for name, member in members.items():
+        hosts.setdefault(member.location.host, []).append(name)
     return GroupView(
         model="m",
         rank_key="r",
@@ -88,6 +91,8 @@ def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, 
         readers=readers,
         same_host_readers=local,
         shares=shares,
+        background_forks={f"fork-{name}": name for name in shares if name in members and members[name].background},
+        shared_hosts={host: names for host, names in hosts.items() if any(members[name].background for name in names)},
         other_ranks=other_ranks,
     )
 
@@ -138,8 +143,10 @@ def apply_decisions(
     }
     local = {source: set(there) - forks for source, there in fleet.same_host_readers.items()}
     members = {**fleet.sources, **{demand.target.instance_id: demand.target for demand in demands}}
-    shares = dict(fleet.shares)
+    shares, background = dict(fleet.shares), dict(fleet.background_forks)
     for demand in demands:
+        if demand.target.background:
+            background[demand.fork_id] = demand.target.instance_id
         decision, target_id = decisions[demand.fork_id], demand.target.instance_id
         shares[target_id] = decision.shares + tuple(ChunkShare(target_id, chunks) for _, chunks in decision.storage)
         for share in decision.shares:
@@ -147,7 +154,9 @@ def apply_decisions(
             readers.setdefault(share.source_id, {})[demand.fork_id] = part
             if is_same_host_read(members[share.source_id], demand.target):
                 local.setdefault(share.source_id, set()).add(demand.fork_id)
-    return replace(fleet, sources=members, readers=readers, same_host_readers=local, shares=shares)
+    return replace(
+        fleet, sources=members, readers=readers, same_host_readers=local, shares=shares, background_forks=background
+    )
 
 
 def routes(decision: PlanDecision) -> dict[str, tuple[Range, ...]]:

@@ -22,6 +22,7 @@ from rfork.errors import (
 from rfork.image.chunks import MIB
 from rfork.image.layout import Manifest
 from rfork.receiver.events import (
+    Action,
     ChunkDigested,
     ChunksOffered,
     CloseSource,
@@ -35,6 +36,7 @@ from rfork.receiver.events import (
     LeasesRenewed,
     ManifestReceived,
     MarkVerified,
+    MeasureOwnLoad,
     OpenPeer,
     OpenStorage,
     PlanFailed,
@@ -143,8 +145,7 @@ def test_a_source_is_closed_only_after_its_last_read() -> None:
     harness = following("a")
     harness.offer("a", (0, 1))
     assert [] == of_type(harness.plan(peer("b", ALL)), CloseSource)
-    harness.read("a", 0)
-    assert [CloseSource(0)] == of_type(harness.plan(peer("b", ALL)), CloseSource)
+    assert [CloseSource(0)] == of_type(harness.read("a", 0), CloseSource)
 
 
 def test_at_most_one_plan_is_requested_at_a_time() -> None:
@@ -201,6 +202,83 @@ def test_an_unreachable_planner_is_retried_by_a_transfer_that_had_a_plan() -> No
     harness.wait(0.01)
     harness.handle(PlanFailed(PlannerUnreachable("no response")))
     assert "PlannerUnreachable: no response" == harness.result
+
+
+# -- pauses ---------------------------------------------------------------------------------------------
+
+
+def paused(harness: MachineHarness) -> list[Action]:
+    """Pass a plan that pauses the transfer."""
+    return harness.plan(is_paused=True, retry_after_s=1.0)
+
+
+def test_a_pause_closes_the_sources() -> None:
+    """Their reader slots are free, and none of them is blamed."""
+    harness = following("a", "b")
+    assert [CloseSource(0), CloseSource(1)] == of_type(paused(harness), CloseSource)
+    assert [] == harness.reasons
+
+
+def test_a_pause_lets_reads_in_flight_end() -> None:
+    """Then the source is closed, and nothing more is read from it."""
+    harness = following("a")
+    harness.offer("a", ALL)
+    assert [] == of_type(paused(harness), CloseSource)
+    in_flight = chunks_read(harness.actions)
+    actions = harness.read("a", *in_flight)
+    assert in_flight == chunks_verified(harness.actions)
+    assert [CloseSource(0)] == of_type(actions, CloseSource)
+    assert [] == chunks_read(actions)
+
+
+def test_a_paused_transfer_requests_a_plan_again() -> None:
+    """After the time that the planner states."""
+    harness = following("a")
+    paused(harness)
+    assert [] == of_type(harness.wait(0.99), RequestPlan)
+    assert 1 == len(of_type(harness.wait(0.02), RequestPlan))
+
+
+def test_a_paused_transfer_does_not_run_out_of_sources() -> None:
+    """It waits until its deadline."""
+    harness = MachineHarness(settings(no_source_timeout_s=1.0), deadline_s=20.0)
+    while harness.now < 115.0:
+        paused(harness)
+        harness.wait(1.01)
+    assert not harness.machine.finished
+    harness.wait(10.0)
+    assert str(harness.result).startswith("DeadlineExceeded")
+
+
+def test_a_paused_transfer_outlasts_a_planner_that_restarts() -> None:
+    """Although it had no source yet."""
+    harness = MachineHarness()
+    paused(harness)
+    harness.wait(1.01)
+    harness.handle(PlanFailed(PlannerUnreachable("no response")))
+    assert harness.result is None
+
+
+def test_a_paused_transfer_does_not_compare_its_own_storage() -> None:
+    """Its sources are not slow."""
+    harness = MachineHarness(own_storage="local")
+    harness.plan(peer("a", ALL))
+    paused(harness)
+    assert [] == of_type(harness.wait(0.99), MeasureOwnLoad)
+
+
+def test_a_transfer_continues_after_a_pause() -> None:
+    """It keeps the verified chunks."""
+    harness = following("a")
+    harness.offer("a", (0, 1))
+    harness.read("a", 0)
+    paused(harness)
+    harness.wait(1.01)
+    harness.plan(peer("a", (1, CHUNKS)))
+    harness.offer("a", ALL)
+    harness.read("a", *range(1, CHUNKS))
+    assert "complete" == harness.result
+    assert 0 == harness.machine.stats.bytes_repeated
 
 
 def test_renewed_leases_are_presented_to_open_sources() -> None:

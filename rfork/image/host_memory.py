@@ -18,11 +18,7 @@ MIN_MAPPED_BYTES: Final = 64 << 10
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _MAX_MMAP_THRESHOLD: Final = 32 << 20
-<<<<<<< HEAD
-"""Maximum of glibc's own adjustment of the threshold. Setting a threshold ends that adjustment."""
-=======
 """Maximum threshold of glibc's own adjustment, which ends once a threshold is set."""
->>>>>>> rd
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.restype = ctypes.py_object

@@ -13,6 +13,7 @@ import torch
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
+from rfork.image.host_memory import separate_mappings
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
 from rfork.transport.base import Exporter, Reader, Transport
@@ -28,14 +29,15 @@ def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
     regions: list[torch.Tensor] = []
     specs: list[TensorSpec] = []
     offset = 0
-    for index, size in enumerate(sizes):
-        if seed is None:
-            regions.append(torch.zeros(size, dtype=torch.uint8))
-        else:
-            generator.manual_seed(seed + index)
-            regions.append(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
-        specs.append(TensorSpec(f"tensor.{index}", "uint8", (size,), (1,), offset))
-        offset += size
+    with separate_mappings():  # whatever this process has allocated before
+        for index, size in enumerate(sizes):
+            if seed is None:
+                regions.append(torch.zeros(size, dtype=torch.uint8))
+            else:
+                generator.manual_seed(seed + index)
+                regions.append(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
+            specs.append(TensorSpec(f"tensor.{index}", "uint8", (size,), (1,), offset))
+            offset += size
     return Image(Layout(tuple(specs), offset), regions)
 
 

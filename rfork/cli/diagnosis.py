@@ -61,6 +61,7 @@ ADVICE: Final[dict[str, str]] = {
     "PlannerRejected": "Set RFORK_TOKEN on the target to a token that the planner accepts. The planner's log "
     "names the rejected request.",
     "DeadlineExceeded": "Find what slowed its sources down (phases and errors above), or raise RFORK_DEADLINE_S.",
+    "ForkCancelled": "None is needed: a holder fetched an image that was no longer wanted.",
     "LayoutMismatch": "Build the target exactly like its seed: same revision, dtype, parallel ranks and "
     "quantisation. The error names the first tensor that differs.",
     "WrongVersion": "Use one version of the weights for all ranks of a replica: the same files on all nodes, or "

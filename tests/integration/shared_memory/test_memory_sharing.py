@@ -104,9 +104,10 @@ def test_memory_of_an_engine_that_has_freed_large_blocks_can_be_mapped() -> None
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(M_MMAP_THRESHOLD, 32 * MIB)
     try:
-        in_the_heap = image_of((4 * MIB,))
+        layout = image_of((4 * MIB,)).layout
+        in_the_heap = Image(layout, [torch.zeros(4 * MIB, dtype=torch.uint8)])
         with separate_mappings():
-            separate = image_of((4 * MIB,))
+            separate = Image(layout, [torch.zeros(4 * MIB, dtype=torch.uint8)])
         assert [] == ReplaceableMemory(in_the_heap).remappable_ranges(0, 4 * MIB)
         assert sum(run.length for run in ReplaceableMemory(separate).remappable_ranges(0, 4 * MIB)) == 4 * MIB
     finally:

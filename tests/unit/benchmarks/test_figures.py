@@ -13,10 +13,6 @@ from benchmarks.figures import GOALS, RECORDED, Goal, Verdict, markdown, summary
 UNRECORDED = {
     "disturb_one_reader_speed",
     "disturb_other_core_speed",
-    "pull_first_call_s",
-    "pull_same_host_vs_memcpy",
-    "ready_restart_weights",
-    "ready_vs_floor",
 }
 """Figures that the recorded results do not have yet."""
 

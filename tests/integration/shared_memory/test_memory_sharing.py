@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from rfork.errors import SourceWeightsChanged
 from rfork.image.chunks import MIB
-from rfork.image.host_memory import separate_mappings
 from rfork.image.memory import Image
 from rfork.transport.same_host.connection import Message, close_all
 from rfork.transport.shared_memory import exporter, page_remapper
-from rfork.transport.shared_memory.page_remapper import PageRemapper, ReplaceableMemory
+from rfork.transport.shared_memory.page_remapper import PageRemapper
 from tests.integration.shared_memory.pairs import (
     LARGE,
     fork_of,
@@ -31,6 +32,7 @@ from tests.integration.shared_memory.pairs import (
 from tests.transport_contract import CONTRACT, TOKEN, FakeGate, TransportPair, content, image_of, soon
 
 M_MMAP_THRESHOLD = -3
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("shm_mode", ["map", "copy"])
@@ -99,19 +101,27 @@ def test_file_backed_and_shared_memory_is_copied() -> None:
         assert content(made.source, 0, LARGE[0]) == shared[:]
 
 
+FREED_BLOCKS = f"""
+import ctypes, torch
+from rfork.image.host_memory import separate_mappings
+from rfork.image.memory import Image
+from rfork.transport.shared_memory.page_remapper import ReplaceableMemory
+from tests.transport_contract import image_of
+layout = image_of(({4 * MIB},)).layout
+ctypes.CDLL(None).mallopt({M_MMAP_THRESHOLD}, {32 * MIB})
+images = [Image(layout, [torch.zeros({4 * MIB}, dtype=torch.uint8)])]
+with separate_mappings():
+    images.append(Image(layout, [torch.zeros({4 * MIB}, dtype=torch.uint8)]))
+print([sum(run.length for run in ReplaceableMemory(image).remappable_ranges(0, {4 * MIB})) for image in images])
+"""
+
+
 def test_memory_of_an_engine_that_has_freed_large_blocks_can_be_mapped() -> None:
     """glibc then keeps new tensors in the heap, whose pages cannot be replaced, unless rfork changes that."""
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_THRESHOLD, 32 * MIB)
-    try:
-        layout = image_of((4 * MIB,)).layout
-        in_the_heap = Image(layout, [torch.zeros(4 * MIB, dtype=torch.uint8)])
-        with separate_mappings():
-            separate = Image(layout, [torch.zeros(4 * MIB, dtype=torch.uint8)])
-        assert [] == ReplaceableMemory(in_the_heap).remappable_ranges(0, 4 * MIB)
-        assert sum(run.length for run in ReplaceableMemory(separate).remappable_ranges(0, 4 * MIB)) == 4 * MIB
-    finally:
-        mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    # In a new process: free blocks of the heap are used first.
+    command = [sys.executable, "-c", FREED_BLOCKS]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert f"[0, {4 * MIB}]" == found.stdout.strip()
 
 
 def test_a_targets_writes_are_private() -> None:

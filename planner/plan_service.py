@@ -733,8 +733,8 @@ class PlanService:
         if not source.complete:
             return False
         group = state.group(record.group)
-        holder_count = group.holders_of(source.layout_id).get((source.weights_id, None))
-        others = (holder_count.seeds if holder_count else 0) - (source.state != "draining" and not source.quarantine)
+        content_count = group.content_counts(source.layout_id).get((source.weights_id, None))
+        others = (content_count.seeds if content_count else 0) - (source.state != "draining" and not source.quarantine)
         if others <= 0:
             return True
         seeds = group.seeds_of(source.layout_id, source.weights_id)

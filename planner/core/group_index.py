@@ -23,9 +23,9 @@ from planner.policy.transports import has_only_gpu_kernels, has_only_same_host, 
 from planner.policy.types import (
     SLOW_FRACTION,
     ChunkShare,
+    ContentCount,
     ForkDemand,
     GroupView,
-    HolderCount,
     HostLocation,
     Source,
 )
@@ -134,18 +134,16 @@ class ContentCounts:
     """The counts of one group. A member must be removed with the values with which it was added."""
 
     def __init__(self) -> None:
-        self._layouts: dict[str, dict[Content, HolderCount]] = {}
+        self._layouts: dict[str, dict[Content, ContentCount]] = {}
 
-    def counts_for(self, layout_id: str) -> Mapping[Content, HolderCount]:
-        """Return the holders of a layout, by content."""
+    def counts_for(self, layout_id: str) -> Mapping[Content, ContentCount]:
+        """Return how many instances have a layout, by content."""
         return self._layouts.get(layout_id, {})
 
     @property
     def any_seed(self) -> bool:
         """True if any member serves a complete image."""
-        return any(
-            holders.seeds for counts_by_content in self._layouts.values() for holders in counts_by_content.values()
-        )
+        return any(each.seeds for counts_by_content in self._layouts.values() for each in counts_by_content.values())
 
     def add(self, source: Source) -> None:
         """Count a member, if it serves anything."""
@@ -160,8 +158,8 @@ class ContentCounts:
         if key == (None, None) or source.state == "draining" or source.quarantine or not source.verified:
             return
         counts_by_content = self._layouts.setdefault(source.layout_id, {})
-        before = counts_by_content.get(key, HolderCount())
-        after = HolderCount(
+        before = counts_by_content.get(key, ContentCount())
+        after = ContentCount(
             seeds=before.seeds + change * source.complete,
             instances=before.instances + change,
             generation=max(before.generation, source.generation),
@@ -275,7 +273,7 @@ class GroupIndex:
         self._elected: dict[str, None] = {}  # targets that read storage for the group
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
-        self._holders = ContentCounts()
+        self._contents = ContentCounts()
         self._members_by_host: dict[str, dict[str, None]] = {}
         self.shared_hosts: dict[str, dict[str, None]] = {}
         """Members on each host that has a holder's image."""
@@ -451,7 +449,7 @@ class GroupIndex:
         others = {name: len(members) for name, members in self._layouts.items() if name not in layouts}
         for name in others:
             candidates[min(list(self._layouts[name])[:MAX_ANYWHERE], key=self._score)] = None
-        holder_counts = [self.holders_of(layout_id) for layout_id in layouts]
+        content_counts = [self.content_counts(layout_id) for layout_id in layouts]
         return GroupView(
             model=self.model,
             rank_key=self.rank_key,
@@ -465,7 +463,7 @@ class GroupIndex:
             sending_hosts=sending_hosts,
             loader_only=self.loader_only,
             candidates=tuple(candidates),
-            holders=holder_counts[0] if len(holder_counts) == 1 else None,
+            content_counts=content_counts[0] if len(content_counts) == 1 else None,
             other_layouts=others,
             other_ranks=other_ranks,
             version=self.version,
@@ -483,9 +481,9 @@ class GroupIndex:
         best = () if buckets is None else buckets.best(("all",), limit)
         return [self.sources[name] for name in best if self._bucket_of_member[name][1][:3] == IDLE_SEED]
 
-    def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
-        """Return the holders of a layout, by content."""
-        return self._holders.counts_for(layout_id)
+    def content_counts(self, layout_id: str) -> Mapping[Content, ContentCount]:
+        """Return how many instances have a layout, by content."""
+        return self._contents.counts_for(layout_id)
 
     @property
     def layouts(self) -> Collection[str]:
@@ -521,7 +519,7 @@ class GroupIndex:
         A group whose last members are draining does not count: they shut down, as in a rollout of another
         version. Nor does one whose last members are images that holders still receive.
         """
-        if not self.had_seed or self._holders.any_seed:
+        if not self.had_seed or self._contents.any_seed:
             return False
         return any(source.state != "draining" and source.holder is None for source in self.sources.values())
 
@@ -535,7 +533,7 @@ class GroupIndex:
             yield from [name for name in self._slow if self._is_provider(name, layout_id)][:MAX_SLOW]
         contents = [content for name, content in self._buckets_by_layout if name == layout_id]
         wanted_contents: dict[Content, list[ForkDemand]] = {}
-        counts_by_content = self._holders.counts_for(layout_id)
+        counts_by_content = self._contents.counts_for(layout_id)
         best = max(
             counts_by_content,
             key=lambda key: (counts_by_content[key], key[0] or "", key[1] or ""),
@@ -552,7 +550,7 @@ class GroupIndex:
             # A provisional content may be final by now, and a target that follows one by its plan alone has
             # not reported it yet. Where no seed serves the requested content, others may be reading other
             # files by now; nor does one help that a fork avoids.
-            has_seed = counts_by_content.get(content, HolderCount()).seeds > 0
+            has_seed = counts_by_content.get(content, ContentCount()).seeds > 0
             accepts_others = not has_seed or any(demand.excluded for demand in same_content)
             matching = [name for name in contents if name == content or name[0] is None or accepts_others]
             for name in matching:
@@ -637,13 +635,13 @@ class GroupIndex:
         bucket = self._bucket(source)
         self._bucket_of_member[instance_id] = buckets, bucket
         self._buckets_by_layout.setdefault(buckets, SourceBuckets()).add(source.location, bucket, instance_id)
-        self._holders.add(source)
+        self._contents.add(source)
         self._engine_seeds[source.layout_id] += is_engine_seed(source)
 
     def _unindex(self, instance_id: str) -> None:
         source = self.sources[instance_id]
         self._remove_from_bucket(source, *self._bucket_of_member.pop(instance_id))
-        self._holders.remove(source)
+        self._contents.remove(source)
         self._engine_seeds[source.layout_id] -= is_engine_seed(source)
 
     def _remove_from_bucket(self, source: Source, buckets: tuple[str, Content], bucket: Bucket) -> None:

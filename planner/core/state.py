@@ -395,7 +395,7 @@ class PlannerState:
             rank=report.rank,
             layout_id=layout_id,
             image_bytes=report.image_bytes,
-            seeds=sum(count.seeds for count in group.holders_of(layout_id).values()),
+            seeds=sum(count.seeds for count in group.content_counts(layout_id).values()),
             engine_seeds=group.engine_seeds(layout_id),
             has_relay=group.has_relay(layout_id),
             since=newest.since,

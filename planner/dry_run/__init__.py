@@ -123,7 +123,9 @@ def _complete_targets(
         all_chunks = ((0, source.chunk_count),)
         named = source.weights_id or weights_id
         sources[source.instance_id] = replace(source, state="serving", verified=all_chunks, weights_id=named)
-    return replace(group, sources=sources, readers={}, same_host_readers={}, shares={}, candidates=None, holders=None)
+    return replace(
+        group, sources=sources, readers={}, same_host_readers={}, shares={}, candidates=None, content_counts=None
+    )
 
 
 def _preview_target(

@@ -156,7 +156,7 @@ def _frozen_view(group: GroupView) -> GroupView:
         readers={name: dict(readers) for name, readers in group.readers.items() if readers},
         same_host_readers={name: frozenset(forks) for name, forks in group.same_host_readers.items()},
         shares=dict(group.shares),
-        holders=None if group.holders is None else dict(group.holders),
+        content_counts=None if group.content_counts is None else dict(group.content_counts),
     )
 
 

@@ -24,7 +24,7 @@ from planner.policy.fanout import plan_fanout
 from planner.policy.plan_state import PlanState
 from planner.policy.stragglers import stragglers
 from planner.policy.transports import has_only_same_host
-from planner.policy.types import ForkDemand, GroupView, HolderCount, PlanDecision, Source
+from planner.policy.types import ContentCount, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_requested_weights
 from rfork.image.ranges import subtract
 
@@ -74,10 +74,10 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
 
 def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     """Plan demands of one layout and the same transports."""
-    first, holder_counts = demands[0].target, state.group.holders
+    first, content_counts = demands[0].target, state.group.content_counts
     own = first.instance_id if len(demands) == 1 else None
     sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
-    best = _preferred_weights(holder_counts if holder_counts is not None else holders(sources, state.now))
+    best = _preferred_weights(content_counts if content_counts is not None else count_contents(sources, state.now))
     # Targets of the batch that share a host are left to the fan-out.
     source_locations = [source.location for source in sources if not state.is_unplanned(source.instance_id)]
     nodes = {location.host for location in source_locations} | {
@@ -203,16 +203,16 @@ def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[S
     )
 
 
-def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str | None], HolderCount]:
-    """Count the holders of each weights_id or provisional_id among these sources."""
-    found: dict[tuple[str | None, str | None], HolderCount] = {}
+def count_contents(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str | None], ContentCount]:
+    """Count the instances with each weights_id or provisional_id among these sources."""
+    found: dict[tuple[str | None, str | None], ContentCount] = {}
     for source in sources:
         key = (source.weights_id, None) if source.weights_id else (None, source.provisional_id)
         unreadable = source.state == "draining" or now < source.quarantined_until or not source.verified
         if key == (None, None) or unreadable:
             continue  # weights that no source serves must not keep targets from those that are served
-        before = found.get(key, HolderCount())
-        found[key] = HolderCount(
+        before = found.get(key, ContentCount())
+        found[key] = ContentCount(
             seeds=before.seeds + source.complete,
             instances=before.instances + 1,
             generation=max(before.generation, source.generation),
@@ -221,11 +221,11 @@ def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str
 
 
 def _preferred_weights(
-    holder_counts: Mapping[tuple[str | None, str | None], HolderCount],
+    content_counts: Mapping[tuple[str | None, str | None], ContentCount],
 ) -> tuple[str | None, str | None]:
     """Return the weights with the most eligible seeds; then the most instances, then the newest generation."""
     return max(
-        holder_counts,
-        key=lambda key: (holder_counts[key], key[0] or "", key[1] or ""),
+        content_counts,
+        key=lambda key: (content_counts[key], key[0] or "", key[1] or ""),
         default=(None, None),
     )

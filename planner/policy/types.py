@@ -106,11 +106,11 @@ class Source:
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class HolderCount:
-    """Holders of one content that can be read from; the greater value is preferred."""
+class ContentCount:
+    """Number of instances with one content that can be read from; the greater value is preferred."""
 
     seeds: int = 0
-    """Holders of all chunks."""
+    """Those with all chunks."""
     instances: int = 0
     generation: int = 0
 
@@ -148,14 +148,14 @@ class GroupView:
     """True if a loader already ran here for the group and its instance served nothing: each target then runs
     its own.
     """
-    holders: Mapping[tuple[str | None, str | None], HolderCount] | None = None
-    """Holders of the demands' layout, by (weights_id, provisional_id), if `candidates` are not all."""
+    content_counts: Mapping[tuple[str | None, str | None], ContentCount] | None = None
+    """Instances with the demands' layout, by (weights_id, provisional_id), if `candidates` are not all."""
     other_layouts: Mapping[str, int] = field(default_factory=dict)
     """Number of instances with another layout than the demands', by layout_id; at least one of them is among
     the candidates.
     """
     other_ranks: tuple[str, ...] = ()
-    """Keys of the model's ranks that have holders, for the reason of a plan without routes."""
+    """Keys of the model's ranks that instances have, for the reason of a plan without routes."""
     version: str = ""
     """The version of the weights, for reasons."""
     other_versions: Mapping[str, int] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class PlanDecision:
     is_paused: bool = False
     """True if a background fork must not read now: it waits until engines' forks have ended."""
     mismatched_source: str | None = None
-    """instance_id to compare layouts with, if all holders of the model have another layout."""
+    """instance_id to compare layouts with, if all instances of the model have another layout."""
 
     @property
     def shares(self) -> tuple[ChunkShare, ...]:

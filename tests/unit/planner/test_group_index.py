@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.core.group_index import MAX_ANYWHERE, GroupIndex
 from planner.core.records import ForkRecord, GroupKey, RouteRecord
-from planner.policy.group_plan import holders, plan
+from planner.policy.group_plan import count_contents, plan
 from planner.policy.types import ChunkShare, ForkDemand, GroupView, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range, from_indices, indices, intersect, normalise
 from rfork.schema import ForkResult, Rank, StorageAssignment
@@ -152,7 +152,7 @@ class GroupSimulation:
     def plan(self, demands: list[ForkDemand]) -> None:
         """Plan from the candidates, compare with a plan over all members, and apply the plan."""
         view = self.index.view(demands)
-        full_view = replace(view, candidates=None, holders=None)
+        full_view = replace(view, candidates=None, content_counts=None)
         decisions, full = plan(view, demands, NOW), plan(full_view, demands, NOW)
         assert [] == violations(full_view, demands, decisions, NOW)
         # Only the index knows which instances are missing, so decisions may differ from then on.
@@ -225,7 +225,7 @@ def test_random_fleets_have_no_cycles_and_a_consistent_index(rng: SeededRandom, 
         }
         assert rebuilt.shares == simulation.index.shares
         assert rebuilt._bucket_of_member == simulation.index._bucket_of_member
-        assert holders(list(simulation.sources.values()), NOW) == simulation.index.holders_of(LAYOUT)
+        assert count_contents(list(simulation.sources.values()), NOW) == simulation.index.content_counts(LAYOUT)
         assert [] == [
             name
             for name, source in simulation.sources.items()
@@ -237,7 +237,7 @@ def test_an_empty_group_has_no_candidates() -> None:
     """It has no holders either."""
     view = GroupIndex(GroupKey("m", VERSION, "r")).view([demand(loading("t"))])
     assert () == view.candidates
-    assert {} == view.holders
+    assert {} == view.content_counts
     assert {} == view.other_layouts
 
 

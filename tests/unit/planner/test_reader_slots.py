@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.core.group_index import UNPLANNED_SHARE, ContentCounts, ReaderSlots
 from planner.core.records import RouteRecord
-from planner.policy.types import HolderCount
+from planner.policy.types import ContentCount
 from tests.unit.planner.builders import CHUNKS, LAYOUT, ORIGIN, WEIGHTS, loading, seed
 from tests.unit.planner.records import fork
 
@@ -79,8 +79,8 @@ def test_holders_are_counted_by_layout_and_content() -> None:
         counts.add(each)
     initial = dict(counts.counts_for(LAYOUT))
     counts.remove(seed("s"))
-    assert {(WEIGHTS, None): HolderCount(1, 2), (None, ORIGIN): HolderCount(0, 1)} == initial
-    assert {(WEIGHTS, None): HolderCount(0, 1), (None, ORIGIN): HolderCount(0, 1)} == counts.counts_for(LAYOUT)
+    assert {(WEIGHTS, None): ContentCount(1, 2), (None, ORIGIN): ContentCount(0, 1)} == initial
+    assert {(WEIGHTS, None): ContentCount(0, 1), (None, ORIGIN): ContentCount(0, 1)} == counts.counts_for(LAYOUT)
     assert not counts.any_seed
 
 

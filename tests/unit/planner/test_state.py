@@ -192,8 +192,8 @@ def test_clearing_removes_everything() -> None:
     assert [] == known.instances()
     assert [] == known.forks()
     assert [] == known.groups()
-    assert {} == view.holders
+    assert {} == view.content_counts
     assert [] == list(known.instances_after(None))
     assert [] == list(known.forks_after(None))
     known.apply(StoreChange(instances=(instance("s"),)))
-    assert 1 == sum(each.seeds for each in known.group(GROUP).holders_of(LAYOUT).values())
+    assert 1 == sum(each.seeds for each in known.group(GROUP).content_counts(LAYOUT).values())

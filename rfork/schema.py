@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, cast, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
@@ -448,6 +448,21 @@ class WantedImage(WireModel):
         description="`announced`: replicas will start on this host; `engine`: an engine on this host has it; `selected`: the holder selects it"
     )
     reason: SanitizedText = Field("", description="the cause, for display")
+
+
+class ImageKey(NamedTuple):
+    """Identity of an image before its weights are known. Not sent."""
+
+    model: str
+    version: str
+    """Empty if it is not known yet."""
+    rank_key: str
+    layout_id: str
+
+    @classmethod
+    def of(cls, image: HeldImage | WantedImage) -> ImageKey:
+        """Return the key of an image that a holder has, or should have."""
+        return cls(image.model, image.version or "", image.rank.key, image.layout_id)
 
 
 class HolderAck(WireModel):

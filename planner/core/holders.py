@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
-from planner.policy.prefetch import FleetImageKey, key_of
-from rfork.schema import ForkResult, HolderReport, ImageSelector, WantedImage
+from rfork.schema import ForkResult, HolderReport, ImageKey, ImageSelector, WantedImage
 
 PrefetchResult = Literal["used", "unused", "wrong_layout"]
 
@@ -100,18 +99,18 @@ def _without_times(report: HolderReport) -> HolderReport:
 
 def prefetched_images(
     known: HolderRecord | None, report: HolderReport, wanted: Iterable[WantedImage]
-) -> tuple[FleetImageKey, ...]:
+) -> tuple[ImageKey, ...]:
     """Return the images that a holder has because they were announced, and that no engine has used yet."""
     before = set(known.prefetched) if known is not None else set()
-    old = {key_of(image) for image in known.report.images} if known is not None else set()
-    announced = {key_of(image) for image in wanted if image.cause == "announced"}
-    unused = (key_of(image) for image in report.images if not image.used)
+    old = {ImageKey.of(image) for image in known.report.images} if known is not None else set()
+    announced = {ImageKey.of(image) for image in wanted if image.cause == "announced"}
+    unused = (ImageKey.of(image) for image in report.images if not image.used)
     return tuple(key for key in unused if key in before or (key in announced and key not in old))
 
 
 def unused_prefetches(known: HolderRecord, report: HolderReport | None) -> int:
     """Return how many prefetched images a holder no longer has (`report`: None for none) that were never used."""
-    kept = {key_of(image) for image in report.images} if report is not None else set()
+    kept = {ImageKey.of(image) for image in report.images} if report is not None else set()
     return sum(key not in kept for key in known.prefetched)
 
 
@@ -128,7 +127,7 @@ def prefetch_results(
     holders keep. An image counts only once as prefetched, whatever becomes of it.
     """
     if any(finish.sources.get(image.report.instance_id) for image in local_images):
-        key = FleetImageKey(fork.model, fork.version, fork.rank.key, layout_id)
+        key = ImageKey(fork.model, fork.version, fork.rank.key, layout_id)
         return "used", tuple(_without(holder, {key}) for holder in holders if key in holder.prefetched)
     rank = (fork.model, fork.version, fork.rank.key)
     wrong = {key for holder in holders for key in holder.prefetched if key[:3] == rank}
@@ -137,5 +136,5 @@ def prefetch_results(
     return "wrong_layout", tuple(_without(holder, wrong) for holder in holders if wrong & set(holder.prefetched))
 
 
-def _without(holder: HolderRecord, keys: set[FleetImageKey]) -> HolderRecord:
+def _without(holder: HolderRecord, keys: set[ImageKey]) -> HolderRecord:
     return replace(holder, prefetched=tuple(key for key in holder.prefetched if key not in keys))

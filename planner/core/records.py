@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from planner.policy.prefetch import FleetImageKey
 from planner.policy.types import HostLocation, Source, Storage
 from rfork import schema
 from rfork.image.ranges import Range, normalise
@@ -21,6 +20,7 @@ from rfork.schema import (
     ForkState,
     HolderInfo,
     HolderReport,
+    ImageKey,
     InstanceInfo,
     InstanceReport,
     Outcome,
@@ -310,7 +310,7 @@ class HolderRecord:
     ttl_s: float
     owner: str = ""
     """Digest of the secret that later changes must match; empty: any caller may change it."""
-    prefetched: tuple[FleetImageKey, ...] = ()
+    prefetched: tuple[ImageKey, ...] = ()
     """Images that it fetched because they were announced, and that no engine on its host has used yet."""
 
     @property

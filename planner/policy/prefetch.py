@@ -14,22 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
-from rfork.schema import HeldImage, HolderReport, ImageSelector, Rank, ScaleUp, WantedImage
+from rfork.schema import HeldImage, HolderReport, ImageKey, ImageSelector, Rank, ScaleUp, WantedImage
 from rfork.weights_version import is_shareable, short
 
 MAX_WANTED: Final = 256
 """Maximum images that a holder is to keep, and that it can report."""
-
-
-class FleetImageKey(NamedTuple):
-    """Identity of an image before its weights are known."""
-
-    model: str
-    version: str
-    rank_key: str
-    layout_id: str
 
 
 @dataclass(frozen=True)
@@ -52,9 +43,9 @@ class FleetImage:
     """Time of the first report of its most recent instance."""
 
     @property
-    def key(self) -> FleetImageKey:
+    def key(self) -> ImageKey:
         """Identity of the image."""
-        return FleetImageKey(self.model, self.version, self.rank.key, self.layout_id)
+        return ImageKey(self.model, self.version, self.rank.key, self.layout_id)
 
     @property
     def is_available(self) -> bool:
@@ -194,8 +185,8 @@ class _WantedImages:
     """Images that a holder should keep, each once."""
 
     def __init__(self, report: HolderReport) -> None:
-        self._held = {key_of(image): image for image in report.images if image.version is not None}
-        self._by_key: dict[FleetImageKey, WantedImage] = {}
+        self._held = {ImageKey.of(image): image for image in report.images if image.version is not None}
+        self._by_key: dict[ImageKey, WantedImage] = {}
 
     @property
     def images(self) -> tuple[WantedImage, ...]:
@@ -227,18 +218,13 @@ class _WantedImages:
         )
 
 
-def key_of(image: HeldImage | WantedImage) -> FleetImageKey:
-    """Return the identity of an image that a holder has, or should have; the version is empty if it is not known."""
-    return FleetImageKey(image.model, image.version or "", image.rank.key, image.layout_id)
-
-
 def _with_held_images(model: str, images: Sequence[FleetImage], held: Iterable[HeldImage]) -> list[FleetImage]:
     """Return the images with those of the model that only the holder itself has, as after a planner's restart."""
     known = {image.key for image in images}
     own = [
         _fleet_image(image)
         for image in held
-        if image.model == model and image.version is not None and key_of(image) not in known
+        if image.model == model and image.version is not None and ImageKey.of(image) not in known
     ]
     return [*images, *own]
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from rfork.schema import WantedImage
+from rfork.schema import ImageKey, WantedImage
 
 MAX_VERSIONS: Final = 2
 """Versions of one model and rank that are kept: during a rollout, the old and the new one."""
@@ -24,25 +24,6 @@ CAUSES: Final = ("announced", "engine", "selected")
 """Causes for which images are wanted, most urgent first."""
 MAX_FETCHES: Final = 2
 """Equally urgent images that are fetched concurrently: more would all finish later."""
-
-
-class ImageKey(NamedTuple):
-    """Identity of an image before its weights are known."""
-
-    model: str
-    version: str
-    rank_key: str
-    layout_id: str
-
-    @classmethod
-    def of(cls, wanted: WantedImage) -> ImageKey:
-        """Return the key of a wanted image."""
-        return cls(wanted.model, wanted.version, wanted.rank.key, wanted.layout_id)
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """Model and rank, whose versions are counted."""
-        return self.model, self.rank_key
 
 
 @dataclass(frozen=True)
@@ -93,7 +74,7 @@ def plan_inventory(
         if key in chosen or key in refused:
             continue
         reserved = {} if key in kept else postponed
-        versions = _versions(key.group, chosen.keys() | reserved.keys())
+        versions = _versions(key, chosen.keys() | reserved.keys())
         available = max(0, free - sum(each.image_bytes for each in reserved.values()))
         if key.version not in versions and len(versions) >= MAX_VERSIONS:
             refused[key] = Refusal(image, f"{MAX_VERSIONS} versions of this rank are more urgent")
@@ -107,7 +88,7 @@ def plan_inventory(
             free -= image.image_bytes
     retained = set(chosen)
     for key in sorted(kept.keys() - chosen.keys(), key=lambda key: (-kept[key].used_at, key)):
-        versions = _versions(key.group, retained)
+        versions = _versions(key, retained)
         if kept[key].image_bytes <= free and (key.version in versions or len(versions) < MAX_VERSIONS):
             retained.add(key)
             free -= kept[key].image_bytes
@@ -132,8 +113,9 @@ def next_fetches(planned: Sequence[WantedImage], running: Sequence[WantedImage])
     return started
 
 
-def _versions(group: tuple[str, str], keys: Collection[ImageKey]) -> set[str]:
-    return {key.version for key in keys if key.group == group}
+def _versions(image: ImageKey, keys: Collection[ImageKey]) -> set[str]:
+    """Return the versions of the image's model and rank among the keys."""
+    return {key.version for key in keys if (key.model, key.rank_key) == (image.model, image.rank_key)}
 
 
 def _memory_reason(needed: int, free: int, total: int) -> str:

@@ -16,10 +16,10 @@ from uuid import uuid4
 from rfork.errors import NetworkError
 from rfork.holder.host import WatchedProcess
 from rfork.holder.image_keeper import ImageKeeper, LayoutOf
-from rfork.holder.inventory import ImageKey, KeptImage, Refusal, next_fetches, plan_inventory
+from rfork.holder.inventory import KeptImage, Refusal, next_fetches, plan_inventory
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import HolderReport, ImageSelector, RefusedImage, WantedImage
+from rfork.schema import HolderReport, ImageKey, ImageSelector, RefusedImage, WantedImage
 from rfork.settings import InstanceSettings
 
 log = logger(__name__)
@@ -31,6 +31,8 @@ RETRY_S: Final = (2.0, 5.0, 15.0, 60.0)
 """Pauses after consecutive failures of one image; the last one repeats."""
 STOP_S: Final = 5.0
 """Maximum time to end what does not drain, as a fetch that waits for a source."""
+NO_SOURCE_TIMEOUT_S: Final = 60.0
+"""Maximum time that a one-shot holder waits for a first source: by then its engine loads the weights itself."""
 ONE_SHOT_TIMEOUT_S: Final = 1800.0
 """Maximum time that a one-shot holder waits for its engine."""
 
@@ -214,7 +216,7 @@ class Holder:
             # An image that it has, or fetches, stays wanted while the engine needs it.
             if self._keepers:
                 return "the engine has its weights"
-            if self._until is None:
+            if self._until is None or self._clock() >= self._began_at + NO_SOURCE_TIMEOUT_S:
                 return "no instance has the weights"
         if self._clock() >= self._began_at + ONE_SHOT_TIMEOUT_S:
             return f"no engine used the weights within {ONE_SHOT_TIMEOUT_S:g} s"

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from rfork.errors import StorageNotFound
-from rfork.holder.inventory import ImageKey
 from rfork.image.layout import Layout
 from rfork.image.safetensors_header import layout_of
-from rfork.schema import WantedImage
+from rfork.schema import ImageKey, WantedImage
 from rfork.storage.snapshots.entry import (
     ManifestFile,
     SnapshotEntry,

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from planner.clock import Clock
 from planner.core.records import StoreChange
-from planner.policy.prefetch import FleetImageKey
 from planner.store.base import CommitConflict
-from rfork.schema import ForkResult
+from rfork.schema import ForkResult, ImageKey
 from tests.integration.redis_store.stores import (
     MakeStore,
     forks_of,
@@ -150,7 +149,7 @@ async def test_holders_are_shared_and_loaded(make: MakeStore) -> None:
     one, other = make(), make()
     await one.start()
     await other.start()
-    record = replace(holder("h"), prefetched=(FleetImageKey("m", "v1", "r", "a" * 32),))
+    record = replace(holder("h"), prefetched=(ImageKey("m", "v1", "r", "a" * 32),))
     await one.commit(StoreChange(holders=(record, holder("gone"))))
     await until(lambda: other.state.holders.get("h") is not None)
     await other.commit(StoreChange(removed_holders=("gone",)))

@@ -13,13 +13,12 @@ from rfork.holder.inventory import (
     CAUSES,
     MAX_FETCHES,
     MAX_VERSIONS,
-    ImageKey,
     InventoryPlan,
     KeptImage,
     next_fetches,
     plan_inventory,
 )
-from rfork.schema import Rank, WantedImage
+from rfork.schema import ImageKey, Rank, WantedImage
 
 Cause = Literal["announced", "engine", "selected"]
 RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
@@ -227,8 +226,11 @@ def test_plans_are_within_the_limits(
     plan = plan_inventory(wanted, before, memory, failures)
     after = carried_out(plan, before)
     assert sum(each.image_bytes for each in after.values()) <= memory
-    groups = {each.group for each in after}
-    assert all(len({each.version for each in after if each.group == group}) <= MAX_VERSIONS for group in groups)
+    groups = {(each.model, each.rank_key) for each in after}
+    assert all(
+        len({each.version for each in after if (each.model, each.rank_key) == group}) <= MAX_VERSIONS
+        for group in groups
+    )
     assert not {key(each) for each in plan.fetch} & (before.keys() | failures.keys())
     assert {key(each) for each in wanted} == {
         *(key(refusal.image) for refusal in plan.refused),

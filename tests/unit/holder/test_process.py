@@ -293,6 +293,16 @@ def test_a_one_shot_holder_with_a_process_waits_for_weights() -> None:
     assert "the engine has its weights" == test.run(nothing, test.want(wanted("a")), test.finish("a"), test.want())
 
 
+def test_a_one_shot_holder_with_a_process_does_not_wait_for_ever() -> None:
+    """After a minute its engine loads the weights itself."""
+    test = one_shot(os.getpid())
+
+    def pass_time() -> None:
+        test.now += process.NO_SOURCE_TIMEOUT_S
+
+    assert "no instance has the weights" == test.run(nothing, pass_time)
+
+
 def test_a_one_shot_holder_whose_source_left_ends_with_that_reason() -> None:
     """The engine will not find the weights here."""
     test = one_shot()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from planner.core.records import ForkRecord, InstanceRecord, StoreChange
-from planner.policy.prefetch import FleetImageKey
 from planner.store.messages import (
     FORKS,
     INSTANCES,
@@ -19,7 +18,7 @@ from planner.store.messages import (
     group_text,
 )
 from planner.store.replica import Replica
-from rfork.schema import ForkResult
+from rfork.schema import ForkResult, ImageKey
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import GROUP, fork, holder, instance, scaleup
 
@@ -216,7 +215,7 @@ def test_an_invalid_scale_up_causes_a_reload(replica: Replica) -> None:
 
 def test_the_last_complete_holder_wins(replica: Replica) -> None:
     """It arrives in a change or in a load, with its prefetched images, and stays until removed."""
-    image = FleetImageKey("m", "v1", "r", "a" * 32)
+    image = ImageKey("m", "v1", "r", "a" * 32)
     first, second = holder("a"), replace(holder("a", used_bytes=1), prefetched=(image,))
     there = []
     replica.apply(LogEntry(1, body_of(StoreChange(holders=(first, holder("b"))), {}, {})))

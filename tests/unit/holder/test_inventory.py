@@ -204,8 +204,8 @@ def inventories(draw: st.DrawFn) -> tuple[list[WantedImage], dict[ImageKey, Kept
     ]
     versions: dict[tuple[str, str], set[str]] = {}
     for each in held:
-        versions.setdefault(key(each).group, set()).add(each.version)
-    held = [each for each in held if each.version in sorted(versions[key(each).group])[:MAX_VERSIONS]]
+        versions.setdefault((each.model, each.rank.key), set()).add(each.version)
+    held = [each for each in held if each.version in sorted(versions[(each.model, each.rank.key)])[:MAX_VERSIONS]]
     memory = max(draw(st.integers(1, 24)) * GB, sum(each.image_bytes for each in held))
     failures = dict.fromkeys(draw(st.sets(st.sampled_from([key(each) for each in wanted]))) if wanted else (), "failed")
     return wanted, kept(*held), memory, failures

@@ -18,7 +18,7 @@ from typing import Final
 
 from planner.core.group_history import GroupHistory
 from planner.core.records import ForkRecord, GroupKey
-from planner.policy.background import is_waiting, targets_waited_for
+from planner.policy.background import free_slots, is_waiting, targets_waited_for
 from planner.policy.transports import has_only_gpu_kernels, has_only_same_host, is_same_host_route
 from planner.policy.types import (
     SLOW_FRACTION,
@@ -90,22 +90,22 @@ def localities(location: HostLocation) -> tuple[Scope, ...]:
     return tuple(scopes)
 
 
-def bucket_key(source: Source, *, readers: int, load: float, has_data: bool, missing: bool) -> Bucket:
-    """Return the bucket of a member with this many readers, which use `load` of its link.
+def bucket_key(source: Source, *, free: int, load: float, has_data: bool, missing: bool) -> Bucket:
+    """Return the bucket of a member with `free` slots for other hosts, whose readers use `load` of its link.
 
     `has_data`: its plan has sources; `missing`: a reader could not reach it.
     """
     quarters = min(MAX_LOAD_LEVEL, math.ceil(4 * load / source.egress_share - 0.01))
     missing_quarters = 0 if source.complete else 8 - 8 * source.watermark // max(1, source.chunk_count)
     return (
-        availability_tier(source, readers, has_data=has_data, missing=missing),
+        availability_tier(source, free, has_data=has_data, missing=missing),
         quarters,
         not source.complete,
         missing_quarters,
     )
 
 
-def availability_tier(source: Source, readers: int, *, has_data: bool, missing: bool) -> int:
+def availability_tier(source: Source, free: int, *, has_data: bool, missing: bool) -> int:
     """Return 0: can be read from; 1: slow, or by kernels on its GPU only; 2: no free slot; 3: has no source
     of its own, or serves its own host only; 4: must not be read from.
     """
@@ -115,7 +115,7 @@ def availability_tier(source: Source, readers: int, *, has_data: bool, missing: 
         return 3
     if has_only_same_host(source.transports):
         return 3
-    if readers >= source.max_readers:
+    if not free:
         return 2
     return 1 if (source.slow and not source.complete) or has_only_gpu_kernels(source.transports) else 0
 
@@ -316,6 +316,13 @@ class GroupIndex:
         local = self._reader_slots.local.get(instance_id, ())
         readers = self._reader_slots.readers.get(instance_id, ())
         return any(fork_id not in local and not self.is_background(fork_id) for fork_id in readers)
+
+    def free_slots(self, source: Source, *, same_host: bool) -> int:
+        """Return how many more forks on the member's host, or on others, may read from it."""
+        readers = self._reader_slots.readers.get(source.instance_id, ())
+        local = self._reader_slots.local.get(source.instance_id, ())
+        has_own_engine = any(not self.is_background(fork_id) for fork_id in local)
+        return free_slots(source, len(readers), same_host=same_host, has_own_engine=has_own_engine)
 
     @property
     def engine_waits(self) -> bool:
@@ -684,9 +691,10 @@ class GroupIndex:
 
     def _bucket(self, source: Source) -> Bucket:
         instance_id = source.instance_id
+        readers, local = self._reader_slots.readers.get(instance_id, ()), self._reader_slots.local.get(instance_id)
         return bucket_key(
             source,
-            readers=len(self._reader_slots.readers.get(instance_id, ())),
+            free=free_slots(source, len(readers), same_host=False, has_own_engine=bool(local)),
             load=self._reader_slots.load(instance_id),
             has_data=bool(self.shares.get(instance_id)),
             missing=instance_id in self._missing,

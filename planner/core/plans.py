@@ -10,9 +10,9 @@ from planner.core.records import ForkRecord, InstanceRecord, RouteRecord
 from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy import group_plan
-from planner.policy.background import reserved_slots, uses_busy_link
+from planner.policy.background import accepted_forks, reserved_slots, uses_busy_link
 from planner.policy.starvation import is_starving
-from planner.policy.transports import shared_transports
+from planner.policy.transports import is_same_host_read, shared_transports
 from planner.policy.types import ChunkShare, ForkDemand, PlanDecision, Source
 from rfork.image.ranges import normalise
 from rfork.schema import Lease, Plan, ProgressAck, Route, StorageAssignment
@@ -123,11 +123,13 @@ def _must_yield(state: PlannerState, fork: ForkRecord, target: Source) -> bool:
         record = state.instance(read.source_id)
         if record is None:
             continue
-        source, readers = record.source, len(index.readers.get(read.source_id, ()))
+        source = record.source
         if uses_busy_link(source, target, state.receiving_hosts, state.sending_hosts):
             return True
-        is_full = readers >= source.max_readers
-        if is_full and reserved_slots(source, engines_wait=source.max_readers == 1 and index.engine_waits):
+        same_host = is_same_host_read(source, target)
+        engine_waits = accepted_forks(source) == 1 and index.engine_waits
+        reserved = reserved_slots(source, same_host=same_host, engine_waits=engine_waits)
+        if reserved and not index.free_slots(source, same_host=same_host):
             return True
     return False
 

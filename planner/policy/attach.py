@@ -108,7 +108,11 @@ def _keep_from_peers(
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current_shares:
         source = state.source(share.source_id)
-        if source is None or ineligible_reason(state, source, demand, reads=True) or not state.free_slots(source):
+        if (
+            source is None
+            or ineligible_reason(state, source, demand, reads=True)
+            or not state.free_slots(source, target)
+        ):
             continue
         if (_is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
             continue
@@ -148,7 +152,7 @@ def _held_on_host(
         if (
             held
             and available != unassigned
-            and state.free_slots(source)
+            and state.free_slots(source, target)
             and not ineligible_reason(state, source, demand)
         ):
             return [(source, held)]
@@ -173,7 +177,7 @@ def _move_to_idle_seed(
         and is_delayed(target, source)
         and weights_compatible(source, target)
         and state.load(source, target) <= IDLE_LOAD
-        and state.free_slots(source)
+        and state.free_slots(source, target)
         and not ineligible_reason(state, source, demand)
     ]
     if not idle:
@@ -207,7 +211,7 @@ def _source_for_slow_target(
             if _is_slow_relay(source)
             else state.spare_egress(source, target) >= SLOW_FRACTION
         )
-        and state.free_slots(source)
+        and state.free_slots(source, target)
         and not ineligible_reason(state, source, demand)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
@@ -273,7 +277,7 @@ def _source_options(
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
         if not exclusion_reason and not available:
             exclusion_reason = no_data_reason(state, source, target)
-        elif not exclusion_reason and not state.free_slots(source):
+        elif not exclusion_reason and not state.free_slots(source, target):
             exclusion_reason = f"at capacity ({len(state.readers(source.instance_id))} of {source.max_readers} readers)"
             no_free_slot = normalise((*no_free_slot, *available))
         if exclusion_reason:

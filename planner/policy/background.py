@@ -52,13 +52,30 @@ def uses_busy_link(source: Source, target: Source, receiving: Container[str], se
     return target.location.host in receiving or source.location.host in sending
 
 
-def reserved_slots(source: Source, *, engines_wait: bool) -> int:
-    """Return the number of reader slots of a source that background forks leave to engines.
+def accepted_forks(source: Source) -> int:
+    """Return how many forks of any host may read from a source at once.
 
-    The only slot of an engine is reserved once another engine waits, that of a holder's image always: an engine on its
-    host would otherwise read over the network what its host receives already.
+    One slot of a holder's image is for an engine on its host, which would otherwise read over the network what the
+    host receives already.
     """
-    return int(source.max_readers > 1 or source.background or engines_wait)
+    return source.max_readers - source.background
+
+
+def free_slots(source: Source, readers: int, *, same_host: bool, has_own_engine: bool) -> int:
+    """Return how many more forks may read from a source. `same_host`: those on its host, otherwise those on others.
+
+    `has_own_engine`: one of its readers is an engine on its host.
+    """
+    slots = source.max_readers if same_host or has_own_engine else accepted_forks(source)
+    return max(0, slots - readers)
+
+
+def reserved_slots(source: Source, *, same_host: bool, engine_waits: bool) -> int:
+    """Return how many of these slots a background fork leaves to engines.
+
+    The only slot is reserved once an engine waits, that for an engine on the source's host always.
+    """
+    return int(accepted_forks(source) > 1 or engine_waits or (source.background and same_host))
 
 
 def is_waiting(target: Source, shares: Iterable[ChunkShare]) -> bool:

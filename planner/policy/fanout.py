@@ -75,7 +75,7 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
     idle: list[Source] = []
     halves: list[Source] = []
     for source in sorted(candidates, key=lambda source: source_sort_key(state, source, demand.target)):
-        if ineligible_reason(state, source, demand) or not state.free_slots(source):
+        if ineligible_reason(state, source, demand) or not state.free_slots(source, demand.target):
             continue
         load = state.load(source, demand.target)
         if state.is_unplanned(source.instance_id) or (halves and 1.0 - load < MIN_TREE_FEED):

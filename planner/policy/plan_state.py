@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from planner.policy.background import is_waiting, reserved_slots, targets_waited_for, uses_busy_link
+from planner.policy.background import (
+    accepted_forks,
+    free_slots,
+    is_waiting,
+    reserved_slots,
+    targets_waited_for,
+    uses_busy_link,
+)
 from planner.policy.transports import is_same_host_read
 from planner.policy.types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_storage_weights
@@ -87,19 +94,24 @@ class PlanState:
         return sum(
             share
             for fork_id, share in readers.items()
-            if not self._yields(fork_id) and (same_host or fork_id not in excluded)
+            if self._waits(fork_id) and (same_host or fork_id not in excluded)
         )
 
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
         """Return the fraction of a target's full speed that the source can serve without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
-    def free_slots(self, source: Source) -> int:
-        """Return how many more forks may read from the source."""
-        free = source.max_readers - len(self.readers(source.instance_id))
+    def free_slots(self, source: Source, target: Source | None = None) -> int:
+        """Return how many more forks may read from the source; `target`: the next of them, if it is known."""
+        instance_id = source.instance_id
+        same_host = target is not None and is_same_host_read(source, target)
+        has_own_engine = source.background and any(map(self._waits, self._same_host_readers_of(instance_id)))
+        readers = len(self.readers(instance_id))
+        free = free_slots(source, readers, same_host=same_host, has_own_engine=has_own_engine)
         if self.plans_background and free > 0:
-            free -= reserved_slots(source, engines_wait=source.max_readers == 1 and bool(self.waiting_engines))
-        return max(0, free)
+            engine_waits = accepted_forks(source) == 1 and bool(self.waiting_engines)
+            free -= reserved_slots(source, same_host=same_host, engine_waits=engine_waits)
+        return free
 
     # -- background forks, see `planner.policy.background` ----------------------------------------------
 
@@ -148,14 +160,14 @@ class PlanState:
             if demand.target.background or any(source is not None and source.background for source in sources):
                 self._waited_for = None
 
-    def _yields(self, fork_id: str) -> bool:
-        """Return True for a background fork."""
+    def _waits(self, fork_id: str) -> bool:
+        """Return True for a fork that an engine waits for: not for a background fork."""
         target = self._background_forks.get(fork_id)
-        return target is not None and target not in self._targets_waited_for
+        return target is None or target in self._targets_waited_for
 
     def _serves_engines(self, instance_id: str) -> bool:
         same_host = self._same_host_readers_of(instance_id)
-        return any(name not in same_host and not self._yields(name) for name in self.readers(instance_id))
+        return any(name not in same_host and self._waits(name) for name in self.readers(instance_id))
 
     def _reads_network(self, target: Source, host: str) -> bool:
         """Return True if a target on this host, which an engine waits for, reads over the network."""

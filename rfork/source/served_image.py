@@ -90,7 +90,7 @@ class ServedImage:
         chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
     ) -> None:
-        """Without a chunk state, every chunk is verified."""
+        """Without a chunk state, every chunk is verified. A holder's image accepts one more reader, on its host."""
         self.layout = layout
         self.identity = identity
         self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(layout.chunks)
@@ -103,7 +103,8 @@ class ServedImage:
         """True if its memory is released, or about to be."""
         self.storage: tuple[StorageCandidate, ...] = ()
         """Storage that this instance could read itself, as reported to the planner."""
-        self.leases = Leases(identity.instance_id, max_readers, layout_id=layout.layout_id)
+        slots = max_readers + (identity.holder is not None)  # one for an engine on the holder's host
+        self.leases = Leases(identity.instance_id, slots, layout_id=layout.layout_id)
         self._complete_weights_id = manifest.weights_id if manifest is not None else None
         """Digest of the last complete weights; kept while they change."""
         self._storage_read_at: Callable[[], float] | None = None
@@ -405,7 +406,9 @@ class Leases:
         holders = list(self._channels.values())
         readers = set(holders)
         if fork_id not in readers and len(readers) >= self.max_readers:
-            raise SourceBusy(f"all reader slots are used: the source's RFORK_MAX_READERS is {self.max_readers}")
+            raise SourceBusy(
+                f"all {self.max_readers} reader slots of the source are used", hint="raise its RFORK_MAX_READERS"
+            )
         if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
             raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, which is the maximum")
         channel_id = channel_id or secrets.token_hex(8)

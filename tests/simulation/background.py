@@ -37,9 +37,10 @@ class BackgroundWorld(World):
         spread_s = draw.choice([0.0, 0.5, 1.0]) * self.chunks * self.chunk_s
         self.engines = [(f"target{number}", 3 + draw.random() * spread_s) for number in range(draw.randint(1, 4))]
         hosts = [f"host-{name}" for name, _ in self.engines] + [None, None]
+        draw.shuffle(hosts)  # a host has one holder
         self.prefetches = [
-            (f"holder{number}", draw.choice(hosts), 1.5 + draw.random() * (1.5 + spread_s))
-            for number in range(draw.randint(1, 4))
+            (f"holder{number}", host, 1.5 + draw.random() * (1.5 + spread_s))
+            for number, host in enumerate(hosts[: draw.randint(1, 4)])
         ]
         self.seconds_without_holders: dict[str, float] = {}
         self._links: dict[tuple[str, str], float] = {}

@@ -143,7 +143,7 @@ def test_reader_slots_are_counted_by_fork() -> None:
     leases = build_verifier(max_readers=2)
     for fork in ("fork-1", "fork-1", "fork-2"):
         open_channel(leases, fork)
-    with pytest.raises(SourceBusy, match="reader slots are used: the source's RFORK_MAX_READERS is 2"):
+    with pytest.raises(SourceBusy, match="all 2 reader slots of the source are used"):
         open_channel(leases, "fork-3")
     assert ("fork-1", "fork-2") == leases.readers
 

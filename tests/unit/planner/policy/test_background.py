@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.policy.background import is_waiting, reserved_slots, targets_waited_for
+from planner.policy.background import free_slots, is_waiting, reserved_slots, targets_waited_for
 from planner.policy.group_plan import plan, stragglers
 from planner.policy.types import ChunkShare, GroupView, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range
@@ -93,17 +93,41 @@ def test_an_engine_waits_while_chunks_have_no_source(
 
 
 @pytest.mark.parametrize(
-    ("source", "engines_wait", "expected"),
+    ("source", "same_host", "engine_waits", "expected"),
     [
-        (seed("s", max_readers=2), False, 1),
-        (seed("s", max_readers=1), False, 0),
-        (seed("s", max_readers=1), True, 1),
-        (holder_image("h", max_readers=1), False, 1),
+        (seed("s", max_readers=2), False, False, 1),
+        (seed("s", max_readers=1), False, False, 0),
+        (seed("s", max_readers=1), True, False, 0),
+        (seed("s", max_readers=1), False, True, 1),
+        (holder_image("h", max_readers=2), False, False, 0),
+        (holder_image("h", max_readers=2), False, True, 1),
+        (holder_image("h", max_readers=2), True, False, 1),
+        (holder_image("h", max_readers=3), False, False, 1),
     ],
 )
-def test_slots_left_to_engines(source: Source, engines_wait: bool, expected: int) -> None:
-    """The only slot of a holder's image is left to the engines on its host."""
-    assert expected == reserved_slots(source, engines_wait=engines_wait)
+def test_slots_left_to_engines(source: Source, same_host: bool, engine_waits: bool, expected: int) -> None:
+    """The only slot of an engine is used until another waits; another holder's fork never uses a host's own slot."""
+    assert expected == reserved_slots(source, same_host=same_host, engine_waits=engine_waits)
+
+
+@pytest.mark.parametrize(
+    ("source", "readers", "same_host", "has_own_engine", "expected"),
+    [
+        (seed("s", max_readers=2), 0, False, False, 2),
+        (seed("s", max_readers=2), 2, True, False, 0),
+        (holder_image("h", max_readers=2), 0, False, False, 1),
+        (holder_image("h", max_readers=2), 1, False, False, 0),
+        (holder_image("h", max_readers=2), 1, True, False, 1),
+        (holder_image("h", max_readers=2), 1, False, True, 1),
+        (holder_image("h", max_readers=2), 2, True, True, 0),
+        (holder_image("h", max_readers=0), 0, False, False, 0),
+    ],
+)
+def test_one_slot_of_a_holders_image_is_for_its_host(
+    source: Source, readers: int, same_host: bool, has_own_engine: bool, expected: int
+) -> None:
+    """An engine there reads what its host receives anyway."""
+    assert expected == free_slots(source, readers, same_host=same_host, has_own_engine=has_own_engine)
 
 
 # -- sources of a background fork -----------------------------------------------------------------------

@@ -13,14 +13,17 @@ import torch
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
-from rfork.image.host_memory import separate_mappings
+from rfork.image.host_memory import MIN_MAPPED_BYTES, separate_mappings
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
 from rfork.transport.base import Exporter, Reader, Transport
+from rfork.transport.shared_memory.page_remapper import ReplaceableMemory
 
 TOKEN = "a-valid-token"
 MIXED = (3 * MIB + 17, 5, 4096, *(1000 + index for index in range(1500)), MIB)
 """Sizes of tensors in bytes: large and tiny ones, more than one system call can handle."""
+MAX_FREE_BLOCKS = 64
+"""Attempts to allocate a tensor outside the heap."""
 
 
 def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
@@ -29,16 +32,34 @@ def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
     regions: list[torch.Tensor] = []
     specs: list[TensorSpec] = []
     offset = 0
-    with separate_mappings():  # whatever this process has allocated before
-        for index, size in enumerate(sizes):
-            if seed is None:
-                regions.append(torch.zeros(size, dtype=torch.uint8))
-            else:
-                generator.manual_seed(seed + index)
-                regions.append(torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator))
-            specs.append(TensorSpec(f"tensor.{index}", "uint8", (size,), (1,), offset))
-            offset += size
+    for index, size in enumerate(sizes):
+        region = allocate(size)
+        if seed is None:
+            region.zero_()
+        else:
+            region.random_(0, 256, generator=generator.manual_seed(seed + index))
+        regions.append(region)
+        specs.append(TensorSpec(f"tensor.{index}", "uint8", (size,), (1,), offset))
+        offset += size
     return Image(Layout(tuple(specs), offset), regions)
+
+
+def allocate(size: int) -> torch.Tensor:
+    """Return a byte tensor that has a mapping of its own if it is large, whatever this process has freed before."""
+    blocks: list[torch.Tensor] = []  # free blocks of the heap, which malloc prefers to a new mapping
+    with separate_mappings():
+        for _ in range(MAX_FREE_BLOCKS):
+            blocks.append(torch.empty(size, dtype=torch.uint8))
+            if size < MIN_MAPPED_BYTES or has_own_mapping(blocks[-1]):
+                break
+    return blocks[-1]
+
+
+def has_own_mapping(region: torch.Tensor) -> bool:
+    """Return True if the C library has mapped this memory alone, so that its pages can be replaced."""
+    size = region.nbytes
+    image = Image(Layout((TensorSpec("tensor", "uint8", (size,), (1,), 0),), size), [region])
+    return bool(ReplaceableMemory(image).remappable_ranges(0, size))
 
 
 def content(image: Image, begin: int = 0, end: int | None = None) -> bytes:

@@ -50,8 +50,8 @@ def separate_mappings() -> Iterator[None]:
     """Place each large allocation within the block in a mapping of its own, whose pages a file's can replace.
 
     glibc does so from 128 KiB on in a new process, but raises that limit up to 32 MiB as large allocations are freed:
-    in an engine, most weights would lie in the heap and have to be copied. Afterwards the limit is 32 MiB. Does nothing
-    with other C libraries.
+    in an engine, most weights would lie in the heap and have to be copied. A free block of the heap is still used
+    first if it is large enough. Afterwards the limit is 32 MiB. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

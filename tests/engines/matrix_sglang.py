@@ -100,6 +100,7 @@ def check_builders(python: Path, scratch: Path) -> None:
     result = json.loads(lines[-1].removeprefix("RESULT "))
     require("layouts", None, result["difference"])
     require("steps", result["loaded"], result["empty"])
+    require("undefined parameters", ["plain.weight"], result["undefined"])
 
 
 class _ReadyServer(SglangServer):

@@ -1,8 +1,9 @@
 """Runs in SGLang's Python: compares the model of the plug-in's `empty` with that of SGLang's own loader.
 
 ``python sglang_builder_probe.py FOLDER`` builds a small model with layers that SGLang processes after loading, one
-that is created quantised, a tensor that `post_load_weights` derives, and writes
-``RESULT {"difference": str | null, "empty": [step, …], "loaded": [step, …]}``.
+that is created quantised, one that is not quantised, a tensor that `post_load_weights` derives, and writes
+``RESULT {"difference": str | null, "empty": [step, …], "loaded": [step, …], "undefined": [name, …]}``. "undefined":
+parameters of the empty model with values that no loader has written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader import loader
 from torch import nn
 
@@ -60,6 +62,14 @@ class QuantizedLayer(Layer):
         self.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)
 
 
+class UnquantizedLayer(Layer):
+    """Layer whose values nothing reads before it is filled."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.quant_method = UnquantizedLinearMethod()
+
+
 class Model(nn.Module):
     """Model in the form of SGLang's."""
 
@@ -68,6 +78,7 @@ class Model(nn.Module):
         self.first = Layer("first")
         self.experts = QuantizedLayer("experts")
         self.second = Layer("second")
+        self.plain = UnquantizedLayer("plain")
         steps.append(f"build {torch.get_default_dtype()} {self.first.weight.device}")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -100,12 +111,16 @@ def main(folder: Path) -> None:
     engine = SglangEngine(LoadConfig(), config, DeviceConfig("cpu", 0), forkable_methods=("Method",))
     logged = {}
     layouts = {}
-    for name in ("empty", "load"):
+    undefined: list[str] = []
+    for name in ("load", "empty"):
         steps.clear()
-        layouts[name] = capture(getattr(engine, name)()).layout
+        model = getattr(engine, name)()
+        layouts[name] = capture(model).layout
         logged[name] = list(steps)
+        undefined = [key for key, value in model.named_parameters() if value.isnan().any()]
     difference = layouts["empty"].first_difference(layouts["load"])
-    print("RESULT " + json.dumps({"difference": difference, "empty": logged["empty"], "loaded": logged["load"]}))
+    result = {"difference": difference, "empty": logged["empty"], "loaded": logged["load"], "undefined": undefined}
+    print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,8 @@ CONTEXT = "sglang.srt.runtime_context"
 LOADER = "sglang.srt.model_loader.loader"
 ROTARY_TABLES = "sglang.srt.layers.rotary_embedding.factory._ROPE_DICT"
 RESERVE_ROTARY_TABLES = "sglang.srt.utils.common.reserve_rope_cache_for_long_sequences"
+INITIALIZE = "initialize_dummy_weights"
+"""Function of the loader's module that fills a model's weights, those of its `state_dict`, with random values."""
 LOADING = "sglang.srt.model_executor.model_runner_components.load_model_utils"
 LOAD_TIMEOUT = f"{LOADING}.UNBALANCED_MODEL_LOADING_TIMEOUT_S"
 CHOOSE_LOADER = f"{LOADING}.get_model_loader"
@@ -140,6 +142,7 @@ def scheduling(find: Find = first_of) -> tuple[HookTarget, ...]:
         HookTarget(f"{LOADER}.BaseModelLoader.load_model", ("self", "model_config", "device_config")),
         HookTarget(f"{LOADER}.DefaultModelLoader.load_model", ("self", "model_config", "device_config")),
         HookTarget(f"{LOADER}.DummyModelLoader.load_model", ("self", "model_config", "device_config")),
+        HookTarget(f"{LOADER}.{INITIALIZE}", ("model",), "comfort"),
         HookTarget("sglang.srt.model_loader.utils.get_model_architecture", ("model_config",)),
         HookTarget(find(*MISTRAL_FORMAT)),
         HookTarget(ROTARY_TABLES),

@@ -22,7 +22,7 @@ from torch import nn
 
 from rfork.engines.golden_check import Capturing, GoldenLayer, failure_of
 from rfork.engines.golden_models import TOKENS, main
-from rfork.engines.layer_methods import STEP, ForkableMethods, method_name
+from rfork.engines.layer_methods import STEP, ForkableMethods, dotted_name, method_name
 from rfork.engines.sglang import compat
 
 LAYERS: Final = "sglang.srt.layers.quantization"
@@ -38,6 +38,20 @@ METHODS: Final = ForkableMethods(
     ),
     command="rfork doctor --engine sglang",
 )
+
+
+RELOCATED: Final = frozenset(
+    f"{LAYERS}.unquant.{name}"
+    for name in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+)
+"""Dotted names of methods whose post-processing moves weights, and does not read their values."""
+
+
+def relocated_weights(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters of a model's layers with such methods."""
+    for name, layer in module.named_modules():
+        if dotted_name(type(getattr(layer, "quant_method", None))) in RELOCATED:
+            yield from (f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False))
 
 
 FORKABLE_CONFIGURATIONS: Final = frozenset({None, "fp8"})

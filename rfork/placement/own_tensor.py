@@ -22,6 +22,7 @@ from rfork.placement.strided import (
     Region,
     boxes,
     common,
+    contiguous_strides,
     difference,
     overlapping_pairs,
 )
@@ -69,12 +70,7 @@ class _Written(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _grid(shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Grid:
-    if strides is None:
-        steps = [1]
-        for size in reversed(shape[1:]):
-            steps.append(steps[-1] * max(size, 1))
-        strides = tuple(reversed(steps[: len(shape)])) if shape else ()
-    return Grid(shape, strides)
+    return Grid(shape, contiguous_strides(shape) if strides is None else strides)
 
 
 def append_rows(
@@ -124,7 +120,7 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Writ
             continue
         if itemsize != tensor.itemsize:
             raise NotStridedError(WRITE_AS_ANOTHER_DTYPE)
-        local = region._replace(own_offset=region.own_offset - tensor.offset)
+        local = Region(region.checkpoint_offset, region.own_offset - tensor.offset, region.loops)
         if source is not None:
             try:
                 divided = boxes(local, _grid(source.shape), grid)

@@ -32,9 +32,10 @@ from rfork.errors import UnsupportedTensor
 from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Piece, concatenated
 from rfork.placement.own_tensor import OwnTensor, Write, append_rows
 from rfork.placement.placement_map import FILL_OPERATIONS, PlacementMap, PlacementMapBuilder, TensorType
-from rfork.placement.strided import Loop, NotStridedError, Region
+from rfork.placement.strided import Loop, NotStridedError, Region, contiguous_strides
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
@@ -42,8 +43,6 @@ class RecordedTensor(torch.Tensor):
     """Tensor without bytes whose elements are elements of checkpoint tensors, or the result of an operation."""
 
     recorder: Recorder
-    meta: torch.Tensor
-    """Tensor on the meta device with the same shape, strides and dtype."""
     checkpoint_view: CheckpointView | None
     operation: str
     """Operation that computed the elements if there is no view."""
@@ -52,20 +51,32 @@ class RecordedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, recorder: Recorder, meta: torch.Tensor, view: CheckpointView | None, operation: str = ""
+        cls,
+        recorder: Recorder,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        view: CheckpointView | None,
+        operation: str = "",
     ) -> RecordedTensor:
         """Create a tensor on the CPU, as checkpoint readers do."""
         tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="cpu"
+            cls, shape, strides=strides, dtype=dtype, device=CPU
         )
         tensor.recorder = recorder
-        tensor.meta = meta
         tensor.checkpoint_view = view
         tensor.operation = operation
         return tensor
 
     def __init__(self, *_: object) -> None:
         """Do nothing: `__new__` sets the attributes."""
+
+    @classmethod
+    def like(
+        cls, recorder: Recorder, meta: torch.Tensor, view: CheckpointView | None, operation: str = ""
+    ) -> RecordedTensor:
+        """Create a tensor with the shape, strides and dtype of another one."""
+        return cls(recorder, meta.shape, meta.stride(), meta.dtype, view, operation)
 
     @classmethod
     def __torch_dispatch__(  # noqa: D102
@@ -100,21 +111,28 @@ class Recorder(TorchDispatchMode):
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._storages: dict[int, _StorageWrites] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while recording, and importing the compiler would take seconds."""
+        return False
+
     def tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
         """Return a tensor that stands for a checkpoint tensor. Each name is created once."""
         if name in self._checkpoint:
             raise ValueError(f"checkpoint tensor {name} was created before")
         identity = CheckpointTensor(name, _dtype_name(dtype), dtype.itemsize, tuple(shape))
         self._checkpoint[name] = identity
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(identity.shape, dtype=dtype, device=META)
-        return RecordedTensor(self, meta, CheckpointView.of(identity))
+        return RecordedTensor(
+            self, identity.shape, contiguous_strides(identity.shape), dtype, CheckpointView.of(identity)
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Record one operation and return its result."""
-        return self.dispatch(func, args, kwargs or {})
+        if types:
+            return self.dispatch(func, args, kwargs or {})
+        return self._dispatch_plain(func, args, kwargs or {})
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record one operation and return its result. The mode must not be active."""
@@ -133,9 +151,16 @@ class Recorder(TorchDispatchMode):
                 if result is not NotImplemented:
                     return result
             return self._computed(func, args, kwargs, _operation(func))
-        self._mark_written(func, args, kwargs, _operation(func))
+        return self._dispatch_plain(func, args, kwargs)
+
+    def _dispatch_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation on plain tensors, and record the values that it computes."""
+        effect = _effect(func)
+        if effect.written:
+            self._mark_written(func, args, kwargs, _operation(func))
         result = func(*args, **kwargs)
-        self._mark_results(func, args, kwargs, result)
+        if effect.creates_tensors and self._storages:
+            self._mark_results(func, args, kwargs, result)
         return result
 
     def _copy(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
@@ -190,8 +215,6 @@ class Recorder(TorchDispatchMode):
 
     def _mark_results(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record that a plain operation computed new tensors from tensors that were loaded."""
-        if func in FACTORIES or not self._storages:
-            return
         used = {
             value.untyped_storage()._cdata
             for value in tree_flatten((list(args), dict(kwargs)))[0]
@@ -220,7 +243,7 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedTensor(_first_name(args), f"the loader reads its values by {operation}")
         inherited = next((each.operation for each in _recorded(args) if each.checkpoint_view is None), operation)
         return tree_map(
-            lambda value: RecordedTensor(self, value, None, inherited) if isinstance(value, torch.Tensor) else value,
+            lambda value: RecordedTensor.like(self, value, None, inherited) if isinstance(value, torch.Tensor) else value,
             result,
         )
 
@@ -336,19 +359,27 @@ def _operation(func: Any) -> str:
     return str(func._schema.name).split("::")[-1]
 
 
+class _Effect(NamedTuple):
+    written: tuple[tuple[int, str], ...]
+    """Position and name of the arguments that an operation writes."""
+    creates_tensors: bool
+    """True if it returns new tensors whose values depend on its arguments: no views, no arguments."""
+
+
 @cache
-def _written_fields(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that an operation writes."""
-    return tuple(
+def _effect(func: Any) -> _Effect:
+    schema = func._schema
+    written = tuple(
         (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    return _Effect(written, func not in FACTORIES and any(each.alias_info is None for each in schema.returns))
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     written: list[torch.Tensor] = []
-    for position, name in _written_fields(func):
+    for position, name in _effect(func).written:
         value = args[position] if position < len(args) else kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
@@ -376,14 +407,19 @@ def _first_name(values: Sequence[Any]) -> str:
 def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the meta device."""
 
-    def to_meta(value: Any) -> Any:
-        if isinstance(value, RecordedTensor):
-            return value.meta
-        if isinstance(value, torch.Tensor) and value.device != META and value.dim():
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-        return META if isinstance(value, torch.device) else value
+    return func(*map(_to_meta, args), **{name: _to_meta(value) for name, value in kwargs.items()})
 
-    return func(*tree_map(to_meta, list(args)), **tree_map(to_meta, dict(kwargs)))
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, RecordedTensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, int | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_meta(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.device != META and value.dim():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    return META if isinstance(value, torch.device) else value
 
 
 Follow = Callable[[Recorder, Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -397,7 +433,7 @@ def _followed(change: Callable[..., CheckpointView]) -> Follow:
         view = source.checkpoint_view
         if view is not None:
             view = change(view, *args[1:], **kwargs)
-        return RecordedTensor(recorder, _on_meta(func, args, kwargs), view, source.operation)
+        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), view, source.operation)
 
     return follow
 
@@ -406,12 +442,18 @@ def _dim(view: CheckpointView, dim: int, added: int = 0) -> int:
     return dim % (len(view.shape) + added) if view.shape or added else 0
 
 
-def _slice(
-    view: CheckpointView, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> CheckpointView:
+def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    view = source.checkpoint_view
+    if view is None or kwargs:
+        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")
     dim = _dim(view, dim)
     begin, stop, step = slice(start, end, step).indices(view.shape[dim])
-    return view.narrowed(dim, begin, max(begin, stop)).stepped(dim, step)
+    view = view.narrowed(dim, begin, max(begin, stop)).stepped(dim, step)
+    strides = source.stride()
+    if step != 1:
+        strides = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+    return RecordedTensor(recorder, view.shape, strides, source.dtype, view)
 
 
 def _select(view: CheckpointView, dim: int, index: int) -> CheckpointView:
@@ -449,7 +491,7 @@ def _reshape(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping
         if meta.numel() != source.numel():
             raise NotStridedError("repeats elements")
         view = view.reshaped(meta.shape)
-    return RecordedTensor(recorder, meta, view, source.operation)
+    return RecordedTensor.like(recorder, meta, view, source.operation)
 
 
 def _retype(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -461,7 +503,7 @@ def _retype(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[
             raise NotStridedError("changes the item size")
     elif meta.dtype != source.dtype:
         raise NotStridedError(f"{_dtype_name(source.dtype)} to {_dtype_name(meta.dtype)}")
-    return RecordedTensor(recorder, meta, source.checkpoint_view, source.operation)
+    return RecordedTensor.like(recorder, meta, source.checkpoint_view, source.operation)
 
 
 def _split(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -480,7 +522,7 @@ def _split(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[s
             if func is aten.unbind.int:
                 part = part.without_dim(dim)
         begin += size
-        results.append(RecordedTensor(recorder, meta, part, source.operation))
+        results.append(RecordedTensor.like(recorder, meta, part, source.operation))
     return results
 
 
@@ -493,7 +535,7 @@ def _join(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[st
         raise NotStridedError("joins other tensors")
     computed = next((each.operation for each in sources if each.checkpoint_view is None), "")
     if computed:
-        return RecordedTensor(recorder, meta, None, computed)
+        return RecordedTensor.like(recorder, meta, None, computed)
     if any(each.dtype != meta.dtype for each in sources):
         raise NotStridedError("joins several dtypes")
     dim %= meta.dim()
@@ -503,11 +545,11 @@ def _join(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[st
     else:
         # torch ignores empty 1-D tensors of any shape.
         views = [view for view in views if view.shape != (0,)] or views[:1]
-    return RecordedTensor(recorder, meta, concatenated(views, dim))
+    return RecordedTensor.like(recorder, meta, concatenated(views, dim))
 
 
 FOLLOWED: Mapping[Any, Follow] = {
-    aten.slice.Tensor: _followed(_slice),
+    aten.slice.Tensor: _slice,
     aten.select.int: _followed(_select),
     aten.transpose.int: _followed(_transpose),
     aten.permute.default: _followed(_permute),

@@ -45,6 +45,16 @@ class Region(NamedTuple):
         )
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of a shape, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 class Grid:
     """Dimensions of one tensor, and the decomposition of element offsets into its indices."""
 
@@ -53,6 +63,8 @@ class Grid:
         self.strides = tuple(strides)
         order = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim])
         self.order = tuple(order)
+        self.known_boxes: dict[tuple[tuple[Loop, ...], Grid], Box] = {}
+        """Last box of an own tensor with these loops in a checkpoint grid. Writes of one shape repeat per expert."""
 
     def index_of(self, offset: int) -> list[int] | None:
         """Return the index of the element at an offset; None if the tensor has no such element."""
@@ -109,8 +121,37 @@ def boxes(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
     Along the checkpoint's dimensions a box has no gaps; along the own dimensions it may have steps. Raises
     NotStridedError if an element is outside a grid, is read more than once, or if there are too many boxes.
     """
+    if checkpoint is not None:
+        known = own.known_boxes.get((region.loops, checkpoint))
+        moved = _moved(known, region, checkpoint, own) if known is not None else None
+        if moved is not None:
+            return [moved]
+    found = _divided(region, checkpoint, own)
+    if checkpoint is not None and len(found) == 1:
+        own.known_boxes[region.loops, checkpoint] = found[0]
+    return found
+
+
+def _moved(known: Box, region: Region, checkpoint: Grid, own: Grid) -> Box | None:
+    """Return a box with the loops of another one at the offsets of a region; None if it does not fit there."""
+    checkpoint_index = checkpoint.index_of(region.checkpoint_offset)
+    own_index = own.index_of(region.own_offset)
+    if checkpoint_index is None or own_index is None:
+        return None
+    loops = known.region.loops
+    for loop, dim, own_dim in zip(loops, known.checkpoint_dims, known.own_dims, strict=True):
+        last = loop.count - 1
+        if checkpoint_index[dim] + last >= checkpoint.shape[dim]:
+            return None
+        if own_index[own_dim] + last * (loop.own_step // own.strides[own_dim]) >= own.shape[own_dim]:
+            return None
+    moved = Region(region.checkpoint_offset, region.own_offset, loops)
+    return Box(moved, tuple(checkpoint_index), known.checkpoint_dims, tuple(own_index), known.own_dims)
+
+
+def _divided(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
     found: list[Box] = []
-    pending = [region._replace(loops=merged(region.loops))]
+    pending = [Region(region.checkpoint_offset, region.own_offset, merged(region.loops))]
     while pending:
         current = pending.pop()
         divided: list[Region] | None = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rfork.placement.placement_map import PlacementMap, TensorType
+from rfork.placement.placement_map import Column, PlacementMap, TensorType
 from rfork.placement.strided import Bounds, common, difference
 
 INDEXED_ROWS = 32
@@ -104,13 +104,12 @@ class _SourceBoxes:
         self.types = placement_map.box_type_indices.tolist()
         self.owns = placement_map.owns.tolist()
         self.offsets = placement_map.offsets.tolist()
-        self._index: dict[int, tuple[int, np.ndarray, np.ndarray, np.ndarray]] = {}  # type: ignore[type-arg]
+        self._index: dict[int, tuple[int, Column, Column, Column]] = {}
 
     def bounds(self, row: int) -> Bounds:
         begin = self.starts[self.positions[row] : self.positions[row + 1]]
         return tuple(
-            (first, first + size)
-            for first, size in zip(begin, self.map.box_types[self.types[row]].sizes, strict=True)
+            (first, first + size) for first, size in zip(begin, self.map.box_types[self.types[row]].sizes, strict=True)
         )
 
     def strides(self, row: int) -> tuple[int, ...]:
@@ -197,9 +196,7 @@ def intersect(sources: Sequence[PlacementMap], target: PlacementMap) -> Relocati
     )
 
 
-def _usable(
-    boxes: Sequence[_SourceBoxes], name: str, tensor_type: TensorType
-) -> tuple[list[tuple[int, int]], str]:
+def _usable(boxes: Sequence[_SourceBoxes], name: str, tensor_type: TensorType) -> tuple[list[tuple[int, int]], str]:
     """Return position and checkpoint tensor of each source with the same tensor, and a reason if one differs."""
     usable: list[tuple[int, int]] = []
     reason = ""
@@ -228,9 +225,7 @@ def _missing(sources: Sequence[PlacementMap], name: str, part: Bounds) -> str:
 
 def _distance(box: Bounds, part: Bounds, strides: Sequence[int]) -> int:
     """Return the bytes from a box's first element to that of a part of it."""
-    return sum(
-        (begin - first) * step for (first, _), (begin, _), step in zip(box, part, strides, strict=True)
-    )
+    return sum((begin - first) * step for (first, _), (begin, _), step in zip(box, part, strides, strict=True))
 
 
 def _merged(copy_type: CopyType) -> CopyType:

@@ -92,14 +92,14 @@ def append_rows(
         offset = region.own_offset * tensor.itemsize
         loops = region.loops
         if source is None:
-            sizes = tuple(loop.count for loop in loops)
+            sizes = tuple(loop.size for loop in loops)
             steps = tuple(loop.own_step * tensor.itemsize for loop in loops)
             builder.append_computed(operation, own, offset, BoxType(sizes, steps))
             continue
         rank = len(source.shape)
         box_sizes, box_strides = [1] * rank, [0] * rank
         for dim, loop in zip(box.checkpoint_dims, loops, strict=True):
-            box_sizes[dim] = loop.count
+            box_sizes[dim] = loop.size
             box_strides[dim] = loop.own_step * tensor.itemsize
         builder.append(
             checkpoint[source.name], box.checkpoint_index, own, offset, BoxType(tuple(box_sizes), tuple(box_strides))
@@ -115,7 +115,7 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Writ
     found: list[_Written] = []
     for source, operation, region, itemsize in writes:
         first = region.own_offset * itemsize
-        last = (region.own_offset + sum((loop.count - 1) * loop.own_step for loop in region.loops) + 1) * itemsize
+        last = (region.own_offset + sum((loop.size - 1) * loop.own_step for loop in region.loops) + 1) * itemsize
         if last <= begin or end <= first:
             continue
         if itemsize != tensor.itemsize:
@@ -161,7 +161,7 @@ def _progressions(box: Box, grid: Grid) -> list[range]:
     result = [range(first, first + 1) for first in box.own_index]
     for dim, loop in zip(box.own_dims, box.region.loops, strict=True):
         step, first = loop.own_step // grid.strides[dim], box.own_index[dim]
-        result[dim] = range(first, first + (loop.count - 1) * step + 1, step)
+        result[dim] = range(first, first + (loop.size - 1) * step + 1, step)
     return result
 
 
@@ -205,7 +205,7 @@ def _part(box: Box, bounds: Sequence[tuple[int, int]]) -> Box:
         if box.checkpoint_dims:
             checkpoint_index[checkpoint_dim] += distance
         if end - begin > 1:
-            kept.append((checkpoint_dim, dim, loop._replace(count=end - begin)))
+            kept.append((checkpoint_dim, dim, loop._replace(size=end - begin)))
     return Box(
         Region(checkpoint_offset, own_offset, tuple(loop for _, _, loop in kept)),
         tuple(checkpoint_index),

@@ -251,9 +251,7 @@ class PlacementMap:
         }
         text = json.dumps(header, separators=(",", ":")).encode()
         columns = [column.astype("<i8").tobytes() for column in (*self._row_columns, self.starts)]
-        indices = [
-            np.array(table.type_indices, dtype="<i8").tobytes() for table in (self.checkpoint, self.own)
-        ]
+        indices = [np.array(table.type_indices, dtype="<i8").tobytes() for table in (self.checkpoint, self.own)]
         body = b"".join([struct.pack("<Q", len(text)), text, *indices, *columns])
         return MAGIC + HEADER.pack(FORMAT_VERSION, len(body)) + zlib.compress(body, COMPRESSION_LEVEL)
 

@@ -1,7 +1,7 @@
 """Recorder of an engine's weight loading: from tensors without bytes to a placement map.
 
-An engine builds an empty twin of its model (on the meta device, for instance) and loads `RecordedTensor` objects instead
-of a checkpoint's tensors::
+An engine builds an empty twin of its model (on the meta device, for instance) and loads `RecordedTensor` objects
+instead of a checkpoint's tensors::
 
     with Recorder() as recorder:
         model.load_weights((name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in checkpoint)
@@ -13,8 +13,8 @@ is recorded for the storage that it writes; later writes replace earlier ones. W
 sees in-place operations on plain tensors, such as a loader that scales a parameter after loading it. It keeps every
 storage that is written alive until it is deleted itself.
 
-Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates from
-loaded tensors. A loader that reads values
+Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
+from loaded tensors. A loader that reads values
 (``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from typing_extensions import Self
 
 from rfork.errors import UnsupportedTensor
 from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Piece, concatenated
@@ -60,7 +61,7 @@ class RecordedTensor(torch.Tensor):
         operation: str = "",
     ) -> RecordedTensor:
         """Create a tensor on the CPU, as checkpoint readers do."""
-        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device=CPU
         )
         tensor.recorder = recorder
@@ -79,7 +80,7 @@ class RecordedTensor(torch.Tensor):
         return cls(recorder, meta.shape, meta.stride(), meta.dtype, view, operation)
 
     @classmethod
-    def __torch_dispatch__(  # noqa: D102
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Without an active recorder, for instance in another thread.
@@ -103,13 +104,17 @@ class _StorageWrites(NamedTuple):
     writes: list[Write]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which a loader runs, and the record of its writes. Not thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._storages: dict[int, _StorageWrites] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -223,9 +228,10 @@ class Recorder(TorchDispatchMode):
         if used.isdisjoint(self._storages):
             return
         for value in tree_flatten(result)[0]:
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                if value.untyped_storage()._cdata not in used:
-                    self._mark(value, _operation(func))
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            if value.untyped_storage()._cdata not in used:
+                self._mark(value, _operation(func))
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> Any:
         """Return the result of an operation that is not followed."""
@@ -243,7 +249,9 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedTensor(_first_name(args), f"the loader reads its values by {operation}")
         inherited = next((each.operation for each in _recorded(args) if each.checkpoint_view is None), operation)
         return tree_map(
-            lambda value: RecordedTensor.like(self, value, None, inherited) if isinstance(value, torch.Tensor) else value,
+            lambda value: (
+                RecordedTensor.like(self, value, None, inherited) if isinstance(value, torch.Tensor) else value
+            ),
             result,
         )
 
@@ -443,7 +451,7 @@ def _dim(view: CheckpointView, dim: int, added: int = 0) -> int:
 
 
 def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    source, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    source, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
     view = source.checkpoint_view
     if view is None or kwargs:
         return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")

@@ -1,6 +1,6 @@
 """Geometry of strided regions: nested loops over a checkpoint tensor and an own tensor at once. Pure.
 
-A region is two offsets and a list of loops; each loop has a count and its step on both sides, in elements. Every
+A region is two offsets and a list of loops; each loop has a size and its step on both sides, in elements. Every
 relocation by views is one. `boxes` divides it into boxes of both tensors, so that each loop runs along one dimension
 of the checkpoint tensor and along one dimension of the own tensor.
 """
@@ -26,7 +26,7 @@ class NotStridedError(ValueError):
 class Loop(NamedTuple):
     """One loop of a region."""
 
-    count: int
+    size: int
     checkpoint_step: int
     own_step: int
 
@@ -98,18 +98,18 @@ class Box(NamedTuple):
 
 
 def merged(loops: Sequence[Loop]) -> tuple[Loop, ...]:
-    """Return the same loops without those of count 1, adjacent ones merged where both sides permit."""
+    """Return the same loops without those of size 1, adjacent ones merged where both sides permit."""
     result: list[Loop] = []
     for loop in loops:
-        if loop.count == 1:
+        if loop.size == 1:
             continue
         if result:
             outer = result[-1]
             if (
-                outer.checkpoint_step == loop.count * loop.checkpoint_step
-                and outer.own_step == loop.count * loop.own_step
+                outer.checkpoint_step == loop.size * loop.checkpoint_step
+                and outer.own_step == loop.size * loop.own_step
             ):
-                result[-1] = Loop(outer.count * loop.count, loop.checkpoint_step, loop.own_step)
+                result[-1] = Loop(outer.size * loop.size, loop.checkpoint_step, loop.own_step)
                 continue
         result.append(loop)
     return tuple(result)
@@ -140,7 +140,7 @@ def _moved(known: Box, region: Region, checkpoint: Grid, own: Grid) -> Box | Non
         return None
     loops = known.region.loops
     for loop, dim, own_dim in zip(loops, known.checkpoint_dims, known.own_dims, strict=True):
-        last = loop.count - 1
+        last = loop.size - 1
         if checkpoint_index[dim] + last >= checkpoint.shape[dim]:
             return None
         if own_index[own_dim] + last * (loop.own_step // own.strides[own_dim]) >= own.shape[own_dim]:
@@ -155,12 +155,13 @@ def _divided(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
     while pending:
         current = pending.pop()
         divided: list[Region] | None = None
-        checkpoint_index: list[int] | None = []
+        checkpoint_index: list[int] = []
         checkpoint_dims: list[int] = []
         if checkpoint is not None:
-            checkpoint_index = checkpoint.index_of(current.checkpoint_offset)
-            if checkpoint_index is None:
+            first = checkpoint.index_of(current.checkpoint_offset)
+            if first is None:
                 raise NotStridedError("reads outside the checkpoint tensor")
+            checkpoint_index = first
             divided = _divide(current, checkpoint, checkpoint_index, True, checkpoint_dims)
         own_dims: list[int] = []
         own_index = own.index_of(current.own_offset)
@@ -196,18 +197,18 @@ def _divide(
         before, after = region.loops[:position], region.loops[position + 1 :]
         if dim is not None:
             steps = step // grid.strides[dim]
-            fits = index[dim] + (loop.count - 1) * steps < grid.shape[dim]
+            fits = index[dim] + (loop.size - 1) * steps < grid.shape[dim]
             if fits and dim not in assigned and (steps == 1 or not is_checkpoint):
                 assigned.add(dim)
                 found[position] = dim
                 continue
             inner, rest = divmod(grid.shape[dim], steps)
-            if not fits and not rest and 1 < inner < loop.count and index[dim] < steps and loop.count % inner == 0:
-                outer = Loop(loop.count // inner, loop.checkpoint_step * inner, loop.own_step * inner)
-                return [region._replace(loops=(*before, outer, loop._replace(count=inner), *after))]
-        if loop.count > MAX_BOXES:
+            if not fits and not rest and 1 < inner < loop.size and index[dim] < steps and loop.size % inner == 0:
+                outer = Loop(loop.size // inner, loop.checkpoint_step * inner, loop.own_step * inner)
+                return [region._replace(loops=(*before, outer, loop._replace(size=inner), *after))]
+        if loop.size > MAX_BOXES:
             raise NotStridedError(f"has more than {MAX_BOXES} boxes")
-        return [region.moved(loop, each, before + after) for each in range(loop.count)]
+        return [region.moved(loop, each, before + after) for each in range(loop.size)]
     dims.extend(found[position] for position in range(len(region.loops)))
     return None
 

@@ -167,9 +167,7 @@ def build(tp: TensorParallelRank, layers: Iterable[int], dtype: torch.dtype, dev
     return {**tensors, "lm_head": tensors["embed"]}
 
 
-def load(
-    tensors: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], tp: TensorParallelRank
-) -> None:
+def load(tensors: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], tp: TensorParallelRank) -> None:
     """Load the checkpoint's tensors into the own tensors of one rank; other layers' tensors are skipped."""
     for name, loaded in weights:
         prefix, _, short = name.partition(".")

@@ -15,6 +15,13 @@ from tests.unit.placement.map_bytes import INTEGERS, PADDING, filled_from_checkp
 
 TP = TensorParallelRank(1, 2)
 
+
+def load_transposed_experts(own: torch.Tensor, weight: torch.Tensor) -> None:
+    for expert in range(2):
+        for shard in ("w1", "w3"):
+            engine_loaders.load_expert(own, weight, TP, expert, shard, transposed=True)
+
+
 Case = tuple[Callable[[torch.Tensor, torch.Tensor], object], tuple[int, ...], tuple[int, ...]]
 CASES: dict[str, Case] = {
     "column parallel": (lambda own, weight: engine_loaders.load_column_parallel(own, weight, TP), (16, 6), (8, 6)),
@@ -36,11 +43,7 @@ CASES: dict[str, Case] = {
         (16, 6),
     ),
     "transposed expert": (
-        lambda own, weight: [
-            engine_loaders.load_expert(own, weight, TP, expert, shard, transposed=True)
-            for expert in range(2)
-            for shard in ("w1", "w3")
-        ],
+        load_transposed_experts,
         (6, 16),
         (2, 16, 6),
     ),

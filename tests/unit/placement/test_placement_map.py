@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +107,10 @@ def test_damaged_bytes_are_refused(junk: bytes, position: int) -> None:
             continue
 
 
-def changed(change: Callable[[dict[str, Any], "np.ndarray[Any, Any]"], object]) -> bytes:
+Change = Callable[[dict[str, Any], npt.NDArray[np.int64]], object]
+
+
+def changed(change: Change) -> bytes:
     """Return the encoded small map after a change to its header and to its columns."""
     data = small_map().to_bytes()
     body = zlib.decompress(data[len(MAGIC) + HEADER.size :])
@@ -119,11 +123,11 @@ def changed(change: Callable[[dict[str, Any], "np.ndarray[Any, Any]"], object]) 
     return MAGIC + HEADER.pack(FORMAT_VERSION, len(body)) + zlib.compress(body)
 
 
-def set_column(position: int, value: int) -> Callable[[dict[str, Any], "np.ndarray[Any, Any]"], object]:
+def set_column(position: int, value: int) -> Change:
     return lambda _, columns: columns.__setitem__(position, value)
 
 
-INVALID: dict[str, tuple[Callable[[dict[str, Any], "np.ndarray[Any, Any]"], object], str]] = {
+INVALID: dict[str, tuple[Change, str]] = {
     "type of a tensor": (set_column(0, 7), "index outside"),
     "checkpoint tensor": (set_column(2, 1), "index outside"),
     "operation": (set_column(3, -4), "index outside"),

@@ -113,7 +113,8 @@ class _SourceBoxes:
         )
 
     def strides(self, row: int) -> tuple[int, ...]:
-        return self.map.box_types[self.types[row]].strides
+        strides: tuple[int, ...] = self.map.box_types[self.types[row]].strides
+        return strides
 
     def candidates(self, tensor: int, wanted: Bounds) -> Sequence[int]:
         """Return the rows of a checkpoint tensor that may overlap a box."""

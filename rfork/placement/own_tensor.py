@@ -178,9 +178,9 @@ def _without(written: _Written, removed: Sequence[range], grid: Grid) -> list[_W
     """Return the parts of a box outside the indices `removed`, which are given for each own dimension."""
     indices = _progressions(written.box, grid)
     pairs = list(zip(indices, removed, strict=True))
-    if any(_are_disjoint(kept, gone) for kept, gone in pairs):
+    if any(_are_disjoint(kept, cut) for kept, cut in pairs):
         return [written]
-    if all(kept == gone or (gone.step == 1 and kept.start in gone and kept[-1] in gone) for kept, gone in pairs):
+    if all(kept == cut or (cut.step == 1 and kept.start in cut and kept[-1] in cut) for kept, cut in pairs):
         return []
     if any(each.step != 1 and len(each) > 1 for pair in pairs for each in pair):
         raise NotStridedError(OVERLAPPING_WRITES)

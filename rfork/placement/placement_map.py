@@ -51,7 +51,7 @@ class BoxType(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Placement(NamedTuple):
+class MapRow(NamedTuple):
     """One row of a map."""
 
     checkpoint: str
@@ -156,7 +156,7 @@ def _column(values: Sequence[int] | Column) -> Column:
 
 @dataclass(frozen=True, eq=False)
 class PlacementMap:
-    """Immutable map. Iterating it creates a `Placement` per row; `rows_of_checkpoint` and the columns create none."""
+    """Immutable map. Iterating it creates a `MapRow` per row; `rows_of_checkpoint` and the columns create none."""
 
     checkpoint: TensorTable
     own: TensorTable
@@ -187,7 +187,7 @@ class PlacementMap:
         used = np.where(self.sources >= 0, ranks[self.box_type_indices] if len(ranks) else 0, 0)
         return _column(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(used)]))
 
-    def __iter__(self) -> Iterator[Placement]:
+    def __iter__(self) -> Iterator[MapRow]:
         positions = self.start_positions.tolist()
         starts = self.starts.tolist()
         for row, (source, own, offset, box_type) in enumerate(
@@ -197,7 +197,7 @@ class PlacementMap:
             name = self.checkpoint.names[source] if source >= 0 else ""
             operation = "" if source >= 0 else self.operations[-1 - source]
             start = tuple(starts[positions[row] : positions[row + 1]])
-            yield Placement(name, start, sizes, self.own.names[own], offset, strides, operation)
+            yield MapRow(name, start, sizes, self.own.names[own], offset, strides, operation)
 
     @property
     def _row_columns(self) -> tuple[Column, Column, Column, Column]:

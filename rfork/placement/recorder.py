@@ -450,8 +450,15 @@ def _dim(view: CheckpointView, dim: int, added: int = 0) -> int:
     return dim % (len(view.shape) + added) if view.shape or added else 0
 
 
+SLICE = (0, None, None, 1)
+"""Defaults of the arguments of a slice after the tensor."""
+
+
 def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    source, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    source = args[0]
+    dim, start, end, step = (
+        args[position] if position < len(args) else SLICE[position - 1] for position in (1, 2, 3, 4)
+    )
     view = source.checkpoint_view
     if view is None or kwargs:
         return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")

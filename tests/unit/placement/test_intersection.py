@@ -1,4 +1,4 @@
-"""Relocation between layouts: copies by the boxes give the bytes that loading the checkpoint gives."""
+"""Relocation between layouts: copies by the boxes result in the bytes of a direct load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loaded_rank(rank: int, size: int, layers: tuple[int, ...] = tuple(range(LAYE
 
 
 def assert_equal_to_loading(memory: Mapping[str, torch.Tensor], rank: int, size: int, layers: tuple[int, ...]) -> None:
-    """Check that own tensors have the bytes that loading gives, except for padding."""
+    """Check that own tensors have the bytes of a direct load, except for padding."""
     expected = loaded_rank(rank, size, layers)
     unwritten = map_of_rank(rank, size, layers).unwritten_elements
     for name, bytes_of_tensor in memory.items():
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_maps_load_the_checkpoint(layout: str) -> None:
-    """Copying by a map's rows from the checkpoint gives the bytes that the loader gives."""
+    """Copying by a map's rows from the checkpoint results in the bytes that the loader writes."""
     for each in LAYOUTS[layout]:
         assert_equal_to_loading(filled_from_checkpoint(map_of_rank(*each), checkpoint()), *each)
 
@@ -256,7 +256,7 @@ def relayouts(draw: st.DrawFn) -> tuple[tuple[int, ...], FusedLayout, FusedLayou
 @settings(max_examples=150, deadline=None)
 @given(relayouts())
 def test_random_layouts_fill_each_other(example: tuple[tuple[int, ...], FusedLayout, FusedLayout]) -> None:
-    """For any split, fusion, transposition and padding, copies between layouts give the bytes of a direct load."""
+    """For any split, fusion, transposition and padding, copies between layouts result in the bytes of a direct load."""
     shape, source_layout, target_layout = example
     weights = {name: random_tensor(shape, DTYPE) for name in source_layout.names}
     maps = [source_layout.map_of_rank(shape, rank) for rank in range(source_layout.size)]

@@ -19,7 +19,7 @@ from rfork.placement.placement_map import (
     HEADER,
     MAGIC,
     BoxType,
-    Placement,
+    MapRow,
     PlacementMap,
     PlacementMapBuilder,
     TensorType,
@@ -41,9 +41,9 @@ def small_map() -> PlacementMap:
 def test_rows_have_names() -> None:
     """Iterating a map yields its rows with the names of the tensors."""
     expected = [
-        Placement("weight", (5, 0), (2, 3), "own", 0, (12, 4)),
-        Placement("", (), (3,), "own", 24, (4,), "mul"),
-        Placement("", (), (3,), "own", 36, (4,), "fill_"),
+        MapRow("weight", (5, 0), (2, 3), "own", 0, (12, 4)),
+        MapRow("", (), (3,), "own", 24, (4,), "mul"),
+        MapRow("", (), (3,), "own", 36, (4,), "fill_"),
     ]
     assert expected == list(small_map())
 

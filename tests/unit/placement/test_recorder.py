@@ -197,7 +197,7 @@ def test_unwritten_elements_are_counted() -> None:
 
 
 def test_a_later_copy_replaces_a_computed_region() -> None:
-    """What a loader computed and then overwrote with a checkpoint tensor is a relocation."""
+    """A region that was computed first and then loaded from the checkpoint is a relocation."""
     placement_map = recorded(lambda own, weight: (own.data.normal_(), own.data.copy_(weight)), (4, 6), (4, 6))
     assert {} == placement_map.computed
 

@@ -90,7 +90,7 @@ def test_boxes_have_the_elements_of_the_region(data: st.DataObject, shape: tuple
         for loop, dim, own_dim in zip(box.region.loops, box.checkpoint_dims, box.own_dims, strict=True):
             assert loop.checkpoint_step == checkpoint.strides[dim]
             assert loop.own_step % own.strides[own_dim] == 0
-            assert box.checkpoint_index[dim] + loop.count <= shape[dim]
+            assert box.checkpoint_index[dim] + loop.size <= shape[dim]
     assert sorted(elements(region)) == sorted(pair for box in found for pair in elements(box.region))
 
 

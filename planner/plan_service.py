@@ -612,12 +612,13 @@ class PlanService:
         now, known = self.now(), self.state.holders.get(report.holder_id)
         owner = claimant.owner_of_holder(report.holder_id, known)
         wanted = self._wanted_images(report, now)
+        engine_images = self.state.engine_images(report.placement.host)
         record = HolderRecord(
             report,
             seen_at=now,
             ttl_s=self._settings.instance_ttl_s,
             owner=owner,
-            prefetched=prefetched_images(known, report, wanted),
+            prefetched=prefetched_images(known, report, wanted, engine_images),
         )
         if is_worth_storing(record, known, self._settings.heartbeat_interval_s):
             await self.store.commit(StoreChange(holders=(record,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -98,14 +98,22 @@ def _without_times(report: HolderReport) -> HolderReport:
 
 
 def prefetched_images(
-    known: HolderRecord | None, report: HolderReport, wanted: Iterable[WantedImage]
+    known: HolderRecord | None,
+    report: HolderReport,
+    wanted: Iterable[WantedImage],
+    engine_images: Collection[ImageKey],
 ) -> tuple[ImageKey, ...]:
-    """Return the images that a holder has because they were announced, and that no engine has used yet."""
+    """Return the images that a holder has because they were announced, and that no engine has used yet.
+
+    `engine_images`: complete images of engines on its host. The holder keeps these anyway, so a new one is no prefetch.
+    """
     before = set(known.prefetched) if known is not None else set()
     old = {ImageKey.of(image) for image in known.report.images} if known is not None else set()
     announced = {ImageKey.of(image) for image in wanted if image.cause == "announced"}
     unused = (ImageKey.of(image) for image in report.images if not image.used)
-    return tuple(key for key in unused if key in before or (key in announced and key not in old))
+    return tuple(
+        key for key in unused if key in before or (key in announced and key not in old and key not in engine_images)
+    )
 
 
 def unused_prefetches(known: HolderRecord, report: HolderReport | None) -> int:

@@ -19,7 +19,7 @@ from planner.policy.prefetch import FleetImage, LocalEngine, wanted_images
 from planner.policy.transports import is_same_host_route
 from planner.policy.types import Source
 from rfork import weights_version
-from rfork.schema import ForkResult, HolderReport, Rank, StorageAssignment, WantedImage
+from rfork.schema import ForkResult, HolderReport, ImageKey, Rank, StorageAssignment, WantedImage
 
 ForkListener = Callable[[ForkRecord], None]
 ScaleUpListener = Callable[[], None]
@@ -352,6 +352,15 @@ class PlannerState:
             )
             for record in engines
         ]
+
+    def engine_images(self, host: str) -> set[ImageKey]:
+        """Return the images that engines on a host have completely."""
+        records = (self._instances[instance_id] for instance_id in self._hosts.get(host, ()))
+        return {
+            ImageKey(*record.group, record.report.layout_id)
+            for record in records
+            if record.report.holder is None and record.source.complete
+        }
 
     @property
     def receiving_hosts(self) -> HostSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import ExitStack
 from typing import Annotated
@@ -77,6 +78,7 @@ def hold(
         memory_bytes = _memory_bytes(memory, device)
         client = resources.enter_context(PlannerClient.of(chosen))
         # Only now: torch is loaded, which takes a second.
+        from rfork.holder.announced_caches import AnnouncedCaches
         from rfork.holder.host import host_lock, raise_file_limit
         from rfork.holder.process import Holder, HolderOptions
         from rfork.holder.snapshot_images import SnapshotImages
@@ -97,6 +99,7 @@ def hold(
             client,
             layout_of=snapshots.layout_of if snapshots is not None else None,
             own_wanted=snapshots.wanted if snapshots is not None else (),
+            caches=None if one_shot else AnnouncedCaches(os.environ),  # its launcher pulls them
         )
         stopped = shutdown_on_signal()
         print_result(

@@ -14,6 +14,7 @@ from typing import Final
 from uuid import uuid4
 
 from rfork.errors import NetworkError
+from rfork.holder.announced_caches import AnnouncedCaches
 from rfork.holder.host import WatchedProcess
 from rfork.holder.image_keeper import ImageKeeper, LayoutOf
 from rfork.holder.inventory import KeptImage, Refusal, next_fetches, plan_inventory
@@ -82,10 +83,13 @@ class Holder:
         *,
         layout_of: LayoutOf | None = None,
         own_wanted: Sequence[WantedImage] = (),
+        caches: AnnouncedCaches | None = None,
         create_keeper: CreateKeeper | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own_wanted`: images that it keeps whatever the planner wants, as those of a snapshot."""
+        """`own_wanted`: images that it keeps whatever the planner wants, as those of a snapshot. `caches`: pulls
+        the JIT caches of announced models.
+        """
         self.holder_id = f"hold-{uuid4().hex}"
         self._settings = settings
         self._options = options
@@ -94,6 +98,7 @@ class Holder:
         self._layout_of = layout_of
         self._own_wanted = tuple(own_wanted)
         self._create_keeper = create_keeper or self._keeper
+        self._caches = caches
         self._keepers: dict[ImageKey, ImageKeeper] = {}
         self._failures: dict[ImageKey, _Failure] = {}
         self._closing: list[_Closing] = []
@@ -157,6 +162,8 @@ class Holder:
             log.info("planner reachable again")
         self._is_reachable = True
         self._wanted = ack.wanted
+        if self._caches is not None:
+            self._caches.announce({each.model for each in ack.wanted if each.cause == "announced"})
         return ack.heartbeat_s
 
     def _apply(self, now: float) -> None:
@@ -232,6 +239,8 @@ class Holder:
 
     def _close(self) -> None:
         """Drain all images and leave the planner."""
+        if self._caches is not None:
+            self._caches.stop()
         for key in list(self._keepers):
             self._evict(key)
         until = self._clock() + self._settings.drain_timeout_s + STOP_S

@@ -29,13 +29,14 @@ WAIT_S = 60.0
 class HolderFleet(WeightsFleet):
     """A fleet with seeds on one host, and a holder and engines on another one."""
 
-    def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
-        super().__init__(start, stack)
+    def __init__(self, start: StartRfork, stack: contextlib.ExitStack, **options: str) -> None:
+        """`options`: environment of the planner."""
+        super().__init__(start, stack, **options)
         self.host = f"near-{uuid4().hex[:8]}"
         """Unique: only one holder runs on a host."""
         self._start = start
 
-    def hold(self, *arguments: str, until: str = READY, **options: str) -> RforkProcess:
+    def hold(self, *arguments: str, until: str | None = READY, **options: str) -> RforkProcess:
         """Start a holder."""
         environment = {
             **LOCAL,

@@ -45,8 +45,9 @@ OLD, NEW, LOADED = sha256_of(1), sha256_of(2), sha256_of(CHECKPOINT)
 class WeightsFleet:
     """A planner and the instances started with it."""
 
-    def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
-        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_LOG_LEVEL": "debug"}
+    def __init__(self, start: StartRfork, stack: contextlib.ExitStack, **options: str) -> None:
+        """`options`: environment of the planner."""
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_LOG_LEVEL": "debug", **options}
         self.planner = planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         event = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())
         self.url = cast(str, event["url"])

@@ -15,7 +15,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, cast
 
 import torch
@@ -37,16 +37,18 @@ MODEL = "weights"
 CHUNKS = 12
 SIZES = (5 * MIB + 3, 17, 4 * MIB, 3 * MIB - 20)
 """Bytes of each tensor: some chunks cover several tensors, some tensors several chunks."""
+REVERSED_SIZES = SIZES[::-1]
+"""Another layout of as many bytes."""
 CHECKPOINT = 0
 """The version of the weights that the loader produces."""
 RESPONSE_TIMEOUT_S = 120.0
 """The process may have to start first; see `tests.processes.START_S`."""
 
 
-def module_of(version: int | None) -> nn.Module:
+def module_of(version: int | None, sizes: Sequence[int] = SIZES) -> nn.Module:
     """Return a module with the weights of this version, or zeros."""
     module = nn.Module()
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(sizes):
         module.register_buffer(f"layer{number}", torch.zeros(size, dtype=torch.uint8))
     if version is not None:
         fill(module, version)
@@ -60,9 +62,9 @@ def fill(module: nn.Module, version: int) -> None:
         buffer.random_(generator=generator)
 
 
-def sha256_of(version: int) -> str:
+def sha256_of(version: int, sizes: Sequence[int] = SIZES) -> str:
     """Return the hash of a module with this version."""
-    return image_sha256(capture(module_of(version)))
+    return image_sha256(capture(module_of(version, sizes)))
 
 
 class WeightsProcess:
@@ -78,6 +80,9 @@ class WeightsProcess:
     def execute(self, command: str, number: int) -> Message:
         """Execute a command; `number` is a version or a chunk."""
         match command:
+            case "reverse":
+                self._module = module_of(None, REVERSED_SIZES)
+                return {}
             case "seed":
                 fill(self._module, number)
                 seed = self._seed = self._open_seeds.enter_context(rfork.seed(self._module, model=MODEL))

@@ -477,6 +477,16 @@ async def test_an_image_from_before_the_announcement_is_no_prefetch(service: Pla
     assert {} == prefetches(service)
 
 
+async def test_an_image_of_an_engine_on_the_host_is_no_prefetch(service: PlanService) -> None:
+    """The engine came before the holder fetched the image, as after a prediction of another layout."""
+    await service.report(seed_report("e", placement=NODE))
+    await service.announce(scaleup("node"))
+    assert ["announced"] == await causes(service, holder_report())
+    await service.report_holder(holder_report(held()))
+    await service.report_holder(holder_report())
+    assert {} == prefetches(service)
+
+
 async def test_a_holder_for_one_engine_prefetches(service: PlanService) -> None:
     """Its selector is an announcement."""
     await service.report(seed_report("s"))

@@ -462,7 +462,7 @@ def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[s
     view = source.checkpoint_view
     if view is None or kwargs:
         return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")
-    dim = _dim(view, dim)
+    dim = _dim(view, int(dim or 0))
     begin, stop, step = slice(start, end, step).indices(view.shape[dim])
     view = view.narrowed(dim, begin, max(begin, stop)).stepped(dim, step)
     strides = source.stride()

@@ -156,3 +156,26 @@ def test_invalid_maps_are_refused(case: str) -> None:
 def test_the_helper_of_the_invalid_maps_changes_nothing_else() -> None:
     """Without a change, the same map is decoded."""
     assert small_map() == PlacementMap.from_bytes(changed(lambda *_: None))
+
+
+def test_a_map_of_60000_tensors_has_less_than_4_megabytes() -> None:
+    """The map of a large mixture-of-experts model is small, as types repeat and names compress."""
+    layers, experts = 80, 250
+    builder = PlacementMapBuilder()
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        w13 = builder.own.append(f"{prefix}.w13_weight", TensorType("bfloat16", 2, (experts, 64, 32), (4096, 64, 2)))
+        w2 = builder.own.append(f"{prefix}.w2_weight", TensorType("bfloat16", 2, (experts, 32, 32), (2048, 64, 2)))
+        for expert in range(experts):
+            for position, name in enumerate(("gate_proj", "up_proj")):
+                weight = builder.checkpoint.append(
+                    f"{prefix}.{expert}.{name}.weight", TensorType("bfloat16", 2, (64, 32))
+                )
+                builder.append(weight, (32, 0), w13, expert * 4096 + position * 2048, BoxType((32, 32), (64, 2)))
+            weight = builder.checkpoint.append(
+                f"{prefix}.{expert}.down_proj.weight", TensorType("bfloat16", 2, (32, 64))
+            )
+            builder.append(weight, (0, 32), w2, expert * 2048, BoxType((32, 32), (64, 2)))
+    data = builder.build().to_bytes()
+    assert 60_000 == len(PlacementMap.from_bytes(data))
+    assert len(data) < 4_000_000

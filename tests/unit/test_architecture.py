@@ -53,6 +53,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "net": {"errors", "logs", "settings"},
     "cuda": {"errors"},
     "image": BASE | {"cuda"},
+    "placement": {"errors"},
     "transport": BASE | {"cuda", "image"},
     "storage": BASE | {"cuda", "image"},
     "planner_client": BASE | {"image"},

@@ -1,0 +1,215 @@
+"""Rows of a placement map for one own tensor: the writes to its memory, in order, reduced to disjoint boxes. Pure.
+
+Later writes replace earlier ones. Where the remainder of an earlier write is no list of boxes, the complete tensor
+counts as computed: a map never attributes elements to a checkpoint tensor that may not have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from rfork.placement.checkpoint_view import CheckpointTensor
+from rfork.placement.placement_map import BoxType, PlacementMapBuilder
+from rfork.placement.strided import (
+    Box,
+    Grid,
+    Loop,
+    NotStridedError,
+    Region,
+    boxes,
+    common,
+    contiguous_strides,
+    difference,
+    overlapping_pairs,
+)
+
+OVERLAPPING_WRITES = "overlapping strided writes"
+WRITE_ACROSS_TENSORS = "write across several tensors"
+WRITE_AS_ANOTHER_DTYPE = "write as another dtype"
+
+
+class Write(NamedTuple):
+    """One write to a storage. The region's own offset counts elements from the start of the storage."""
+
+    tensor: CheckpointTensor | None
+    operation: str
+    """Operation that computed the elements; empty if they are those of a checkpoint tensor."""
+    region: Region
+    itemsize: int
+
+
+class OwnTensor(NamedTuple):
+    """An own tensor. Offset and strides count elements, the offset from the start of the storage."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """Bytes of the storage from the tensor's first element to the end of its last."""
+        begin = self.offset * self.itemsize
+        if 0 in self.shape:
+            return begin, begin
+        span = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return begin, begin + (span + 1) * self.itemsize
+
+
+class _Written(NamedTuple):
+    tensor: CheckpointTensor | None
+    operation: str
+    box: Box
+
+
+@lru_cache(maxsize=1024)
+def _grid(shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Grid:
+    return Grid(shape, contiguous_strides(shape) if strides is None else strides)
+
+
+def append_rows(
+    builder: PlacementMapBuilder, own: int, tensor: OwnTensor, writes: Sequence[Write], checkpoint: dict[str, int]
+) -> None:
+    """Append the rows of the own tensor at index `own`; `checkpoint` maps checkpoint tensors to their index."""
+    if 0 in tensor.shape:
+        return
+    grid = _grid(tensor.shape, tensor.strides)
+    try:
+        written = _disjoint(_boxes(tensor, grid, writes), grid)
+    except NotStridedError as error:
+        operation = str(error)
+        strides = tuple(step * tensor.itemsize for step in tensor.strides)
+        builder.append_computed(operation, own, 0, BoxType(tensor.shape, strides))
+        return
+    for source, operation, box in written:
+        region = box.region
+        offset = region.own_offset * tensor.itemsize
+        loops = region.loops
+        if source is None:
+            sizes = tuple(loop.size for loop in loops)
+            steps = tuple(loop.own_step * tensor.itemsize for loop in loops)
+            builder.append_computed(operation, own, offset, BoxType(sizes, steps))
+            continue
+        rank = len(source.shape)
+        box_sizes, box_strides = [1] * rank, [0] * rank
+        for dim, loop in zip(box.checkpoint_dims, loops, strict=True):
+            box_sizes[dim] = loop.size
+            box_strides[dim] = loop.own_step * tensor.itemsize
+        builder.append(
+            checkpoint[source.name], box.checkpoint_index, own, offset, BoxType(tuple(box_sizes), tuple(box_strides))
+        )
+
+
+def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Written]:
+    """Return the boxes of the writes that concern the tensor, in their order.
+
+    Raises NotStridedError, with the operation, if it is not known which of its elements a write concerns.
+    """
+    begin, end = tensor.byte_range
+    found: list[_Written] = []
+    for source, operation, region, itemsize in writes:
+        first = region.own_offset * itemsize
+        last = (region.own_offset + sum((loop.size - 1) * loop.own_step for loop in region.loops) + 1) * itemsize
+        if last <= begin or end <= first:
+            continue
+        if itemsize != tensor.itemsize:
+            raise NotStridedError(WRITE_AS_ANOTHER_DTYPE)
+        local = Region(region.checkpoint_offset, region.own_offset - tensor.offset, region.loops)
+        if source is not None:
+            try:
+                divided = boxes(local, _grid(source.shape), grid)
+            except NotStridedError as error:
+                source, operation = None, f"copy_ that {error}"
+            else:
+                found.extend(_Written(source, "", box) for box in divided)
+                continue
+        local = local._replace(loops=tuple(loop._replace(checkpoint_step=0) for loop in local.loops))
+        try:
+            found.extend(_Written(None, operation, box) for box in boxes(local, None, grid))
+        except NotStridedError:
+            raise NotStridedError(operation or WRITE_ACROSS_TENSORS) from None
+    return found
+
+
+def _disjoint(written: list[_Written], grid: Grid) -> list[_Written]:
+    """Return the boxes without the parts that later ones replace."""
+    if len(written) < 2:
+        return written
+    progressions = [_progressions(each.box, grid) for each in written]
+    starts = np.array([[each.start for each in box] for box in progressions], dtype=np.int64)
+    stops = np.array([[each[-1] + 1 for each in box] for box in progressions], dtype=np.int64)
+    overlapping: dict[int, list[int]] = {}
+    for earlier, later in overlapping_pairs(starts.reshape(len(written), -1), stops.reshape(len(written), -1)):
+        overlapping.setdefault(earlier, []).append(later)
+    result: list[_Written] = []
+    for position, each in enumerate(written):
+        parts = [each]
+        for later in sorted(overlapping.get(position, ())):
+            parts = [left for part in parts for left in _without(part, progressions[later], grid)]
+        result.extend(parts)
+    return result
+
+
+def _progressions(box: Box, grid: Grid) -> list[range]:
+    """Return the indices of a box along each own dimension."""
+    result = [range(first, first + 1) for first in box.own_index]
+    for dim, loop in zip(box.own_dims, box.region.loops, strict=True):
+        step, first = loop.own_step // grid.strides[dim], box.own_index[dim]
+        result[dim] = range(first, first + (loop.size - 1) * step + 1, step)
+    return result
+
+
+def _are_disjoint(one: range, other: range) -> bool:
+    if one[-1] < other.start or other[-1] < one.start:
+        return True
+    if one.step == other.step:
+        return (one.start - other.start) % one.step != 0
+    fewer, more = (one, other) if len(one) < len(other) else (other, one)
+    return not any(index in more for index in fewer)
+
+
+def _without(written: _Written, removed: Sequence[range], grid: Grid) -> list[_Written]:
+    """Return the parts of a box outside the indices `removed`, which are given for each own dimension."""
+    indices = _progressions(written.box, grid)
+    pairs = list(zip(indices, removed, strict=True))
+    if any(_are_disjoint(kept, cut) for kept, cut in pairs):
+        return [written]
+    if all(kept == cut or (cut.step == 1 and kept.start in cut and kept[-1] in cut) for kept, cut in pairs):
+        return []
+    if any(each.step != 1 and len(each) > 1 for pair in pairs for each in pair):
+        raise NotStridedError(OVERLAPPING_WRITES)
+    bounds = tuple((each.start, each[-1] + 1) for each in indices)
+    overlap = common(bounds, tuple((each.start, each[-1] + 1) for each in removed))
+    assert overlap is not None  # not disjoint in any dimension
+    return [written._replace(box=_part(written.box, part)) for part in difference(bounds, overlap)]
+
+
+def _part(box: Box, bounds: Sequence[tuple[int, int]]) -> Box:
+    """Return the part of a box, without steps, within bounds of its own indices."""
+    checkpoint_offset, own_offset, loops = box.region
+    checkpoint_index, own_index = list(box.checkpoint_index), list(box.own_index)
+    kept: list[tuple[int, int, Loop]] = []
+    for position, (dim, loop) in enumerate(zip(box.own_dims, loops, strict=True)):
+        begin, end = bounds[dim]
+        distance = begin - box.own_index[dim]
+        checkpoint_offset += distance * loop.checkpoint_step
+        own_offset += distance * loop.own_step
+        own_index[dim] = begin
+        checkpoint_dim = box.checkpoint_dims[position] if box.checkpoint_dims else 0
+        if box.checkpoint_dims:
+            checkpoint_index[checkpoint_dim] += distance
+        if end - begin > 1:
+            kept.append((checkpoint_dim, dim, loop._replace(size=end - begin)))
+    return Box(
+        Region(checkpoint_offset, own_offset, tuple(loop for _, _, loop in kept)),
+        tuple(checkpoint_index),
+        tuple(dim for dim, _, _ in kept) if box.checkpoint_dims else (),
+        tuple(own_index),
+        tuple(dim for _, dim, _ in kept),
+    )

@@ -1,0 +1,601 @@
+"""Recorder of an engine's weight loading: from tensors without bytes to a placement map.
+
+An engine builds an empty twin of its model (on the meta device, for instance) and loads `RecordedTensor` objects
+instead of a checkpoint's tensors::
+
+    with Recorder() as recorder:
+        model.load_weights((name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in checkpoint)
+    placement_map = recorder.placement_map(dict(model.named_parameters()))
+
+A recorded tensor follows views, copies that change no value, and concatenation. The result of any other operation is
+*computed*: it has a shape and a dtype, but its elements are not elements of the checkpoint. A copy into a plain tensor
+is recorded for the storage that it writes; later writes replace earlier ones. While the recorder is active, it also
+sees in-place operations on plain tensors, such as a loader that scales a parameter after loading it. It keeps every
+storage that is written alive until it is deleted itself.
+
+Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
+from loaded tensors. A loader that reads values
+(``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from typing_extensions import Self
+
+from rfork.errors import UnsupportedTensor
+from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Piece, concatenated
+from rfork.placement.own_tensor import OwnTensor, Write, append_rows
+from rfork.placement.placement_map import FILL_OPERATIONS, PlacementMap, PlacementMapBuilder, TensorType
+from rfork.placement.strided import Loop, NotStridedError, Region, contiguous_strides
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+class RecordedTensor(torch.Tensor):
+    """Tensor without bytes whose elements are elements of checkpoint tensors, or the result of an operation."""
+
+    recorder: Recorder
+    checkpoint_view: CheckpointView | None
+    operation: str
+    """Operation that computed the elements if there is no view."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        recorder: Recorder,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        view: CheckpointView | None,
+        operation: str = "",
+    ) -> RecordedTensor:
+        """Create a tensor on the CPU, as checkpoint readers do."""
+        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=CPU
+        )
+        tensor.recorder = recorder
+        tensor.checkpoint_view = view
+        tensor.operation = operation
+        return tensor
+
+    def __init__(self, *_: object) -> None:
+        """Do nothing: `__new__` sets the attributes."""
+
+    @classmethod
+    def like(
+        cls, recorder: Recorder, meta: torch.Tensor, view: CheckpointView | None, operation: str = ""
+    ) -> RecordedTensor:
+        """Create a tensor with the shape, strides and dtype of another one."""
+        return cls(recorder, meta.shape, meta.stride(), meta.dtype, view, operation)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Without an active recorder, for instance in another thread.
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, RecordedTensor):
+                return value.recorder.dispatch(func, args, kwargs or {})
+        return NotImplemented
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        content = self.operation or ", ".join(sorted(self.checkpoint_names()))
+        return f"RecordedTensor({list(self.shape)}, {self.dtype}, {content})"
+
+    def checkpoint_names(self) -> set[str]:
+        """Return the names of the checkpoint tensors that the tensor consists of."""
+        return {piece.tensor.name for piece in self.checkpoint_view.pieces} if self.checkpoint_view else set()
+
+
+class _StorageWrites(NamedTuple):
+    storage: torch.UntypedStorage
+    """Kept, so that no other storage gets its address."""
+    writes: list[Write]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which a loader runs, and the record of its writes. Not thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._checkpoint: dict[str, CheckpointTensor] = {}
+        self._storages: dict[int, _StorageWrites] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while recording, and importing the compiler would take seconds."""
+        return False
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
+        """Return a tensor that stands for a checkpoint tensor. Each name is created once."""
+        if name in self._checkpoint:
+            raise ValueError(f"checkpoint tensor {name} was created before")
+        identity = CheckpointTensor(name, _dtype_name(dtype), dtype.itemsize, tuple(shape))
+        self._checkpoint[name] = identity
+        return RecordedTensor(
+            self, identity.shape, contiguous_strides(identity.shape), dtype, CheckpointView.of(identity)
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record one operation and return its result."""
+        if types:
+            return self.dispatch(func, args, kwargs or {})
+        return self._dispatch_plain(func, args, kwargs or {})
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record one operation and return its result. The mode must not be active."""
+        if func is aten.copy_.default and isinstance(args[1], RecordedTensor):
+            return self._copy(args[0], args[1])
+        follow = FOLLOWED.get(func)
+        if follow is not None and _has_recorded(args):
+            try:
+                return follow(self, func, args, kwargs)
+            except NotStridedError as error:
+                return self._computed(func, args, kwargs, f"{_operation(func)}: {error}")
+        if _has_recorded(args) or _has_recorded(tuple(kwargs.values())):
+            if func._can_decompose():  # composite operations arrive undivided in inference mode
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return self._computed(func, args, kwargs, _operation(func))
+        return self._dispatch_plain(func, args, kwargs)
+
+    def _dispatch_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation on plain tensors, and record the values that it computes."""
+        effect = _effect(func)
+        if effect.written:
+            self._mark_written(func, args, kwargs, _operation(func))
+        result = func(*args, **kwargs)
+        if effect.creates_tensors and self._storages:
+            self._mark_results(func, args, kwargs, result)
+        return result
+
+    def _copy(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
+        if isinstance(destination, RecordedTensor):
+            _modify(destination, "copy_")
+            return destination
+        view = source.checkpoint_view
+        if view is None:
+            self._mark(destination, source.operation)
+        elif source.dtype != destination.dtype:
+            self._mark(destination, f"copy_ from {_dtype_name(source.dtype)} to {_dtype_name(destination.dtype)}")
+        else:
+            shape = tuple(destination.shape)
+            if view.shape != shape:
+                missing = len(shape) - len(view.shape)
+                if missing < 0 or (1,) * missing + view.shape != shape:
+                    self._mark(destination, "copy_ with broadcast")
+                    return destination
+                view = view.reshaped(shape)
+            modified = next((piece.tensor.modified_by for piece in view.pieces if piece.tensor.modified_by), "")
+            if modified:
+                self._mark(destination, modified)
+            else:
+                writes = self._writes_of(destination)
+                strides, offset = destination.stride(), destination.storage_offset()
+                itemsize = destination.itemsize
+                writes.extend(_write(piece, strides, int(offset), itemsize) for piece in view.pieces)
+        return destination
+
+    def _writes_of(self, tensor: torch.Tensor) -> list[Write]:
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        if found is None:
+            found = self._storages[storage._cdata] = _StorageWrites(storage, [])
+        return found.writes
+
+    def _mark(self, tensor: torch.Tensor, operation: str) -> None:
+        """Record that an operation computed all elements of a plain tensor."""
+        if 0 in tensor.shape:
+            return
+        loops = tuple(Loop(size, 0, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+        region = Region(0, int(tensor.storage_offset()), loops)
+        self._writes_of(tensor).append(Write(None, operation, region, tensor.itemsize))
+
+    def _mark_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> None:
+        """Record the arguments that an operation writes."""
+        for value in _written_arguments(func, args, kwargs):
+            if isinstance(value, RecordedTensor):
+                _modify(value, operation)
+            elif operation not in FILL_OPERATIONS or value.untyped_storage()._cdata in self._storages:
+                self._mark(value, operation)
+
+    def _mark_results(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record that a plain operation computed new tensors from tensors that were loaded."""
+        used = {
+            value.untyped_storage()._cdata
+            for value in tree_flatten((list(args), dict(kwargs)))[0]
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        }
+        if used.isdisjoint(self._storages):
+            return
+        for value in tree_flatten(result)[0]:
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            if value.untyped_storage()._cdata not in used:
+                self._mark(value, _operation(func))
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> Any:
+        """Return the result of an operation that is not followed."""
+        self._mark_written(func, args, kwargs, operation)
+        written = {id(value): value for value in _written_arguments(func, args, kwargs)}
+        if written and len(func._schema.returns) <= 1:
+            return next(iter(written.values()))
+        try:
+            result = _on_meta(func, args, kwargs)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UnsupportedTensor(_first_name(args), f"the loader reads its values by {operation}") from error
+        if func in FACTORIES:
+            return result
+        if not any(isinstance(value, torch.Tensor) for value in tree_flatten(result)[0]):
+            raise UnsupportedTensor(_first_name(args), f"the loader reads its values by {operation}")
+        inherited = next((each.operation for each in _recorded(args) if each.checkpoint_view is None), operation)
+        return tree_map(
+            lambda value: (
+                RecordedTensor.like(self, value, None, inherited) if isinstance(value, torch.Tensor) else value
+            ),
+            result,
+        )
+
+    def placement_map(self, tensors: Mapping[str, torch.Tensor]) -> PlacementMap:
+        """Return where the recorded writes lie in these own tensors, by name.
+
+        Call it after loading, with all parameters and buffers. A tensor that lies within another one, such as a tied
+        head, becomes an alias of it.
+        """
+        builder = PlacementMapBuilder()
+        checkpoint = {
+            name: builder.checkpoint.append(name, TensorType(each.dtype, each.itemsize, each.shape))
+            for name, each in self._checkpoint.items()
+        }
+        owners: dict[int, list[OwnTensor]] = {}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # Owners come before their aliases.
+            described = [(_describe(name, tensor), _storage_key(tensor), tensor) for name, tensor in tensors.items()]
+            order = sorted(range(len(described)), key=lambda each: -_extent(described[each][0]))
+            alias_of: dict[int, str] = {}
+            for position in order:
+                own, key, _ = described[position]
+                owner = next((each for each in owners.get(key, ()) if _is_within(own, each)), None)
+                if owner is None:
+                    owners.setdefault(key, []).append(own)
+                else:
+                    alias_of[position] = owner.name
+            for position, (own, key, tensor) in enumerate(described):
+                if position in alias_of:
+                    builder.aliases[own.name] = alias_of[position]
+                    continue
+                strides = tuple(step * own.itemsize for step in own.strides)
+                index = builder.own.append(own.name, TensorType(own.dtype, own.itemsize, own.shape, strides))
+                if isinstance(tensor, RecordedTensor):
+                    writes = _writes_of_recorded(tensor)
+                else:
+                    found = self._storages.get(key)
+                    writes = found.writes if found is not None else []
+                append_rows(builder, index, own, writes, checkpoint)
+        return builder.build()
+
+
+def _write(piece: Piece, strides: Sequence[int], offset: int, itemsize: int) -> Write:
+    """Return the write of a piece to a destination with these strides and this offset."""
+    loops: list[Loop] = []
+    for start, factors, stride in zip(piece.starts, piece.dims, strides, strict=True):
+        offset += start * stride
+        if len(factors) == 1:
+            loops.append(Loop(*factors[0], stride))
+        elif factors:
+            inner = 1
+            nested: list[Loop] = []
+            for count, step in reversed(factors):
+                nested.append(Loop(count, step, stride * inner))
+                inner *= count
+            loops.extend(reversed(nested))
+    return Write(piece.tensor, "", Region(piece.offset, offset, tuple(loops)), itemsize)
+
+
+def _writes_of_recorded(tensor: RecordedTensor) -> list[Write]:
+    """Return the writes that would create a recorded tensor which a loader kept as a parameter."""
+    view = tensor.checkpoint_view
+    operation = tensor.operation
+    if view is not None:
+        operation = next((piece.tensor.modified_by for piece in view.pieces if piece.tensor.modified_by), "")
+        if not operation:
+            return [_write(piece, tensor.stride(), 0, tensor.itemsize) for piece in view.pieces]
+    loops = tuple(Loop(size, 0, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return [Write(None, operation, Region(0, 0, loops), tensor.itemsize)]
+
+
+def _describe(name: str, tensor: torch.Tensor) -> OwnTensor:
+    offset = 0 if isinstance(tensor, RecordedTensor) else int(tensor.storage_offset())
+    return OwnTensor(
+        name, _dtype_name(tensor.dtype), tensor.itemsize, tuple(tensor.shape), tuple(tensor.stride()), offset
+    )
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return id(tensor) if isinstance(tensor, RecordedTensor) else int(tensor.untyped_storage()._cdata)
+
+
+def _extent(own: OwnTensor) -> int:
+    begin, end = own.byte_range
+    return end - begin
+
+
+def _is_within(own: OwnTensor, owner: OwnTensor) -> bool:
+    """Return True if every byte of a tensor is one of the owner."""
+    if own[1:] == owner[1:]:
+        return True
+    (begin, end), (owner_begin, owner_end) = own.byte_range, owner.byte_range
+    elements = 1
+    for size in owner.shape:
+        elements *= size
+    is_dense = owner_end - owner_begin == elements * owner.itemsize
+    return is_dense and begin < end and owner_begin <= begin and end <= owner_end
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _modify(tensor: RecordedTensor, operation: str) -> None:
+    """Record an in-place operation on a recorded tensor, and so on all tensors that may share its memory."""
+    if tensor.checkpoint_view is not None:
+        for piece in tensor.checkpoint_view.pieces:
+            piece.tensor.modified_by = operation
+
+
+@cache
+def _operation(func: Any) -> str:
+    return str(func._schema.name).split("::")[-1]
+
+
+class _Effect(NamedTuple):
+    written: tuple[tuple[int, str], ...]
+    """Position and name of the arguments that an operation writes."""
+    creates_tensors: bool
+    """True if it returns new tensors whose values depend on its arguments: no views, no arguments."""
+
+
+@cache
+def _effect(func: Any) -> _Effect:
+    schema = func._schema
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return _Effect(written, func not in FACTORIES and any(each.alias_info is None for each in schema.returns))
+
+
+def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    written: list[torch.Tensor] = []
+    for position, name in _effect(func).written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.Tensor):
+                written.append(each)
+    return written
+
+
+def _has_recorded(values: Sequence[Any]) -> bool:
+    for value in values:
+        if isinstance(value, RecordedTensor):
+            return True
+        if isinstance(value, list | tuple) and any(isinstance(each, RecordedTensor) for each in value):
+            return True
+    return False
+
+
+def _recorded(values: Sequence[Any]) -> list[RecordedTensor]:
+    return [value for value in tree_flatten(list(values))[0] if isinstance(value, RecordedTensor)]
+
+
+def _first_name(values: Sequence[Any]) -> str:
+    return next((name for each in _recorded(values) for name in sorted(each.checkpoint_names())), "computed tensor")
+
+
+def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on the meta device."""
+
+    return func(*map(_to_meta, args), **{name: _to_meta(value) for name, value in kwargs.items()})
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, RecordedTensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, int | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_meta(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.device != META and value.dim():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    return META if isinstance(value, torch.device) else value
+
+
+Follow = Callable[[Recorder, Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def _followed(change: Callable[..., CheckpointView]) -> Follow:
+    """Return the function that follows an operation with one result."""
+
+    def follow(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        source = args[0]
+        view = source.checkpoint_view
+        if view is not None:
+            view = change(view, *args[1:], **kwargs)
+        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), view, source.operation)
+
+    return follow
+
+
+def _dim(view: CheckpointView, dim: int, added: int = 0) -> int:
+    return dim % (len(view.shape) + added) if view.shape or added else 0
+
+
+SLICE = (0, None, None, 1)
+"""Defaults of the arguments of a slice after the tensor."""
+
+
+def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    dim, start, end, step = (
+        args[position] if position < len(args) else SLICE[position - 1] for position in (1, 2, 3, 4)
+    )
+    view = source.checkpoint_view
+    if view is None or kwargs:
+        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")
+    dim = _dim(view, int(dim or 0))
+    begin, stop, step = slice(start, end, step).indices(view.shape[dim])
+    view = view.narrowed(dim, begin, max(begin, stop)).stepped(dim, step)
+    strides = source.stride()
+    if step != 1:
+        strides = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+    return RecordedTensor(recorder, view.shape, strides, source.dtype, view)
+
+
+def _select(view: CheckpointView, dim: int, index: int) -> CheckpointView:
+    dim = _dim(view, dim)
+    index %= view.shape[dim]
+    return view.narrowed(dim, index, index + 1).without_dim(dim)
+
+
+def _transpose(view: CheckpointView, one: int, other: int) -> CheckpointView:
+    order = list(range(len(view.shape)))
+    one, other = _dim(view, one), _dim(view, other)
+    if order:
+        order[one], order[other] = other, one
+    return view.permuted(order)
+
+
+def _permute(view: CheckpointView, order: Sequence[int]) -> CheckpointView:
+    return view.permuted([_dim(view, dim) for dim in order])
+
+
+def _t(view: CheckpointView) -> CheckpointView:
+    return view.permuted(range(len(view.shape))[::-1])
+
+
+def _unchanged(view: CheckpointView, *_: Any, **__: Any) -> CheckpointView:
+    return view
+
+
+def _reshape(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Follow an operation that keeps the row-major order of the elements."""
+    source = args[0]
+    meta = _on_meta(func, args, kwargs)
+    view = source.checkpoint_view
+    if view is not None:
+        if meta.numel() != source.numel():
+            raise NotStridedError("repeats elements")
+        view = view.reshaped(meta.shape)
+    return RecordedTensor.like(recorder, meta, view, source.operation)
+
+
+def _retype(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Follow a view or a copy with the same item size, or the same dtype."""
+    source = args[0]
+    meta = _on_meta(func, args, kwargs)
+    if func is aten.view.dtype:
+        if meta.itemsize != source.itemsize:
+            raise NotStridedError("changes the item size")
+    elif meta.dtype != source.dtype:
+        raise NotStridedError(f"{_dtype_name(source.dtype)} to {_dtype_name(meta.dtype)}")
+    return RecordedTensor.like(recorder, meta, source.checkpoint_view, source.operation)
+
+
+def _split(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    view = source.checkpoint_view
+    dim_position = 1 if func is aten.unbind.int else 2
+    dim = args[dim_position] if len(args) > dim_position else kwargs.get("dim", 0)
+    dim %= source.dim()
+    results = []
+    begin = 0
+    for meta in _on_meta(func, args, kwargs):
+        size = meta.shape[dim] if func is not aten.unbind.int else 1
+        part = view
+        if view is not None:
+            part = view.narrowed(dim, begin, begin + size)
+            if func is aten.unbind.int:
+                part = part.without_dim(dim)
+        begin += size
+        results.append(RecordedTensor.like(recorder, meta, part, source.operation))
+    return results
+
+
+def _join(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Follow the concatenation or the stack of recorded tensors."""
+    sources: Sequence[Any] = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    meta = _on_meta(func, args, kwargs)
+    if not all(isinstance(each, RecordedTensor) for each in sources):
+        raise NotStridedError("joins other tensors")
+    computed = next((each.operation for each in sources if each.checkpoint_view is None), "")
+    if computed:
+        return RecordedTensor.like(recorder, meta, None, computed)
+    if any(each.dtype != meta.dtype for each in sources):
+        raise NotStridedError("joins several dtypes")
+    dim %= meta.dim()
+    views = [cast(CheckpointView, each.checkpoint_view) for each in sources]
+    if func is aten.stack.default:
+        views = [view.with_dim(dim) for view in views]
+    else:
+        # torch ignores empty 1-D tensors of any shape.
+        views = [view for view in views if view.shape != (0,)] or views[:1]
+    return RecordedTensor.like(recorder, meta, concatenated(views, dim))
+
+
+FOLLOWED: Mapping[Any, Follow] = {
+    aten.slice.Tensor: _slice,
+    aten.select.int: _followed(_select),
+    aten.transpose.int: _followed(_transpose),
+    aten.permute.default: _followed(_permute),
+    aten.t.default: _followed(_t),
+    aten.detach.default: _followed(_unchanged),
+    aten.alias.default: _followed(_unchanged),
+    aten.clone.default: _followed(_unchanged),
+    aten.lift_fresh.default: _followed(_unchanged),
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.expand.default: _reshape,
+    aten.view.dtype: _retype,
+    aten._to_copy.default: _retype,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _split,
+    aten.cat.default: _join,
+    aten.stack.default: _join,
+}
+"""Operations whose results consist of elements of their arguments."""
+
+FACTORIES = frozenset(
+    {
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+        aten.new_empty_strided.default,
+    }
+)  # fmt: skip
+"""Operations whose results depend on the shape and dtype of their arguments only. The results are plain tensors."""

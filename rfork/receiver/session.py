@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 from uuid import uuid4
 
 import torch
@@ -38,7 +39,7 @@ from rfork.image.chunks import ChunkState
 from rfork.image.layout import Layout, Manifest, allocate_buffer
 from rfork.image.memory import Image, check_writable
 from rfork.logs import logger
-from rfork.peer.base import Dial
+from rfork.peer.base import Dial, Peer
 from rfork.peer.client import PeerClient
 from rfork.peer.server import PeerServer, ServePeer
 from rfork.planner_client.client import PlannerClient
@@ -428,13 +429,43 @@ def fetch_layout(source_instance: InstanceReport, settings: InstanceSettings, de
 
     Raises NoSource, LayoutMismatch, and what the planner's client and the peer's raise.
     """
+
+    def question(peer: Peer, until: float) -> Layout:
+        layout = peer.full_manifest(until).layout
+        if layout.layout_id != source_instance.layout_id:
+            raise LayoutMismatch(
+                f"the instances of {source_instance.model} changed during the request", hint="try again"
+            )
+        return layout
+
+    return ask_source(source_instance, settings, deadline, question)
+
+
+Answer = TypeVar("Answer")
+
+
+def ask_source(
+    source_instance: InstanceReport,
+    settings: InstanceSettings,
+    deadline: float,
+    question: Callable[[Peer, float], Answer],
+) -> Answer:
+    """Return the answer of an instance that has the image of `source_instance`, by `deadline`.
+
+    The planner chooses the instance. `question` is called with its peer and a deadline; if it raises SourceError or
+    NetworkError, another instance is asked. Raises NoSource, and what `question` and the planner's client raise.
+    """
     with PlannerClient.of(settings) as planner:
-        return _fetch_layout(planner, source_instance, settings, deadline)
+        return _ask_source(planner, source_instance, settings, deadline, question)
 
 
-def _fetch_layout(
-    planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, deadline: float
-) -> Layout:
+def _ask_source(
+    planner: PlannerClient,
+    source_instance: InstanceReport,
+    settings: InstanceSettings,
+    deadline: float,
+    question: Callable[[Peer, float], Answer],
+) -> Answer:
     fork_request = ForkRequest(
         fork_id=uuid4().hex,
         instance=source_instance.model_copy(
@@ -462,7 +493,8 @@ def _fetch_layout(
             untried = [route for route in plan.routes if route.source_id not in tried]
             for route in untried:
                 try:
-                    return _layout_from(route, source_instance, settings, deadline)
+                    with closing(_dial(settings)(route.address, partial(_token_of, route))) as peer:
+                        return question(peer, min(time.monotonic() + settings.source_idle_timeout_s, deadline))
                 except (SourceError, NetworkError) as error:
                     failure = error
                     tried.add(route.source_id)
@@ -479,7 +511,7 @@ def _fetch_layout(
                 now = time.monotonic()
                 if now >= retry_until or not (plan.routes or plan.retry_after_s is not None):
                     raise failure or NoSource(
-                        f"no instance returned the layout of {source_instance.model}: {plan.reason}"
+                        f"no instance with the image of {source_instance.model} responded: {plan.reason}"
                     )
                 tried.clear()
                 time.sleep(min(plan.retry_after_s or LAYOUT_RETRY_S, retry_until - now))
@@ -489,13 +521,8 @@ def _fetch_layout(
         planner.remove(fork_request.instance.instance_id, deadline=end)
 
 
-def _layout_from(route: Route, source_instance: InstanceReport, settings: InstanceSettings, deadline: float) -> Layout:
-    peer = _dial(settings)(route.address, lambda: route.lease.token)
-    with closing(peer):
-        layout = peer.full_manifest(min(time.monotonic() + settings.source_idle_timeout_s, deadline)).layout
-    if layout.layout_id != source_instance.layout_id:
-        raise LayoutMismatch(f"the instances of {source_instance.model} changed during the request", hint="try again")
-    return layout
+def _token_of(route: Route) -> str:
+    return route.lease.token
 
 
 def _dial(settings: InstanceSettings) -> Dial:

@@ -192,7 +192,10 @@ class BoxFork:
 
     @property
     def checkpoint(self) -> TensorTable:
-        """Names and types of all tensors of the checkpoint. Raises NoSource, or LayoutMismatch if the sources differ."""
+        """Names and types of all tensors of the checkpoint.
+
+        Raises NoSource, or LayoutMismatch if the sources differ.
+        """
         table = max((layout.placement_map.checkpoint for layout in self.layouts), key=len)
         for layout in self.layouts:
             other = layout.placement_map.checkpoint

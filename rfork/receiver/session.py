@@ -453,7 +453,8 @@ def ask_source(
     """Return the answer of an instance that has the image of `source_instance`, by `deadline`.
 
     The planner chooses the instance. `question` is called with its peer and a deadline; if it raises SourceError,
-    NetworkError or LayoutMismatch, another instance is asked. Raises NoSource, and what `question` and the planner's client raise.
+    NetworkError or LayoutMismatch, another instance is asked. Raises NoSource, and what `question` and the planner's
+    client raise.
     """
     with PlannerClient.of(settings) as planner:
         return _ask_source(planner, source_instance, settings, deadline, question)

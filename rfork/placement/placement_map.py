@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ COMPRESSION_LEVEL = 6
 DECODING_ERRORS = (
     struct.error, AttributeError, KeyError, TypeError, IndexError, OverflowError, RecursionError, ValueError,
 )  # fmt: skip
-"""What decoding a body of invalid bytes raises."""
+"""Errors that decoding a body of invalid bytes raises."""
 FILL_OPERATIONS = frozenset({"fill_", "zero_"})
 """Operations that write a constant: padding, which each rank writes by itself."""
 
@@ -244,6 +244,19 @@ class PlacementMap:
     @property
     def _row_columns(self) -> tuple[Column, Column, Column, Column]:
         return self.sources, self.owns, self.offsets, self.box_type_indices
+
+    def only(self, own: Collection[str]) -> PlacementMap:
+        """Return the map without the rows of own tensors that are not named. Its tables are the same."""
+        is_named = np.array([name in own for name in self.own.names], dtype=bool)
+        kept = is_named[self.owns]
+        return replace(
+            self,
+            sources=_column(self.sources[kept]),
+            owns=_column(self.owns[kept]),
+            offsets=_column(self.offsets[kept]),
+            box_type_indices=_column(self.box_type_indices[kept]),
+            starts=_column(self.starts[np.repeat(kept, np.diff(self.start_positions))]),
+        )
 
     @cached_property
     def rows_of_checkpoint(self) -> Mapping[int, Sequence[int]]:

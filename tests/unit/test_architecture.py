@@ -64,7 +64,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "receiver": MIDDLE | {"source"},
     "artifacts": MIDDLE | {"source", "receiver"},
     "holder": MIDDLE | {"source", "receiver"},
-    "engines": MIDDLE | {"source", "receiver", "artifacts", "_api"},
+    "engines": MIDDLE | {"source", "receiver", "artifacts", "placement", "_api"},
     "_api": MIDDLE | {"source", "receiver", "engines"},
     "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "holder", "engines", "diagnostics"},
 }

@@ -6,7 +6,8 @@ Runs in a worker, on the thread that loads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from rfork.engines import relocation
+from rfork.engines.relocation import Weights
 from rfork.engines.vllm import compat, methods
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
+from rfork.placement.placement_map import PlacementMap, TensorTable
+from rfork.placement.recorder import Recorder
+from rfork.storage.versions.version import folder_of
 
 log = logger(__name__)
 
@@ -33,7 +39,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 class VllmEngine:
-    """Builds one model with vLLM; implements `rfork.engines.load_or_fork.EngineAdapter`."""
+    """Builds one model with vLLM.
+
+    Implements `rfork.engines.load_or_fork.EngineAdapter` and `rfork.engines.relocation.RelocatingEngine`.
+    """
 
     def __init__(
         self,
@@ -96,6 +105,78 @@ class VllmEngine:
                 with device_loading_context(layer, self._device) if moving else contextlib.nullcontext():
                     method.process_weights_after_loading(layer)
 
+    def checkpoint_tensors(self) -> TensorTable | None:
+        """See `RelocatingEngine.checkpoint_tensors`."""
+        files: list[tuple[str, Path]] = []
+        loader: Any = default_loader(self._load_config)
+        try:
+            for source in self._file_sources(loader):
+                found = _safetensors_files(loader, source)
+                if found is None:
+                    return None
+                files += [(source.prefix, path) for path in found]
+        except (OSError, RuntimeError, ValueError) as error:
+            log.debug("no checkpoint files", reason=str(error))
+            return None
+        return relocation.header_table(files)
+
+    def _file_sources(self, loader: Any) -> list[Any]:
+        """Return the sources from which vLLM's loader reads files; some models have several."""
+        sources: list[Any] = []
+
+        def collect(source: Any) -> Iterator[Any]:
+            sources.append(source)
+            return iter(())
+
+        loader._get_weights_iterator = collect
+        with self._twin(torch.device("meta")) as twin:
+            for _ in loader.get_all_weights(self._model_config, twin):
+                pass
+        return sources
+
+    def record(self, checkpoint: TensorTable) -> PlacementMap:
+        """See `RelocatingEngine.record`."""
+        if compat.is_quantised_online(self._vllm_config):
+            raise UnsupportedTensor(ALL_TENSORS, "vLLM quantises it while it loads")
+        return relocation.record(checkpoint, self._load_twin)
+
+    def live_tensors(
+        self, module: nn.Module, placement_map: PlacementMap
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """See `RelocatingEngine.live_tensors`."""
+        refusal = partial(methods.changing_method, device_type=self._device.type)
+        return relocation.unchanged_tensors(module, placement_map, refusal)
+
+    def load_from(self, weights: Weights) -> nn.Module:
+        """See `RelocatingEngine.load_from`."""
+        self._unregister_layers()
+        return self._load_with(_loader_of(self._load_config, weights))
+
+    def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
+        with self._twin(device) as twin, recorder:
+            _loader_of(self._load_config, weights).load_weights(twin, self._model_config)
+        return twin
+
+    @contextlib.contextmanager
+    def _twin(self, device: torch.device) -> Iterator[nn.Module]:
+        """A model that vLLM builds like the one it loads, with a copy of what models change in the configuration.
+
+        On the meta device its weights have no memory; in host memory it is allocated, but never written.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        vllm_config = compat.config_of_twin(self._vllm_config)
+        with (
+            relocation.no_trace(compat.rotary_tables(), self._model_config.dtype, "vllm"),
+            set_current_vllm_config(vllm_config),
+        ):
+            with device:
+                twin: nn.Module = initialize_model(
+                    vllm_config=vllm_config, model_config=self._model_config, prefix=self._options.get("prefix", "")
+                )
+            yield twin
+
     def _load_with(self, loader: BaseModelLoader) -> nn.Module:
         module: nn.Module = loader.load_model(
             vllm_config=self._vllm_config, model_config=self._model_config, **self._options
@@ -152,6 +233,34 @@ class _EmptyWeightsLoader(_CheckedLoader):
 def default_loader(load_config: LoadConfig) -> BaseModelLoader:
     """Return vLLM's own checkpoint loader."""
     return get_model_loader(plain_load_config(load_config, "auto"))
+
+
+def _loader_of(load_config: LoadConfig, weights: Weights) -> BaseModelLoader:
+    """Return vLLM's own checkpoint loader, which reads these tensors instead of files."""
+    loader: Any = default_loader(load_config)
+    loader.get_all_weights = lambda model_config, model: iter(weights)
+    return loader
+
+
+def _safetensors_files(loader: Any, source: Any) -> list[Path] | None:
+    """Return the files that vLLM's loader reads for a source; None if they are not local or of another format.
+
+    It filters those with the same tensors, as the index requires, and fails if one is missing.
+    """
+    folder = folder_of(source.model_or_path, source.revision)
+    if folder is None or not folder.is_dir():
+        return None
+    values = {
+        "model_name_or_path": str(folder),
+        "subfolder": getattr(source, "subfolder", None),
+        "revision": None,
+        "fall_back_to_pt": source.fall_back_to_pt,
+        "allow_patterns_overrides": source.allow_patterns_overrides,
+    }
+    prepare = loader._prepare_weights
+    parameters = inspect.signature(prepare).parameters
+    _, files, is_safetensors, *_ = prepare(**{name: value for name, value in values.items() if name in parameters})
+    return sorted(map(Path, files)) if is_safetensors else None
 
 
 def dummy_loader(load_config: LoadConfig, check: Check) -> BaseModelLoader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ class Relocation:
         return sum(copy.byte_count for copy in self)
 
 
-class _SourceBoxes:
+class MapBoxes:
     """Boxes of one map by checkpoint tensor."""
 
     def __init__(self, placement_map: PlacementMap) -> None:
@@ -140,88 +141,123 @@ class _SourceBoxes:
         return found
 
 
+class Owners(NamedTuple):
+    """Sources that have one checkpoint tensor."""
+
+    positions: list[tuple[int, int]]
+    """Position of each source, and the index of the tensor in its checkpoint table."""
+    mismatch: str
+    """Why another source is not one of them although it has a tensor of this name; empty if there is none."""
+
+
+class Overlap(NamedTuple):
+    """Part of a wanted box that a row of a source has."""
+
+    source: int
+    row: int
+    row_bounds: Bounds
+    bounds: Bounds
+
+
+class SourcePool:
+    """Sources in the order of preference, and the search for boxes in them."""
+
+    def __init__(self, sources: Sequence[PlacementMap]) -> None:
+        self.boxes = [MapBoxes(source) for source in sources]
+
+    def owners(self, name: str, tensor_type: TensorType) -> Owners:
+        """Return the sources that have a checkpoint tensor."""
+        positions: list[tuple[int, int]] = []
+        mismatch = ""
+        for position, source in enumerate(self.boxes):
+            tensor = source.map.checkpoint.positions.get(name)
+            if tensor is None:
+                continue
+            there = source.map.checkpoint.type_of(tensor)
+            if there == tensor_type:
+                positions.append((position, tensor))
+            else:
+                mismatch = (
+                    f"checkpoint tensor {name} is {tensor_type.dtype}{list(tensor_type.shape)} for the target, "
+                    f"{there.dtype}{list(there.shape)} for a source"
+                )
+        return Owners(positions, mismatch)
+
+    def overlaps(self, owners: Owners, box: Bounds) -> tuple[list[Overlap], list[Bounds]]:
+        """Return disjoint parts of a box that the owners have, and the parts that none has."""
+        found: list[Overlap] = []
+        remaining = [box]
+        for position, tensor in owners.positions:
+            source = self.boxes[position]
+            for candidate in source.candidates(tensor, box):
+                there = source.bounds(candidate)
+                left: list[Bounds] = []
+                for part in remaining:
+                    overlap = part if part == there else common(part, there)
+                    if overlap is None:
+                        left.append(part)
+                        continue
+                    if overlap != part:
+                        left.extend(difference(part, overlap))
+                    found.append(Overlap(position, candidate, there, overlap))
+                remaining = left
+                if not remaining:
+                    return found, []
+        return found, remaining
+
+    def missing_reason(self, owners: Owners, name: str, part: Bounds) -> str:
+        """Return the reason for which no source has a part of a checkpoint tensor."""
+        if owners.mismatch:
+            return owners.mismatch
+        index = ", ".join(f"{begin}:{end}" for begin, end in part)
+        reason = f"no source has {name}[{index}]"
+        computed = self._computed_operations
+        return f"{reason}; sources have tensors computed by {computed}" if computed else reason
+
+    @cached_property
+    def _computed_operations(self) -> str:
+        operations = {operation for source in self.boxes for operation in source.map.computed.values()}
+        return ", ".join(sorted(operations))
+
+
 def intersect(sources: Sequence[PlacementMap], target: PlacementMap) -> Relocation:
     """Return the copies that fill the target's own tensors from the own tensors of the sources.
 
     An earlier source is preferred to a later one that has the same elements. All maps must be of the same weights.
     """
-    boxes = [_SourceBoxes(source) for source in sources]
-    wanted = _SourceBoxes(target)
+    pool = SourcePool(sources)
+    wanted = MapBoxes(target)
     copies = Relocation([], [], [], [], [], [], (), ())
     uncovered = {name: f"computed on load by {operation}" for name, operation in target.computed.items()}
     merged_types: dict[CopyType, CopyType] = {}
     for tensor, rows in target.rows_of_checkpoint.items():
         name, tensor_type = target.checkpoint.names[tensor], target.checkpoint.type_of(tensor)
-        usable, reason = _usable(boxes, name, tensor_type)
+        owners = pool.owners(name, tensor_type)
         for row in rows:
             own = target.own.names[wanted.owns[row]]
-            box = wanted.bounds(row)
-            remaining = [box]
-            for position, tensor_there in usable:
-                source = boxes[position]
-                for candidate in source.candidates(tensor_there, box):
-                    there = source.bounds(candidate)
-                    left: list[Bounds] = []
-                    for part in remaining:
-                        overlap = part if part == there else common(part, there)
-                        if overlap is None:
-                            left.append(part)
-                            continue
-                        if overlap != part:
-                            left.extend(difference(part, overlap))
-                        source_strides, target_strides = source.strides(candidate), wanted.strides(row)
-                        sizes = tuple(end - begin for begin, end in overlap)
-                        unmerged = CopyType(tensor_type.itemsize, sizes, source_strides, target_strides)
-                        copy_type = merged_types.get(unmerged)
-                        if copy_type is None:
-                            copy_type = merged_types[unmerged] = _merged(unmerged)
-                        copies.sources.append(position)
-                        copies.source_tensors.append(source.map.own.names[source.owns[candidate]])
-                        copies.source_offsets.append(
-                            source.offsets[candidate] + _distance(there, overlap, source_strides)
-                        )
-                        copies.target_tensors.append(own)
-                        copies.target_offsets.append(wanted.offsets[row] + _distance(box, overlap, target_strides))
-                        copies.copy_types.append(copy_type)
-                    remaining = left
-                    if not remaining:
-                        break
-                if not remaining:
-                    break
+            box, target_strides = wanted.bounds(row), wanted.strides(row)
+            found, remaining = pool.overlaps(owners, box)
+            for position, candidate, there, overlap in found:
+                source = pool.boxes[position]
+                source_strides = source.strides(candidate)
+                sizes = tuple(end - begin for begin, end in overlap)
+                unmerged = CopyType(tensor_type.itemsize, sizes, source_strides, target_strides)
+                copy_type = merged_types.get(unmerged)
+                if copy_type is None:
+                    copy_type = merged_types[unmerged] = _merged(unmerged)
+                copies.sources.append(position)
+                copies.source_tensors.append(source.map.own.names[source.owns[candidate]])
+                copies.source_offsets.append(source.offsets[candidate] + _distance(there, overlap, source_strides))
+                copies.target_tensors.append(own)
+                copies.target_offsets.append(wanted.offsets[row] + _distance(box, overlap, target_strides))
+                copies.copy_types.append(copy_type)
             if remaining:
-                uncovered.setdefault(own, reason or _missing(sources, name, remaining[0]))
+                uncovered.setdefault(own, pool.missing_reason(owners, name, remaining[0]))
     return replace(
         copies,
         uncovered=tuple(Uncovered(own, reason) for own, reason in uncovered.items()),
         unwritten=tuple(target.unwritten_elements),
     )
-
-
-def _usable(boxes: Sequence[_SourceBoxes], name: str, tensor_type: TensorType) -> tuple[list[tuple[int, int]], str]:
-    """Return position and checkpoint tensor of each source with the same tensor, and a reason if one differs."""
-    usable: list[tuple[int, int]] = []
-    reason = ""
-    for position, source in enumerate(boxes):
-        tensor = source.map.checkpoint.positions.get(name)
-        if tensor is None:
-            continue
-        there = source.map.checkpoint.type_of(tensor)
-        if there == tensor_type:
-            usable.append((position, tensor))
-        else:
-            reason = (
-                f"checkpoint tensor {name} is {tensor_type.dtype}{list(tensor_type.shape)} for the target, "
-                f"{there.dtype}{list(there.shape)} for a source"
-            )
-    return usable, reason
-
-
-def _missing(sources: Sequence[PlacementMap], name: str, part: Bounds) -> str:
-    """Return the reason for which no source has a part of a checkpoint tensor."""
-    computed = sorted({operation for source in sources for operation in source.computed.values()})
-    index = ", ".join(f"{begin}:{end}" for begin, end in part)
-    reason = f"no source has {name}[{index}]"
-    return f"{reason}; sources have tensors computed by {', '.join(computed)}" if computed else reason
 
 
 def _distance(box: Bounds, part: Bounds, strides: Sequence[int]) -> int:

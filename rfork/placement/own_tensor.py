@@ -15,7 +15,7 @@ import numpy as np
 from rfork.placement.checkpoint_view import CheckpointTensor
 from rfork.placement.placement_map import BoxType, PlacementMapBuilder
 from rfork.placement.strided import (
-    Box,
+    AlignedRegion,
     Grid,
     Loop,
     NotStridedError,
@@ -65,7 +65,7 @@ class OwnTensor(NamedTuple):
 class _Written(NamedTuple):
     tensor: CheckpointTensor | None
     operation: str
-    box: Box
+    box: AlignedRegion
 
 
 @lru_cache(maxsize=1024)
@@ -156,7 +156,7 @@ def _disjoint(written: list[_Written], grid: Grid) -> list[_Written]:
     return result
 
 
-def _progressions(box: Box, grid: Grid) -> list[range]:
+def _progressions(box: AlignedRegion, grid: Grid) -> list[range]:
     """Return the indices of a box along each own dimension."""
     result = [range(first, first + 1) for first in box.own_index]
     for dim, loop in zip(box.own_dims, box.region.loops, strict=True):
@@ -190,7 +190,7 @@ def _without(written: _Written, removed: Sequence[range], grid: Grid) -> list[_W
     return [written._replace(box=_part(written.box, part)) for part in difference(bounds, overlap)]
 
 
-def _part(box: Box, bounds: Sequence[tuple[int, int]]) -> Box:
+def _part(box: AlignedRegion, bounds: Sequence[tuple[int, int]]) -> AlignedRegion:
     """Return the part of a box, without steps, within bounds of its own indices."""
     checkpoint_offset, own_offset, loops = box.region
     checkpoint_index, own_index = list(box.checkpoint_index), list(box.own_index)
@@ -206,7 +206,7 @@ def _part(box: Box, bounds: Sequence[tuple[int, int]]) -> Box:
             checkpoint_index[checkpoint_dim] += distance
         if end - begin > 1:
             kept.append((checkpoint_dim, dim, loop._replace(size=end - begin)))
-    return Box(
+    return AlignedRegion(
         Region(checkpoint_offset, own_offset, tuple(loop for _, _, loop in kept)),
         tuple(checkpoint_index),
         tuple(dim for dim, _, _ in kept) if box.checkpoint_dims else (),

@@ -23,16 +23,53 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAGIC = b"rfork-placement\n"
-FORMAT_VERSION = 1
 HEADER = struct.Struct("<II")
 """Format version, and size of the body before compression."""
-MAX_BODY_BYTES = 1 << 30
 COMPRESSION_LEVEL = 6
+DECODING_ERRORS = (
+    struct.error, AttributeError, KeyError, TypeError, IndexError, OverflowError, RecursionError, ValueError,
+)  # fmt: skip
+"""What decoding a body of invalid bytes raises."""
 FILL_OPERATIONS = frozenset({"fill_", "zero_"})
 """Operations that write a constant: padding, which each rank writes by itself."""
 
 Column = npt.NDArray[np.int64]
+
+
+class BinaryFormat(NamedTuple):
+    """Versioned container of one compressed body."""
+
+    description: str
+    magic: bytes
+    version: int
+    max_body_bytes: int
+
+    def packed(self, body: bytes) -> bytes:
+        """Return the container of a body."""
+        return self.magic + HEADER.pack(self.version, len(body)) + zlib.compress(body, COMPRESSION_LEVEL)
+
+    def unpacked(self, data: bytes) -> bytes:
+        """Return the body. Raises ValueError if it is damaged, too large, or of another version."""
+        if not data.startswith(self.magic) or len(data) < len(self.magic) + HEADER.size:
+            raise ValueError(f"no {self.description}")
+        version, size = HEADER.unpack_from(data, len(self.magic))
+        if version != self.version:
+            raise ValueError(
+                f"{self.description} of format version {version}; this version of rfork reads {self.version}"
+            )
+        if size > self.max_body_bytes:
+            raise ValueError(f"{self.description} of {size} bytes; the limit is {self.max_body_bytes}")
+        decompressor = zlib.decompressobj()
+        try:
+            body = decompressor.decompress(data[len(self.magic) + HEADER.size :], size + 1)
+        except zlib.error as error:
+            raise ValueError(f"invalid {self.description}: {error}") from error
+        if len(body) != size or not decompressor.eof or decompressor.unused_data:
+            raise ValueError(f"invalid {self.description}: truncated, or longer than announced")
+        return body
+
+
+MAP_FORMAT = BinaryFormat("placement map", b"rfork-placement\n", 1, 1 << 30)
 
 
 class TensorType(NamedTuple):
@@ -113,6 +150,8 @@ class PlacementMapBuilder:
     """Own tensors that lie within another own tensor, and its name. They have no rows."""
     operations: dict[str, int] = field(default_factory=dict)
     box_types: dict[BoxType, int] = field(default_factory=dict)
+    read_whole: list[str] = field(default_factory=list)
+    """Checkpoint tensors with elements that flow into computed values."""
     sources: list[int] = field(default_factory=list)
     owns: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -144,6 +183,7 @@ class PlacementMapBuilder:
             dict(self.aliases),
             tuple(self.operations),
             tuple(self.box_types),
+            tuple(self.read_whole),
             *(_column(values) for values in columns),
         )
 
@@ -163,6 +203,8 @@ class PlacementMap:
     aliases: Mapping[str, str]
     operations: tuple[str, ...]
     box_types: tuple[BoxType, ...]
+    read_whole: tuple[str, ...]
+    """Checkpoint tensors with elements that flow into computed values: the loader needs all of their elements."""
     sources: Column
     """Index of each row's checkpoint tensor, or -1 minus the index of the operation that computed its elements."""
     owns: Column
@@ -246,6 +288,7 @@ class PlacementMap:
             "aliases": dict(self.aliases),
             "operations": self.operations,
             "box_types": self.box_types,
+            "read_whole": self.read_whole,
             "rows": len(self),
             "starts": len(self.starts),
         }
@@ -253,31 +296,23 @@ class PlacementMap:
         columns = [column.astype("<i8").tobytes() for column in (*self._row_columns, self.starts)]
         indices = [np.array(table.type_indices, dtype="<i8").tobytes() for table in (self.checkpoint, self.own)]
         body = b"".join([struct.pack("<Q", len(text)), text, *indices, *columns])
-        return MAGIC + HEADER.pack(FORMAT_VERSION, len(body)) + zlib.compress(body, COMPRESSION_LEVEL)
+        return MAP_FORMAT.packed(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PlacementMap:
         """Return the map that was encoded. Raises ValueError if the bytes are no valid map of this format version."""
-        if not data.startswith(MAGIC) or len(data) < len(MAGIC) + HEADER.size:
-            raise ValueError("not a placement map")
-        version, size = HEADER.unpack_from(data, len(MAGIC))
-        if version != FORMAT_VERSION:
-            raise ValueError(f"placement map of format version {version}; this version of rfork reads {FORMAT_VERSION}")
-        if size > MAX_BODY_BYTES:
-            raise ValueError(f"placement map of {size} bytes; the limit is {MAX_BODY_BYTES}")
+        body = MAP_FORMAT.unpacked(data)
         try:
-            decompressor = zlib.decompressobj()
-            body = decompressor.decompress(data[len(MAGIC) + HEADER.size :], size + 1)
-            if len(body) != size or not decompressor.eof or decompressor.unused_data:
-                raise ValueError("truncated")
             decoded = _decoded(body)
             decoded._validate()
-        except (zlib.error, struct.error, KeyError, TypeError, IndexError, OverflowError, ValueError) as error:
+        except DECODING_ERRORS as error:
             raise ValueError(f"invalid placement map: {error}") from error
         return decoded
 
     def _validate(self) -> None:
         """Raise ValueError if an index or a box is outside its table or tensor."""
+        if not self.checkpoint.positions.keys() >= set(self.read_whole):
+            raise ValueError("a checkpoint tensor that is not in its table")
         rows = len(self)
         if any(len(column) != rows for column in self._row_columns):
             raise ValueError("columns differ in length")
@@ -364,6 +399,7 @@ def _decoded(body: bytes) -> PlacementMap:
         {_text(name): _text(owner) for name, owner in header["aliases"].items()},
         tuple(_text(each) for each in header["operations"]),
         tuple(BoxType(_sizes(sizes), _sizes(strides)) for sizes, strides in header["box_types"]),
+        tuple(_text(each) for each in header["read_whole"]),
         *columns,
     )
 

@@ -63,7 +63,7 @@ class Grid:
         self.strides = tuple(strides)
         order = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim])
         self.order = tuple(order)
-        self.known_boxes: dict[tuple[tuple[Loop, ...], Grid], Box] = {}
+        self.known_boxes: dict[tuple[tuple[Loop, ...], Grid], AlignedRegion] = {}
         """Last box of an own tensor with these loops in a checkpoint grid. Writes of one shape repeat per expert."""
 
     def index_of(self, offset: int) -> list[int] | None:
@@ -86,7 +86,7 @@ class Grid:
         return None
 
 
-class Box(NamedTuple):
+class AlignedRegion(NamedTuple):
     """A region whose loops each run along one dimension of both tensors."""
 
     region: Region
@@ -115,7 +115,7 @@ def merged(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(result)
 
 
-def boxes(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
+def boxes(region: Region, checkpoint: Grid | None, own: Grid) -> list[AlignedRegion]:
     """Divide a region into boxes of both grids; without a checkpoint grid, into boxes of the own grid.
 
     Along the checkpoint's dimensions a box has no gaps; along the own dimensions it may have steps. Raises
@@ -132,7 +132,7 @@ def boxes(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
     return found
 
 
-def _moved(known: Box, region: Region, checkpoint: Grid, own: Grid) -> Box | None:
+def _moved(known: AlignedRegion, region: Region, checkpoint: Grid, own: Grid) -> AlignedRegion | None:
     """Return a box with the loops of another one at the offsets of a region; None if it does not fit there."""
     checkpoint_index = checkpoint.index_of(region.checkpoint_offset)
     own_index = own.index_of(region.own_offset)
@@ -146,11 +146,11 @@ def _moved(known: Box, region: Region, checkpoint: Grid, own: Grid) -> Box | Non
         if own_index[own_dim] + last * (loop.own_step // own.strides[own_dim]) >= own.shape[own_dim]:
             return None
     moved = Region(region.checkpoint_offset, region.own_offset, loops)
-    return Box(moved, tuple(checkpoint_index), known.checkpoint_dims, tuple(own_index), known.own_dims)
+    return AlignedRegion(moved, tuple(checkpoint_index), known.checkpoint_dims, tuple(own_index), known.own_dims)
 
 
-def _divided(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
-    found: list[Box] = []
+def _divided(region: Region, checkpoint: Grid | None, own: Grid) -> list[AlignedRegion]:
+    found: list[AlignedRegion] = []
     pending = [Region(region.checkpoint_offset, region.own_offset, merged(region.loops))]
     while pending:
         current = pending.pop()
@@ -171,7 +171,9 @@ def _divided(region: Region, checkpoint: Grid | None, own: Grid) -> list[Box]:
             divided = _divide(current, own, own_index, False, own_dims)
         if divided is None:
             found.append(
-                Box(current, tuple(checkpoint_index), tuple(checkpoint_dims), tuple(own_index), tuple(own_dims))
+                AlignedRegion(
+                    current, tuple(checkpoint_index), tuple(checkpoint_dims), tuple(own_index), tuple(own_dims)
+                )
             )
         else:
             pending.extend(reversed(divided))
@@ -261,3 +263,26 @@ def difference(box: Bounds, removed: Bounds) -> list[Bounds]:
             left.append((*rest[:dim], (removed_end, end), *rest[dim + 1 :]))
         rest[dim] = (removed_begin, removed_end)
     return left
+
+
+def joined(parts: Sequence[Bounds]) -> list[Bounds]:
+    """Return fewer disjoint boxes with the same elements: adjacent ones are joined, in the order of their starts."""
+    result = sorted(parts)
+    count = 0
+    while len(result) > 1 and count != len(result):
+        count = len(result)
+        for dim in reversed(range(len(result[0]))):
+            result = _joined_along(result, dim)
+    return sorted(result)
+
+
+def _joined_along(parts: Sequence[Bounds], dim: int) -> list[Bounds]:
+    ordered = sorted(parts, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))
+    result = [ordered[0]]
+    for box in ordered[1:]:
+        last = result[-1]
+        if last[dim][1] == box[dim][0] and last[:dim] == box[:dim] and last[dim + 1 :] == box[dim + 1 :]:
+            result[-1] = (*box[:dim], (last[dim][0], box[dim][1]), *box[dim + 1 :])
+        else:
+            result.append(box)
+    return result

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.placement.placement_map import (
-    FORMAT_VERSION,
     HEADER,
-    MAGIC,
+    MAP_FORMAT,
     BoxType,
     MapRow,
     PlacementMap,
@@ -77,20 +76,20 @@ def test_columns_are_immutable() -> None:
 
 def test_another_format_version_is_refused() -> None:
     """The error names both versions."""
-    data = MAGIC + HEADER.pack(FORMAT_VERSION + 1, 0)
-    with pytest.raises(ValueError, match=f"version {FORMAT_VERSION + 1}.*reads {FORMAT_VERSION}"):
+    data = MAP_FORMAT.magic + HEADER.pack(MAP_FORMAT.version + 1, 0)
+    with pytest.raises(ValueError, match=f"version {MAP_FORMAT.version + 1}.*reads {MAP_FORMAT.version}"):
         PlacementMap.from_bytes(data)
 
 
 def test_a_large_body_is_refused_before_it_is_decompressed() -> None:
     """The announced size is limited."""
     with pytest.raises(ValueError, match="limit"):
-        PlacementMap.from_bytes(MAGIC + HEADER.pack(FORMAT_VERSION, (1 << 32) - 1))
+        PlacementMap.from_bytes(MAP_FORMAT.magic + HEADER.pack(MAP_FORMAT.version, (1 << 32) - 1))
 
 
 def test_a_body_larger_than_announced_is_refused() -> None:
     """Decompression stops at the announced size."""
-    data = MAGIC + HEADER.pack(FORMAT_VERSION, 8) + zlib.compress(bytes(1 << 20))
+    data = MAP_FORMAT.magic + HEADER.pack(MAP_FORMAT.version, 8) + zlib.compress(bytes(1 << 20))
     with pytest.raises(ValueError, match="invalid"):
         PlacementMap.from_bytes(data)
 
@@ -100,7 +99,7 @@ def test_damaged_bytes_are_refused(junk: bytes, position: int) -> None:
     """Any other bytes raise ValueError or decode to a valid map."""
     data = small_map().to_bytes()
     damaged = data[:position] + junk + data[position + len(junk) :]
-    for each in (junk, MAGIC + junk, damaged):
+    for each in (junk, MAP_FORMAT.magic + junk, damaged):
         try:
             PlacementMap.from_bytes(each)._validate()
         except ValueError:
@@ -113,14 +112,14 @@ Change = Callable[[dict[str, Any], npt.NDArray[np.int64]], object]
 def changed(change: Change) -> bytes:
     """Return the encoded small map after a change to its header and to its columns."""
     data = small_map().to_bytes()
-    body = zlib.decompress(data[len(MAGIC) + HEADER.size :])
+    body = zlib.decompress(data[len(MAP_FORMAT.magic) + HEADER.size :])
     (size,) = struct.unpack_from("<Q", body)
     header = json.loads(body[8 : 8 + size])
     columns = np.frombuffer(body[8 + size :], dtype="<i8").copy()
     change(header, columns)
     text = json.dumps(header).encode()
     body = struct.pack("<Q", len(text)) + text + columns.tobytes()
-    return MAGIC + HEADER.pack(FORMAT_VERSION, len(body)) + zlib.compress(body)
+    return MAP_FORMAT.magic + HEADER.pack(MAP_FORMAT.version, len(body)) + zlib.compress(body)
 
 
 def set_column(position: int, value: int) -> Change:

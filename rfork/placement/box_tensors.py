@@ -1,0 +1,131 @@
+"""Tensors of boxes: their memory on the host, their elements from own tensors, and the checkpoint tensors they fill."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+
+from rfork.placement.boxes import Box
+from rfork.placement.intersection import CopyType, Relocation
+from rfork.placement.placement_map import TensorTable, TensorType
+
+ALIGNMENT = 64
+MAX_COPY_BYTES = 64 << 20
+"""Size of one copy. torch allocates that much on both devices for a copy that is not contiguous."""
+MAP_NORESERVE = 0x4000
+"""Flag of mmap: the kernel counts pages when they are written, not when they are mapped."""
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Dtype for each item size. Copies between tensors of these dtypes change no bit."""
+
+
+def allocate_boxes(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+    """Return an uninitialised, contiguous tensor for each box, by its name, all in one allocation of host memory.
+
+    Each begins at a multiple of 64 bytes. Raises ValueError if a box has a dtype that torch does not have.
+    """
+    offsets: list[int] = []
+    end = 0
+    for box in boxes:
+        offsets.append(end)
+        end += -(-box.byte_count // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(end + ALIGNMENT, dtype=torch.uint8)
+    first = -memory.data_ptr() % ALIGNMENT
+    return {
+        box.name: memory[first + offset : first + offset + box.byte_count]
+        .view(_dtype(box.dtype, box.itemsize))
+        .view(box.sizes)
+        for box, offset in zip(boxes, offsets, strict=True)
+    }
+
+
+def gather(copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], into: Mapping[str, torch.Tensor]) -> None:
+    """Copy elements from the own tensors of sources to the tensors `into`, on any devices.
+
+    Raises KeyError if a tensor is missing, and ValueError or RuntimeError if a copy is outside its tensors' memory.
+    """
+    with torch.no_grad():
+        for copy in copies:
+            copy_type = copy.copy_type
+            source = _region(
+                sources[copy.source][copy.source_tensor], copy.source_offset, copy_type, copy_type.source_strides
+            )
+            target = _region(into[copy.target_tensor], copy.target_offset, copy_type, copy_type.target_strides)
+            _copy(source, target)
+
+
+def assembled(
+    checkpoint: TensorTable, boxes: Mapping[str, torch.Tensor], described: Sequence[Box]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every checkpoint tensor in the table's order, with the elements of its boxes.
+
+    A complete box is yielded itself. Any other tensor is virtual memory, of which only the pages of its boxes are
+    allocated; other elements are zero. It is no longer referenced here when the next one is yielded. Raises ValueError
+    if a box is not of a tensor in the table.
+    """
+    boxes_of: dict[str, list[Box]] = {}
+    for box in described:
+        index = checkpoint.positions.get(box.tensor)
+        if index is None or checkpoint.type_of(index)[:3] != box.tensor_type[:3]:
+            raise ValueError(f"{box.name} is no box of a tensor in the checkpoint")
+        boxes_of.setdefault(box.tensor, []).append(box)
+    return _assembled(checkpoint, boxes, boxes_of)
+
+
+def _assembled(
+    checkpoint: TensorTable, boxes: Mapping[str, torch.Tensor], boxes_of: Mapping[str, Sequence[Box]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, name in enumerate(checkpoint.names):
+        yield name, _assembled_tensor(checkpoint.type_of(index), boxes, boxes_of.get(name, ()))
+
+
+def _assembled_tensor(tensor_type: TensorType, boxes: Mapping[str, torch.Tensor], parts: Sequence[Box]) -> torch.Tensor:
+    complete = next((box for box in parts if box.is_whole), None)
+    if complete is not None:
+        return boxes[complete.name]
+    tensor = _virtual_tensor(tensor_type)
+    elements = tensor.view(UNITS[tensor_type.itemsize])
+    for box in parts:
+        index = tuple(slice(begin, end) for begin, end in box.bounds)
+        elements[index].copy_(boxes[box.name].view(elements.dtype))
+    return tensor
+
+
+def _virtual_tensor(tensor_type: TensorType) -> torch.Tensor:
+    """Return a tensor of zeros whose pages are allocated when they are written."""
+    dtype = _dtype(tensor_type.dtype, tensor_type.itemsize)
+    size = prod(tensor_type.shape) * tensor_type.itemsize
+    if not size:
+        return torch.empty(tensor_type.shape, dtype=dtype)
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    # The tensor references the mapping, which is unmapped with the last tensor that uses it.
+    return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(tensor_type.shape)
+
+
+def _dtype(name: str, itemsize: int) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
+        raise ValueError(f"torch {torch.__version__} has no dtype {name} of {itemsize} bytes")
+    return dtype
+
+
+def _region(tensor: torch.Tensor, offset: int, copy_type: CopyType, strides: Sequence[int]) -> torch.Tensor:
+    """Return a region of a tensor's memory as elements of the copy's item size. Offset and strides are in bytes."""
+    itemsize = copy_type.itemsize
+    if tensor.itemsize != itemsize or offset % itemsize or any(step % itemsize for step in strides):
+        raise ValueError(f"a copy of {itemsize}-byte elements from or to a tensor of {tensor.dtype}")
+    elements = tensor.detach().view(UNITS[itemsize])
+    steps = [step // itemsize for step in strides]
+    return elements.as_strided(copy_type.shape, steps, elements.storage_offset() + offset // itemsize)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    size = source.numel() * source.itemsize
+    if size <= MAX_COPY_BYTES or source.device == target.device or (source.is_contiguous() and target.is_contiguous()):
+        target.copy_(source)
+        return
+    count = max(1, source.shape[0] * MAX_COPY_BYTES // size)
+    for from_part, to_part in zip(source.split(count), target.split(count), strict=True):
+        to_part.copy_(from_part)

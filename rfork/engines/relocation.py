@@ -48,9 +48,7 @@ class RelocatingEngine(Protocol):
         """
         ...
 
-    def live_tensors(
-        self, module: nn.Module, placement_map: PlacementMap
-    ) -> tuple[dict[str, torch.Tensor], str]:
+    def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
         """Return the tensors of a loaded model whose bytes are those that loading wrote, and why others are not.
 
         Their names, dtypes, shapes and strides are those of the map's own tensors.
@@ -140,9 +138,7 @@ def header_table(files: Sequence[tuple[str, Path]]) -> TensorTable | None:
                     dtype = TORCH_DTYPES.get(part.get_dtype())
                     if dtype is None:
                         return None
-                    tensor_type = TensorType(
-                        str(dtype).removeprefix("torch."), dtype.itemsize, tuple(part.get_shape())
-                    )
+                    tensor_type = TensorType(str(dtype).removeprefix("torch."), dtype.itemsize, tuple(part.get_shape()))
                     if found.setdefault(prefix + key, tensor_type) != tensor_type:
                         return None
         except (OSError, SafetensorError) as error:

@@ -84,11 +84,22 @@ KEEPING_EXPERTS: Final = frozenset({"TRITON", "BATCHED_TRITON"})
 """Backends of unquantised experts that compute with the tensors as they were loaded; others reorder them."""
 
 
+ATTENTION: Final = frozenset(
+    {
+        f"{LAYERS}.attention.attention.Attention",
+        f"{LAYERS}.attention.mla_attention.MLAAttention",
+        f"{LAYERS}.attention.mm_encoder_attention.MMEncoderAttention",
+    }
+)
+"""Classes of attention whose post-processing derives tensors from loaded ones, and at most removes one of these."""
+
+
 def changing_method(layer: nn.Module, device_type: str) -> str | None:
     """Return why post-processing may have changed the loaded bytes of a layer; None if it has not."""
     method = getattr(layer, "quant_method", None)
     if method is None:
-        if step_owner(layer) is None or is_attention(layer):
+        owner = step_owner(layer)
+        if owner is None or dotted_name(owner) in ATTENTION:
             return None
         return f"{type(layer).__name__} post-processes its weights"
     name, known = method_name(layer), dotted_name(type(method))
@@ -101,13 +112,6 @@ def changing_method(layer: nn.Module, device_type: str) -> str | None:
         backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
         return None if backend in KEEPING_EXPERTS else f"{name} reorders the weights for the backend {backend}"
     return f"{name} may change the weights after loading on {device_type}"
-
-
-def is_attention(layer: nn.Module) -> bool:
-    """Return True for attention, which derives new tensors from loaded ones, or removes a tensor, and changes none."""
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    return isinstance(layer, AttentionLayerBase) or type(layer).__name__ == "MMEncoderAttention"
 
 
 def unsupported_method(module: nn.Module, device_type: str, accepted: Collection[str] = ()) -> str | None:

@@ -140,9 +140,7 @@ class VllmEngine:
             raise UnsupportedTensor(ALL_TENSORS, "vLLM quantises it while it loads")
         return relocation.record(checkpoint, self._load_twin)
 
-    def live_tensors(
-        self, module: nn.Module, placement_map: PlacementMap
-    ) -> tuple[dict[str, torch.Tensor], str]:
+    def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
         """See `RelocatingEngine.live_tensors`."""
         refusal = partial(methods.changing_method, device_type=self._device.type)
         return relocation.unchanged_tensors(module, placement_map, refusal)

@@ -46,7 +46,7 @@ def gather(copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], in
 
     Raises KeyError if a tensor is missing, and ValueError or RuntimeError if a copy is outside its tensors' memory.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for copy in copies:
             copy_type = copy.copy_type
             source = _region(
@@ -122,10 +122,12 @@ def _region(tensor: torch.Tensor, offset: int, copy_type: CopyType, strides: Seq
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between regions; those that are not contiguous in parts, if torch would allocate memory on a device."""
     size = source.numel() * source.itemsize
     if size <= MAX_COPY_BYTES or source.device == target.device or (source.is_contiguous() and target.is_contiguous()):
         target.copy_(source)
         return
-    count = max(1, source.shape[0] * MAX_COPY_BYTES // size)
-    for from_part, to_part in zip(source.split(count), target.split(count), strict=True):
-        to_part.copy_(from_part)
+    count = source.shape[0] * MAX_COPY_BYTES // size
+    for begin in range(0, source.shape[0], max(count, 1)):
+        part = slice(begin, begin + count) if count else begin
+        _copy(source[part], target[part])

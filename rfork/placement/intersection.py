@@ -95,7 +95,7 @@ class Relocation:
         return sum(copy.byte_count for copy in self)
 
 
-class MapBoxes:
+class _SourceBoxes:
     """Boxes of one map by checkpoint tensor."""
 
     def __init__(self, placement_map: PlacementMap) -> None:
@@ -163,7 +163,7 @@ class SourcePool:
     """Sources in the order of preference, and the search for boxes in them."""
 
     def __init__(self, sources: Sequence[PlacementMap]) -> None:
-        self.boxes = [MapBoxes(source) for source in sources]
+        self.boxes = [_SourceBoxes(source) for source in sources]
 
     def owners(self, name: str, tensor_type: TensorType) -> Owners:
         """Return the sources that have a checkpoint tensor."""
@@ -226,7 +226,7 @@ def intersect(sources: Sequence[PlacementMap], target: PlacementMap) -> Relocati
     An earlier source is preferred to a later one that has the same elements. All maps must be of the same weights.
     """
     pool = SourcePool(sources)
-    wanted = MapBoxes(target)
+    wanted = _SourceBoxes(target)
     copies = Relocation([], [], [], [], [], [], (), ())
     uncovered = {name: f"computed on load by {operation}" for name, operation in target.computed.items()}
     merged_types: dict[CopyType, CopyType] = {}

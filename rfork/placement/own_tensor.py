@@ -6,7 +6,7 @@ counts as computed: a map never attributes elements to a checkpoint tensor that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +41,17 @@ class Write(NamedTuple):
     region: Region
     itemsize: int
 
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """Bytes of the storage from the first element to the end of the last."""
+        first, span = self.region.own_offset, sum((loop.size - 1) * loop.own_step for loop in self.region.loops)
+        return first * self.itemsize, (first + span + 1) * self.itemsize
+
+    def overlaps_any(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Return True if a byte of the write is in one of the ranges."""
+        first, last = self.byte_range
+        return any(begin < last and first < end for begin, end in ranges)
+
 
 class OwnTensor(NamedTuple):
     """An own tensor. Offset and strides count elements, the offset from the start of the storage."""
@@ -62,6 +73,15 @@ class OwnTensor(NamedTuple):
         return begin, begin + (span + 1) * self.itemsize
 
 
+class LostWrites(NamedTuple):
+    """Names of checkpoint tensors with elements that were written to an own tensor but are not in its rows."""
+
+    unfollowed: set[str]
+    """Written in a form that is no list of boxes. The own tensor may still have the elements."""
+    replaced: set[str]
+    """Replaced by later writes."""
+
+
 class _Written(NamedTuple):
     tensor: CheckpointTensor | None
     operation: str
@@ -75,18 +95,26 @@ def _grid(shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Gri
 
 def append_rows(
     builder: PlacementMapBuilder, own: int, tensor: OwnTensor, writes: Sequence[Write], checkpoint: dict[str, int]
-) -> None:
-    """Append the rows of the own tensor at index `own`; `checkpoint` maps checkpoint tensors to their index."""
+) -> LostWrites:
+    """Append the rows of the own tensor at index `own`; `checkpoint` maps checkpoint tensors to their index.
+
+    Return the writes of checkpoint elements that are not in the rows.
+    """
+    lost = LostWrites(set(), set())
     if 0 in tensor.shape:
-        return
+        return lost
     grid = _grid(tensor.shape, tensor.strides)
     try:
-        written = _disjoint(_boxes(tensor, grid, writes), grid)
+        written = _disjoint(_boxes(tensor, grid, writes, lost), grid, lost)
     except NotStridedError as error:
+        own_range = tensor.byte_range
+        lost.unfollowed.update(
+            write.tensor.name for write in writes if write.tensor is not None and write.overlaps_any([own_range])
+        )
         operation = str(error)
         strides = tuple(step * tensor.itemsize for step in tensor.strides)
         builder.append_computed(operation, own, 0, BoxType(tensor.shape, strides))
-        return
+        return lost
     for source, operation, box in written:
         region = box.region
         offset = region.own_offset * tensor.itemsize
@@ -104,19 +132,19 @@ def append_rows(
         builder.append(
             checkpoint[source.name], box.checkpoint_index, own, offset, BoxType(tuple(box_sizes), tuple(box_strides))
         )
+    return lost
 
 
-def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Written]:
+def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write], lost: LostWrites) -> list[_Written]:
     """Return the boxes of the writes that concern the tensor, in their order.
 
     Raises NotStridedError, with the operation, if it is not known which of its elements a write concerns.
     """
-    begin, end = tensor.byte_range
+    own_range = tensor.byte_range
     found: list[_Written] = []
-    for source, operation, region, itemsize in writes:
-        first = region.own_offset * itemsize
-        last = (region.own_offset + sum((loop.size - 1) * loop.own_step for loop in region.loops) + 1) * itemsize
-        if last <= begin or end <= first:
+    for write in writes:
+        source, operation, region, itemsize = write
+        if not write.overlaps_any([own_range]):
             continue
         if itemsize != tensor.itemsize:
             raise NotStridedError(WRITE_AS_ANOTHER_DTYPE)
@@ -125,6 +153,7 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Writ
             try:
                 divided = boxes(local, _grid(source.shape), grid)
             except NotStridedError as error:
+                lost.unfollowed.add(source.name)
                 source, operation = None, f"copy_ that {error}"
             else:
                 found.extend(_Written(source, "", box) for box in divided)
@@ -137,7 +166,7 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write]) -> list[_Writ
     return found
 
 
-def _disjoint(written: list[_Written], grid: Grid) -> list[_Written]:
+def _disjoint(written: list[_Written], grid: Grid, lost: LostWrites) -> list[_Written]:
     """Return the boxes without the parts that later ones replace."""
     if len(written) < 2:
         return written
@@ -152,6 +181,8 @@ def _disjoint(written: list[_Written], grid: Grid) -> list[_Written]:
         parts = [each]
         for later in sorted(overlapping.get(position, ())):
             parts = [left for part in parts for left in _without(part, progressions[later], grid)]
+        if each.tensor is not None and parts != [each]:
+            lost.replaced.add(each.tensor.name)
         result.extend(parts)
     return result
 

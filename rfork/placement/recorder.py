@@ -14,13 +14,16 @@ sees in-place operations on plain tensors, such as a loader that scales a parame
 storage that is written alive until it is deleted itself.
 
 Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
-from loaded tensors. A loader that reads values
-(``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
+from loaded tensors. A loader that reads values (``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
+
+The map also names the checkpoint tensors with elements that flow into anything but its rows (`read_whole`): loading
+with the elements of the rows alone would compute other values from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -98,10 +101,13 @@ class RecordedTensor(torch.Tensor):
         return {piece.tensor.name for piece in self.checkpoint_view.pieces} if self.checkpoint_view else set()
 
 
-class _StorageWrites(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _StorageWrites:
     storage: torch.UntypedStorage
     """Kept, so that no other storage gets its address."""
     writes: list[Write]
+    read_count: int = 0
+    """Number of writes before the last operation that read the storage."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,6 +117,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._storages: dict[int, _StorageWrites] = {}
+        self._read_by_operations: set[str] = set()
+        """Names of checkpoint tensors with elements that reached an operation which is not followed."""
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -161,32 +169,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on plain tensors, and record the values that it computes."""
         effect = _effect(func)
+        used: set[int] = set()
+        if self._storages and (effect.written or effect.creates_tensors):
+            used = self._mark_read(func, args, kwargs)
         if effect.written:
             self._mark_written(func, args, kwargs, _operation(func))
         result = func(*args, **kwargs)
-        if effect.creates_tensors and self._storages:
-            self._mark_results(func, args, kwargs, result)
+        if effect.creates_tensors and used:
+            self._mark_results(func, used, result)
         return result
 
     def _copy(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
         if isinstance(destination, RecordedTensor):
-            _modify(destination, "copy_")
+            self._modify(destination, "copy_")
+            self.note_read(source)
             return destination
         view = source.checkpoint_view
         if view is None:
             self._mark(destination, source.operation)
         elif source.dtype != destination.dtype:
+            self.note_read(source)
             self._mark(destination, f"copy_ from {_dtype_name(source.dtype)} to {_dtype_name(destination.dtype)}")
         else:
             shape = tuple(destination.shape)
             if view.shape != shape:
                 missing = len(shape) - len(view.shape)
                 if missing < 0 or (1,) * missing + view.shape != shape:
+                    self.note_read(source)
                     self._mark(destination, "copy_ with broadcast")
                     return destination
                 view = view.reshaped(shape)
             modified = next((piece.tensor.modified_by for piece in view.pieces if piece.tensor.modified_by), "")
             if modified:
+                self.note_read(source)
                 self._mark(destination, modified)
             else:
                 writes = self._writes_of(destination)
@@ -194,6 +209,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 itemsize = destination.itemsize
                 writes.extend(_write(piece, strides, int(offset), itemsize) for piece in view.pieces)
         return destination
+
+    def note_read(self, *tensors: RecordedTensor) -> None:
+        """Note that elements of checkpoint tensors flow into values that the map does not have."""
+        for tensor in tensors:
+            self._read_by_operations |= tensor.checkpoint_names()
+
+    def _modify(self, tensor: RecordedTensor, operation: str) -> None:
+        """Record an in-place operation on a recorded tensor, and so on all tensors that may share its memory."""
+        self.note_read(tensor)
+        # A constant does not fill the complete checkpoint tensor.
+        modified_by = f"{operation} of a loaded tensor" if operation in FILL_OPERATIONS else operation
+        if tensor.checkpoint_view is not None:
+            for piece in tensor.checkpoint_view.pieces:
+                piece.tensor.modified_by = modified_by
 
     def _writes_of(self, tensor: torch.Tensor) -> list[Write]:
         storage = tensor.untyped_storage()
@@ -214,19 +243,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the arguments that an operation writes."""
         for value in _written_arguments(func, args, kwargs):
             if isinstance(value, RecordedTensor):
-                _modify(value, operation)
+                self._modify(value, operation)
             elif operation not in FILL_OPERATIONS or value.untyped_storage()._cdata in self._storages:
                 self._mark(value, operation)
 
-    def _mark_results(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _mark_read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+        """Record that an operation reads plain tensors. Return the storages that were written before."""
+        overwritten = _written_arguments(func, args, kwargs) if _operation(func) in OVERWRITING_OPERATIONS else []
+        used: set[int] = set()
+        for value in tree_flatten((list(args), dict(kwargs)))[0]:
+            if not isinstance(value, torch.Tensor) or isinstance(value, RecordedTensor):
+                continue
+            if value.layout is torch.strided:
+                key = value.untyped_storage()._cdata
+                found = self._storages.get(key)
+                if found is not None:
+                    used.add(key)
+                    if not any(value is each for each in overwritten):
+                        found.read_count = len(found.writes)
+        return used
+
+    def _mark_results(self, func: Any, used: set[int], result: Any) -> None:
         """Record that a plain operation computed new tensors from tensors that were loaded."""
-        used = {
-            value.untyped_storage()._cdata
-            for value in tree_flatten((list(args), dict(kwargs)))[0]
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided
-        }
-        if used.isdisjoint(self._storages):
-            return
         for value in tree_flatten(result)[0]:
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
@@ -235,6 +273,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> Any:
         """Return the result of an operation that is not followed."""
+        if func not in FACTORIES:
+            self.note_read(*_recorded((*args, *kwargs.values())))
+            self._mark_read(func, args, kwargs)
         self._mark_written(func, args, kwargs, operation)
         written = {id(value): value for value in _written_arguments(func, args, kwargs)}
         if written and len(func._schema.returns) <= 1:
@@ -267,6 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, each in self._checkpoint.items()
         }
         owners: dict[int, list[OwnTensor]] = {}
+        read = set(self._read_by_operations)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # Owners come before their aliases.
             described = [(_describe(name, tensor), _storage_key(tensor), tensor) for name, tensor in tensors.items()]
@@ -285,13 +327,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 strides = tuple(step * own.itemsize for step in own.strides)
                 index = builder.own.append(own.name, TensorType(own.dtype, own.itemsize, own.shape, strides))
+                read_count = 0
                 if isinstance(tensor, RecordedTensor):
                     writes = _writes_of_recorded(tensor)
                 else:
                     found = self._storages.get(key)
                     writes = found.writes if found is not None else []
-                append_rows(builder, index, own, writes, checkpoint)
+                    read_count = found.read_count if found is not None else 0
+                lost = append_rows(builder, index, own, writes, checkpoint)
+                read |= lost.unfollowed
+                read |= lost.replaced.intersection(_names(writes[:read_count]))
+        for key, found in self._storages.items():
+            ranges = [own.byte_range for own in owners.get(key, ())]
+            read.update(_names(write for write in found.writes if not write.overlaps_any(ranges)))
+        builder.read_whole.extend(name for name in self._checkpoint if name in read)
         return builder.build()
+
+
+def _names(writes: Iterable[Write]) -> set[str]:
+    """Return the names of the checkpoint tensors that are written."""
+    return {write.tensor.name for write in writes if write.tensor is not None}
 
 
 def _write(piece: Piece, strides: Sequence[int], offset: int, itemsize: int) -> Write:
@@ -353,13 +408,6 @@ def _is_within(own: OwnTensor, owner: OwnTensor) -> bool:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _modify(tensor: RecordedTensor, operation: str) -> None:
-    """Record an in-place operation on a recorded tensor, and so on all tensors that may share its memory."""
-    if tensor.checkpoint_view is not None:
-        for piece in tensor.checkpoint_view.pieces:
-            piece.tensor.modified_by = operation
 
 
 @cache
@@ -460,8 +508,10 @@ def _slice(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[s
         args[position] if position < len(args) else SLICE[position - 1] for position in (1, 2, 3, 4)
     )
     view = source.checkpoint_view
-    if view is None or kwargs:
-        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation or "slice")
+    if view is None:
+        return RecordedTensor.like(recorder, _on_meta(func, args, kwargs), None, source.operation)
+    if kwargs:
+        raise NotStridedError("has keyword arguments")
     dim = _dim(view, int(dim or 0))
     begin, stop, step = slice(start, end, step).indices(view.shape[dim])
     view = view.narrowed(dim, begin, max(begin, stop)).stepped(dim, step)
@@ -550,6 +600,7 @@ def _join(recorder: Recorder, func: Any, args: Sequence[Any], kwargs: Mapping[st
         raise NotStridedError("joins other tensors")
     computed = next((each.operation for each in sources if each.checkpoint_view is None), "")
     if computed:
+        recorder.note_read(*sources)
         return RecordedTensor.like(recorder, meta, None, computed)
     if any(each.dtype != meta.dtype for each in sources):
         raise NotStridedError("joins several dtypes")
@@ -590,6 +641,9 @@ FOLLOWED: Mapping[Any, Follow] = {
     aten.stack.default: _join,
 }
 """Operations whose results consist of elements of their arguments."""
+
+OVERWRITING_OPERATIONS = FILL_OPERATIONS | {"copy_"}
+"""In-place operations that do not read what they write."""
 
 FACTORIES = frozenset(
     {

@@ -17,6 +17,7 @@ from rfork.placement.strided import (
     boxes,
     common,
     difference,
+    joined,
     merged,
     overlapping_pairs,
 )
@@ -128,3 +129,23 @@ def test_overlapping_pairs_are_all_pairs_with_common_indices(
         if members(found[first]) & members(found[second])
     ]
     assert sorted(expected) == sorted(overlapping_pairs(array[:, :, 0], array[:, :, 1]))
+
+
+def test_adjacent_boxes_are_joined() -> None:
+    """Four quarters, and rows that alternate, are one box."""
+    quarters = [((2, 4), (0, 3)), ((0, 2), (3, 6)), ((0, 2), (0, 3)), ((2, 4), (3, 6))]
+    assert [((0, 4), (0, 6))] == joined(quarters)
+    rows = [((row, row + 1), (0, 6)) for row in (0, 2, 4, 1, 3, 5)]
+    assert [((0, 6), (0, 6))] == joined(rows)
+
+
+def test_boxes_that_are_not_adjacent_are_kept() -> None:
+    """A gap, and boxes of different sizes, cannot be joined."""
+    apart = [((0, 1), (0, 6)), ((2, 3), (0, 6)), ((3, 4), (0, 5))]
+    assert apart == joined(apart)
+
+
+def test_nothing_is_joined_to_nothing() -> None:
+    """An empty list, and the box of a scalar, stay as they are."""
+    assert [] == joined([])
+    assert [()] == joined([()])

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,21 +63,32 @@ class RelocatingEngine(Protocol):
         ...
 
 
+Result = TypeVar("Result")
+
 LoadTwin = Callable[[torch.device, Recorder, Weights], nn.Module]
 """Builds a twin on a device, and lets the engine's loader load recorded weights while the recorder is active."""
 
 
 def record(checkpoint: TensorTable, load_twin: LoadTwin) -> PlacementMap:
-    """Return the placement map of a twin, built on the first device on which that works.
+    """Return the placement map of a twin. Raises UnsupportedTensor for any exception of the engine."""
+
+    def attempt(device: torch.device) -> PlacementMap:
+        recorder = Recorder()
+        twin = load_twin(device, recorder, recorded_weights(recorder, checkpoint))
+        return recorder.placement_map(tensors_of(twin))
+
+    return on_twin_device(attempt)
+
+
+def on_twin_device(attempt: Callable[[torch.device], Result]) -> Result:
+    """Return the result of the first device on which an attempt to build a twin succeeds.
 
     Raises UnsupportedTensor for any exception of the engine.
     """
     failures: list[str] = []
     for device in TWIN_DEVICES:
-        recorder = Recorder()
         try:
-            twin = load_twin(torch.device(device), recorder, recorded_weights(recorder, checkpoint))
-            return recorder.placement_map(tensors_of(twin))
+            return attempt(torch.device(device))
         except RforkError:
             raise
         except Exception as error:  # an engine's classes may raise anything on a device that they do not expect

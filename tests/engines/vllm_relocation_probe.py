@@ -1,7 +1,8 @@
 """Runs in vLLM's Python: checks how vLLM's models are recorded and loaded from tensors, in one rank.
 
 ``python -m tests.engines.vllm_relocation_probe RENDEZVOUS RANK RANKS FOLDER…`` writes one line ``RESULT`` and a JSON
-object per folder; see `tests.engines.relocation_checks`. RENDEZVOUS is the path of a file that does not exist yet.
+object per folder; see `tests.engines.relocation_checks`. A model with a name of `tests.engines.zoo` gets its options.
+RENDEZVOUS is the path of a file that does not exist yet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from rfork.engines.vllm import compat
 from rfork.engines.vllm.model_builder import VllmEngine
 from tests.engines.relocation_checks import check
+from tests.engines.zoo import ARCHITECTURES
 
 
 def trace_of(vllm_config: Any) -> object:
@@ -38,15 +40,18 @@ def result_of(folder: Path, ranks: int) -> dict[str, object]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    kind = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES[folder.name]
+    options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
     vllm_config = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=128,
-        dtype=str(kind.get("torch_dtype") or kind.get("dtype") or "float32"),
+        dtype=architecture.dtype,
         tensor_parallel_size=ranks,
         kv_cache_memory_bytes=64 << 20,
+        **options,
+        **architecture.vllm,
     ).create_engine_config()
     with set_current_vllm_config(vllm_config):
         engine = VllmEngine(vllm_config.load_config, vllm_config, vllm_config.model_config, {"prefix": ""})

@@ -115,7 +115,7 @@ class VllmEngine:
                 if found is None:
                     return None
                 files += [(source.prefix, path) for path in found]
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, UnsupportedTensor) as error:
             log.debug("no checkpoint files", reason=str(error))
             return None
         return relocation.header_table(files)
@@ -128,11 +128,13 @@ class VllmEngine:
             sources.append(source)
             return iter(())
 
+        def attempt(device: torch.device) -> list[Any]:
+            with self._twin(device) as twin:
+                list(loader.get_all_weights(self._model_config, twin))
+            return sources
+
         loader._get_weights_iterator = collect
-        with self._twin(torch.device("meta")) as twin:
-            for _ in loader.get_all_weights(self._model_config, twin):
-                pass
-        return sources
+        return relocation.on_twin_device(attempt)
 
     def record(self, checkpoint: TensorTable) -> PlacementMap:
         """See `RelocatingEngine.record`."""

@@ -6,6 +6,7 @@ host memory that is never written, whose own loader loads tensors without bytes 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import RecordedTensor, Recorder
 from rfork.storage.formats.safetensors_file import TORCH_DTYPES
+from rfork.storage.versions.version import folder_of
 
 log = logger(__name__)
 
@@ -132,6 +134,58 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+
+
+def checkpoint_tensors(loader: Any, read_all: Callable[[torch.device], None]) -> TensorTable | None:
+    """Return the tensors in the safetensors files of an engine's loader. None without complete local files.
+
+    `read_all` lets the loader read all weights for a twin on a device. `loader` has the functions of vLLM's default
+    loader, from which SGLang's originates. It reads nothing: each of its sources is only noted.
+    """
+    sources: list[Any] = []
+
+    def note(source: Any, *_: object, **__: object) -> Iterator[tuple[str, torch.Tensor]]:
+        sources.append(source)
+        return iter(())
+
+    def attempt(device: torch.device) -> None:
+        sources.clear()
+        read_all(device)
+
+    files: list[tuple[str, Path]] = []
+    loader._get_weights_iterator = note
+    try:
+        on_twin_device(attempt)
+        for source in sources:
+            found = _safetensors_files(loader, source)
+            if found is None:
+                return None
+            files += [(source.prefix, path) for path in found]
+    except (OSError, RuntimeError, ValueError, UnsupportedTensor) as error:
+        log.debug("no checkpoint files", reason=str(error))
+        return None
+    return header_table(files)
+
+
+def _safetensors_files(loader: Any, source: Any) -> list[Path] | None:
+    """Return the files that a loader reads for a source; None if they are not local or of another format.
+
+    The loader omits files that its index does not list, and fails if one is missing.
+    """
+    folder = folder_of(source.model_or_path, source.revision)
+    if folder is None or not folder.is_dir():
+        return None
+    values = {
+        "model_name_or_path": str(folder),
+        "subfolder": getattr(source, "subfolder", None),
+        "revision": None,
+        "fall_back_to_pt": source.fall_back_to_pt,
+        "allow_patterns_overrides": getattr(source, "allow_patterns_overrides", None),
+    }
+    prepare = loader._prepare_weights
+    parameters = inspect.signature(prepare).parameters
+    _, files, is_safetensors, *_ = prepare(**{name: value for name, value in values.items() if name in parameters})
+    return sorted(map(Path, files)) if is_safetensors else None
 
 
 def header_table(files: Sequence[tuple[str, Path]]) -> TensorTable | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,10 @@ from rfork.engines.relocation import RelocatingEngine, tensors_of
 from rfork.placement.boxes import wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from tests.engines.reference_digests import digest
+from tests.engines.zoo import ARCHITECTURES, Architecture
+
+MODELS: Final[Mapping[str, Architecture]] = {**ARCHITECTURES, "llama-padded": Architecture("llama", vocab_size=500)}
+"""Models by name: those of the zoo, and one whose vocabulary engines pad."""
 
 Trace = Callable[[], object]
 """Returns the state of the process that recording must not change."""

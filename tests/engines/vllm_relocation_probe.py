@@ -1,7 +1,7 @@
 """Runs in vLLM's Python: checks how vLLM's models are recorded and loaded from tensors, in one rank.
 
 ``python -m tests.engines.vllm_relocation_probe RENDEZVOUS RANK RANKS FOLDER…`` writes one line ``RESULT`` and a JSON
-object per folder; see `tests.engines.relocation_checks`. A model with a name of `tests.engines.zoo` gets its options.
+object per folder; see `tests.engines.relocation_checks`. Its name is one of `MODELS` there.
 RENDEZVOUS is the path of a file that does not exist yet.
 """
 
@@ -17,8 +17,7 @@ import torch
 
 from rfork.engines.vllm import compat
 from rfork.engines.vllm.model_builder import VllmEngine
-from tests.engines.relocation_checks import check
-from tests.engines.zoo import ARCHITECTURES
+from tests.engines.relocation_checks import MODELS, check
 
 
 def trace_of(vllm_config: Any) -> object:
@@ -40,7 +39,7 @@ def result_of(folder: Path, ranks: int) -> dict[str, object]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    architecture = ARCHITECTURES[folder.name]
+    architecture = MODELS[folder.name]
     options: dict[str, Any] = {"runner": "pooling"} if architecture.task == "embed" else {}
     vllm_config = EngineArgs(
         model=str(folder),

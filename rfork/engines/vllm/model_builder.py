@@ -6,7 +6,6 @@ Runs in a worker, on the thread that loads.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.placement.recorder import Recorder
-from rfork.storage.versions.version import folder_of
 
 log = logger(__name__)
 
@@ -107,34 +105,13 @@ class VllmEngine:
 
     def checkpoint_tensors(self) -> TensorTable | None:
         """See `RelocatingEngine.checkpoint_tensors`."""
-        files: list[tuple[str, Path]] = []
         loader: Any = default_loader(self._load_config)
-        try:
-            for source in self._file_sources(loader):
-                found = _safetensors_files(loader, source)
-                if found is None:
-                    return None
-                files += [(source.prefix, path) for path in found]
-        except (OSError, RuntimeError, ValueError, UnsupportedTensor) as error:
-            log.debug("no checkpoint files", reason=str(error))
-            return None
-        return relocation.header_table(files)
 
-    def _file_sources(self, loader: Any) -> list[Any]:
-        """Return the sources from which vLLM's loader reads files; some models have several."""
-        sources: list[Any] = []
-
-        def collect(source: Any) -> Iterator[Any]:
-            sources.append(source)
-            return iter(())
-
-        def attempt(device: torch.device) -> list[Any]:
-            with self._twin(device) as twin:
+        def read_all(device: torch.device) -> None:
+            with self._twin(device) as twin:  # its class may name other files
                 list(loader.get_all_weights(self._model_config, twin))
-            return sources
 
-        loader._get_weights_iterator = collect
-        return relocation.on_twin_device(attempt)
+        return relocation.checkpoint_tensors(loader, read_all)
 
     def record(self, checkpoint: TensorTable) -> PlacementMap:
         """See `RelocatingEngine.record`."""
@@ -240,27 +217,6 @@ def _loader_of(load_config: LoadConfig, weights: Weights) -> BaseModelLoader:
     loader: Any = default_loader(load_config)
     loader.get_all_weights = lambda model_config, model: iter(weights)
     return loader
-
-
-def _safetensors_files(loader: Any, source: Any) -> list[Path] | None:
-    """Return the files that vLLM's loader reads for a source; None if they are not local or of another format.
-
-    It filters those with the same tensors, as the index requires, and fails if one is missing.
-    """
-    folder = folder_of(source.model_or_path, source.revision)
-    if folder is None or not folder.is_dir():
-        return None
-    values = {
-        "model_name_or_path": str(folder),
-        "subfolder": getattr(source, "subfolder", None),
-        "revision": None,
-        "fall_back_to_pt": source.fall_back_to_pt,
-        "allow_patterns_overrides": source.allow_patterns_overrides,
-    }
-    prepare = loader._prepare_weights
-    parameters = inspect.signature(prepare).parameters
-    _, files, is_safetensors, *_ = prepare(**{name: value for name, value in values.items() if name in parameters})
-    return sorted(map(Path, files)) if is_safetensors else None
 
 
 def dummy_loader(load_config: LoadConfig, check: Check) -> BaseModelLoader:

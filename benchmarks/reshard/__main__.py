@@ -1,8 +1,8 @@
 """Measure a fork across layouts against a fork of the same bytes between equal ones.
 
-A plain PyTorch model of a Llama's shapes, with the slices and fused tensors of tensor-parallel engines. One process has
-it whole and in two ranks; this one forks a rank from the whole model, and the whole model from the two ranks. Everything
-over HTTP on loopback, verified, and interleaved; every tensor is compared with the expected one (not timed).
+A plain PyTorch model of a Llama's shapes, with the slices and fused tensors of tensor-parallel engines. One process
+has it whole and in two ranks; this one forks a rank from the whole model, and the whole model from the two ranks.
+Everything over HTTP on loopback, verified, and interleaved; every tensor is compared with the expected one (not timed).
 
 - "cross layout": the placement map is recorded, the source gathers and digests the boxes, they are forked, and the
   model's own loader reads them. "later target": the source has the boxes already, as for the second replica.

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.pull.source import READY_TIMEOUT_S, planner_main, process, settings_for
-from benchmarks.reshard.sharded_model import Shape, ShardedEngine, random_weights
+from benchmarks.reshard.sharded_model import Shape, ShardedEngine, ShardedModel, random_weights
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.capture import capture
@@ -56,7 +56,7 @@ def _source_main(ready: Connection, commands: Connection, planner: str, shape: S
     torch.set_num_threads(1)
     settings = settings_for(planner, ("http",))
     with contextlib.ExitStack() as stack:
-        seeds: list[tuple[Seed, ShardedEngine, torch.nn.Module]] = []
+        seeds: list[tuple[Seed, ShardedEngine, ShardedModel]] = []
         for model, (size, ranks) in LAYOUTS.items():
             for index in ranks:
                 engine = ShardedEngine(shape, index, size)

@@ -157,11 +157,16 @@ class _LoadOrFork:
         self._shared: Patterns = ()
         self._loading = self._loaded = False
         self._seed: Seed | None = None
-        self._cross_layout = CrossLayout(engine, settings) if settings.cross_layout else None
 
     @cached_property
     def _identity(self) -> ModelIdentity:
         return self._describe()
+
+    @cached_property
+    def _cross_layout(self) -> CrossLayout | None:
+        if not self._settings.cross_layout:
+            return None
+        return CrossLayout(self._engine, self._identity.model, self._identity.rank, self._settings)
 
     def run(self) -> nn.Module:
         """Fork the model or load it."""
@@ -205,7 +210,7 @@ class _LoadOrFork:
             return module
         if self._shared != shared:
             seed = self._seed_of_loaded(seed)
-        if self._cross_layout is not None and self._identity.sharing is None:
+        if self._cross_layout is not None:
             self._cross_layout.serve(module, seed)
         try:
             served = ServedModel(module, seed, report, hidden_state, self._exclude, agreement_of(seed.identity))
@@ -288,13 +293,13 @@ class _LoadOrFork:
 
             fallbacks.append(replace(fallback, load=load))
         if (other := self._cross_layout) is not None:
-            if (refusal := other.refusal(self._identity)) is None:
+            if (refusal := other.refusal) is None:
                 fallbacks.append(
                     layouts_fallback(
-                        lambda: other.fetch(self._identity, self._required_version),
+                        lambda: other.fetch(self._required_version),
                         lambda: self._replace_with(other.load),
                         other.version,
-                        lambda: other.check(self._identity, self._required_version),
+                        lambda: other.check(self._required_version),
                     )
                 )
             else:

@@ -431,9 +431,7 @@ class FallbackRunner:
         if not self.seed.settings.race_storage:
             return None
         readable = [
-            each
-            for each in self._fallbacks
-            if each.path is not None or (each.uri and each.load_out_of_place is None)
+            each for each in self._fallbacks if each.path is not None or (each.uri and each.load_out_of_place is None)
         ]
         if not readable:
             return None

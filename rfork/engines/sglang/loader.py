@@ -259,7 +259,7 @@ def _few_random_values() -> Iterator[None]:
         yield
         return
 
-    def initialize_few(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialize_few(model: Any, *args: Any, **kwargs: Any) -> None:
         def remove(_: nn.Module, listed: dict[str, object], prefix: str, metadata: object) -> None:
             for name in methods.relocated_weights(model):
                 listed.pop(name, None)

@@ -47,7 +47,6 @@ class Target:
         self._rank, self._settings = rank_of(rank, size), settings
         self._engine = ShardedEngine(shape, rank, size)
         self._expected = self._engine.load_from(random_weights(shape))
-        self._empty = ShardedModel(shape, rank, size)
         self.image_bytes = sum(value.nbytes for value in self._expected.parameters())
         self.received: list[float] = []
         """Bytes received / bytes needed, of each cross-layout fork."""
@@ -73,16 +72,13 @@ class Target:
         """Return the ordinary fork."""
 
         def run() -> float:
-            for value in self._empty.parameters():
-                value.data.zero_()
             began = time.perf_counter()
-            report = rfork.fork(
-                self._empty, model=self._equal, version=VERSION, rank=self._rank, settings=self._settings
-            )
+            module = self._engine.empty()
+            report = rfork.fork(module, model=self._equal, version=VERSION, rank=self._rank, settings=self._settings)
             seconds = time.perf_counter() - began
             if report.seed is not None:
                 report.seed.close()
-            self._check(self._empty)
+            self._check(module)
             return seconds
 
         return run

@@ -11,14 +11,13 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from rfork import settings as options
 from rfork.engines.completeness import Completeness
-from rfork.engines.cross_layout import CrossLayout
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
@@ -45,6 +44,9 @@ from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.versions.version import folder_of, version_of_files
+
+if TYPE_CHECKING:
+    from rfork.engines.cross_layout import CrossLayout
 
 log = logger(__name__)
 
@@ -166,6 +168,8 @@ class _LoadOrFork:
     def _cross_layout(self) -> CrossLayout | None:
         if not self._settings.cross_layout:
             return None
+        from rfork.engines.cross_layout import CrossLayout
+
         return CrossLayout(self._engine, self._identity.model, self._identity.rank, self._settings)
 
     def run(self) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,9 +29,10 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
+from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
-from rfork.placement.box_tensors import allocate_boxes, assembled
+from rfork.placement.box_tensors import CheckpointMemory
 from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
@@ -70,7 +71,6 @@ class FetchedPart:
     """Boxes from one layout, in host memory, and their fork."""
 
     boxes: tuple[Box, ...]
-    tensors: dict[str, torch.Tensor]
     report: ForkReport
     layout: OtherLayout
 
@@ -85,7 +85,7 @@ class FetchedBoxes:
     """All boxes that a target needs."""
 
     version: str
-    checkpoint: TensorTable
+    memory: CheckpointMemory
     wanted: Sequence[Box]
     parts: list[FetchedPart] = field(default_factory=list)
 
@@ -101,9 +101,7 @@ class FetchedBoxes:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors of the checkpoint in its order; only the boxes that the target needs have their values."""
-        described = [box for part in self.parts for box in part.boxes]
-        tensors = {name: tensor for part in self.parts for name, tensor in part.tensors.items()}
-        return assembled(self.checkpoint, tensors, described)
+        return self.memory.tensors()
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -214,7 +212,7 @@ class BoxFork:
         Raises LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
         wanted = wanted_boxes(placement_map)
-        fetched = FetchedBoxes(self.version, self.checkpoint, wanted)
+        fetched = FetchedBoxes(self.version, CheckpointMemory(self.checkpoint, allocate_host), wanted)
         try:
             self._fetch_all(wanted, fetched)
         except BaseException:
@@ -230,29 +228,38 @@ class BoxFork:
             if division.missing:
                 box, reason = division.missing[0]
                 raise failure or LayoutMismatch(f"no source has {box.name}: {reason}")
-            parts = [(layout, part) for layout, part in zip(layouts, division.parts, strict=True) if part]
+            parts = [
+                (layout, part, fetched.memory.allocate_boxes(part))
+                for layout, part in zip(layouts, division.parts, strict=True)
+                if part
+            ]
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
                 results = list(pool.map(lambda part: _result_of(partial(self._fetch_part, *part)), parts))
             remaining = []
-            for (layout, part), result in zip(parts, results, strict=True):
+            for (layout, part, _), result in zip(parts, results, strict=True):
                 if isinstance(result, FetchedPart):
                     fetched.parts.append(result)
                     continue
                 log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
                 layouts, failure = [each for each in layouts if each is not layout], result
+                fetched.memory.forget(part)
                 remaining.extend(part)
 
-    def _fetch_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
+    def _fetch_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._try_part(layout, boxes)
+                return self._try_part(layout, boxes, tensors)
             except (SourceError, NetworkError, ForkFailed) as error:
                 if attempt == ATTEMPTS:
                     raise
                 log.info("boxes requested again", layout=layout.name, reason=str(error))
         raise AssertionError("unreachable")
 
-    def _try_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
+    def _try_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
         encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
 
         def question(peer: Peer, until: float) -> BoxImage:
@@ -263,7 +270,6 @@ class BoxFork:
             raise SourceWeightsChanged(
                 f"the instances of {self.model} began to serve version {opened.version} during the fork"
             )
-        tensors = allocate_boxes(boxes)
         expected = image_from_tensors(tensors).layout
         if opened.layout_id != expected.layout_id:
             raise LayoutMismatch(f"{layout.name} opened other boxes than requested: the versions of rfork differ")
@@ -278,7 +284,7 @@ class BoxFork:
         report = ForkSession(
             module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
         ).run()
-        return FetchedPart(boxes, tensors, report, layout)
+        return FetchedPart(boxes, report, layout)
 
 
 def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:

@@ -55,7 +55,7 @@ def check(engine: Any, folder: Path, trace: Trace) -> dict[str, object]:
         "repeatable": recorded == again,
         "rows": len(recorded),
         "computed": dict(recorded.computed),
-        "read_whole": list(recorded.read_whole),
+        "read_completely": list(recorded.read_completely),
         "unwritten": dict(recorded.unwritten_elements),
         "live": sorted(live),
         "others": others,

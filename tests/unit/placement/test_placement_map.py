@@ -34,7 +34,7 @@ def small_map() -> PlacementMap:
     builder.append_computed("mul", own, 24, BoxType((3,), (4,)))
     builder.append_computed("fill_", own, 36, BoxType((3,), (4,)))
     builder.aliases["head"] = "own"
-    builder.read_whole.append("weight")
+    builder.read_completely.append("weight")
     return builder.build()
 
 
@@ -65,7 +65,7 @@ def test_a_map_is_equal_to_its_decoded_bytes() -> None:
 
 def test_tensors_that_are_read_completely_are_encoded() -> None:
     """The decoded map names them."""
-    assert ("weight",) == PlacementMap.from_bytes(small_map().to_bytes()).read_whole
+    assert ("weight",) == PlacementMap.from_bytes(small_map().to_bytes()).read_completely
 
 
 def test_an_empty_map_can_be_encoded() -> None:
@@ -147,7 +147,7 @@ INVALID: dict[str, tuple[Change, str]] = {
     "number of rows": (lambda header, _: header.__setitem__("rows", 2), "bytes after"),
     "missing table": (lambda header, _: header.pop("own"), "invalid"),
     "aliases": (lambda header, _: header.__setitem__("aliases", []), "invalid"),
-    "tensor that is read": (lambda header, _: header["read_whole"].append("other"), "not in its table"),
+    "tensor that is read": (lambda header, _: header["read_completely"].append("other"), "not in its table"),
     "name": (lambda header, _: header["own"].__setitem__("names", [3]), "not a text"),
 }
 

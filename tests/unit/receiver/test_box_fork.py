@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from benchmarks.reshard.sharded_model import Shape, ShardedEngine, checkpoint_table
 from rfork.errors import LayoutMismatch, NoSource, RforkError, SourceUnavailable
@@ -84,12 +85,14 @@ class ScriptedFork(BoxFork):
         self._fails = fails
         self.asked: list[str] = []
 
-    def _fetch_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
+    def _fetch_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
         self.asked.append(layout.sample.instance_id)
         if (error := self._fails(layout)) is not None:
             raise error
         unforked: Any = SimpleNamespace(seed=None, bytes_read=sum(box.byte_count for box in boxes))
-        return FetchedPart(boxes, {}, unforked, layout)
+        return FetchedPart(boxes, unforked, layout)
 
 
 def layout(rank: int, size: int, name: str = "a") -> OtherLayout:

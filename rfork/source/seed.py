@@ -130,7 +130,7 @@ class Seed:
         self.boxes: BoxService | None = None
         """Serves targets with other layouts. Set once the image is complete; `close` closes it."""
         self.no_boxes_reason = "none was recorded for its model"
-        """Why `boxes` is None."""
+        """Reason if `boxes` is None, for targets."""
         self._served = ServedImage(
             image.layout, identity, settings.max_readers, chunk_state=chunk_state, manifest=manifest
         )

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from rfork.errors import (
     LayoutMismatch,
+    LeaseRejected,
     RforkError,
     SourceBusy,
     SourceCorrupt,
@@ -22,10 +24,11 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
-from rfork.peer import codec
+from rfork.peer import codec, servicer
 from rfork.peer.base import BoxImage
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
+from rfork.placement import box_tensors
 from rfork.placement.box_tensors import allocate_boxes
 from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.intersection import Relocation
@@ -35,12 +38,13 @@ from rfork.settings import InstanceSettings
 from rfork.source import box_images
 from rfork.source.box_images import BOX_IDLE_S
 from rfork.source.seed import InstanceIdentity, Seed
+from rfork.testing.peers import InMemoryPeers
 from tests.conftest import StartRfork
-from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, BoxSeed, box, checkpoint, elements, rank_image
+from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, SIZE, BoxSeed, box, checkpoint, elements, rank_image
 from tests.integration.peer_service.seeds import SOON_S, client, soon, token
 
 StartBoxSeed = Callable[..., BoxSeed]
-HTTP = ("http",)
+HTTP: Final = ("http",)
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ class Gathers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.before: Callable[[], object] = lambda: None
-        gather = box_images.gather
+        gather = box_tensors.gather
 
         def counted(
             copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], into: Mapping[str, torch.Tensor]
@@ -211,11 +215,10 @@ def test_a_request_without_boxes_is_refused(rank: BoxSeed) -> None:
     peer.close()
 
 
-def test_a_request_in_many_parts(rank: BoxSeed) -> None:
+def test_a_request_in_many_parts(rank: BoxSeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of boxes that does not fit one message is sent in several."""
-    boxes = [box("q", (row, row + 1), (column, column + 1)) for row in range(200) for column in range(0, 512, 2)]
-    assert len(encode_boxes(boxes)) > 2 * codec.BOXES_PART_BYTES
-    assert expected_layout_id(*boxes) == open_boxes(rank, *boxes).layout_id
+    monkeypatch.setattr(codec, "BOXES_PART_BYTES", 10)
+    assert expected_layout_id() == open_boxes(rank).layout_id
 
 
 def test_a_request_that_is_too_large_is_refused(rank: BoxSeed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +229,40 @@ def test_a_request_that_is_too_large_is_refused(rank: BoxSeed, monkeypatch: pyte
     with grpc.insecure_channel(rank.seed.report().address) as channel, pytest.raises(grpc.RpcError) as caught:
         peer_pb2_grpc.PeerStub(channel).OpenBoxes(parts, timeout=SOON_S, metadata=metadata)
     assert grpc.StatusCode.INVALID_ARGUMENT is caught.value.code()
+
+
+def test_every_request_that_ends_lets_another_one_begin(
+    start_seed: StartBoxSeed, gathers: Gathers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are limited: one that is invalid, refused or abandoned must not count for ever."""
+    monkeypatch.setattr(servicer, "MAX_OPENINGS", 1)
+    rank = start_seed()
+    peer = client(rank.seed)
+    with pytest.raises(LayoutMismatch):
+        peer.open_boxes(b"no boxes", soon())
+    with pytest.raises(LayoutMismatch):
+        open_boxes(rank, box("unknown"), peer=peer)
+    abandoned = threading.Event()
+    gathers.before = lambda: abandoned.wait(SOON_S)
+    with pytest.raises(SourceTimeout):
+        peer.open_boxes(encode_boxes(BOXES), time.monotonic() + 0.5)
+    abandoned.set()
+    assert expected_layout_id(box("v")) == open_boxes(rank, box("v"), peer=peer).layout_id
+    peer.close()
+
+
+def test_peers_in_one_process(rank: BoxSeed) -> None:
+    """The peer service for tests sends maps and opens boxes too, with a lease."""
+    peers = InMemoryPeers()
+    address = peers.serve(rank.seed)
+    peer = peers.dial(address, lambda: token(rank.seed))
+    assert rank.images.map_bytes == peer.placement(soon())
+    assert expected_layout_id() == peer.open_boxes(encode_boxes(BOXES), soon()).layout_id
+    unauthenticated = peers.dial(address, lambda: "")
+    with pytest.raises(LeaseRejected):
+        unauthenticated.placement(soon())
+    with pytest.raises(LeaseRejected):
+        unauthenticated.open_boxes(encode_boxes(BOXES), soon())
 
 
 def test_concurrent_requests_open_one_image(rank: BoxSeed, gathers: Gathers) -> None:
@@ -373,9 +410,8 @@ def test_changed_bytes_are_found(rank: BoxSeed) -> None:
     with pytest.raises(SourceCorrupt, match=r"chunk \d+ of the image, with qkv"):
         open_boxes(rank)
     assert {} == rank.images._images
-    assert (
-        expected_layout_id(box("down", columns=(0, 256))) == open_boxes(rank, box("down", columns=(0, 256))).layout_id
-    )
+    first = box("down", columns=(0, SIZE // 2))  # in another chunk
+    assert expected_layout_id(first) == open_boxes(rank, first).layout_id
 
 
 def test_bytes_that_change_during_a_gather_are_found(rank: BoxSeed, gathers: Gathers) -> None:

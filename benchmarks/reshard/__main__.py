@@ -1,7 +1,7 @@
 """Measure a fork across layouts against a fork of the same bytes between equal ones.
 
 A plain PyTorch model of a Llama's shapes, with the slices and fused tensors of tensor-parallel engines. One process
-has it whole and in two ranks; this one forks a rank from the whole model, and the whole model from the two ranks.
+has all of it and its two ranks; this one forks a rank from the complete model, and the complete model from the ranks.
 Everything over HTTP on loopback, verified, and interleaved; every tensor is compared with the expected one (not timed).
 
 - "cross layout": the placement map is recorded, the source gathers and digests the boxes, they are forked, and the
@@ -33,7 +33,7 @@ from rfork.errors import RforkError
 from rfork.receiver.box_fork import BoxFork
 from rfork.settings import InstanceSettings
 
-DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("whole", "sharded", 0, 2), "TP 2 to TP 1": ("sharded", "whole", 0, 1)}
+DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("complete", "sharded", 0, 2), "TP 2 to TP 1": ("sharded", "complete", 0, 1)}
 """Models of source and of an equal layout, and the target's rank and number of ranks."""
 MAP_TENSORS = 60_000
 DEADLINE_S = 300.0

@@ -20,7 +20,7 @@ from rfork.source.box_images import BoxImages
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 
 VERSION: Final = "v1"
-LAYOUTS: Final = {"sharded": (2, (0, 1)), "whole": (1, (0,))}
+LAYOUTS: Final = {"sharded": (2, (0, 1)), "complete": (1, (0,))}
 """Model name of each layout: the number of its ranks, and the ranks that the source process has."""
 BOX_BYTES: Final = 16 << 30
 

@@ -1,8 +1,8 @@
 """Fork across layouts: boxes of checkpoint tensors from instances whose layouts differ from the target's.
 
 Runs on the target. The target knows from its placement map which boxes it needs, and from those of the sources who has
-them. Each source is asked for its part, and serves it as an image of its own, whose tensors are the boxes. These images
-are forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
+them. Each source serves its part on request, as an image of its own whose tensors are the boxes. These images are
+forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.report import ForkReport
-from rfork.receiver.session import ForkOptions, ForkSession, Network, ask_source, module_of
+from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import InstanceReport, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
@@ -178,7 +178,7 @@ class BoxFork:
         reasons: list[str] = []
         for sample in self._found[1]:
             try:
-                data = ask_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
+                data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
                 found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
             except (RforkError, ValueError) as error:
                 reasons.append(f"{sample.rank.key} on {sample.placement.host}: {error}")
@@ -265,7 +265,7 @@ class BoxFork:
         def question(peer: Peer, until: float) -> BoxImage:
             return peer.open_boxes(encoded, opening_until)
 
-        opened = ask_source(layout.sample, self._settings, self._deadline, question)
+        opened = query_source(layout.sample, self._settings, self._deadline, question)
         if opened.version != self.version:
             raise SourceWeightsChanged(
                 f"the instances of {self.model} began to serve version {opened.version} during the fork"

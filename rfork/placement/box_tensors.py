@@ -15,6 +15,8 @@ from rfork.placement.placement_map import TensorTable, TensorType
 ALIGNMENT = 64
 MAX_COPY_BYTES = 64 << 20
 """Size of one copy. torch allocates that much on both devices for a copy that is not contiguous."""
+MIN_MAPPED_BYTES = 1 << 20
+"""Size of a tensor from which on it is virtual memory. Mapping is slower than filling a smaller one with zeros."""
 MAP_NORESERVE = 0x4000
 """Flag of mmap: the kernel counts pages when they are written, not when they are mapped."""
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -61,7 +63,7 @@ def assembled(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every checkpoint tensor in the table's order, with the elements of its boxes.
 
-    A complete box is yielded itself. Any other tensor is virtual memory, of which only the pages of its boxes are
+    A complete box is yielded itself. Any other large tensor is virtual memory, of which only the pages of its boxes are
     allocated; other elements are zero. It is no longer referenced here when the next one is yielded. Raises ValueError
     if a box is not of a tensor in the table.
     """
@@ -94,11 +96,11 @@ def _assembled_tensor(tensor_type: TensorType, boxes: Mapping[str, torch.Tensor]
 
 
 def _virtual_tensor(tensor_type: TensorType) -> torch.Tensor:
-    """Return a tensor of zeros whose pages are allocated when they are written."""
+    """Return a tensor of zeros. The pages of a large one are allocated when they are written."""
     dtype = _dtype(tensor_type.dtype, tensor_type.itemsize)
     size = prod(tensor_type.shape) * tensor_type.itemsize
-    if not size:
-        return torch.empty(tensor_type.shape, dtype=dtype)
+    if size < MIN_MAPPED_BYTES:
+        return torch.zeros(size, dtype=torch.uint8).view(dtype).view(tensor_type.shape)
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     # The tensor references the mapping, which is unmapped with the last tensor that uses it.
     return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(tensor_type.shape)

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from rfork.placement.intersection import SourcePool
 from rfork.placement.placement_map import (
     DECODING_ERRORS,
@@ -92,17 +90,20 @@ def wanted_boxes(placement_map: PlacementMap) -> list[Box]:
     checkpoint = placement_map.checkpoint
     complete = {checkpoint.positions[name] for name in placement_map.read_whole}
     rows = placement_map.rows_of_checkpoint
-    starts, positions = placement_map.starts, placement_map.start_positions.tolist()
+    starts, positions = placement_map.starts.tolist(), placement_map.start_positions.tolist()
+    types = placement_map.box_type_indices.tolist()
     found: list[Box] = []
     for tensor in sorted(complete.union(rows)):
         name, (dtype, itemsize, shape, _) = checkpoint.names[tensor], checkpoint.type_of(tensor)
         start, sizes = (0,) * len(shape), shape
         if tensor not in complete and shape:
-            begins = np.array([starts[positions[row] : positions[row + 1]] for row in rows[tensor]])
-            types = placement_map.box_type_indices[list(rows[tensor])].tolist()
-            ends = begins + np.array([placement_map.box_types[each].sizes for each in types])
-            first = begins.min(axis=0)
-            start, sizes = tuple(first.tolist()), tuple((ends.max(axis=0) - first).tolist())
+            boxes = [
+                (starts[positions[row] : positions[row + 1]], placement_map.box_types[types[row]].sizes)
+                for row in rows[tensor]
+            ]
+            start = tuple(map(min, zip(*(begin for begin, _ in boxes), strict=True)))
+            ends = (map(int.__add__, begin, sizes) for begin, sizes in boxes)
+            sizes = tuple(end - first for first, end in zip(start, map(max, zip(*ends, strict=True)), strict=True))
         if 0 not in sizes:
             found.append(Box(name, dtype, itemsize, shape, start, sizes))
     return found
@@ -182,13 +183,14 @@ def _decoded(line: bytes) -> Box:
 def _require_consistent(boxes: Sequence[Box]) -> None:
     """Raise ValueError if a box occurs twice, or if boxes of one tensor differ in its type."""
     types: dict[str, TensorType] = {}
-    names: set[str] = set()
+    found: set[Box] = set()
     for box in boxes:
-        if types.setdefault(box.tensor, box.tensor_type) != box.tensor_type:
+        tensor_type = box.tensor_type
+        if types.setdefault(box.tensor, tensor_type) != tensor_type:
             raise ValueError(f"two types of the tensor {box.tensor}")
-        if box.name in names:
+        if box in found:
             raise ValueError(f"two boxes {box.name}")
-        names.add(box.name)
+        found.add(box)
 
 
 def box_map(boxes: Sequence[Box]) -> PlacementMap:

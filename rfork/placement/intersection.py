@@ -147,7 +147,7 @@ class Owners(NamedTuple):
     positions: list[tuple[int, int]]
     """Position of each source, and the index of the tensor in its checkpoint table."""
     mismatch: str
-    """Why another source is not one of them although it has a tensor of this name; empty if there is none."""
+    """Reason for which a source with a tensor of this name is not one of them; empty if there is none."""
 
 
 class Overlap(NamedTuple):

@@ -29,7 +29,7 @@ COMPRESSION_LEVEL = 6
 DECODING_ERRORS = (
     struct.error, AttributeError, KeyError, TypeError, IndexError, OverflowError, RecursionError, ValueError,
 )  # fmt: skip
-"""What decoding a body of invalid bytes raises."""
+"""Errors that decoding a body of invalid bytes raises."""
 FILL_OPERATIONS = frozenset({"fill_", "zero_"})
 """Operations that write a constant: padding, which each rank writes by itself."""
 

@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except NotStridedError as error:
                 return self._computed(func, args, kwargs, f"{_operation(func)}: {error}")
         if _has_recorded(args) or _has_recorded(tuple(kwargs.values())):
-            if func._can_decompose():  # composite operations arrive undivided in inference mode
+            if _effect(func).is_composite:
                 with self:
                     result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
@@ -169,6 +169,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on plain tensors, and record the values that it computes."""
         effect = _effect(func)
+        if effect.is_composite and self._storages:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         used: set[int] = set()
         if self._storages and (effect.written or effect.creates_tensors):
             used = self._mark_read(func, args, kwargs)
@@ -420,6 +425,8 @@ class _Effect(NamedTuple):
     """Position and name of the arguments that an operation writes."""
     creates_tensors: bool
     """True if it returns new tensors whose values depend on its arguments: no views, no arguments."""
+    is_composite: bool
+    """True if it consists of other operations. In inference mode it arrives undivided."""
 
 
 @cache
@@ -430,7 +437,8 @@ def _effect(func: Any) -> _Effect:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return _Effect(written, func not in FACTORIES and any(each.alias_info is None for each in schema.returns))
+    creates_tensors = func not in FACTORIES and any(each.alias_info is None for each in schema.returns)
+    return _Effect(written, creates_tensors, func._can_decompose())
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ WEIGHT = Box("weight", "bfloat16", 2, (8, 6), (2, 0), (4, 3))
 SCALAR = Box("scale", "float32", 4, (), (), ())
 
 
-def map_of(parts: Sequence[Box], read_whole: Sequence[str] = ()) -> PlacementMap:
+def map_of(parts: Sequence[Box], complete: Sequence[str] = ()) -> PlacementMap:
     """Return a map with one own tensor per box; boxes may repeat, and tensors may be listed without boxes."""
     builder = PlacementMapBuilder()
     for position, box in enumerate(parts):
@@ -33,7 +33,7 @@ def map_of(parts: Sequence[Box], read_whole: Sequence[str] = ()) -> PlacementMap
             strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
             own = builder.own.append(f"own.{position}", TensorType(box.dtype, box.itemsize, box.sizes, strides))
             builder.append(index, box.start, own, 0, BoxType(box.sizes, strides))
-    builder.read_whole.extend(read_whole)
+    builder.read_whole.extend(complete)
     return builder.build()
 
 

@@ -8,6 +8,7 @@ RENDEZVOUS is the path of a file that does not exist yet.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -62,6 +63,7 @@ def main(rendezvous: str, rank: int, ranks: int, folders: list[str]) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 
+    os.environ["VLLM_DIST_IDENT"] = Path(rendezvous).name  # name of the memory that ranks share, as its executor sets
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU does
     compat.keep_weights_on_cpu()
     with set_current_vllm_config(VllmConfig()):

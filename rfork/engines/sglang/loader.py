@@ -218,7 +218,8 @@ class SglangEngine:
             if load_only is not None:
                 load_only(twin, chosen, torch.device(self._device_config.device))
             else:
-                twin.load_weights(chosen)
+                load_weights: Any = twin.load_weights
+                load_weights(chosen)
         return twin
 
     @contextlib.contextmanager

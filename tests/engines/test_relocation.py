@@ -36,7 +36,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def start(engine: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """Start a probe in an engine's Python."""
-    command = [engine_python(engine), "-m", f"tests.engines.{engine}_relocation_probe", *map(str, arguments)]
+    command = [str(engine_python(engine)), "-m", f"tests.engines.{engine}_relocation_probe", *map(str, arguments)]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -45,7 +45,7 @@ def start(engine: str, *arguments: str | Path) -> subprocess.Popen[str]:
 
 def results_of(probes: Sequence[subprocess.Popen[str]]) -> list[Results]:
     """Return the results of probes that run concurrently."""
-    results = []
+    results: list[Results] = []
     try:
         for probe in probes:
             output, errors = probe.communicate(timeout=TIMEOUT_S)

@@ -212,13 +212,13 @@ class SglangEngine:
     def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
-        load_only = getattr(DefaultModelLoader, "load_weights_only", None)
+        def load_only(model: Any, chosen: Weights, _: torch.device) -> None:
+            model.load_weights(chosen)
+
+        load_only = getattr(DefaultModelLoader, "load_weights_only", load_only)  # SGLang renames tensors for some
         chosen = self._chosen(weights)
         with self._twin(device) as twin, recorder:
-            if load_only is not None:
-                load_only(twin, chosen, torch.device(self._device_config.device))
-            else:
-                twin.load_weights(chosen)
+            load_only(twin, chosen, torch.device(self._device_config.device))
         return twin
 
     @contextlib.contextmanager

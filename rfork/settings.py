@@ -253,6 +253,7 @@ class InstanceSettings(Settings):
     version: WeightsVersion | None = Field(None, description="version of the weights; only instances of the same version share weights; unset: the commit of a Hub model, otherwise a fingerprint of the files")
     replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(None, description="prefix of the instance ids of all ranks of this server, unique for each server; set by `rfork launch`, the plug-ins and the webhook")
     cold_start: Literal["cooperative", "independent"] = Field("cooperative", json_schema_extra=ADVANCED, description="behaviour when no source has the weights: `cooperative` instances share one read of storage, `independent` ones each read it all")
+    cross_layout: bool = Field(False, json_schema_extra=ADVANCED, description="if no instance serves this layout, read the weights from instances with other layouts (other numbers of ranks, another engine) before the engine's own loader runs; and serve them to such instances")
     race_storage: bool = Field(True, json_schema_extra=ADVANCED, description="read this instance's own storage besides slow sources, and abandon a fork if its own load is faster; off: only once the fork has failed")
     prefetch: Literal["auto", "off"] = Field("auto", json_schema_extra=ADVANCED, description="`auto`: `rfork launch` lets a holder fetch the weights while the engine starts, the host's own or one that ends with the fork, and fetches shared JIT caches; `off`: the weights are read once the engine is ready for them, and no caches are fetched")
     snapshot: str | None = Field(None, description="URI of a snapshot of the model (file, s3, gs, az, https), or of the directory with one snapshot per rank; read when no source has the weights")
@@ -261,6 +262,7 @@ class InstanceSettings(Settings):
     max_egress_bytes_per_s: int | None = Field(None, gt=0, description="maximum rate at which this instance sends weights, over all readers; unset: unlimited")
     max_latency_ratio: float = Field(1.03, ge=0, le=100, description="send more slowly while the engine's own steps take longer than this multiple of their undisturbed time; 0: never")
     max_readers: int = Field(4, ge=1, le=1 << 16, description="maximum number of forks that read from this instance concurrently")
+    max_box_bytes: int = Field(64 << 30, ge=1, json_schema_extra=ADVANCED, description="maximum host memory for copies of the weights that instances with other layouts read; see `cross_layout`")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that a closing instance waits for its readers to finish")
 
     # Logs.

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -38,12 +38,15 @@ from rfork.image.host_memory import separate_mappings
 from rfork.image.memory import compute_manifest
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.fallback import Fallback, engine_fallback, snapshot_fallback
+from rfork.receiver.fallback import Fallback, engine_fallback, layouts_fallback, snapshot_fallback
 from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.versions.version import folder_of, version_of_files
+
+if TYPE_CHECKING:
+    from rfork.engines.cross_layout import CrossLayout
 
 log = logger(__name__)
 
@@ -155,10 +158,19 @@ class _LoadOrFork:
         self._hidden_state: HiddenState | None = None
         self._shared: Patterns = ()
         self._loading = self._loaded = False
+        self._seed: Seed | None = None
 
     @cached_property
     def _identity(self) -> ModelIdentity:
         return self._describe()
+
+    @cached_property
+    def _cross_layout(self) -> CrossLayout | None:
+        if not self._settings.cross_layout:
+            return None
+        from rfork.engines.cross_layout import CrossLayout
+
+        return CrossLayout(self._engine, self._identity.model, self._identity.rank, self._settings)
 
     def run(self) -> nn.Module:
         """Fork the model or load it."""
@@ -202,6 +214,8 @@ class _LoadOrFork:
             return module
         if self._shared != shared:
             seed = self._seed_of_loaded(seed)
+        if self._cross_layout is not None:
+            self._cross_layout.serve(module, seed)
         try:
             served = ServedModel(module, seed, report, hidden_state, self._exclude, agreement_of(seed.identity))
             setattr(module, ATTRIBUTE, served)
@@ -255,8 +269,12 @@ class _LoadOrFork:
                 current_version=current_version,
                 exclude=self._exclude,
                 on_filled=self._prepare,
+                on_started=self._remember_seed,
             ),
         )
+
+    def _remember_seed(self, seed: Seed) -> None:
+        self._seed = seed
 
     def _version(self) -> tuple[str | None, CurrentVersion | None]:
         identity, storage = self._identity, options.load(StorageSettings)
@@ -278,18 +296,39 @@ class _LoadOrFork:
                 self._prepare()
 
             fallbacks.append(replace(fallback, load=load))
+        if (other := self._cross_layout) is not None:
+            if (refusal := other.refusal) is None:
+                fallbacks.append(
+                    layouts_fallback(
+                        lambda: other.fetch(self._required_version),
+                        lambda: self._replace_with(other.load),
+                        other.version,
+                        lambda: other.check(self._required_version),
+                    )
+                )
+            else:
+                log.info("not read from other layouts", reason=refusal)
         if self._settings.fork_required_reason is None:
             files, revision = self._identity.files, self._identity.revision
             path = partial(folder_of, files, revision) if files is not None else None
             fallbacks.append(engine_fallback(self._load, self._engine.check, path))
         return fallbacks
 
+    @property
+    def _required_version(self) -> str | None:
+        """Version that the fork requires; None if it adopts the one that is served, and does not know it yet."""
+        return self._seed.version if self._seed is not None else None
+
     def _load(self) -> nn.Module:
+        self._loading = True
+        return self._replace_with(self._engine.load)
+
+    def _replace_with(self, load: Callable[[], nn.Module]) -> nn.Module:
+        """Return a new model that `load` builds and fills. The first one is dropped before."""
         self._model = self._hidden_state = None
         collect()
         completeness = Completeness()
-        self._loading = True
-        module = self._engine.load()
+        module = load()
         self._model, self._loaded = module, True
         sharing = self._identity.sharing
         completeness.check(self._adopt_model(module, sharing.of_loaded(module) if sharing is not None else ()))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 """Names and tensors of a checkpoint, in the order in which a loader reads them."""
 
 
+@runtime_checkable
 class RelocatingEngine(Protocol):
     """Loads one model from tensors that are not in its files. Called on the engine's thread that loads."""
 

@@ -331,15 +331,19 @@ class Image:
         on the calling thread after each chunk, with that chunk's size in bytes.
         """
         chunks = self.layout.chunks
+        digests: list[bytes] = []
+        for (begin, end), digest in zip(chunks, self.digests(range(len(chunks)), threads), strict=True):
+            digests.append(digest)
+            if progress is not None:
+                progress(end - begin)
+        return Manifest(self.layout, tuple(digests))
+
+    def digests(self, chunks: Sequence[int], threads: int | None = None) -> Iterator[bytes]:
+        """Yield the digests of these chunks, in their order; `threads` as for `manifest`."""
         min_threads = MIN_CUDA_DIGEST_THREADS if self.gpus else 1
         threads = threads or max(min_threads, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
-        digests: list[bytes] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
-            for (begin, end), digest in zip(chunks, pool.map(self.digest, range(len(chunks))), strict=True):
-                digests.append(digest)
-                if progress is not None:
-                    progress(end - begin)
-        return Manifest(self.layout, tuple(digests))
+            yield from pool.map(self.digest, chunks)
 
     def release(self, keep: Collection[int] = ()) -> None:
         """Return the memory to its allocators even if tensors still refer to it; they become empty.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rfork.image.layout import Layout, Manifest
 from rfork.image.ranges import Range
@@ -46,6 +46,17 @@ class Progress:
     rate: int | None = None
 
 
+class BoxImage(NamedTuple):
+    """Identity of an image of boxes of checkpoint tensors. The planner knows its instances."""
+
+    model: str
+    """Its name at the planner."""
+    version: str
+    """Version of the weights that the boxes were copied from."""
+    layout_id: str
+    image_bytes: int
+
+
 class Peer(Protocol):
     """Peer service of one source. Thread-safe. `deadline`s are `time.monotonic()` values.
 
@@ -59,6 +70,17 @@ class Peer(Protocol):
 
     def full_manifest(self, deadline: float) -> Manifest:
         """Return the source's manifest with all its tensors, for any layout."""
+        ...
+
+    def placement(self, deadline: float) -> bytes:
+        """Return the source's encoded placement map. Raises LayoutMismatch if it has none."""
+        ...
+
+    def open_boxes(self, boxes: bytes, deadline: float) -> BoxImage:
+        """Let the source serve these encoded boxes as an image, which may take minutes; return its identity.
+
+        Raises LayoutMismatch, with the name of a box, if the source does not have it.
+        """
         ...
 
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:

@@ -13,7 +13,7 @@ from rfork.errors import SourceCorrupt, SourceUnavailable, SourceUnreachable, Ta
 from rfork.image.layout import Layout, Manifest
 from rfork.net.tls import client_context
 from rfork.peer import codec
-from rfork.peer.base import Progress
+from rfork.peer.base import BoxImage, Progress
 from rfork.peer.control_stream import MAX_MESSAGE_BYTES, StreamEnd
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
@@ -61,6 +61,25 @@ class PeerClient:
                 self._stub.GetManifest(request, timeout=_remaining(deadline), metadata=self._metadata()), layout
             )
         )
+
+    def placement(self, deadline: float) -> bytes:
+        """See `Peer.placement`."""
+        request = peer_pb2.GetPlacementRequest()
+        return self._call(
+            lambda: codec.placement_from(
+                self._stub.GetPlacement(request, timeout=_remaining(deadline), metadata=self._metadata())
+            )
+        )
+
+    def open_boxes(self, boxes: bytes, deadline: float) -> BoxImage:
+        """See `Peer.open_boxes`."""
+        codec.check_boxes_size(len(boxes))
+        message = self._call(
+            lambda: self._stub.OpenBoxes(
+                codec.boxes_parts(boxes), timeout=_remaining(deadline), metadata=self._metadata()
+            )
+        )
+        return codec.box_image_of(message)
 
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
         """See `Peer.open`."""

@@ -26,12 +26,16 @@ from rfork.image import ranges
 from rfork.image.digest import DIGEST_BYTES
 from rfork.image.layout import Layout, Manifest, SpecType, TensorSpec, TensorSpecTable
 from rfork.image.memory import Segment
-from rfork.peer.base import Progress, StorageActivity
+from rfork.peer.base import BoxImage, Progress, StorageActivity
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
 TENSORS_PER_PART = 2000
 """Tensor specs per message: about 200 kB, well below gRPC's default limit of 4 MiB."""
+PLACEMENT_PART_BYTES = 1 << 20
+MAX_PLACEMENT_BYTES = 256 << 20
+BOXES_PART_BYTES = 64 << 10
+MAX_BOXES_BYTES = 64 << 20
 
 UNUSABLE = (
     TransportUnavailable,
@@ -47,6 +51,7 @@ STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
     SourceBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SourceWeightsChanged: grpc.StatusCode.ABORTED,
     LayoutMismatch: grpc.StatusCode.INVALID_ARGUMENT,
+    SourceCorrupt: grpc.StatusCode.DATA_LOSS,
 }
 _ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
     **{status: error for error, status in STATUS_OF.items()},
@@ -136,6 +141,46 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], local_layout: L
     if manifest.weights_id != summary.weights_id:
         raise SourceCorrupt("the manifest's digests do not hash to its weights_id")
     return manifest
+
+
+def placement_parts(data: bytes) -> Iterator[peer_pb2.GetPlacementResponse]:
+    """Yield an encoded placement map in messages."""
+    for begin in range(0, len(data), PLACEMENT_PART_BYTES):
+        yield peer_pb2.GetPlacementResponse(content=data[begin : begin + PLACEMENT_PART_BYTES])
+
+
+def placement_from(parts: Iterable[peer_pb2.GetPlacementResponse]) -> bytes:
+    """Return an encoded placement map that was sent in messages. Raises SourceCorrupt if it is too large."""
+    data = bytearray()
+    for part in parts:
+        data += part.content
+        if len(data) > MAX_PLACEMENT_BYTES:
+            raise SourceCorrupt(f"the placement map has more than {MAX_PLACEMENT_BYTES} bytes")
+    return bytes(data)
+
+
+def boxes_parts(boxes: bytes) -> Iterator[peer_pb2.OpenBoxesRequest]:
+    """Yield an encoded list of boxes in messages, at least one."""
+    for begin in range(0, max(1, len(boxes)), BOXES_PART_BYTES):
+        yield peer_pb2.OpenBoxesRequest(content=boxes[begin : begin + BOXES_PART_BYTES])
+
+
+def check_boxes_size(size: int) -> None:
+    """Raise LayoutMismatch if an encoded list of boxes of this size is too large for a request."""
+    if size > MAX_BOXES_BYTES:
+        raise LayoutMismatch(f"the request for boxes has more than {MAX_BOXES_BYTES} bytes")
+
+
+def box_image_message(image: BoxImage) -> peer_pb2.OpenBoxesResponse:
+    """Return the response to OpenBoxes."""
+    return peer_pb2.OpenBoxesResponse(
+        model=image.model, version=image.version, layout_id=image.layout_id, image_bytes=image.image_bytes
+    )
+
+
+def box_image_of(message: peer_pb2.OpenBoxesResponse) -> BoxImage:
+    """Return the image in the response to OpenBoxes."""
+    return BoxImage(message.model, message.version, message.layout_id, message.image_bytes)
 
 
 def endpoint_message(channel_id: str, endpoint: Endpoint, generation: int) -> peer_pb2.OpenChannelResponse:

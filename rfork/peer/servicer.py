@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, aclosing, suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError
@@ -17,7 +19,7 @@ from rfork.image import ranges
 from rfork.image.layout import Manifest
 from rfork.net.health.v1 import health_pb2
 from rfork.peer import call_guard, codec
-from rfork.peer.base import Progress
+from rfork.peer.base import BoxImage, Progress
 from rfork.peer.call_guard import Context
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, StreamBackend, StreamServicer
 from rfork.peer.v1 import peer_pb2
@@ -32,13 +34,21 @@ MAX_PROGRESS_STREAMS = 16
 """Limit per fork: one for each of its channels."""
 MAX_MANIFEST_CALLS = 2
 """Limit per fork: serializing a manifest of 100,000 tensors takes a few tenths of a second."""
+MAX_BOX_CALLS = 2
+"""Limit per fork."""
+MAX_OPENINGS = 8
+"""Limit of concurrent requests for boxes, each of which has a thread, over all forks; others wait."""
+BOXES_TIMEOUT_S = 30.0
+"""Time for a request for boxes to arrive."""
 WEIGHTS_CHANGED = "the weights changed"
+
+Result = TypeVar("Result")
 
 
 class PeerBackend(StreamBackend, Protocol):
     """Methods of a seed that the peer service needs. Thread-safe.
 
-    All methods except `control_stream` and `open_channel` return quickly.
+    All methods except `control_stream`, `open_channel`, `placement` and `open_boxes` return quickly.
     """
 
     @property
@@ -63,6 +73,17 @@ class PeerBackend(StreamBackend, Protocol):
         """Acquire a slot for the reader at this IP address; return the channel's id and the endpoint.
 
         May take a few seconds. Raises LayoutMismatch, SourceBusy or SourceWeightsChanged.
+        """
+        ...
+
+    def placement(self) -> bytes:
+        """Return the encoded placement map. May take a second. Raises LayoutMismatch if there is none."""
+        ...
+
+    def open_boxes(self, boxes: bytes) -> BoxImage:
+        """Serve encoded boxes as an image. May take minutes.
+
+        Raises LayoutMismatch, SourceBusy, SourceWeightsChanged, SourceCorrupt and PortInUse.
         """
         ...
 
@@ -96,6 +117,10 @@ def handlers(backend: PeerBackend) -> Iterator[grpc.GenericRpcHandler[Message, M
         servicer.control_stream, peer_pb2.ControlStreamRequest, max_calls=MAX_CONTROL_STREAMS
     )
     yield generic_handler(SERVICE, {"ControlStream": control_stream})
+    get_placement = guard.handler(servicer.get_placement, peer_pb2.GetPlacementRequest, max_calls=MAX_MANIFEST_CALLS)
+    yield generic_handler(SERVICE, {"GetPlacement": get_placement})
+    open_boxes = guard.stream_handler(servicer.open_boxes, peer_pb2.OpenBoxesRequest, max_calls=MAX_BOX_CALLS)
+    yield generic_handler(SERVICE, {"OpenBoxes": open_boxes})
     check_health = guard.handler(_check_health, health_pb2.HealthCheckRequest, leased=False)
     yield generic_handler(HEALTH_SERVICE, {"Check": check_health})
 
@@ -106,6 +131,7 @@ class PeerServicer:
     def __init__(self, backend: PeerBackend) -> None:
         self._backend = backend
         self._streams = StreamServicer(backend)
+        self._openings = asyncio.Semaphore(MAX_OPENINGS)
 
     async def get_manifest(
         self,
@@ -229,6 +255,41 @@ class PeerServicer:
         if self._backend.generation != generation:
             await context.abort(grpc.StatusCode.ABORTED, WEIGHTS_CHANGED)
 
+    async def get_placement(
+        self,
+        request: peer_pb2.GetPlacementRequest,
+        context: Context[peer_pb2.GetPlacementRequest, peer_pb2.GetPlacementResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.GetPlacementResponse, None]:
+        """Send the placement map, which is encoded at the first request."""
+        data = await asyncio.to_thread(self._backend.placement)
+        for part in codec.placement_parts(data):
+            yield part
+
+    async def open_boxes(
+        self,
+        first: peer_pb2.OpenBoxesRequest,
+        requests: AsyncIterator[peer_pb2.OpenBoxesRequest],
+        context: Context[peer_pb2.OpenBoxesRequest, peer_pb2.OpenBoxesResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.OpenBoxesResponse, None]:
+        """Send one message: the image of the boxes. If the caller is cancelled, the next one finds the image."""
+        await self._openings.acquire()
+        opening: asyncio.Future[BoxImage] | None = None
+        try:
+            boxes = await _read_boxes(first, requests, context)
+            opening = _run_on_thread(lambda: self._backend.open_boxes(boxes))
+            opening.add_done_callback(self._opening_ended)
+        finally:
+            if opening is None:
+                self._openings.release()
+        yield codec.box_image_message(await asyncio.shield(opening))
+
+    def _opening_ended(self, opening: asyncio.Future[BoxImage]) -> None:
+        self._openings.release()
+        if not opening.cancelled():
+            opening.exception()  # retrieved here too, as the caller may be gone
+
     def _change_events(self) -> tuple[asyncio.Event, AbstractContextManager[None]]:
         """Return an event that is set after each change of the backend, and the context in which it is."""
         event = asyncio.Event()
@@ -245,6 +306,39 @@ def _thread_safe_setter(event: asyncio.Event) -> Callable[[], None]:
             loop.call_soon_threadsafe(event.set)
 
     return set_event
+
+
+def _run_on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Run a function on a thread of its own: the threads of `asyncio.to_thread` are few, and needed by channels."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="rfork-boxes", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+async def _read_boxes(
+    first: peer_pb2.OpenBoxesRequest,
+    requests: AsyncIterator[peer_pb2.OpenBoxesRequest],
+    context: Context[peer_pb2.OpenBoxesRequest, peer_pb2.OpenBoxesResponse],
+) -> bytes:
+    """Return the parts of a request for boxes. Raises LayoutMismatch if they are too large."""
+    data = bytearray(first.content)
+    try:
+        async with timeout(BOXES_TIMEOUT_S):
+            async for part in requests:
+                data += part.content
+                codec.check_boxes_size(len(data))
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is invalid")
+    return bytes(data)
 
 
 async def _check_health(

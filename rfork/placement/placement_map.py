@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ class PlacementMapBuilder:
     """Own tensors that lie within another own tensor, and its name. They have no rows."""
     operations: dict[str, int] = field(default_factory=dict)
     box_types: dict[BoxType, int] = field(default_factory=dict)
-    read_whole: list[str] = field(default_factory=list)
+    read_completely: list[str] = field(default_factory=list)
     """Checkpoint tensors with elements that flow into computed values."""
     sources: list[int] = field(default_factory=list)
     owns: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ class PlacementMapBuilder:
             dict(self.aliases),
             tuple(self.operations),
             tuple(self.box_types),
-            tuple(self.read_whole),
+            tuple(self.read_completely),
             *(_column(values) for values in columns),
         )
 
@@ -203,7 +203,7 @@ class PlacementMap:
     aliases: Mapping[str, str]
     operations: tuple[str, ...]
     box_types: tuple[BoxType, ...]
-    read_whole: tuple[str, ...]
+    read_completely: tuple[str, ...]
     """Checkpoint tensors with elements that flow into computed values: the loader needs all of their elements."""
     sources: Column
     """Index of each row's checkpoint tensor, or -1 minus the index of the operation that computed its elements."""
@@ -244,6 +244,19 @@ class PlacementMap:
     @property
     def _row_columns(self) -> tuple[Column, Column, Column, Column]:
         return self.sources, self.owns, self.offsets, self.box_type_indices
+
+    def only(self, own: Collection[str]) -> PlacementMap:
+        """Return the map without the rows of own tensors that are not named. Its tables are the same."""
+        is_named = np.array([name in own for name in self.own.names], dtype=bool)
+        kept = is_named[self.owns]
+        return replace(
+            self,
+            sources=_column(self.sources[kept]),
+            owns=_column(self.owns[kept]),
+            offsets=_column(self.offsets[kept]),
+            box_type_indices=_column(self.box_type_indices[kept]),
+            starts=_column(self.starts[np.repeat(kept, np.diff(self.start_positions))]),
+        )
 
     @cached_property
     def rows_of_checkpoint(self) -> Mapping[int, Sequence[int]]:
@@ -288,7 +301,7 @@ class PlacementMap:
             "aliases": dict(self.aliases),
             "operations": self.operations,
             "box_types": self.box_types,
-            "read_whole": self.read_whole,
+            "read_completely": self.read_completely,
             "rows": len(self),
             "starts": len(self.starts),
         }
@@ -311,7 +324,7 @@ class PlacementMap:
 
     def _validate(self) -> None:
         """Raise ValueError if an index or a box is outside its table or tensor."""
-        if not self.checkpoint.positions.keys() >= set(self.read_whole):
+        if not self.checkpoint.positions.keys() >= set(self.read_completely):
             raise ValueError("a checkpoint tensor that is not in its table")
         rows = len(self)
         if any(len(column) != rows for column in self._row_columns):
@@ -399,7 +412,7 @@ def _decoded(body: bytes) -> PlacementMap:
         {_text(name): _text(owner) for name, owner in header["aliases"].items()},
         tuple(_text(each) for each in header["operations"]),
         tuple(BoxType(_sizes(sizes), _sizes(strides)) for sizes, strides in header["box_types"]),
-        tuple(_text(each) for each in header["read_whole"]),
+        tuple(_text(each) for each in header["read_completely"]),
         *columns,
     )
 

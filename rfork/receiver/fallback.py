@@ -58,6 +58,8 @@ log = logger(__name__)
 ALTERNATIVES_HINT: Final = "start a seed, or pass a checkpoint folder to fall back to"
 """Hint if no failure has one."""
 FIX_FALLBACK_HINT: Final = "fix the problem in the last reason, or start a seed"
+OTHER_LAYOUTS: Final = "instances with other layouts"
+OTHER_LAYOUTS_URI: Final = "layouts:"
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Maximum time to read a sample of storage."""
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
@@ -104,8 +106,12 @@ class Fallback:
     shows how long `load` would take.
 
     With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
-    released first, so that the two models never exist at the same time. It must be the last fallback, and
-    `load` is not called.
+    released first, so that the two models never exist at the same time. No other kind of fallback may follow it, and
+    `load` is not called. `prepare` is called before the memory is released; if it raises an RforkError, the next
+    fallback is tried.
+
+    `stated_version` returns the version of the weights that were loaded, if they are not this instance's files: it
+    loads the version that the fork requires, or fails.
     """
 
     name: str
@@ -115,6 +121,8 @@ class Fallback:
     open: OpenStorage | None = None
     load_out_of_place: OutOfPlaceLoader | None = None
     path: Callable[[], Path | None] | None = None
+    prepare: Callable[[], None] | None = None
+    stated_version: Callable[[], str] | None = None
 
     @property
     def is_local(self) -> bool:
@@ -166,10 +174,33 @@ def engine_fallback(
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
         check()
 
-    def reject_in_place(module: nn.Module) -> None:
-        raise UserError("the engine's loader builds its own model")
+    return Fallback("the engine's loader", _reject_in_place, open=opened, load_out_of_place=load, path=path)
 
-    return Fallback("the engine's loader", reject_in_place, open=opened, load_out_of_place=load, path=path)
+
+def layouts_fallback(
+    prepare: Callable[[], None], load: OutOfPlaceLoader, stated_version: Callable[[], str], check: Callable[[], None]
+) -> Fallback:
+    """Return a fallback that reads the weights from instances with other layouts, through the engine's loader.
+
+    `prepare` fetches them, `load` builds a new model from them. `check` raises StorageError if no instance has them.
+    """
+
+    def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
+        check()
+
+    return Fallback(
+        OTHER_LAYOUTS,
+        _reject_in_place,
+        uri=OTHER_LAYOUTS_URI,
+        open=opened,
+        load_out_of_place=load,
+        prepare=prepare,
+        stated_version=stated_version,
+    )
+
+
+def _reject_in_place(module: nn.Module) -> None:
+    raise UserError("the engine's loader builds its own model")
 
 
 def snapshot_fallback(
@@ -338,7 +369,7 @@ class FallbackRunner:
         for fallback, attempt in attempts:
             try:
                 storage = attempt.result(until) if attempt is not None else None
-                if fallback.storage_type != "snapshot":
+                if fallback.storage_type != "snapshot" and fallback.stated_version is None:
                     self._check_files()  # after opening, so that the files that are read are the checked ones
             except (CheckpointError, StorageError) as error:
                 log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
@@ -399,7 +430,9 @@ class FallbackRunner:
         """Location of this instance's storage, if it may be read while peers serve the fork."""
         if not self.seed.settings.race_storage:
             return None
-        readable = [each for each in self._fallbacks if each.path is not None or each.uri]
+        readable = [
+            each for each in self._fallbacks if each.path is not None or (each.uri and each.load_out_of_place is None)
+        ]
         if not readable:
             return None
         local = [each for each in readable if each.is_local]
@@ -460,7 +493,8 @@ class FallbackRunner:
                     hint="set the version (RFORK_VERSION), or restart all ranks",
                 )
             )
-            return run_fallbacks((), self.load, self.reasons)
+            stated = [each for each in self._fallbacks if each.stated_version is not None]
+            return run_fallbacks(stated, self.load, self.reasons)
         return run_fallbacks(self._fallbacks, self.load, self.reasons)
 
     def load(self, fallback: Fallback) -> None:
@@ -469,11 +503,13 @@ class FallbackRunner:
         Raises RforkError, and LoaderError if the fallback builds a model of its own.
         """
         if fallback.load_out_of_place is not None:
-            self._replace_module(fallback.load_out_of_place)
+            if fallback.prepare is not None:
+                fallback.prepare()
+            self._replace_module(fallback, fallback.load_out_of_place)
         else:
             load_into_clean_module(self.target.module, self.target.derived, fallback)
 
-    def _replace_module(self, load_out_of_place: OutOfPlaceLoader) -> None:
+    def _replace_module(self, fallback: Fallback, load_out_of_place: OutOfPlaceLoader) -> None:
         """Release the module's memory, build another model, and serve it if it has the same layout.
 
         State that a model computes when it is built (rotary tables) may be shared with the next one: it is
@@ -496,13 +532,20 @@ class FallbackRunner:
                 log.warning("not a seed: the loaded model has another layout", difference=difference)
                 return
             image.rebind(loaded)
-            self.seed.memory_restored(self.version_of_loaded())
+            self.seed.memory_restored(self._version_of(fallback))
         except RforkError as error:
             log.warning("not a seed: the loaded model cannot be captured", reason=str(error))
         except Exception:  # a bug here must not stop the engine from serving the loaded model
             log.exception("not a seed: the loaded model cannot be captured")
         else:
             self.serves_replacement = True
+
+    def _version_of(self, fallback: Fallback) -> VersionOf | None:
+        """Return a function that names what a fallback loaded; None: `seed.version`."""
+        if fallback.stated_version is None:
+            return self.version_of_loaded()
+        stated = fallback.stated_version()
+        return lambda _: stated
 
     def version_of_loaded(self) -> VersionOf | None:
         """Return a function that names weights which this instance read itself; None: they have `seed.version`."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from typing_extensions import Self
 
@@ -26,8 +27,9 @@ from rfork.image.chunks import ChunkState
 from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
-from rfork.peer.base import Progress
+from rfork.peer.base import BoxImage, Progress
 from rfork.peer.server import PeerServer, PeerService, ServePeer
+from rfork.placement.boxes import Box, decode_boxes
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S, Heartbeat
 from rfork.planner_client.lease import decode_key
@@ -78,6 +80,23 @@ class Connections:
         return cls(transports, PlannerClient.of(settings) if settings.planner is not None else None)
 
 
+class BoxService(Protocol):
+    """Serves boxes of checkpoint tensors from an instance's own tensors; see `rfork.source.box_images`."""
+
+    @property
+    def map_bytes(self) -> bytes:
+        """Encoded placement map of the instance."""
+        ...
+
+    def open(self, boxes: tuple[Box, ...]) -> BoxImage:
+        """Serve these boxes as an image; return its identity once the planner knows it."""
+        ...
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Close all images, after their readers have finished, or `drain_s` seconds. Further ones are refused."""
+        ...
+
+
 class Seed:
     """Serves one image to holders of a lease. Use as a context manager, or `start` and `close`.
 
@@ -94,8 +113,12 @@ class Seed:
         *,
         chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
+        limits_of: Seed | None = None,
     ) -> None:
-        """Without a chunk state, every chunk is verified. `manifest` is None until it is known (`set_manifest`)."""
+        """Without a chunk state, every chunk is verified. `manifest` is None until it is known (`set_manifest`).
+
+        `limits_of`: the seed of this process whose limits of the egress rate apply to the sum of both; default: own.
+        """
         self.image = image
         self.identity = identity
         self.settings = settings
@@ -104,6 +127,10 @@ class Seed:
         """When a reader last opened a channel, on `time.monotonic()`'s clock; None: never."""
         self.read_on_host = False
         """True if a reader has opened a channel over a same-host transport."""
+        self.boxes: BoxService | None = None
+        """Serves targets with other layouts. Set once the image is complete; `close` closes it."""
+        self.no_boxes_reason = "none was recorded for its model"
+        """Reason if `boxes` is None, for targets."""
         self._served = ServedImage(
             image.layout, identity, settings.max_readers, chunk_state=chunk_state, manifest=manifest
         )
@@ -123,10 +150,16 @@ class Seed:
         """Set unless exporters are being opened or closed while others serve."""
         self._exports_settled.set()
         self._planner_clock = PlannerClock()
-        self._latency = LatencyController(settings.max_latency_ratio, floor=self._min_rate)
-        self._egress_limiter = EgressLimiter(
-            settings.max_egress_bytes_per_s, self._latency, part=self._governed_fraction
-        )
+        self._limits_of = limits_of
+        self._latency: LatencyController
+        self._egress_limiter: EgressLimiter
+        if limits_of is None:
+            self._latency = LatencyController(settings.max_latency_ratio, floor=self._min_rate)
+            self._egress_limiter = EgressLimiter(
+                settings.max_egress_bytes_per_s, self._latency, part=self._governed_fraction
+            )
+        else:
+            self._latency, self._egress_limiter = limits_of._latency, limits_of._egress_limiter
         self._rate_advisor: ReaderRateAdvisor | None = None
         if self._exports.one_sided:
             self._rate_advisor = ReaderRateAdvisor(self._egress_limiter, lambda: len(self._readers), self._notify)
@@ -196,11 +229,15 @@ class Seed:
 
         Waits at most `leave_s` seconds for the planner; without a response it removes the instance later.
         """
+        drain_until = time.monotonic() + drain_s
         if drain_s > 0:
             self.drain(drain_s)
+        if self.boxes is not None:
+            self.boxes.close(max(0.0, drain_until - time.monotonic()))
         if self._heartbeat is not None:
             self._heartbeat.stop(remove=True, within_s=leave_s)
-        self._egress_limiter.close()
+        if self._limits_of is None:
+            self._egress_limiter.close()
         if self._rate_advisor is not None:
             self._rate_advisor.close()
         self._close_servers()
@@ -297,9 +334,26 @@ class Seed:
         """
         with self._inflight_reads.track(_ignore_abort):
             # Checked inside the block, for which a later fence waits.
-            if self.generation != generation:
-                raise SourceWeightsChanged("the seed is changing or suspending its weights: what was read is discarded")
+            self.check_generation(generation)
             yield self.image
+
+    @contextmanager
+    def long_read(self, generation: int) -> Iterator[Image]:
+        """Read the image of this generation in this process, for as long as the block takes.
+
+        Releasing the memory, and publishing other weights, wait for the block. Changing the bytes does not: the end
+        of the block then raises SourceWeightsChanged, as its begin does if the generation has changed. So the block
+        should compare `generation` often, and what it has read must be discarded after an exception.
+        """
+        with self._digesting:
+            self.check_generation(generation)
+            yield self.image
+            self.check_generation(generation)
+
+    def check_generation(self, generation: int) -> None:
+        """Raise SourceWeightsChanged if the generation has changed."""
+        if self.generation != generation:
+            raise SourceWeightsChanged("the seed is changing or suspending its weights: what was read is discarded")
 
     # -- changes of a relay, made by its own fork ----------------------------------------------------
 
@@ -579,6 +633,26 @@ class Seed:
     def control_stream(self, channel_id: str, stream: ControlStream) -> None:
         """Run the exporter's side of a channel's control stream until the stream ends; blocks."""
         self._channels.run_control_stream(channel_id, stream)
+
+    def placement(self) -> bytes:
+        """See `rfork.peer.servicer.PeerBackend.placement`."""
+        return self._box_service.map_bytes
+
+    def open_boxes(self, boxes: bytes) -> BoxImage:
+        """See `rfork.peer.servicer.PeerBackend.open_boxes`."""
+        service = self._box_service
+        try:
+            decoded = decode_boxes(boxes)
+        except ValueError as error:
+            raise LayoutMismatch(f"the request for boxes is invalid: {error}") from None
+        return service.open(decoded)
+
+    @property
+    def _box_service(self) -> BoxService:
+        service = self.boxes
+        if service is None:
+            raise LayoutMismatch(f"this instance has no placement map: {self.no_boxes_reason}")
+        return service
 
     def close_channel(self, channel_id: str) -> None:
         """Release a reader's slot."""

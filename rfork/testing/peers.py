@@ -10,7 +10,7 @@ from rfork.errors import SourceUnavailable, SourceWeightsChanged
 from rfork.image import ranges
 from rfork.image.layout import Layout, Manifest
 from rfork.peer import codec
-from rfork.peer.base import Progress
+from rfork.peer.base import BoxImage, Progress
 from rfork.peer.control_stream import POLL_INTERVAL_S, StreamEnd, serve_control_stream
 from rfork.peer.servicer import PeerBackend
 from rfork.peer.v1 import peer_pb2
@@ -95,6 +95,14 @@ class InMemoryPeer:
         """See `Peer.full_manifest`."""
         return codec.manifest_from(self._parts(include_tensors=True), None)
 
+    def placement(self, deadline: float) -> bytes:
+        """See `Peer.placement`."""
+        return codec.placement_from(codec.placement_parts(self._authorized().placement()))
+
+    def open_boxes(self, boxes: bytes, deadline: float) -> BoxImage:
+        """See `Peer.open_boxes`."""
+        return self._authorized().open_boxes(boxes)
+
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
         """See `Peer.open`."""
         backend = self._peers.backend(self._address)
@@ -158,9 +166,14 @@ class InMemoryPeer:
         except queue.Empty:
             return True
 
-    def _parts(self, *, include_tensors: bool) -> Iterator[peer_pb2.GetManifestResponse]:
+    def _authorized(self) -> PeerBackend:
+        """Return the backend, which has accepted the lease."""
         backend = self._peers.backend(self._address)
         backend.check(self._token())
+        return backend
+
+    def _parts(self, *, include_tensors: bool) -> Iterator[peer_pb2.GetManifestResponse]:
+        backend = self._authorized()
         if backend.manifest is None:
             raise SourceUnavailable(f"{self._address}: the relay has no manifest yet")
         return codec.manifest_parts(backend.manifest, backend.generation, include_tensors=include_tensors)

@@ -212,13 +212,14 @@ class SglangEngine:
     def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
-        def load_only(model: Any, chosen: Weights, _: torch.device) -> None:
-            model.load_weights(chosen)
-
-        load_only = getattr(DefaultModelLoader, "load_weights_only", load_only)  # SGLang renames tensors for some
+        load_only = getattr(DefaultModelLoader, "load_weights_only", None)
         chosen = self._chosen(weights)
         with self._twin(device) as twin, recorder:
-            load_only(twin, chosen, torch.device(self._device_config.device))
+            if load_only is not None:  # it renames the tensors of some formats
+                load_only(twin, chosen, torch.device(self._device_config.device))
+            else:
+                load_weights: Any = twin.load_weights
+                load_weights(chosen)
         return twin
 
     @contextlib.contextmanager
@@ -259,7 +260,7 @@ def _few_random_values() -> Iterator[None]:
         yield
         return
 
-    def initialize_few(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialize_few(model: Any, *args: Any, **kwargs: Any) -> None:
         def remove(_: nn.Module, listed: dict[str, object], prefix: str, metadata: object) -> None:
             for name in methods.relocated_weights(model):
                 listed.pop(name, None)

@@ -30,13 +30,18 @@ _pool.AddSerializedFile(
     b'\n\x04rate\x18\t \x01(\x04H\x01R\x04rate\x88\x01\x01\x1a/\n\x05Range\x12\x14\n\x05begin\x18\x01 \x01(\x04R\x05begin\x12\x10\n\x03end\x18\x02 \x01(\x04R\x03endB\x12\n\x10_sto'
     b'rage_idle_msB\x07\n\x05_rate"O\n\x14ControlStreamRequest\x12\x1d\n\nchannel_id\x18\x01 \x01(\tR\tchannelId\x12\x18\n\x07'
     b'content\x18\x02 \x01(\x0cR\x07content"1\n\x15ControlStreamResponse\x12\x18\n\x07content\x18\x01 \x01(\x0cR\x07content"4\n\x13Clo'
-    b'seChannelRequest\x12\x1d\n\nchannel_id\x18\x01 \x01(\tR\tchannelId"\x16\n\x14CloseChannelResponse2\x99\x03\n\x04Peer'
-    b'\x12L\n\x0bGetManifest\x12\x1c.rfork.v1.GetManifestRequest\x1a\x1d.rfork.v1.GetManifestResponse0\x01\x12J'
-    b'\n\x0bOpenChannel\x12\x1c.rfork.v1.OpenChannelRequest\x1a\x1d.rfork.v1.OpenChannelResponse\x12R\n\rWa'
-    b'tchProgress\x12\x1e.rfork.v1.WatchProgressRequest\x1a\x1f.rfork.v1.WatchProgressResponse0\x01\x12T'
-    b'\n\rControlStream\x12\x1e.rfork.v1.ControlStreamRequest\x1a\x1f.rfork.v1.ControlStreamResponse'
-    b'(\x010\x01\x12M\n\x0cCloseChannel\x12\x1d.rfork.v1.CloseChannelRequest\x1a\x1e.rfork.v1.CloseChannelRespo'
-    b'nseb\x06proto3'
+    b'seChannelRequest\x12\x1d\n\nchannel_id\x18\x01 \x01(\tR\tchannelId"\x16\n\x14CloseChannelResponse"\x15\n\x13GetPl'
+    b'acementRequest"0\n\x14GetPlacementResponse\x12\x18\n\x07content\x18\x01 \x01(\x0cR\x07content",\n\x10OpenBoxesReq'
+    b'uest\x12\x18\n\x07content\x18\x01 \x01(\x0cR\x07content"\x81\x01\n\x11OpenBoxesResponse\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model\x12\x18\n\x07ve'
+    b'rsion\x18\x02 \x01(\tR\x07version\x12\x1b\n\tlayout_id\x18\x03 \x01(\tR\x08layoutId\x12\x1f\n\x0bimage_bytes\x18\x04 \x01(\x04R\nimageByt'
+    b'es2\xb2\x04\n\x04Peer\x12L\n\x0bGetManifest\x12\x1c.rfork.v1.GetManifestRequest\x1a\x1d.rfork.v1.GetManifestR'
+    b'esponse0\x01\x12J\n\x0bOpenChannel\x12\x1c.rfork.v1.OpenChannelRequest\x1a\x1d.rfork.v1.OpenChannelRes'
+    b'ponse\x12R\n\rWatchProgress\x12\x1e.rfork.v1.WatchProgressRequest\x1a\x1f.rfork.v1.WatchProgressR'
+    b'esponse0\x01\x12T\n\rControlStream\x12\x1e.rfork.v1.ControlStreamRequest\x1a\x1f.rfork.v1.ControlStr'
+    b'eamResponse(\x010\x01\x12M\n\x0cCloseChannel\x12\x1d.rfork.v1.CloseChannelRequest\x1a\x1e.rfork.v1.CloseC'
+    b'hannelResponse\x12O\n\x0cGetPlacement\x12\x1d.rfork.v1.GetPlacementRequest\x1a\x1e.rfork.v1.GetPlac'
+    b'ementResponse0\x01\x12F\n\tOpenBoxes\x12\x1a.rfork.v1.OpenBoxesRequest\x1a\x1b.rfork.v1.OpenBoxesRes'
+    b'ponse(\x01b\x06proto3'
 )
 DESCRIPTOR = _pool.FindFileByName("rfork/peer/v1/peer.proto")
 
@@ -55,3 +60,7 @@ ControlStreamRequest = _class("ControlStreamRequest")
 ControlStreamResponse = _class("ControlStreamResponse")
 CloseChannelRequest = _class("CloseChannelRequest")
 CloseChannelResponse = _class("CloseChannelResponse")
+GetPlacementRequest = _class("GetPlacementRequest")
+GetPlacementResponse = _class("GetPlacementResponse")
+OpenBoxesRequest = _class("OpenBoxesRequest")
+OpenBoxesResponse = _class("OpenBoxesResponse")

@@ -34,6 +34,16 @@ class PeerStub:
             request_serializer=pb.CloseChannelRequest.SerializeToString,
             response_deserializer=pb.CloseChannelResponse.FromString,
         )
+        self.GetPlacement = channel.unary_stream(
+            "/rfork.v1.Peer/GetPlacement",
+            request_serializer=pb.GetPlacementRequest.SerializeToString,
+            response_deserializer=pb.GetPlacementResponse.FromString,
+        )
+        self.OpenBoxes = channel.stream_unary(
+            "/rfork.v1.Peer/OpenBoxes",
+            request_serializer=pb.OpenBoxesRequest.SerializeToString,
+            response_deserializer=pb.OpenBoxesResponse.FromString,
+        )
 
 
 class PeerServicer:
@@ -52,6 +62,12 @@ class PeerServicer:
         raise NotImplementedError
 
     def CloseChannel(self, request, context):
+        raise NotImplementedError
+
+    def GetPlacement(self, request, context):
+        raise NotImplementedError
+
+    def OpenBoxes(self, request, context):
         raise NotImplementedError
 
 
@@ -82,6 +98,16 @@ def add_PeerServicer_to_server(servicer, server):
             servicer.CloseChannel,
             request_deserializer=pb.CloseChannelRequest.FromString,
             response_serializer=pb.CloseChannelResponse.SerializeToString,
+        ),
+        "GetPlacement": grpc.unary_stream_rpc_method_handler(
+            servicer.GetPlacement,
+            request_deserializer=pb.GetPlacementRequest.FromString,
+            response_serializer=pb.GetPlacementResponse.SerializeToString,
+        ),
+        "OpenBoxes": grpc.stream_unary_rpc_method_handler(
+            servicer.OpenBoxes,
+            request_deserializer=pb.OpenBoxesRequest.FromString,
+            response_serializer=pb.OpenBoxesResponse.SerializeToString,
         ),
     }
     handler = grpc.method_handlers_generic_handler("rfork.v1.Peer", handlers)

@@ -32,7 +32,7 @@ class PeerStub:
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
     channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
-    ABORTED (the weights changed: another generation).
+    ABORTED (the weights changed: another generation), DATA_LOSS (the source's memory does not match its manifest).
     """
 
     @_typing.overload
@@ -58,6 +58,16 @@ class PeerStub:
     """
     CloseChannel: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]
     """Release the reader slot. Closing an unknown channel is not an error."""
+    GetPlacement: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetPlacementRequest, _peer_pb2.GetPlacementResponse]
+    """Stream the placement map in parts: which box of which checkpoint tensor lies where in the source's own
+    tensors. For targets with another layout. INVALID_ARGUMENT: the source has no map.
+    """
+    OpenBoxes: _grpc.StreamUnaryMultiCallable[_peer_pb2.OpenBoxesRequest, _peer_pb2.OpenBoxesResponse]
+    """Copy boxes of checkpoint tensors to the source's host memory, and serve them as a separate image, with
+    leases of its own. Responds once the planner knows that image, which may take minutes; equal requests
+    share one image. It is closed some time after its last reader. INVALID_ARGUMENT: the source does not have
+    one of the boxes; RESOURCE_EXHAUSTED: no memory for them now.
+    """
 
 @_typing.type_check_only
 class PeerAsyncStub(PeerStub):
@@ -66,7 +76,7 @@ class PeerAsyncStub(PeerStub):
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
     channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
-    ABORTED (the weights changed: another generation).
+    ABORTED (the weights changed: another generation), DATA_LOSS (the source's memory does not match its manifest).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,6 +99,16 @@ class PeerAsyncStub(PeerStub):
     """
     CloseChannel: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]  # type: ignore[assignment]
     """Release the reader slot. Closing an unknown channel is not an error."""
+    GetPlacement: _aio.UnaryStreamMultiCallable[_peer_pb2.GetPlacementRequest, _peer_pb2.GetPlacementResponse]  # type: ignore[assignment]
+    """Stream the placement map in parts: which box of which checkpoint tensor lies where in the source's own
+    tensors. For targets with another layout. INVALID_ARGUMENT: the source has no map.
+    """
+    OpenBoxes: _aio.StreamUnaryMultiCallable[_peer_pb2.OpenBoxesRequest, _peer_pb2.OpenBoxesResponse]  # type: ignore[assignment]
+    """Copy boxes of checkpoint tensors to the source's host memory, and serve them as a separate image, with
+    leases of its own. Responds once the planner knows that image, which may take minutes; equal requests
+    share one image. It is closed some time after its last reader. INVALID_ARGUMENT: the source does not have
+    one of the boxes; RESOURCE_EXHAUSTED: no memory for them now.
+    """
 
 class PeerServicer(metaclass=_abc_1.ABCMeta):
     """Served by every source: seeds (complete) and relays (still receiving).
@@ -96,7 +116,7 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
     channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
-    ABORTED (the weights changed: another generation).
+    ABORTED (the weights changed: another generation), DATA_LOSS (the source's memory does not match its manifest).
     """
 
     @_abc_1.abstractmethod
@@ -147,5 +167,27 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.CloseChannelResponse, _abc.Awaitable[_peer_pb2.CloseChannelResponse]]:
         """Release the reader slot. Closing an unknown channel is not an error."""
+
+    @_abc_1.abstractmethod
+    def GetPlacement(
+        self,
+        request: _peer_pb2.GetPlacementRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetPlacementResponse], _abc.AsyncIterator[_peer_pb2.GetPlacementResponse]]:
+        """Stream the placement map in parts: which box of which checkpoint tensor lies where in the source's own
+        tensors. For targets with another layout. INVALID_ARGUMENT: the source has no map.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenBoxes(
+        self,
+        request_iterator: _MaybeAsyncIterator[_peer_pb2.OpenBoxesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.OpenBoxesResponse, _abc.Awaitable[_peer_pb2.OpenBoxesResponse]]:
+        """Copy boxes of checkpoint tensors to the source's host memory, and serve them as a separate image, with
+        leases of its own. Responds once the planner knows that image, which may take minutes; equal requests
+        share one image. It is closed some time after its last reader. INVALID_ARGUMENT: the source does not have
+        one of the boxes; RESOURCE_EXHAUSTED: no memory for them now.
+        """
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

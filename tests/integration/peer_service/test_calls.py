@@ -79,6 +79,8 @@ BAD_TOKENS: dict[str, Callable[[Seed], str]] = {
 CALLS: dict[str, Callable[[Seed, PeerClient], object]] = {
     "manifest": lambda seed, peer: peer.full_manifest(soon()),
     "open": request_channel,
+    "placement": lambda seed, peer: peer.placement(soon()),
+    "boxes": lambda seed, peer: peer.open_boxes(b"boxes", soon()),
     "watch": lambda seed, peer: next(peer.watch("any", 1.0)),
     "renew": lambda seed, peer: peer.renew(soon()),
 }

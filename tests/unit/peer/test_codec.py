@@ -24,7 +24,8 @@ from rfork.image.chunks import MIB
 from rfork.image.layout import Layout, Manifest, TensorSpec
 from rfork.image.memory import Segment
 from rfork.peer import codec
-from rfork.peer.base import Progress, StorageActivity
+from rfork.peer.base import BoxImage, Progress, StorageActivity
+from rfork.peer.server import MAX_REQUEST_BYTES
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -292,3 +293,42 @@ def test_a_transport_failure_on_the_source_is_a_network_fault(error: type[RforkE
     assert type(received) is TransportUnavailable
     assert "network" == received.fault
     assert "host:1: no memory" == str(received)
+
+
+@pytest.mark.parametrize("size", [0, 1, codec.PLACEMENT_PART_BYTES, codec.PLACEMENT_PART_BYTES + 1])
+def test_a_placement_map_survives_encoding(size: int) -> None:
+    """A map of any size is sent in messages below gRPC's default limit of 4 MiB."""
+    data = bytes(range(256)) * (size // 256 + 1)
+    sent = list(codec.placement_parts(data[:size]))
+    assert data[:size] == codec.placement_from(sent)
+    assert max((part.ByteSize() for part in sent), default=0) < 2 * MIB
+
+
+def test_a_placement_map_that_is_too_large_is_source_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target does not collect parts without limit."""
+    monkeypatch.setattr(codec, "MAX_PLACEMENT_BYTES", 100)
+    endless = (peer_pb2.GetPlacementResponse(content=bytes(60)) for _ in iter(int, 1))
+    with pytest.raises(SourceCorrupt, match="100 bytes"):
+        codec.placement_from(endless)
+
+
+@pytest.mark.parametrize("size", [0, 1, codec.BOXES_PART_BYTES, codec.BOXES_PART_BYTES + 1])
+def test_a_request_for_boxes_has_a_message(size: int) -> None:
+    """A list of any size is sent in at least one message, below the limit of the service."""
+    sent = list(codec.boxes_parts(b"x" * size))
+    assert b"x" * size == b"".join(part.content for part in sent)
+    assert 1 <= len(sent)
+    assert max(part.ByteSize() for part in sent) <= MAX_REQUEST_BYTES
+
+
+def test_a_request_for_too_many_boxes_is_refused() -> None:
+    """The limit is the same on both sides."""
+    codec.check_boxes_size(codec.MAX_BOXES_BYTES)
+    with pytest.raises(LayoutMismatch, match=str(codec.MAX_BOXES_BYTES)):
+        codec.check_boxes_size(codec.MAX_BOXES_BYTES + 1)
+
+
+def test_a_box_image_survives_encoding() -> None:
+    """Its identity arrives unchanged."""
+    image = BoxImage("model#boxes", "v1", "0" * 32, 5 << 32)
+    assert image == codec.box_image_of(codec.box_image_message(image))

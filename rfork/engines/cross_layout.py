@@ -1,0 +1,119 @@
+"""Cross-layout forks of an engine's model: the boxes that it needs become a model, and its own become boxes of others.
+
+Runs in the engine's process, on the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import nn
+
+from rfork.engines.relocation import RelocatingEngine
+from rfork.errors import EngineMismatch, NoSource, RforkError, StorageNotFound
+from rfork.logs import logger
+from rfork.placement.placement_map import PlacementMap
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.box_fork import BoxFork, FetchedBoxes, other_layouts
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
+from rfork.source.box_images import BoxImages
+from rfork.source.seed import Seed
+
+log = logger(__name__)
+
+
+class CrossLayout:
+    """Reads one rank of an engine's model from other layouts, and serves it to them."""
+
+    def __init__(self, engine: object, model: str, rank: Rank, settings: InstanceSettings) -> None:
+        self._model, self._rank = model, rank
+        self._engine = engine if isinstance(engine, RelocatingEngine) else None
+        self._settings = settings
+        self._fetched: FetchedBoxes | None = None
+        self._placement_map: PlacementMap | None = None
+        self._version = ""
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why the model cannot be read from other layouts; None if it can."""
+        if self._engine is None:
+            return "its engine cannot load from other layouts"
+        if self._settings.planner is None:
+            return "no planner is set"
+        if self._rank.role != "main":
+            return "drafts are read from equal layouts only"
+        return None
+
+    def check(self, version: str | None) -> None:
+        """Raise StorageNotFound if no instance serves the model. Any thread."""
+        deadline = time.monotonic() + self._settings.planner_timeout_s
+        with PlannerClient.of(self._settings) as planner:
+            try:
+                other_layouts(planner, self._model, self._rank, version, deadline)
+            except NoSource as error:
+                raise StorageNotFound(str(error)) from None
+
+    def fetch(self, version: str | None) -> None:
+        """Fetch what the model needs. Raises NoSource, LayoutMismatch, and the failures of the sources."""
+        began, settings = time.monotonic(), self._settings
+        fork = BoxFork(self._model, self._rank, version, settings, deadline=began + settings.deadline_s)
+        checkpoint = fork.checkpoint
+        self._placement_map = self._relocating.record(checkpoint)
+        recorded = time.monotonic()
+        fetched = self._fetched = fork.fetch(self._placement_map)
+        self._version = fetched.version
+        log.info(
+            "weights fetched from other layouts",
+            version=fetched.version,
+            report=fetched.line(),
+            plan_s=round(recorded - began, 2),
+            transfer_s=round(time.monotonic() - recorded, 2),
+        )
+
+    def load(self) -> nn.Module:
+        """Return a new model from the engine's own loader, which reads what was fetched. Call `fetch` before."""
+        fetched = self._fetched
+        if fetched is None:
+            raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
+        try:
+            return self._relocating.load_from(fetched.weights())
+        finally:
+            self._fetched = None
+            fetched.release(self._settings.drain_timeout_s)
+
+    def version(self) -> str:
+        """Return the version of the fetched weights."""
+        return self._version
+
+    def serve(self, module: nn.Module, seed: Seed) -> None:
+        """Let instances of other layouts read a loaded model. A model that cannot be read so is logged."""
+        if self._engine is None or self._rank.role != "main":
+            return
+        try:
+            placement_map = self._placement_map
+            if placement_map is None:
+                checkpoint = self._engine.checkpoint_tensors()
+                if checkpoint is None:
+                    log.info("not served to other layouts: the names of the checkpoint's tensors are not known here")
+                    return
+                placement_map = self._engine.record(checkpoint)
+            tensors, reason = self._engine.live_tensors(module, placement_map)
+            if reason:
+                log.info("some tensors are not served to other layouts", reason=reason)
+            seed.boxes = BoxImages(
+                seed,
+                placement_map.only(tensors),
+                tensors,
+                self._settings,
+                memory_bytes=self._settings.max_box_bytes,
+            )
+        except Exception as error:  # the model is loaded, and serves without
+            known = isinstance(error, RforkError)
+            log.warning("not served to other layouts", reason=f"{type(error).__name__}: {error}", exc_info=not known)
+
+    @property
+    def _relocating(self) -> RelocatingEngine:
+        if self._engine is None:
+            raise EngineMismatch("the engine cannot load from other layouts")
+        return self._engine

@@ -1,0 +1,305 @@
+"""Fork across layouts: boxes of checkpoint tensors from instances whose layouts differ from the target's.
+
+Runs on the target. The target knows from its placement map which boxes it needs, and from those of the sources who has
+them. Each source serves its part on request, as an image of its own whose tensors are the boxes. These images are
+forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Final
+from uuid import uuid4
+
+import torch
+
+from rfork.errors import (
+    DeadlineExceeded,
+    ForkFailed,
+    LayoutMismatch,
+    NetworkError,
+    NoSource,
+    RforkError,
+    SourceError,
+    SourceWeightsChanged,
+)
+from rfork.image.capture import image_from_tensors
+from rfork.image.staging import allocate_host
+from rfork.logs import logger
+from rfork.peer.base import BoxImage, Peer
+from rfork.placement.box_tensors import CheckpointMemory
+from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
+from rfork.placement.placement_map import PlacementMap, TensorTable
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.report import ForkReport
+from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
+from rfork.schema import InstanceReport, Rank
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
+
+log = logger(__name__)
+
+OPEN_TIMEOUT_S: Final = 300.0
+"""Maximum time in which a source gathers and digests the boxes of one target."""
+MAX_PARTS: Final = 4
+"""Parts that are fetched concurrently."""
+ATTEMPTS: Final = 2
+"""Attempts to fetch a part from the instances of one layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLayout:
+    """One rank of one layout in which the weights are served."""
+
+    sample: InstanceReport
+    """Report of one of its instances."""
+    placement_map: PlacementMap
+
+    @property
+    def name(self) -> str:
+        """Name for display: rank and start of the layout's id."""
+        return f"{self.sample.rank.key}/{self.sample.layout_id[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPart:
+    """Boxes from one layout, in host memory, and their fork."""
+
+    boxes: tuple[Box, ...]
+    report: ForkReport
+    layout: OtherLayout
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.byte_count for box in self.boxes)
+
+
+@dataclass(slots=True)
+class FetchedBoxes:
+    """All boxes that a target needs."""
+
+    version: str
+    memory: CheckpointMemory
+    wanted: Sequence[Box]
+    parts: list[FetchedPart] = field(default_factory=list)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that the forks of all parts have read."""
+        return sum(part.report.bytes_read for part in self.parts)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the boxes that the target needs."""
+        return sum(box.byte_count for box in self.wanted)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of the checkpoint in its order; only the boxes that the target needs have their values."""
+        return self.memory.tensors()
+
+    def line(self) -> str:
+        """Return a one-line description for logs."""
+        names = ", ".join(sorted({part.layout.name for part in self.parts}))
+        return f"{self.received_bytes / 1e9:.3f} GB of {self.needed_bytes / 1e9:.3f} GB needed, from {names}"
+
+    def release(self, drain_s: float) -> None:
+        """Stop serving the boxes to other targets once their current readers have finished, and free the memory."""
+        seeds = [part.report.seed for part in self.parts if part.report.seed is not None]
+        self.parts = []
+        threading.Thread(target=_close_all, args=(seeds, drain_s), name="rfork-boxes", daemon=True).start()
+
+
+def _close_all(seeds: Sequence[Seed], drain_s: float) -> None:
+    for seed in seeds:
+        seed.close(drain_s)
+
+
+def other_layouts(
+    planner: PlannerClient, model: str, rank: Rank, version: str | None, deadline: float
+) -> tuple[str, list[InstanceReport]]:
+    """Return the version and a serving instance of each rank and layout of it.
+
+    `version`: the required one; None: the one that is served. Raises NoSource if there is none, or several.
+    """
+    serving = [
+        info
+        for info in planner.instances(model=model, state="serving", deadline=deadline)
+        if info.quarantined is None and info.report.rank.role == rank.role
+    ]
+    versions = sorted({info.version for info in serving if info.version is not None})
+    if version is None:
+        if len(versions) != 1:
+            served = ", ".join(versions) or "none"
+            raise NoSource(f"the version of {model} is not known: served are {served}", hint="set RFORK_VERSION")
+        (version,) = versions
+    found: dict[tuple[str, str], InstanceReport] = {}
+    for info in serving:
+        if info.version == version:
+            report = info.report.model_copy(update={"version": version})
+            found.setdefault((report.rank.key, report.layout_id), report)
+    if not found:
+        raise NoSource(f"no instance serves version {version} of {model} in any layout")
+    return version, list(found.values())
+
+
+class BoxFork:
+    """Fetches the boxes of one target. Call `checkpoint`, then `fetch`."""
+
+    def __init__(
+        self, model: str, rank: Rank, version: str | None, settings: InstanceSettings, *, deadline: float
+    ) -> None:
+        """`version`: the required one; None: the one that is served."""
+        self.model = model
+        self.rank = rank
+        self._required_version = version
+        self._settings = settings
+        self._deadline = deadline
+
+    @cached_property
+    def _found(self) -> tuple[str, list[InstanceReport]]:
+        with PlannerClient.of(self._settings) as planner:
+            return other_layouts(planner, self.model, self.rank, self._required_version, self._deadline)
+
+    @property
+    def version(self) -> str:
+        """Version of the weights. Raises NoSource."""
+        return self._found[0]
+
+    @cached_property
+    def layouts(self) -> list[OtherLayout]:
+        """Layouts whose instances have a placement map. Raises NoSource with the reasons if there is none."""
+        found: list[OtherLayout] = []
+        reasons: list[str] = []
+        for sample in self._found[1]:
+            try:
+                data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
+                found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
+            except (RforkError, ValueError) as error:
+                reasons.append(f"{sample.rank.key} on {sample.placement.host}: {error}")
+        if not found:
+            raise NoSource(f"no instance of {self.model} can serve another layout: {'; '.join(reasons)}")
+        for reason in reasons:
+            log.info("an instance cannot serve other layouts", reason=reason)
+        return found
+
+    @property
+    def checkpoint(self) -> TensorTable:
+        """Names and types of all tensors of the checkpoint.
+
+        Raises NoSource, or LayoutMismatch if the sources differ.
+        """
+        table = max((layout.placement_map.checkpoint for layout in self.layouts), key=len)
+        for layout in self.layouts:
+            other = layout.placement_map.checkpoint
+            for index, name in enumerate(other.names):
+                position = table.positions.get(name)
+                if position is not None and table.type_of(position) != other.type_of(index):
+                    raise LayoutMismatch(
+                        f"checkpoint tensor {name} is {table.type_of(position)} for one source and"
+                        f" {other.type_of(index)} for {layout.name}, although both serve version {self.version}"
+                    )
+        return table
+
+    def fetch(self, placement_map: PlacementMap) -> FetchedBoxes:
+        """Return all boxes that a target with this map needs.
+
+        Raises LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
+        """
+        wanted = wanted_boxes(placement_map)
+        fetched = FetchedBoxes(self.version, CheckpointMemory(self.checkpoint, allocate_host), wanted)
+        try:
+            self._fetch_all(wanted, fetched)
+        except BaseException:
+            fetched.release(0.0)
+            raise
+        return fetched
+
+    def _fetch_all(self, wanted: Sequence[Box], fetched: FetchedBoxes) -> None:
+        layouts, failure = _by_coverage(self.layouts, wanted), None
+        remaining = list(wanted)
+        while remaining:
+            division = divide(remaining, [layout.placement_map for layout in layouts])
+            if division.missing:
+                box, reason = division.missing[0]
+                raise failure or LayoutMismatch(f"no source has {box.name}: {reason}")
+            parts = [
+                (layout, part, fetched.memory.allocate_boxes(part))
+                for layout, part in zip(layouts, division.parts, strict=True)
+                if part
+            ]
+            with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
+                results = list(pool.map(lambda part: _result_of(partial(self._fetch_part, *part)), parts))
+            remaining = []
+            for (layout, part, _), result in zip(parts, results, strict=True):
+                if isinstance(result, FetchedPart):
+                    fetched.parts.append(result)
+                    continue
+                log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
+                layouts, failure = [each for each in layouts if each is not layout], result
+                fetched.memory.forget(part)
+                remaining.extend(part)
+
+    def _fetch_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._try_part(layout, boxes, tensors)
+            except (SourceError, NetworkError, ForkFailed) as error:
+                if attempt == ATTEMPTS:
+                    raise
+                log.info("boxes requested again", layout=layout.name, reason=str(error))
+        raise AssertionError("unreachable")
+
+    def _try_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
+        encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
+
+        def question(peer: Peer, until: float) -> BoxImage:
+            return peer.open_boxes(encoded, opening_until)
+
+        opened = query_source(layout.sample, self._settings, self._deadline, question)
+        if opened.version != self.version:
+            raise SourceWeightsChanged(
+                f"the instances of {self.model} began to serve version {opened.version} during the fork"
+            )
+        expected = image_from_tensors(tensors).layout
+        if opened.layout_id != expected.layout_id:
+            raise LayoutMismatch(f"{layout.name} opened other boxes than requested: the versions of rfork differ")
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"the deadline passed before the first box of {self.model}")
+        identity = InstanceIdentity(opened.model, version=opened.version, replica=f"boxes-{uuid4().hex[:12]}")
+        # Mapped pages would be read-only, and laid out for one target: copies cost the same here.
+        settings = self._settings.model_copy(
+            update={"deadline_s": remaining_s, "snapshot": None, "resume_dir": None, "shm_mode": "copy"}
+        )
+        report = ForkSession(
+            module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
+        ).run()
+        return FetchedPart(boxes, report, layout)
+
+
+def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:
+    """Return the result of a function, or the RforkError that it raised."""
+    try:
+        return function()
+    except RforkError as error:
+        return error
+
+
+def _by_coverage(layouts: Sequence[OtherLayout], wanted: Sequence[Box]) -> list[OtherLayout]:
+    """Return the layouts in order of the bytes that each has of the wanted ones: few large parts are best."""
+
+    def covered(layout: OtherLayout) -> int:
+        division = divide(wanted, [layout.placement_map])
+        return sum(box.byte_count for box in division.parts[0])
+
+    return sorted(layouts, key=lambda layout: (-covered(layout), layout.sample.rank.key, layout.sample.layout_id))

@@ -1,0 +1,156 @@
+"""Servers without files get their weights from servers with other layouts, and are what they would have loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from tests.engines.engine_server import READY_S, ROOT, EngineServer, wait_until
+from tests.engines.model_folders import copy_without_weights
+from tests.engines.planner_process import PlannerProcess
+from tests.engines.queries import greedy_tokens, serving_instances
+from tests.engines.servers import SglangServer, VllmServer
+
+BOXES = "#boxes"
+"""End of the model name of box images."""
+RELATED_S = 120.0
+Kind = Literal["tied", "untied", "padded", "experts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLayout:
+    """Layout of a server."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of its ranks."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        """Name for test ids."""
+        return f"{self.engine}-tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else "")
+
+    def server(self, folder: Path, log: Path, planner: str, model: str) -> EngineServer:
+        """Return a server of all ranks, which reads from and serves other layouts."""
+        environment = {
+            "RFORK_PLANNER": planner,
+            "RFORK_MODEL": model,
+            "RFORK_CROSS_LAYOUT": "1",
+            "RFORK_NO_SOURCE_TIMEOUT_S": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        if self.engine == "sglang":
+            bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if self.tp > 1 else {}
+            arguments = ("--load-format", "rfork", "--tp", str(self.tp))
+            return SglangServer(folder, log=log, arguments=arguments, environment=environment | bound, dtype="float32")
+        sizes = ("--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp))
+        # What one pipeline stage receives from another is only allocated when vLLM compiles.
+        compiled = ("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}') if self.pp > 1 else ()
+        arguments = ("--load-format", "rfork", *sizes, *compiled)
+        return VllmServer(folder, log=log, arguments=arguments, environment=environment, dtype="float32")
+
+
+def write_model(folder: Path, tokenizer: Path, kind: Kind) -> Path:
+    """Write a random float32 model of one kind into `folder`."""
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if kind == "experts" else "llama",
+        vocab_size=515 if kind == "padded" else 512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=kind == "tied",
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+        initializer_range=0.1,
+        **(experts if kind == "experts" else {}),
+    )
+    folder.mkdir(parents=True)
+    for file in tokenizer.glob("*token*.json"):
+        shutil.copy(file, folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="8MB")
+    return folder
+
+
+def weights_of(planner: PlannerProcess, model: str, layout: ServerLayout) -> dict[tuple[int, int], str | None]:
+    """Return the id of the weights of each rank of the layout that serves the model."""
+    return {
+        (report.rank.pp, report.rank.tp): report.weights_id
+        for report in serving_instances(planner)
+        if report.model == model and (report.rank.tp_size, report.rank.pp_size) == (layout.tp, layout.pp)
+    }
+
+
+V1, V2, V_PP2 = ServerLayout(), ServerLayout(tp=2), ServerLayout(pp=2)
+S1 = ServerLayout("sglang")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("kind", "sources", "target"),
+    [
+        pytest.param("tied", [V1], V2, id="tied-vllm-tp1-to-tp2"),
+        pytest.param("padded", [V2], V1, id="padded-vllm-tp2-to-tp1"),
+        pytest.param("untied", [V1, V2], V_PP2, id="untied-vllm-tp1-and-tp2-to-pp2"),
+        pytest.param("experts", [V1], V2, id="experts-vllm-tp1-to-tp2"),
+        pytest.param("untied", [V1], S1, id="untied-vllm-to-sglang"),
+    ],
+)
+def test_weights_come_from_servers_with_other_layouts(
+    kind: Kind,
+    sources: Sequence[ServerLayout],
+    target: ServerLayout,
+    tiny_model: Path,
+    planner: PlannerProcess,
+    tmp_path: Path,
+) -> None:
+    """A server without files has, on every rank, the bytes that its engine loads from files, and the same tokens."""
+    folder = write_model(tmp_path / "files" / "model", tiny_model, kind)
+    bare = copy_without_weights(folder, tmp_path)
+    with contextlib.ExitStack() as servers:
+        started: list[EngineServer] = []
+        for source in sources:
+            server = source.server(folder, tmp_path / f"{source}.log", planner.url, "served")
+            started.append(servers.enter_context(server))
+            server.wait_ready(2 * READY_S)
+            _wait_ranks(planner, "served", source)
+        expected = greedy_tokens(started[0])
+        with target.server(bare, tmp_path / "target.log", planner.url, "served") as fork:
+            fork.wait_ready(2 * READY_S)
+            assert target.ranks == len(fork.lines_with("weights fetched from other layouts"))
+            assert expected == greedy_tokens(fork)
+            _wait_ranks(planner, "served", target)
+            received = weights_of(planner, "served", target)
+    with target.server(folder, tmp_path / "own.log", planner.url, "own") as own:
+        own.wait_ready(2 * READY_S)
+        _wait_ranks(planner, "own", target)
+        assert weights_of(planner, "own", target) == received
+
+
+def _wait_ranks(planner: PlannerProcess, model: str, layout: ServerLayout) -> None:
+    def is_complete() -> bool:
+        return len(weights_of(planner, model, layout)) == layout.ranks
+
+    wait_until(is_complete, deadline_s=RELATED_S, what=f"all ranks of {layout}")

@@ -266,7 +266,7 @@ def test_a_twin_has_the_dtype_of_the_model_and_its_own_tables() -> None:
 
 
 def test_vllms_configuration_of_a_twin_is_separate() -> None:
-    """The parts that models change while they are built are copied, and layers may have the names of the first model's."""
+    """The parts that models change while they are built are copied, and names of layers may be used again."""
 
     class Mode(IntEnum):
         NONE = 0

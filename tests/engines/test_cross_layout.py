@@ -119,6 +119,7 @@ S1 = ServerLayout("sglang")
         pytest.param("padded", [V2], V1, id="padded-vllm-tp2-to-tp1"),
         pytest.param("untied", [V1, V2], V_PP2, id="untied-vllm-tp1-and-tp2-to-pp2"),
         pytest.param("untied", [V1], S1, id="untied-vllm-to-sglang"),
+        pytest.param("experts", [S1], V2, id="experts-sglang-to-vllm-tp2"),
     ],
 )
 def test_weights_come_from_servers_with_other_layouts(

@@ -1,8 +1,8 @@
 """Measure a fork across layouts against a fork of the same bytes between equal ones.
 
-A plain PyTorch model of a Llama's shapes, with the slices and fused tensors of tensor-parallel engines. One process has
-it whole and in two ranks; this one forks a rank from the whole model, and the whole model from the two ranks. Everything
-over HTTP on loopback, verified, and interleaved; every tensor is compared with the expected one (not timed).
+A plain PyTorch model of a Llama's shapes, with the slices and fused tensors of tensor-parallel engines. One process
+has all of it and its two ranks; this one forks a rank from the complete model, and the complete model from the ranks.
+Everything over HTTP on loopback, verified, and interleaved; every tensor is compared with the expected one (not timed).
 
 - "cross layout": the placement map is recorded, the source gathers and digests the boxes, they are forked, and the
   model's own loader reads them. "later target": the source has the boxes already, as for the second replica.
@@ -33,7 +33,7 @@ from rfork.errors import RforkError
 from rfork.receiver.box_fork import BoxFork
 from rfork.settings import InstanceSettings
 
-DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("whole", "sharded", 0, 2), "TP 2 to TP 1": ("sharded", "whole", 0, 1)}
+DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("complete", "sharded", 0, 2), "TP 2 to TP 1": ("sharded", "complete", 0, 1)}
 """Models of source and of an equal layout, and the target's rank and number of ranks."""
 MAP_TENSORS = 60_000
 DEADLINE_S = 300.0
@@ -47,7 +47,6 @@ class Target:
         self._rank, self._settings = rank_of(rank, size), settings
         self._engine = ShardedEngine(shape, rank, size)
         self._expected = self._engine.load_from(random_weights(shape))
-        self._empty = ShardedModel(shape, rank, size)
         self.image_bytes = sum(value.nbytes for value in self._expected.parameters())
         self.received: list[float] = []
         """Bytes received / bytes needed, of each cross-layout fork."""
@@ -73,16 +72,13 @@ class Target:
         """Return the ordinary fork."""
 
         def run() -> float:
-            for value in self._empty.parameters():
-                value.data.zero_()
             began = time.perf_counter()
-            report = rfork.fork(
-                self._empty, model=self._equal, version=VERSION, rank=self._rank, settings=self._settings
-            )
+            module = self._engine.empty()
+            report = rfork.fork(module, model=self._equal, version=VERSION, rank=self._rank, settings=self._settings)
             seconds = time.perf_counter() - began
             if report.seed is not None:
                 report.seed.close()
-            self._check(self._empty)
+            self._check(module)
             return seconds
 
         return run

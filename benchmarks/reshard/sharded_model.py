@@ -140,8 +140,12 @@ class ShardedEngine:
         """Return all tensors: nothing changes them after loading."""
         return {name: value.data for name, value in module.named_parameters()}, ""
 
+    def empty(self) -> ShardedModel:
+        """Return a model without weights."""
+        return ShardedModel(self._shape, self._rank, self._size)
+
     def load_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> ShardedModel:
         """Return a model with these weights."""
-        model = ShardedModel(self._shape, self._rank, self._size)
+        model = self.empty()
         model.load_weights(weights)
         return model

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.pull.source import READY_TIMEOUT_S, planner_main, process, settings_for
-from benchmarks.reshard.sharded_model import Shape, ShardedEngine, random_weights
+from benchmarks.reshard.sharded_model import Shape, ShardedEngine, ShardedModel, random_weights
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.capture import capture
@@ -20,7 +20,7 @@ from rfork.source.box_images import BoxImages
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 
 VERSION: Final = "v1"
-LAYOUTS: Final = {"sharded": (2, (0, 1)), "whole": (1, (0,))}
+LAYOUTS: Final = {"sharded": (2, (0, 1)), "complete": (1, (0,))}
 """Model name of each layout: the number of its ranks, and the ranks that the source process has."""
 BOX_BYTES: Final = 16 << 30
 
@@ -56,7 +56,7 @@ def _source_main(ready: Connection, commands: Connection, planner: str, shape: S
     torch.set_num_threads(1)
     settings = settings_for(planner, ("http",))
     with contextlib.ExitStack() as stack:
-        seeds: list[tuple[Seed, ShardedEngine, torch.nn.Module]] = []
+        seeds: list[tuple[Seed, ShardedEngine, ShardedModel]] = []
         for model, (size, ranks) in LAYOUTS.items():
             for index in ranks:
                 engine = ShardedEngine(shape, index, size)

@@ -6,59 +6,58 @@ Runs in the engine's process, on the thread that loads the model.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from rfork.engines.relocation import RelocatingEngine
 from rfork.errors import EngineMismatch, NoSource, RforkError, StorageNotFound
 from rfork.logs import logger
+from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, FetchedBoxes, other_layouts
+from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Seed
-
-if TYPE_CHECKING:
-    from rfork.engines.load_or_fork import ModelIdentity
-    from rfork.placement.placement_map import PlacementMap
 
 log = logger(__name__)
 
 
 class CrossLayout:
-    """Reads one engine's model from other layouts, and serves it to them."""
+    """Reads one rank of an engine's model from other layouts, and serves it to them."""
 
-    def __init__(self, engine: object, settings: InstanceSettings) -> None:
+    def __init__(self, engine: object, model: str, rank: Rank, settings: InstanceSettings) -> None:
+        self._model, self._rank = model, rank
         self._engine = engine if isinstance(engine, RelocatingEngine) else None
         self._settings = settings
         self._fetched: FetchedBoxes | None = None
         self._placement_map: PlacementMap | None = None
         self._version = ""
 
-    def refusal(self, identity: ModelIdentity) -> str | None:
+    @property
+    def refusal(self) -> str | None:
         """Return why the model cannot be read from other layouts; None if it can."""
         if self._engine is None:
             return "its engine cannot load from other layouts"
         if self._settings.planner is None:
             return "no planner is set"
-        if identity.sharing is not None or identity.rank.role != "main":
+        if self._rank.role != "main":
             return "drafts are read from equal layouts only"
         return None
 
-    def check(self, identity: ModelIdentity, version: str | None) -> None:
+    def check(self, version: str | None) -> None:
         """Raise StorageNotFound if no instance serves the model. Any thread."""
         deadline = time.monotonic() + self._settings.planner_timeout_s
         with PlannerClient.of(self._settings) as planner:
             try:
-                other_layouts(planner, identity.model, identity.rank, version, deadline)
+                other_layouts(planner, self._model, self._rank, version, deadline)
             except NoSource as error:
                 raise StorageNotFound(str(error)) from None
 
-    def fetch(self, identity: ModelIdentity, version: str | None) -> None:
+    def fetch(self, version: str | None) -> None:
         """Fetch what the model needs. Raises NoSource, LayoutMismatch, and the failures of the sources."""
         began, settings = time.monotonic(), self._settings
-        fork = BoxFork(identity.model, identity.rank, version, settings, deadline=began + settings.deadline_s)
+        fork = BoxFork(self._model, self._rank, version, settings, deadline=began + settings.deadline_s)
         checkpoint = fork.checkpoint
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()
@@ -89,7 +88,7 @@ class CrossLayout:
 
     def serve(self, module: nn.Module, seed: Seed) -> None:
         """Let instances of other layouts read a loaded model. A model that cannot be read so is logged."""
-        if self._engine is None:
+        if self._engine is None or self._rank.role != "main":
             return
         try:
             placement_map = self._placement_map
@@ -104,16 +103,14 @@ class CrossLayout:
                 log.info("some tensors are not served to other layouts", reason=reason)
             seed.boxes = BoxImages(
                 seed,
-                placement_map.only(tensors),
+                placement_map.only(tensors, reason or "changed after loading"),
                 tensors,
                 self._settings,
                 memory_bytes=self._settings.max_box_bytes,
             )
         except Exception as error:  # the model is loaded, and serves without
             known = isinstance(error, RforkError)
-            log.warning(
-                "not served to other layouts", reason=f"{type(error).__name__}: {error}", exc_info=not known
-            )
+            log.warning("not served to other layouts", reason=f"{type(error).__name__}: {error}", exc_info=not known)
 
     @property
     def _relocating(self) -> RelocatingEngine:

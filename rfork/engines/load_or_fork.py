@@ -11,14 +11,13 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from rfork import settings as options
 from rfork.engines.completeness import Completeness
-from rfork.engines.cross_layout import CrossLayout
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.engines.served_model import ATTRIBUTE, ServedModel
@@ -45,6 +44,9 @@ from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.versions.version import folder_of, version_of_files
+
+if TYPE_CHECKING:
+    from rfork.engines.cross_layout import CrossLayout
 
 log = logger(__name__)
 
@@ -157,11 +159,18 @@ class _LoadOrFork:
         self._shared: Patterns = ()
         self._loading = self._loaded = False
         self._seed: Seed | None = None
-        self._cross_layout = CrossLayout(engine, settings) if settings.cross_layout else None
 
     @cached_property
     def _identity(self) -> ModelIdentity:
         return self._describe()
+
+    @cached_property
+    def _cross_layout(self) -> CrossLayout | None:
+        if not self._settings.cross_layout:
+            return None
+        from rfork.engines.cross_layout import CrossLayout
+
+        return CrossLayout(self._engine, self._identity.model, self._identity.rank, self._settings)
 
     def run(self) -> nn.Module:
         """Fork the model or load it."""
@@ -205,7 +214,7 @@ class _LoadOrFork:
             return module
         if self._shared != shared:
             seed = self._seed_of_loaded(seed)
-        if self._cross_layout is not None and self._identity.sharing is None:
+        if self._cross_layout is not None:
             self._cross_layout.serve(module, seed)
         try:
             served = ServedModel(module, seed, report, hidden_state, self._exclude, agreement_of(seed.identity))
@@ -288,13 +297,13 @@ class _LoadOrFork:
 
             fallbacks.append(replace(fallback, load=load))
         if (other := self._cross_layout) is not None:
-            if (refusal := other.refusal(self._identity)) is None:
+            if (refusal := other.refusal) is None:
                 fallbacks.append(
                     layouts_fallback(
-                        lambda: other.fetch(self._identity, self._required_version),
+                        lambda: other.fetch(self._required_version),
                         lambda: self._replace_with(other.load),
                         other.version,
-                        lambda: other.check(self._identity, self._required_version),
+                        lambda: other.check(self._required_version),
                     )
                 )
             else:

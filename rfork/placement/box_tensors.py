@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -23,7 +24,16 @@ UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 """Dtype for each item size. Copies between tensors of these dtypes change no bit."""
 
 
-def allocate_boxes(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+Allocate = Callable[[int], torch.Tensor]
+"""Returns uninitialised host memory of a size in bytes (uint8, 1-D)."""
+
+
+def allocate_bytes(size: int) -> torch.Tensor:
+    """Return memory from torch's allocator."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def allocate_boxes(boxes: Sequence[Box], allocate: Allocate = allocate_bytes) -> dict[str, torch.Tensor]:
     """Return an uninitialised, contiguous tensor for each box, by its name, all in one allocation of host memory.
 
     Each begins at a multiple of 64 bytes. Raises ValueError if a box has a dtype that torch does not have.
@@ -33,7 +43,7 @@ def allocate_boxes(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
     for box in boxes:
         offsets.append(end)
         end += -(-box.byte_count // ALIGNMENT) * ALIGNMENT
-    memory = torch.empty(end + ALIGNMENT, dtype=torch.uint8)
+    memory = allocate(end + ALIGNMENT)
     first = -memory.data_ptr() % ALIGNMENT
     return {
         box.name: memory[first + offset : first + offset + box.byte_count]
@@ -58,50 +68,85 @@ def gather(copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], in
             _copy(source, target)
 
 
-def assembled(
-    checkpoint: TensorTable, boxes: Mapping[str, torch.Tensor], described: Sequence[Box]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every checkpoint tensor in the table's order, with the elements of its boxes.
+class CheckpointMemory:
+    """Host memory of the boxes of one checkpoint, from which its tensors are assembled. Not thread-safe.
 
-    A complete box is yielded itself. Any other large tensor is virtual memory, of which only the pages of its boxes are
-    allocated; other elements are zero. It is no longer referenced here when the next one is yielded. Raises ValueError
-    if a box is not of a tensor in the table.
+    Boxes that are contiguous within their tensor lie in virtual memory of the complete tensor, of which only the pages
+    that are written exist. So most tensors need no copy.
     """
-    boxes_of: dict[str, list[Box]] = {}
-    for box in described:
-        index = checkpoint.positions.get(box.tensor)
-        if index is None or checkpoint.type_of(index)[:3] != box.tensor_type[:3]:
-            raise ValueError(f"{box.name} is no box of a tensor in the checkpoint")
-        boxes_of.setdefault(box.tensor, []).append(box)
-    return _assembled(checkpoint, boxes, boxes_of)
+
+    def __init__(self, checkpoint: TensorTable, allocate: Allocate = allocate_bytes) -> None:
+        self._checkpoint = checkpoint
+        self._allocate = allocate
+        self._tensors: dict[str, torch.Tensor] = {}
+        """Complete tensors, in virtual memory."""
+        self._boxes: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        """Boxes in other memory, by checkpoint tensor."""
+
+    def allocate_boxes(self, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+        """Return an uninitialised, contiguous tensor for each box, by its name.
+
+        Raises ValueError if a box is not of a tensor in the checkpoint, or has a dtype that torch does not have.
+        """
+        found: dict[str, torch.Tensor] = {}
+        others: list[Box] = []
+        for box in boxes:
+            index = self._checkpoint.positions.get(box.tensor)
+            if index is None or self._checkpoint.type_of(index)[:3] != box.tensor_type[:3]:
+                raise ValueError(f"{box.name} is no box of a tensor in the checkpoint")
+            if box.is_complete or not box.is_contiguous or box.byte_count < MIN_MAPPED_BYTES:
+                others.append(box)
+                continue
+            if box.tensor not in self._tensors:
+                self._tensors[box.tensor] = _virtual_tensor(box.tensor_type)
+            found[box.name] = self._tensors[box.tensor][_index(box)]
+        for box, (name, tensor) in zip(others, allocate_boxes(others, self._allocate).items(), strict=True):
+            self._boxes.setdefault(box.tensor, []).append((box, tensor))
+            found[name] = tensor
+        return found
+
+    def forget(self, boxes: Sequence[Box]) -> None:
+        """Release boxes that were not filled."""
+        names = {box.name for box in boxes}
+        for tensor, kept in list(self._boxes.items()):
+            self._boxes[tensor] = [each for each in kept if each[0].name not in names]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every checkpoint tensor in its order; only the elements of boxes have their values.
+
+        A tensor is no longer referenced here when the next one is yielded.
+        """
+        for index, name in enumerate(self._checkpoint.names):
+            yield name, self._assembled(name, self._checkpoint.type_of(index))
+
+    def _assembled(self, name: str, tensor_type: TensorType) -> torch.Tensor:
+        parts = self._boxes.pop(name, [])
+        for box, tensor in parts:
+            if box.is_complete:
+                return tensor
+        complete = self._tensors.pop(name, None)
+        if complete is None:
+            complete = _virtual_tensor(tensor_type)
+        elements = complete.view(UNITS[tensor_type.itemsize])
+        for box, tensor in parts:
+            elements[_index(box)].copy_(tensor.view(elements.dtype))
+        return complete
 
 
-def _assembled(
-    checkpoint: TensorTable, boxes: Mapping[str, torch.Tensor], boxes_of: Mapping[str, Sequence[Box]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, name in enumerate(checkpoint.names):
-        yield name, _assembled_tensor(checkpoint.type_of(index), boxes, boxes_of.get(name, ()))
-
-
-def _assembled_tensor(tensor_type: TensorType, boxes: Mapping[str, torch.Tensor], parts: Sequence[Box]) -> torch.Tensor:
-    complete = next((box for box in parts if box.is_whole), None)
-    if complete is not None:
-        return boxes[complete.name]
-    tensor = _virtual_tensor(tensor_type)
-    elements = tensor.view(UNITS[tensor_type.itemsize])
-    for box in parts:
-        index = tuple(slice(begin, end) for begin, end in box.bounds)
-        elements[index].copy_(boxes[box.name].view(elements.dtype))
-    return tensor
+def _index(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box within its checkpoint tensor."""
+    return tuple(slice(begin, end) for begin, end in box.bounds)
 
 
 def _virtual_tensor(tensor_type: TensorType) -> torch.Tensor:
     """Return a tensor of zeros. The pages of a large one are allocated when they are written."""
     dtype = _dtype(tensor_type.dtype, tensor_type.itemsize)
     size = prod(tensor_type.shape) * tensor_type.itemsize
-    if size < MIN_MAPPED_BYTES:
+    if size < max(MIN_MAPPED_BYTES, 1):
         return torch.zeros(size, dtype=torch.uint8).view(dtype).view(tensor_type.shape)
     mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     # The tensor references the mapping, which is unmapped with the last tensor that uses it.
     return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(tensor_type.shape)
 

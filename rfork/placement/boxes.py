@@ -52,9 +52,15 @@ class Box(NamedTuple):
         return self.itemsize * prod(self.sizes)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if it is the complete checkpoint tensor."""
         return self.sizes == self.shape
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if its elements are adjacent in the checkpoint tensor."""
+        cut = next((dim for dim, size in enumerate(self.sizes) if size != 1), len(self.sizes))
+        return self.sizes[cut + 1 :] == self.shape[cut + 1 :]
 
     @property
     def bounds(self) -> Bounds:
@@ -88,7 +94,7 @@ def wanted_boxes(placement_map: PlacementMap) -> list[Box]:
     A box is the bounding box of the tensor's rows, or the complete tensor if its elements flow into computed values.
     """
     checkpoint = placement_map.checkpoint
-    complete = {checkpoint.positions[name] for name in placement_map.read_whole}
+    complete = {checkpoint.positions[name] for name in placement_map.read_completely}
     rows = placement_map.rows_of_checkpoint
     starts, positions = placement_map.starts.tolist(), placement_map.start_positions.tolist()
     types = placement_map.box_type_indices.tolist()

@@ -150,7 +150,7 @@ class PlacementMapBuilder:
     """Own tensors that lie within another own tensor, and its name. They have no rows."""
     operations: dict[str, int] = field(default_factory=dict)
     box_types: dict[BoxType, int] = field(default_factory=dict)
-    read_whole: list[str] = field(default_factory=list)
+    read_completely: list[str] = field(default_factory=list)
     """Checkpoint tensors with elements that flow into computed values."""
     sources: list[int] = field(default_factory=list)
     owns: list[int] = field(default_factory=list)
@@ -183,7 +183,7 @@ class PlacementMapBuilder:
             dict(self.aliases),
             tuple(self.operations),
             tuple(self.box_types),
-            tuple(self.read_whole),
+            tuple(self.read_completely),
             *(_column(values) for values in columns),
         )
 
@@ -203,7 +203,7 @@ class PlacementMap:
     aliases: Mapping[str, str]
     operations: tuple[str, ...]
     box_types: tuple[BoxType, ...]
-    read_whole: tuple[str, ...]
+    read_completely: tuple[str, ...]
     """Checkpoint tensors with elements that flow into computed values: the loader needs all of their elements."""
     sources: Column
     """Index of each row's checkpoint tensor, or -1 minus the index of the operation that computed its elements."""
@@ -245,17 +245,22 @@ class PlacementMap:
     def _row_columns(self) -> tuple[Column, Column, Column, Column]:
         return self.sources, self.owns, self.offsets, self.box_type_indices
 
-    def only(self, own: Collection[str]) -> PlacementMap:
-        """Return the map without the rows of own tensors that are not named. Its tables are the same."""
+    def only(self, own: Collection[str], reason: str) -> PlacementMap:
+        """Return the map in which the elements of own tensors that are not named are computed, for a reason.
+
+        Its tables are the same.
+        """
         is_named = np.array([name in own for name in self.own.names], dtype=bool)
-        kept = is_named[self.owns]
+        kept = is_named[self.owns] | (self.sources < 0)
+        if kept.all():
+            return self
+        operations = self.operations if reason in self.operations else (*self.operations, reason)
+        counts = np.diff(self.start_positions)
         return replace(
             self,
-            sources=_column(self.sources[kept]),
-            owns=_column(self.owns[kept]),
-            offsets=_column(self.offsets[kept]),
-            box_type_indices=_column(self.box_type_indices[kept]),
-            starts=_column(self.starts[np.repeat(kept, np.diff(self.start_positions))]),
+            operations=operations,
+            sources=_column(np.where(kept, self.sources, -1 - operations.index(reason))),
+            starts=_column(self.starts[np.repeat(kept, counts)]),
         )
 
     @cached_property
@@ -301,7 +306,7 @@ class PlacementMap:
             "aliases": dict(self.aliases),
             "operations": self.operations,
             "box_types": self.box_types,
-            "read_whole": self.read_whole,
+            "read_completely": self.read_completely,
             "rows": len(self),
             "starts": len(self.starts),
         }
@@ -324,7 +329,7 @@ class PlacementMap:
 
     def _validate(self) -> None:
         """Raise ValueError if an index or a box is outside its table or tensor."""
-        if not self.checkpoint.positions.keys() >= set(self.read_whole):
+        if not self.checkpoint.positions.keys() >= set(self.read_completely):
             raise ValueError("a checkpoint tensor that is not in its table")
         rows = len(self)
         if any(len(column) != rows for column in self._row_columns):
@@ -412,7 +417,7 @@ def _decoded(body: bytes) -> PlacementMap:
         {_text(name): _text(owner) for name, owner in header["aliases"].items()},
         tuple(_text(each) for each in header["operations"]),
         tuple(BoxType(_sizes(sizes), _sizes(strides)) for sizes, strides in header["box_types"]),
-        tuple(_text(each) for each in header["read_whole"]),
+        tuple(_text(each) for each in header["read_completely"]),
         *columns,
     )
 

@@ -16,8 +16,8 @@ storage that is written alive until it is deleted itself.
 Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
 from loaded tensors. A loader that reads values (``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
 
-The map also names the checkpoint tensors with elements that flow into anything but its rows (`read_whole`): loading
-with the elements of the rows alone would compute other values from them.
+The map also names the checkpoint tensors with elements that flow into anything but its rows (`read_completely`):
+loading with the elements of the rows alone would compute other values from them.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, found in self._storages.items():
             ranges = [own.byte_range for own in owners.get(key, ())]
             read.update(_names(write for write in found.writes if not write.overlaps_any(ranges)))
-        builder.read_whole.extend(name for name in self._checkpoint if name in read)
+        builder.read_completely.extend(name for name in self._checkpoint if name in read)
         return builder.build()
 
 

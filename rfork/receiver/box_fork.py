@@ -1,15 +1,15 @@
 """Fork across layouts: boxes of checkpoint tensors from instances whose layouts differ from the target's.
 
 Runs on the target. The target knows from its placement map which boxes it needs, and from those of the sources who has
-them. Each source is asked for its part, and serves it as an image of its own, whose tensors are the boxes. These images
-are forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
+them. Each source serves its part on request, as an image of its own whose tensors are the boxes. These images are
+forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,14 +29,15 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
+from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
-from rfork.placement.box_tensors import allocate_boxes, assembled
+from rfork.placement.box_tensors import CheckpointMemory
 from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.report import ForkReport
-from rfork.receiver.session import ForkOptions, ForkSession, Network, ask_source, module_of
+from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import InstanceReport, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
@@ -70,7 +71,6 @@ class FetchedPart:
     """Boxes from one layout, in host memory, and their fork."""
 
     boxes: tuple[Box, ...]
-    tensors: dict[str, torch.Tensor]
     report: ForkReport
     layout: OtherLayout
 
@@ -85,8 +85,10 @@ class FetchedBoxes:
     """All boxes that a target needs."""
 
     version: str
-    checkpoint: TensorTable
+    memory: CheckpointMemory
     wanted: Sequence[Box]
+    computed_from: Collection[str] = ()
+    """Checkpoint tensors that the loader computes with, perhaps in place."""
     parts: list[FetchedPart] = field(default_factory=list)
 
     @property
@@ -101,9 +103,9 @@ class FetchedBoxes:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors of the checkpoint in its order; only the boxes that the target needs have their values."""
-        described = [box for part in self.parts for box in part.boxes]
-        tensors = {name: tensor for part in self.parts for name, tensor in part.tensors.items()}
-        return assembled(self.checkpoint, tensors, described)
+        for name, tensor in self.memory.tensors():
+            # Boxes are still served to other targets.
+            yield name, tensor.clone() if name in self.computed_from else tensor
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -180,7 +182,7 @@ class BoxFork:
         reasons: list[str] = []
         for sample in self._found[1]:
             try:
-                data = ask_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
+                data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
                 found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
             except (RforkError, ValueError) as error:
                 reasons.append(f"{sample.rank.key} on {sample.placement.host}: {error}")
@@ -192,7 +194,10 @@ class BoxFork:
 
     @property
     def checkpoint(self) -> TensorTable:
-        """Names and types of all tensors of the checkpoint. Raises NoSource, or LayoutMismatch if the sources differ."""
+        """Names and types of all tensors of the checkpoint.
+
+        Raises NoSource, or LayoutMismatch if the sources differ.
+        """
         table = max((layout.placement_map.checkpoint for layout in self.layouts), key=len)
         for layout in self.layouts:
             other = layout.placement_map.checkpoint
@@ -211,7 +216,12 @@ class BoxFork:
         Raises LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
         wanted = wanted_boxes(placement_map)
-        fetched = FetchedBoxes(self.version, self.checkpoint, wanted)
+        fetched = FetchedBoxes(
+            self.version,
+            CheckpointMemory(self.checkpoint, allocate_host),
+            wanted,
+            frozenset(placement_map.read_completely),
+        )
         try:
             self._fetch_all(wanted, fetched)
         except BaseException:
@@ -225,42 +235,49 @@ class BoxFork:
         while remaining:
             division = divide(remaining, [layout.placement_map for layout in layouts])
             if division.missing:
-                box, reason = division.missing[0]
-                raise failure or LayoutMismatch(f"no source has {box.name}: {reason}")
-            parts = [(layout, part) for layout, part in zip(layouts, division.parts, strict=True) if part]
+                raise failure or LayoutMismatch(division.missing[0][1])
+            parts = [
+                (layout, part, fetched.memory.allocate_boxes(part))
+                for layout, part in zip(layouts, division.parts, strict=True)
+                if part
+            ]
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
                 results = list(pool.map(lambda part: _result_of(partial(self._fetch_part, *part)), parts))
             remaining = []
-            for (layout, part), result in zip(parts, results, strict=True):
+            for (layout, part, _), result in zip(parts, results, strict=True):
                 if isinstance(result, FetchedPart):
                     fetched.parts.append(result)
                     continue
                 log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
                 layouts, failure = [each for each in layouts if each is not layout], result
+                fetched.memory.forget(part)
                 remaining.extend(part)
 
-    def _fetch_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
+    def _fetch_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._try_part(layout, boxes)
+                return self._try_part(layout, boxes, tensors)
             except (SourceError, NetworkError, ForkFailed) as error:
                 if attempt == ATTEMPTS:
                     raise
                 log.info("boxes requested again", layout=layout.name, reason=str(error))
         raise AssertionError("unreachable")
 
-    def _try_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
+    def _try_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
         encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
 
         def question(peer: Peer, until: float) -> BoxImage:
             return peer.open_boxes(encoded, opening_until)
 
-        opened = ask_source(layout.sample, self._settings, self._deadline, question)
+        opened = query_source(layout.sample, self._settings, self._deadline, question)
         if opened.version != self.version:
             raise SourceWeightsChanged(
                 f"the instances of {self.model} began to serve version {opened.version} during the fork"
             )
-        tensors = allocate_boxes(boxes)
         expected = image_from_tensors(tensors).layout
         if opened.layout_id != expected.layout_id:
             raise LayoutMismatch(f"{layout.name} opened other boxes than requested: the versions of rfork differ")
@@ -275,7 +292,7 @@ class BoxFork:
         report = ForkSession(
             module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
         ).run()
-        return FetchedPart(boxes, tensors, report, layout)
+        return FetchedPart(boxes, report, layout)
 
 
 def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:

@@ -372,6 +372,9 @@ class FallbackRunner:
                 if fallback.storage_type != "snapshot" and fallback.stated_version is None:
                     self._check_files()  # after opening, so that the files that are read are the checked ones
             except (CheckpointError, StorageError) as error:
+                if fallback.stated_version is not None:  # normal for the first instance of a model
+                    log.info("no other layout can be read", reason=str(error))
+                    continue
                 log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
                 self.reasons.append(error)
                 continue
@@ -431,9 +434,7 @@ class FallbackRunner:
         if not self.seed.settings.race_storage:
             return None
         readable = [
-            each
-            for each in self._fallbacks
-            if each.path is not None or (each.uri and each.load_out_of_place is None)
+            each for each in self._fallbacks if each.path is not None or (each.uri and each.load_out_of_place is None)
         ]
         if not readable:
             return None

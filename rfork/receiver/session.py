@@ -438,13 +438,13 @@ def fetch_layout(source_instance: InstanceReport, settings: InstanceSettings, de
             )
         return layout
 
-    return ask_source(source_instance, settings, deadline, question)
+    return query_source(source_instance, settings, deadline, question)
 
 
 Answer = TypeVar("Answer")
 
 
-def ask_source(
+def query_source(
     source_instance: InstanceReport,
     settings: InstanceSettings,
     deadline: float,
@@ -453,13 +453,14 @@ def ask_source(
     """Return the answer of an instance that has the image of `source_instance`, by `deadline`.
 
     The planner chooses the instance. `question` is called with its peer and a deadline; if it raises SourceError,
-    NetworkError or LayoutMismatch, another instance is asked. Raises NoSource, and what `question` and the planner's client raise.
+    NetworkError or LayoutMismatch, the next instance is tried. Raises NoSource, and what `question` and the planner's
+    client raise.
     """
     with PlannerClient.of(settings) as planner:
-        return _ask_source(planner, source_instance, settings, deadline, question)
+        return _query_source(planner, source_instance, settings, deadline, question)
 
 
-def _ask_source(
+def _query_source(
     planner: PlannerClient,
     source_instance: InstanceReport,
     settings: InstanceSettings,

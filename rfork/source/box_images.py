@@ -28,6 +28,7 @@ from rfork.errors import LayoutMismatch, SourceBusy, SourceCorrupt, SourceWeight
 from rfork.image.capture import image_from_tensors
 from rfork.image.layout import Manifest, byte_extent
 from rfork.image.memory import Image
+from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage
 from rfork.placement.box_tensors import allocate_boxes, gather
@@ -107,7 +108,7 @@ class BoxImages:
         self._memory_bytes = memory_bytes
         self._clock = clock
         self._slots = _slots_in(seed.image, tensors)
-        self._map = placement_map.only(self._slots)
+        self._map = placement_map.only(self._slots, "not in the image")
         self._lock = threading.Lock()
         self._map_lock = threading.Lock()
         self._images: dict[BoxKey, ServedBoxes] = {}
@@ -355,7 +356,7 @@ def _views_of(image: Image, slots: Mapping[str, OwnSlot]) -> dict[str, torch.Ten
 
 def _allocated(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
     try:
-        return allocate_boxes(boxes)
+        return allocate_boxes(boxes, allocate_host)
     except ValueError as error:
         raise LayoutMismatch(str(error)) from None
     except (MemoryError, RuntimeError) as error:

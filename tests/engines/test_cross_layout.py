@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -93,12 +93,16 @@ def write_model(folder: Path, tokenizer: Path, kind: Kind) -> Path:
     return folder
 
 
-def weights_of(planner: PlannerProcess, model: str, layout: ServerLayout) -> dict[tuple[int, int], str | None]:
-    """Return the id of the weights of each rank of the layout that serves the model."""
+def weights_of(
+    planner: PlannerProcess, model: str, layout: ServerLayout, others: Collection[str] = ()
+) -> dict[tuple[int, int], str | None]:
+    """Return the id of the weights of each rank of the layout that serves the model, except instances of `others`."""
     return {
         (report.rank.pp, report.rank.tp): report.weights_id
         for report in serving_instances(planner)
-        if report.model == model and (report.rank.tp_size, report.rank.pp_size) == (layout.tp, layout.pp)
+        if report.model == model
+        and (report.rank.tp_size, report.rank.pp_size) == (layout.tp, layout.pp)
+        and report.instance_id not in others
     }
 
 
@@ -114,8 +118,8 @@ S1 = ServerLayout("sglang")
         pytest.param("tied", [V1], V2, id="tied-vllm-tp1-to-tp2"),
         pytest.param("padded", [V2], V1, id="padded-vllm-tp2-to-tp1"),
         pytest.param("untied", [V1, V2], V_PP2, id="untied-vllm-tp1-and-tp2-to-pp2"),
-        pytest.param("experts", [V1], V2, id="experts-vllm-tp1-to-tp2"),
         pytest.param("untied", [V1], S1, id="untied-vllm-to-sglang"),
+        pytest.param("experts", [S1], V2, id="experts-sglang-to-vllm-tp2"),
     ],
 )
 def test_weights_come_from_servers_with_other_layouts(
@@ -137,20 +141,38 @@ def test_weights_come_from_servers_with_other_layouts(
             server.wait_ready(2 * READY_S)
             _wait_ranks(planner, "served", source)
         expected = greedy_tokens(started[0])
+        others = {report.instance_id for report in serving_instances(planner)}
         with target.server(bare, tmp_path / "target.log", planner.url, "served") as fork:
             fork.wait_ready(2 * READY_S)
             assert target.ranks == len(fork.lines_with("weights fetched from other layouts"))
             assert expected == greedy_tokens(fork)
-            _wait_ranks(planner, "served", target)
-            received = weights_of(planner, "served", target)
+            _wait_ranks(planner, "served", target, others)
+            received = weights_of(planner, "served", target, others)
     with target.server(folder, tmp_path / "own.log", planner.url, "own") as own:
         own.wait_ready(2 * READY_S)
         _wait_ranks(planner, "own", target)
         assert weights_of(planner, "own", target) == received
 
 
-def _wait_ranks(planner: PlannerProcess, model: str, layout: ServerLayout) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_repacked_experts_are_refused_by_name(tiny_model: Path, planner: PlannerProcess, tmp_path: Path) -> None:
+    """vLLM packs experts for CPUs, so a server with another layout loads its own files and says why."""
+    folder = write_model(tmp_path / "files" / "model", tiny_model, "experts")
+    with V1.server(folder, tmp_path / "seed.log", planner.url, "served") as seed:
+        seed.wait_ready(2 * READY_S)
+        _wait_ranks(planner, "served", V1)
+        with V2.server(folder, tmp_path / "target.log", planner.url, "served") as target:
+            target.wait_ready(2 * READY_S)
+            named = (
+                r"no source has model\.layers\.0\.mlp\.experts.*UnquantizedFusedMoEMethod/CPU.* may change the weights"
+            )
+            assert target.lines_with(named)
+            assert greedy_tokens(seed) == greedy_tokens(target)
+
+
+def _wait_ranks(planner: PlannerProcess, model: str, layout: ServerLayout, others: Collection[str] = ()) -> None:
     def is_complete() -> bool:
-        return len(weights_of(planner, model, layout)) == layout.ranks
+        return len(weights_of(planner, model, layout, others)) == layout.ranks
 
     wait_until(is_complete, deadline_s=RELATED_S, what=f"all ranks of {layout}")

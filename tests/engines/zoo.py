@@ -273,9 +273,9 @@ def model_of(architecture: Architecture) -> Any:
     return build.from_config(config).to(torch.float32)
 
 
-def write(folder: Path, name: str) -> Path:
+def write(folder: Path, name: str, models: Mapping[str, Architecture] = ARCHITECTURES) -> Path:
     """Write a model with its weights into a subfolder, which is returned."""
-    made, architecture = folder / name, ARCHITECTURES[name]
+    made, architecture = folder / name, models[name]
     model_of(architecture).save_pretrained(made)
     if architecture.model_type == "llava":
         _rename(made / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as in older checkpoints

@@ -33,7 +33,7 @@ from rfork.placement.box_tensors import allocate_boxes
 from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.intersection import Relocation
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.session import ForkOptions, ForkSession, Network, ask_source, module_of
+from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.settings import InstanceSettings
 from rfork.source import box_images
 from rfork.source.box_images import BOX_IDLE_S
@@ -140,8 +140,8 @@ def test_a_target_forks_boxes(rfork_process: StartRfork, start_seed: StartBoxSee
     rank = start_seed(source)
     assert rank.seed.wait_registered(SOON_S)
 
-    encoded_map = ask_source(rank.seed.report(), target, soon(), lambda peer, until: peer.placement(until))
-    opened = ask_source(
+    encoded_map = query_source(rank.seed.report(), target, soon(), lambda peer, until: peer.placement(until))
+    opened = query_source(
         rank.seed.report(), target, soon(), lambda peer, until: peer.open_boxes(encode_boxes(BOXES), until)
     )
     tensors = allocate_boxes(BOXES)

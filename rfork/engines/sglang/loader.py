@@ -6,15 +6,18 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines import weight_cache
+from rfork.engines import relocation, weight_cache
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
+from rfork.engines.relocation import Weights
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
@@ -22,6 +25,8 @@ from rfork.engines.shared_tensors import main_model, remember_main
 from rfork.engines.weight_lifecycle import attach_lifecycle, lifecycle_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
+from rfork.placement.placement_map import PlacementMap, TensorTable
+from rfork.placement.recorder import Recorder
 from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
@@ -82,7 +87,10 @@ def choose_loader(choose: Callable[..., BaseModelLoader], load_config: LoadConfi
 
 
 class SglangEngine:
-    """Builds one model with SGLang; implements `rfork.engines.load_or_fork.EngineAdapter`."""
+    """Builds one model with SGLang.
+
+    Implements `rfork.engines.load_or_fork.EngineAdapter` and `rfork.engines.relocation.RelocatingEngine`.
+    """
 
     def __init__(
         self,
@@ -163,6 +171,80 @@ class SglangEngine:
         if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
             raise CheckpointError(f"there are no weights in {folder}", hint="start a seed, or add the weight files")
 
+    def checkpoint_tensors(self) -> TensorTable | None:
+        """See `RelocatingEngine.checkpoint_tensors`."""
+        if compat.option("model_checksum", None) is not None:
+            return None  # SGLang would digest all files
+        loader: Any = _own_loader(self._config, self._model_config)
+        if not hasattr(loader, "_get_all_weights"):
+            return None
+
+        def read_all(device: torch.device) -> None:
+            with self._twin(device) as twin:  # its class may name other files
+                list(loader._get_all_weights(self._model_config, twin))
+
+        return relocation.checkpoint_tensors(loader, read_all)
+
+    def record(self, checkpoint: TensorTable) -> PlacementMap:
+        """See `RelocatingEngine.record`. Raises ModelError if SGLang does more than load the checkpoint's tensors."""
+        if self._refusal is not None:
+            raise ModelError(self._refusal)
+        self._check_loader()
+        return relocation.record(checkpoint, self._load_twin)
+
+    def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
+        """See `RelocatingEngine.live_tensors`."""
+        device_type = str(self._device_config.device).partition(":")[0]
+        refusal = partial(methods.changing_method, device_type=device_type)
+        return relocation.unchanged_tensors(module, placement_map, refusal)
+
+    def load_from(self, weights: Weights) -> nn.Module:
+        """See `RelocatingEngine.load_from`."""
+        self._check_loader()
+        compat.rotary_tables().clear()
+        loader: Any = _own_loader(self._config, self._model_config)
+        chosen = self._chosen(weights)
+        loader._get_all_weights = lambda model_config, model: iter(chosen)
+        return self._with_full_rope_tables(
+            loader.load_model(model_config=self._model_config, device_config=self._device_config)
+        )
+
+    def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        load_only = getattr(DefaultModelLoader, "load_weights_only", None)
+        chosen = self._chosen(weights)
+        with self._twin(device) as twin, recorder:
+            if load_only is not None:  # it renames the tensors of some formats
+                load_only(twin, chosen, torch.device(self._device_config.device))
+            else:
+                load_weights: Any = twin.load_weights
+                load_weights(chosen)
+        return twin
+
+    @contextlib.contextmanager
+    def _twin(self, device: torch.device) -> Iterator[nn.Module]:
+        """A model that SGLang builds like the one it loads.
+
+        On the meta device its weights have no memory; in host memory it is allocated, but never written.
+        """
+        module: Any = sys.modules[BaseModelLoader.__module__]
+        with relocation.no_trace(compat.rotary_tables(), self._model_config.dtype, "sglang"):
+            quant_config = module._get_quantization_config(self._model_config, self._config)
+            with device:
+                twin: nn.Module = module._initialize_model(self._model_config, self._config, quant_config)
+            yield twin
+
+    def _chosen(self, weights: Weights) -> Weights:
+        """Return the weights that SGLang reads: for one of several draft layers, it omits those of the others."""
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        index = getattr(self._config, "draft_model_idx", None)
+        if index is None:
+            return weights
+        chosen: Weights = DefaultModelLoader._filter_mtp_weights(weights, "", index)
+        return chosen
+
     def _with_full_rope_tables(self, model: nn.Module) -> nn.Module:
         """Extend the rotary tables to the length SGLang needs, because it would replace them later."""
         compat.reserve_rotary_tables(model, self._model_config)
@@ -178,7 +260,7 @@ def _few_random_values() -> Iterator[None]:
         yield
         return
 
-    def initialize_few(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialize_few(model: Any, *args: Any, **kwargs: Any) -> None:
         def remove(_: nn.Module, listed: dict[str, object], prefix: str, metadata: object) -> None:
             for name in methods.relocated_weights(model):
                 listed.pop(name, None)

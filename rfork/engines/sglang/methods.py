@@ -47,6 +47,29 @@ RELOCATED: Final = frozenset(
 """Dotted names of methods whose post-processing moves weights, and does not read their values."""
 
 
+EXPERTS: Final = f"{LAYERS}.unquant.UnquantizedFusedMoEMethod"
+
+
+def changing_method(layer: nn.Module, device_type: str) -> str | None:
+    """Return why post-processing may have changed the loaded bytes of a layer; None if it has not.
+
+    Judged by reading SGLang's methods, for CPUs and CUDA: on a CPU with AMX they pack the weights.
+    """
+    method = getattr(layer, "quant_method", None)
+    if method is None:
+        return None
+    name = method_name(layer)
+    if getattr(layer, "use_intel_amx_backend", False):
+        return f"{name} packs the weights for AMX"
+    if device_type not in ("cpu", "cuda") or dotted_name(type(method)) not in RELOCATED or torch.version.hip:
+        return f"{name} may change the weights after loading on {device_type}"
+    if dotted_name(type(method)) == EXPERTS:
+        for reorders in ("use_flashinfer_trtllm_moe", "w13_swiglu_interleaved"):
+            if getattr(method, reorders, False):
+                return f"{name} reorders the weights ({reorders})"
+    return None
+
+
 def relocated_weights(module: nn.Module) -> Iterator[str]:
     """Yield the names of the parameters of a model's layers with such methods."""
     for name, layer in module.named_modules():

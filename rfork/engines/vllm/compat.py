@@ -6,6 +6,7 @@ kernels. Importing this module imports no part of vLLM.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ LOADERS: Final = "vllm.model_executor.model_loader"
 GROUPS: Final = "vllm.distributed.parallel_state"
 MANAGER: Final = "vllm.v1.engine.utils.CoreEngineProcManager"
 CONFIG: Final = "vllm.config"
+
+ROTARY_TABLES: Final = "vllm.model_executor.layers.rotary_embedding._ROPE_DICT"
 
 DUMMY_LAYER_TARGETS: Final = (
     HookTarget(f"{LOADERS}.dummy_loader.DummyModelLoader._process_online_quant_layer", ("layer", "info"), "comfort"),
@@ -106,6 +109,12 @@ HOOK_TARGETS: Final = (
     HookTarget("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", ("n", "k", "dtype"), "comfort"),
     # Since vLLM 0.30. Without it, models whose kernels must be rebuilt are not forked.
     HookTarget("vllm.model_executor.utils.weights_already_processed", (), "comfort", optional=True),
+    # Without them, no fork across layouts.
+    HookTarget(f"{LOADERS}.utils.initialize_model", ("vllm_config", "prefix", "model_config"), "comfort"),
+    HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader._get_weights_iterator", ("source",), "comfort"),
+    HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader._prepare_weights", ("fall_back_to_pt",), "comfort"),
+    HookTarget(f"{LOADERS}.default_loader.DefaultModelLoader.load_weights", ("model", "model_config"), "comfort"),
+    HookTarget(ROTARY_TABLES, (), "comfort"),
     *DUMMY_LAYER_TARGETS,
 )
 
@@ -229,6 +238,26 @@ def is_quantised_online(vllm_config: VllmConfig) -> bool:
         return True  # unknown
     nested = getattr(quant_config, "online_quantization_config", None)
     return isinstance(quant_config, OnlineQuantizationConfig) or isinstance(nested, OnlineQuantizationConfig)
+
+
+def config_of_twin(vllm_config: VllmConfig) -> VllmConfig:
+    """Return a copy of a configuration for a second model: what models change while they are built is copied too."""
+    twin = copy.copy(vllm_config)
+    compilation = twin.compilation_config = copy.copy(vllm_config.compilation_config)
+    for name, value in vars(compilation).items():
+        if isinstance(value, dict | list | set):
+            setattr(compilation, name, copy.copy(value))
+    compilation.static_forward_context.clear()  # no two models may use the same names of layers
+    compilation.static_all_moe_layers.clear()
+    compilation.mode = type(compilation.mode)(0) if compilation.mode is not None else None  # nothing is compiled
+    twin.quant_config = copy.deepcopy(vllm_config.quant_config)
+    return twin
+
+
+def rotary_tables() -> dict[Any, Any]:
+    """Return the rotary tables that all models of a process share."""
+    tables: dict[Any, Any] = pkgutil.resolve_name(ROTARY_TABLES)
+    return tables
 
 
 def keep_weights_on_cpu() -> None:

@@ -69,6 +69,51 @@ declares so. Judged by reading them.
 """
 
 
+KEEPING: Final = frozenset(
+    {
+        f"{LAYERS}.linear.UnquantizedLinearMethod",
+        f"{LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+        f"{LAYERS}.fused_moe.router.gate_linear._GateLinearMethod",
+    }
+)
+"""Classes whose post-processing leaves the bytes of a layer's tensors unchanged, or replaces the tensors by others of
+another shape. Judged by reading them, for CPUs and CUDA.
+"""
+EXPERTS: Final = f"{LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod"
+KEEPING_EXPERTS: Final = frozenset({"TRITON", "BATCHED_TRITON"})
+"""Backends of unquantised experts that compute with the tensors as they were loaded; others reorder them."""
+
+
+ATTENTION: Final = frozenset(
+    {
+        f"{LAYERS}.attention.attention.Attention",
+        f"{LAYERS}.attention.mla_attention.MLAAttention",
+        f"{LAYERS}.attention.mm_encoder_attention.MMEncoderAttention",
+    }
+)
+"""Classes of attention whose post-processing derives tensors from loaded ones, and at most removes one of these."""
+
+
+def changing_method(layer: nn.Module, device_type: str) -> str | None:
+    """Return why post-processing may have changed the loaded bytes of a layer; None if it has not."""
+    method = getattr(layer, "quant_method", None)
+    if method is None:
+        owner = step_owner(layer)
+        if owner is None or dotted_name(owner) in ATTENTION:
+            return None
+        return f"{type(layer).__name__} post-processes its weights"
+    name, known = method_name(layer), dotted_name(type(method))
+    if device_type in ("cpu", "cuda") and known in KEEPING:
+        weight = getattr(layer, "weight", None)
+        if device_type == "cpu" and weight is not None and weight.dim() != 2 and weight.numel():
+            return f"{name} may pack convolutions on a CPU"
+        return None
+    if device_type == "cuda" and known == EXPERTS:
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        return None if backend in KEEPING_EXPERTS else f"{name} reorders the weights for the backend {backend}"
+    return f"{name} may change the weights after loading on {device_type}"
+
+
 def unsupported_method(module: nn.Module, device_type: str, accepted: Collection[str] = ()) -> str | None:
     """Return why a model cannot be forked, judged by the methods of its layers. The model may be unprocessed."""
     for name, layer in module.named_modules():

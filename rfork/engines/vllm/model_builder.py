@@ -6,7 +6,7 @@ Runs in a worker, on the thread that loads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from rfork.engines import relocation
+from rfork.engines.relocation import Weights
 from rfork.engines.vllm import compat, methods
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
+from rfork.placement.placement_map import PlacementMap, TensorTable
+from rfork.placement.recorder import Recorder
 
 log = logger(__name__)
 
@@ -33,7 +37,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 class VllmEngine:
-    """Builds one model with vLLM; implements `rfork.engines.load_or_fork.EngineAdapter`."""
+    """Builds one model with vLLM.
+
+    Implements `rfork.engines.load_or_fork.EngineAdapter` and `rfork.engines.relocation.RelocatingEngine`.
+    """
 
     def __init__(
         self,
@@ -96,6 +103,57 @@ class VllmEngine:
                 with device_loading_context(layer, self._device) if moving else contextlib.nullcontext():
                     method.process_weights_after_loading(layer)
 
+    def checkpoint_tensors(self) -> TensorTable | None:
+        """See `RelocatingEngine.checkpoint_tensors`."""
+        loader: Any = default_loader(self._load_config)
+
+        def read_all(device: torch.device) -> None:
+            with self._twin(device) as twin:  # its class may name other files
+                list(loader.get_all_weights(self._model_config, twin))
+
+        return relocation.checkpoint_tensors(loader, read_all)
+
+    def record(self, checkpoint: TensorTable) -> PlacementMap:
+        """See `RelocatingEngine.record`."""
+        if compat.is_quantised_online(self._vllm_config):
+            raise UnsupportedTensor(ALL_TENSORS, "vLLM quantises it while it loads")
+        return relocation.record(checkpoint, self._load_twin)
+
+    def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
+        """See `RelocatingEngine.live_tensors`."""
+        refusal = partial(methods.changing_method, device_type=self._device.type)
+        return relocation.unchanged_tensors(module, placement_map, refusal)
+
+    def load_from(self, weights: Weights) -> nn.Module:
+        """See `RelocatingEngine.load_from`."""
+        self._unregister_layers()
+        return self._load_with(_loader_of(self._load_config, weights))
+
+    def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
+        with self._twin(device) as twin, recorder:
+            _loader_of(self._load_config, weights).load_weights(twin, self._model_config)
+        return twin
+
+    @contextlib.contextmanager
+    def _twin(self, device: torch.device) -> Iterator[nn.Module]:
+        """A model that vLLM builds like the one it loads, with a copy of what models change in the configuration.
+
+        On the meta device its weights have no memory; in host memory it is allocated, but never written.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        vllm_config = compat.config_of_twin(self._vllm_config)
+        with (
+            relocation.no_trace(compat.rotary_tables(), self._model_config.dtype, "vllm"),
+            set_current_vllm_config(vllm_config),
+        ):
+            with device:
+                twin: nn.Module = initialize_model(
+                    vllm_config=vllm_config, model_config=self._model_config, prefix=self._options.get("prefix", "")
+                )
+            yield twin
+
     def _load_with(self, loader: BaseModelLoader) -> nn.Module:
         module: nn.Module = loader.load_model(
             vllm_config=self._vllm_config, model_config=self._model_config, **self._options
@@ -152,6 +210,13 @@ class _EmptyWeightsLoader(_CheckedLoader):
 def default_loader(load_config: LoadConfig) -> BaseModelLoader:
     """Return vLLM's own checkpoint loader."""
     return get_model_loader(plain_load_config(load_config, "auto"))
+
+
+def _loader_of(load_config: LoadConfig, weights: Weights) -> BaseModelLoader:
+    """Return vLLM's own checkpoint loader, which reads these tensors instead of files."""
+    loader: Any = default_loader(load_config)
+    loader.get_all_weights = lambda model_config, model: iter(weights)
+    return loader
 
 
 def dummy_loader(load_config: LoadConfig, check: Check) -> BaseModelLoader:

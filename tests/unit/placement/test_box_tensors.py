@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
 from rfork.placement import box_tensors
-from rfork.placement.box_tensors import allocate_boxes, assembled, gather
+from rfork.placement.box_tensors import CheckpointMemory, allocate_boxes, gather
 from rfork.placement.boxes import Box, box_map, divide, wanted_boxes
 from rfork.placement.intersection import intersect
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
@@ -140,6 +140,22 @@ def test_gathered_boxes_are_slices_of_the_checkpoint(dtype: torch.dtype, layout:
         assert_equal_bits(part_of(weight, box), found[box.name])
 
 
+@pytest.fixture(params=[0, 1 << 40], ids=["virtual memory", "copies"])
+def min_mapped_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with contiguous boxes in virtual memory of their tensors, and in memory of their own."""
+    monkeypatch.setattr(box_tensors, "MIN_MAPPED_BYTES", request.param)
+
+
+def assembled(
+    checkpoint: TensorTable, values: Mapping[str, torch.Tensor], boxes: Sequence[Box]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint whose boxes have these values."""
+    memory = CheckpointMemory(checkpoint)
+    for name, tensor in memory.allocate_boxes(boxes).items():
+        tensor.copy_(values[name])
+    return memory.tensors()
+
+
 @pytest.mark.parametrize("source_layout", LAYOUTS)
 def test_boxes_of_any_layout_are_slices_of_the_checkpoint(source_layout: str) -> None:
     """Boxes of fused, split, transposed and row-parallel own tensors have the bits of the checkpoint."""
@@ -151,6 +167,7 @@ def test_boxes_of_any_layout_are_slices_of_the_checkpoint(source_layout: str) ->
             assert_equal_bits(part_of(checkpoint()[box.tensor], box), found[box.name])
 
 
+@pytest.mark.usefixtures("min_mapped_bytes")
 @pytest.mark.parametrize("target_layout", LAYOUTS)
 @pytest.mark.parametrize("source_layout", LAYOUTS)
 def test_a_loader_of_assembled_tensors_loads_the_checkpoint(source_layout: str, target_layout: str) -> None:
@@ -260,6 +277,7 @@ def test_tensors_are_in_the_order_of_the_table() -> None:
     assert [each.dtype for each in weights.values()] == [each.dtype for _, each in found]
 
 
+@pytest.mark.usefixtures("min_mapped_bytes")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_boxes_are_filled_in(dtype: torch.dtype) -> None:
     """A tensor has the elements of all its boxes, and zeros elsewhere."""
@@ -277,9 +295,35 @@ def test_boxes_are_filled_in(dtype: torch.dtype) -> None:
 def test_a_complete_box_is_not_copied(shape: tuple[int, ...]) -> None:
     """A box that is the complete tensor is the tensor."""
     weight = random_tensor(shape)
-    box = box_of(weight)
-    ((_, found),) = assembled(table_of({"weight": weight}), {box.name: weight}, [box])
-    assert weight is found
+    memory = CheckpointMemory(table_of({"weight": weight}))
+    (allocated,) = memory.allocate_boxes([box_of(weight)]).values()
+    ((_, found),) = memory.tensors()
+    assert allocated is found
+
+
+def test_large_contiguous_boxes_are_not_copied() -> None:
+    """Boxes that are adjacent in their tensor lie in the memory of the tensor that is yielded."""
+    weight = torch.empty(4, MIB)
+    memory = CheckpointMemory(table_of({"weight": weight}))
+    boxes = [box_of(weight, (0, 2), (0, MIB)), box_of(weight, (3, 4), (7, MIB))]
+    allocated = memory.allocate_boxes(boxes)
+    ((_, found),) = memory.tensors()
+    for box in boxes:
+        assert part_of(found, box).data_ptr() == allocated[box.name].data_ptr()
+        assert allocated[box.name].is_contiguous()
+
+
+def test_forgotten_boxes_are_not_assembled() -> None:
+    """A box that could not be fetched is allocated again, in parts."""
+    weight = random_tensor((4, 6))
+    memory = CheckpointMemory(table_of({"weight": weight}))
+    memory.allocate_boxes([box_of(weight)])
+    memory.forget([box_of(weight)])
+    boxes = [box_of(weight, (0, 4), (0, 3)), box_of(weight, (0, 4), (3, 6))]
+    for box, tensor in zip(boxes, memory.allocate_boxes(boxes).values(), strict=True):
+        tensor.copy_(part_of(weight, box))
+    ((_, found),) = memory.tensors()
+    assert_equal_bits(weight, found)
 
 
 def test_boxes_of_other_checkpoints_are_refused() -> None:
@@ -293,10 +337,12 @@ def test_boxes_of_other_checkpoints_are_refused() -> None:
 def test_untouched_pages_are_not_allocated() -> None:
     """A tensor larger than the memory of the machine can be yielded; a read of its other elements finds zeros."""
     table = TensorTable(["large"], [TensorType("bfloat16", 2, (1 << 11, 1 << 28))])
-    box = Box("large", "bfloat16", 2, (1 << 11, 1 << 28), (900, 4096), (2, 8))
-    part = random_tensor((2, 8), DTYPE)
-    ((_, found),) = assembled(table, {box.name: part}, [box])
-    assert_equal_bits(part, found[900:902, 4096:4104])
+    cut = Box("large", "bfloat16", 2, (1 << 11, 1 << 28), (900, 4096), (2, 8))
+    adjacent = cut._replace(start=(902, 4096), sizes=(1, MIB))
+    parts = {box.name: random_tensor(box.sizes, DTYPE) for box in (cut, adjacent)}
+    ((_, found),) = assembled(table, parts, [cut, adjacent])
+    for box in (cut, adjacent):
+        assert_equal_bits(parts[box.name], part_of(found, box))
     assert 0 == found[2000, 77]
 
 
@@ -415,9 +461,10 @@ def recorded(loader: Loader) -> PlacementMap:
 def test_tensors_that_flow_into_computed_values_are_noted(case: str) -> None:
     """The map names the checkpoint tensors that the loader needs completely, and no others."""
     loader, names = LOADERS[case]
-    assert names == recorded(loader).read_whole
+    assert names == recorded(loader).read_completely
 
 
+@pytest.mark.usefixtures("min_mapped_bytes")
 @pytest.mark.parametrize("case", LOADERS)
 def test_wanted_boxes_are_all_that_a_loader_reads(case: str) -> None:
     """A loader that reads only the wanted boxes loads the same values."""
@@ -438,7 +485,7 @@ def test_copies_outside_the_parameters_are_noted() -> None:
     with Recorder() as recorder:
         storage[:24].view(4, 6).copy_(recorder.tensor("a", torch.float32, (4, 6)))
         storage[24:].view(4, 6).copy_(recorder.tensor("b", torch.float32, (4, 6)))
-    assert ("b",) == recorder.placement_map({"own": storage[:24].view(4, 6)}).read_whole
+    assert ("b",) == recorder.placement_map({"own": storage[:24].view(4, 6)}).read_completely
 
 
 def test_kept_computed_tensors_are_noted() -> None:
@@ -446,9 +493,9 @@ def test_kept_computed_tensors_are_noted() -> None:
     with Recorder() as recorder:
         own = recorder.tensor("a", torch.float32, (4, 6)) * 2
         other = recorder.tensor("b", torch.float32, (4, 6)).t()
-    assert ("a",) == recorder.placement_map({"own": own, "other": other}).read_whole
+    assert ("a",) == recorder.placement_map({"own": own, "other": other}).read_completely
 
 
 def test_the_small_model_is_read_in_parts() -> None:
     """No tensor of the small model is needed completely because of its loader."""
-    assert () == map_of_rank(1, 2, ALL_LAYERS).read_whole
+    assert () == map_of_rank(1, 2, ALL_LAYERS).read_completely

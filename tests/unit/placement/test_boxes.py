@@ -33,7 +33,7 @@ def map_of(parts: Sequence[Box], complete: Sequence[str] = ()) -> PlacementMap:
             strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
             own = builder.own.append(f"own.{position}", TensorType(box.dtype, box.itemsize, box.sizes, strides))
             builder.append(index, box.start, own, 0, BoxType(box.sizes, strides))
-    builder.read_whole.extend(complete)
+    builder.read_completely.extend(complete)
     return builder.build()
 
 
@@ -67,9 +67,9 @@ def test_bytes_are_those_of_the_elements() -> None:
 
 def test_complete_tensors_are_known() -> None:
     """A box of all elements is the complete tensor, as is that of a scalar."""
-    assert box_of((0, 8), (0, 6)).is_whole
-    assert SCALAR.is_whole
-    assert not WEIGHT.is_whole
+    assert box_of((0, 8), (0, 6)).is_complete
+    assert SCALAR.is_complete
+    assert not WEIGHT.is_complete
 
 
 def test_the_wanted_box_is_the_bounding_box() -> None:

@@ -34,7 +34,7 @@ def small_map() -> PlacementMap:
     builder.append_computed("mul", own, 24, BoxType((3,), (4,)))
     builder.append_computed("fill_", own, 36, BoxType((3,), (4,)))
     builder.aliases["head"] = "own"
-    builder.read_whole.append("weight")
+    builder.read_completely.append("weight")
     return builder.build()
 
 
@@ -70,15 +70,17 @@ def test_rows_of_some_tensors() -> None:
     builder.append_computed("mul", owns[1], 24, BoxType((3,), (4,)))
     builder.append(weight, (0, 1), owns[0], 24, BoxType((1, 2), (12, 4)))
     complete = builder.build()
-    part = complete.only({"a", "b", "unknown"})
-    assert [row for row in complete if row.own in ("a", "b")] == list(part)
+    part = complete.only({"a", "b", "unknown"}, "packed")
+    assert [row for row in complete if row.own in ("a", "b")] == [row for row in part if row.own != "c"]
+    assert {"b": "mul", "c": "packed"} == part.computed
+    assert complete is complete.only({"a", "b", "c"}, "packed")
     assert part == PlacementMap.from_bytes(part.to_bytes())
     assert complete.checkpoint is part.checkpoint
 
 
 def test_a_map_without_rows_can_be_restricted() -> None:
     """A rank without tensors has a map of some of them."""
-    assert [] == list(PlacementMapBuilder().build().only(()))
+    assert [] == list(PlacementMapBuilder().build().only((), "packed"))
 
 
 def test_a_map_is_equal_to_its_decoded_bytes() -> None:
@@ -88,7 +90,7 @@ def test_a_map_is_equal_to_its_decoded_bytes() -> None:
 
 def test_tensors_that_are_read_completely_are_encoded() -> None:
     """The decoded map names them."""
-    assert ("weight",) == PlacementMap.from_bytes(small_map().to_bytes()).read_whole
+    assert ("weight",) == PlacementMap.from_bytes(small_map().to_bytes()).read_completely
 
 
 def test_an_empty_map_can_be_encoded() -> None:
@@ -170,7 +172,7 @@ INVALID: dict[str, tuple[Change, str]] = {
     "number of rows": (lambda header, _: header.__setitem__("rows", 2), "bytes after"),
     "missing table": (lambda header, _: header.pop("own"), "invalid"),
     "aliases": (lambda header, _: header.__setitem__("aliases", []), "invalid"),
-    "tensor that is read": (lambda header, _: header["read_whole"].append("other"), "not in its table"),
+    "tensor that is read": (lambda header, _: header["read_completely"].append("other"), "not in its table"),
     "name": (lambda header, _: header["own"].__setitem__("names", [3]), "not a text"),
 }
 

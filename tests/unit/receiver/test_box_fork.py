@@ -1,12 +1,13 @@
-"""Which instances a cross-layout fork asks, in which order, and what it does when one of them fails."""
+"""The instances that a cross-layout fork queries, their order, and the failure of one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from benchmarks.reshard.sharded_model import Shape, ShardedEngine, checkpoint_table
 from rfork.errors import LayoutMismatch, NoSource, RforkError, SourceUnavailable
@@ -41,13 +42,13 @@ def info(reported: InstanceReport, version: str | None, quarantined: str | None 
 
 
 def found(instances: Sequence[InstanceInfo], version: str | None = None) -> tuple[str, list[str]]:
-    """Return the version and the ids of the instances that would be asked."""
+    """Return the version and the ids of the instances that would be queried."""
     planner = SimpleNamespace(instances=lambda **_: list(instances))
     chosen, reports = other_layouts(cast(PlannerClient, planner), "m", Rank(tp_size=4), version, 0.0)
     return chosen, [each.instance_id for each in reports]
 
 
-def test_one_instance_of_each_rank_and_layout_is_asked() -> None:
+def test_one_instance_of_each_rank_and_layout_is_queried() -> None:
     """Two replicas of one layout count once."""
     replicas = [info(report(rank, 2), "v1") for rank in (0, 1)] * 2
     assert ("v1", ["a-0of2-main", "a-1of2-main"]) == found(replicas)
@@ -68,7 +69,7 @@ def test_a_target_without_a_version_adopts_the_only_one() -> None:
         pytest.param(info(report(role="speculative"), "v1"), id="a draft"),
     ],
 )
-def test_other_instances_are_not_asked(instance: InstanceInfo) -> None:
+def test_other_instances_are_not_queried(instance: InstanceInfo) -> None:
     """Only healthy instances of the required version and role are sources."""
     with pytest.raises(NoSource, match="no instance serves version v1"):
         found([instance], "v1")
@@ -82,14 +83,16 @@ class ScriptedFork(BoxFork):
         self.__dict__["layouts"] = list(layouts)
         self.__dict__["_found"] = ("v1", [])
         self._fails = fails
-        self.asked: list[str] = []
+        self.queried: list[str] = []
 
-    def _fetch_part(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> FetchedPart:
-        self.asked.append(layout.sample.instance_id)
+    def _fetch_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
+        self.queried.append(layout.sample.instance_id)
         if (error := self._fails(layout)) is not None:
             raise error
         unforked: Any = SimpleNamespace(seed=None, bytes_read=sum(box.byte_count for box in boxes))
-        return FetchedPart(boxes, {}, unforked, layout)
+        return FetchedPart(boxes, unforked, layout)
 
 
 def layout(rank: int, size: int, name: str = "a") -> OtherLayout:
@@ -112,7 +115,7 @@ def test_a_source_with_everything_is_preferred_to_several() -> None:
     """Few large parts are fetched faster than many small ones."""
     fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], never)
     assert sorted(wanted_boxes(layout(0, 1).placement_map)) == sorted(boxes_of(fork))
-    assert ["b-0of1-main"] == fork.asked
+    assert ["b-0of1-main"] == fork.queried
 
 
 def test_a_failed_source_is_replaced_by_other_layouts() -> None:
@@ -123,7 +126,7 @@ def test_a_failed_source_is_replaced_by_other_layouts() -> None:
 
     fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], fails)
     boxes_of(fork)
-    assert ["b-0of1-main", "a-0of2-main", "a-1of2-main"] == [fork.asked[0], *sorted(fork.asked[1:])]
+    assert ["b-0of1-main", "a-0of2-main", "a-1of2-main"] == [fork.queried[0], *sorted(fork.queried[1:])]
 
 
 def test_the_last_source_s_failure_is_raised() -> None:
@@ -138,7 +141,7 @@ def test_a_missing_tensor_is_named() -> None:
     fork = ScriptedFork([layout(0, 2)], never)
     with pytest.raises(LayoutMismatch, match=r"model\.embed_tokens\.weight\[16:32"):
         boxes_of(fork)
-    assert [] == fork.asked
+    assert [] == fork.queried
 
 
 def test_sources_of_one_version_have_the_same_checkpoint() -> None:

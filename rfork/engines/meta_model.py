@@ -7,7 +7,7 @@ everything except reading is done: dtypes, tied weights, computed buffers (rotar
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,12 +185,35 @@ class MetaModel:
             raise ModelError(
                 f"{self.source} is quantised: its layout is known only after the quantiser has read the weights"
             )
-        with model_errors(self.source), _no_progress_bar():
+        with model_errors(self.source):
             abstract = self._build_on_meta()
+            weights = _unread_weights(abstract, self.device)
+        return self._with_weights(abstract, weights)
+
+    def filled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
+        """Return the model that `from_pretrained` builds from copies of these weights.
+
+        Weights that the model does not have are ignored. Raises ModelError if one is missing.
+        """
+        abstract = self.on_meta()
+        names = abstract.state_dict().keys()
+        copies = {name: tensor.to(self.device, copy=True) for name, tensor in weights if name in names}
+        return self._with_weights(abstract, copies)
+
+    def on_meta(self) -> PreTrainedModel:
+        """Return the model on the meta device. Raises ModelError."""
+        with model_errors(self.source):
+            return self._build_on_meta()
+
+    def _with_weights(
+        self, abstract: PreTrainedModel, weights: Mapping[str, _LazySlice | torch.Tensor]
+    ) -> PreTrainedModel:
+        """Return the model that `from_pretrained` builds from these weights. Raises ModelError."""
+        with model_errors(self.source), _no_progress_bar():
             built: object = type(abstract).from_pretrained(
                 None,
                 config=self.config,
-                state_dict=_unread_weights(abstract, self.device),
+                state_dict=weights,
                 output_loading_info=True,
                 **self._options,
             )
@@ -203,7 +226,7 @@ class MetaModel:
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if found := sorted(map(str, loading_info.get(problem, ()))):
                 raise ModelError(
-                    f"{self.source} cannot be built without its weights: {problem.replace('_', ' ')}: {found[0]}"
+                    f"{self.source} cannot be built without its files: {problem.replace('_', ' ')}: {found[0]}"
                 )
         return model
 

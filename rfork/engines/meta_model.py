@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from rfork.errors import MissingExtra, ModelError, SettingsError
 
@@ -196,8 +197,8 @@ class MetaModel:
         Weights that the model does not have are ignored. Raises ModelError if one is missing.
         """
         abstract = self.on_meta()
-        names = abstract.state_dict().keys()
-        copies = {name: tensor.to(self.device, copy=True) for name, tensor in weights if name in names}
+        first = _first_names(abstract)  # transformers 4 ties to no other name
+        copies = {first[name]: tensor.to(self.device, copy=True) for name, tensor in weights if name in first}
         return self._with_weights(abstract, copies)
 
     def on_meta(self) -> PreTrainedModel:
@@ -316,18 +317,28 @@ class _LazySlice:
         return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
 
 
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model; tied ones under each of their names."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each weight, by each of its names."""
+    found: dict[int, str] = {}
+    return {name: found.setdefault(id(tensor), name) for name, tensor in stored_tensors(model).items()}
+
+
 def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice | torch.Tensor]:
     """Return a lazy slice for each weight under its first name; transformers ties the tied ones.
 
     transformers 4 reads no slices: it gets uninitialised tensors, which it assigns.
     """
-    lazy = not _is_transformers_4()
-    found: dict[int, str] = {}
+    lazy, tensors = not _is_transformers_4(), stored_tensors(abstract)
     weights: dict[str, _LazySlice | torch.Tensor] = {}
-    for name, tensor in abstract.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and found.setdefault(id(tensor), name) == name:
-            weight = _LazySlice(tensor, device)
-            weights[name] = weight if lazy else weight.tensor()
+    for name in dict.fromkeys(_first_names(abstract).values()):
+        weight = _LazySlice(tensors[name], device)
+        weights[name] = weight if lazy else weight.tensor()
     return weights
 
 

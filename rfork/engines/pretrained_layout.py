@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.meta_model import MetaModel
+from rfork.engines.meta_model import MetaModel, stored_tensors
 from rfork.engines.relocation import Weights, recorded_weights, tensors_of, unchanged_tensors
 from rfork.errors import ALL_TENSORS, CheckpointError, StorageError, UnsupportedTensor
 from rfork.logs import logger
@@ -69,12 +69,6 @@ class PretrainedEngine:
     def load_from(self, weights: Weights) -> nn.Module:
         """Return a new model with these weights. Tensors that the model does not have are ignored."""
         return self._blueprint.filled(weights)
-
-
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers of a model; tied ones under each of their names."""
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _require_stored(own: Mapping[str, torch.Tensor], checkpoint: TensorTable) -> None:

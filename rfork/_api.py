@@ -27,7 +27,7 @@ from rfork.image.memory import compute_manifest
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.receiver.planner_requests import OnProgress
 from rfork.receiver.report import ForkReport
-from rfork.receiver.session import ForkOptions, ForkSession, Network
+from rfork.receiver.session import ForkOptions, ForkSession, Network, OnStarted
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
@@ -118,11 +118,12 @@ def fork_with_fallbacks(
     exclude: Sequence[str],
     settings: InstanceSettings,
     on_progress: OnProgress | None,
+    on_started: OnStarted | None = None,
 ) -> ForkReport:
     """Run `fork` for other engines: fallbacks after the snapshot are passed in order of preference.
 
     `files` computes the version of the files that they read; None: they have no version. With the setting
-    `fail_if_not_forked`, only the snapshot is read.
+    `fail_if_not_forked`, only the snapshot and other instances are read. `on_started` is that of `ForkOptions`.
     """
     check_model_name(model)
     check_rank(rank)
@@ -135,7 +136,7 @@ def fork_with_fallbacks(
             hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
         )
     fallbacks, storage = (
-        list(later_fallbacks) if reason is None else [],
+        [each for each in later_fallbacks if reason is None or each.reads_instances],
         options.load(StorageSettings),
     )
     version, current_version = choose_version(settings.version, files, named, storage)
@@ -146,7 +147,13 @@ def fork_with_fallbacks(
         InstanceIdentity.of(model, rank, settings.replica, version=version, replica=replica_of(settings, rank)),
         settings,
         Network.of(settings),
-        ForkOptions(fallbacks=fallbacks, current_version=current_version, exclude=exclude, on_progress=on_progress),
+        ForkOptions(
+            fallbacks=fallbacks,
+            current_version=current_version,
+            exclude=exclude,
+            on_progress=on_progress,
+            on_started=on_started,
+        ),
     ).run()
 
 

@@ -6,6 +6,7 @@ Runs in the engine's process, on the thread that loads the model.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from torch import nn
 
@@ -15,12 +16,18 @@ from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, FetchedBoxes, other_layouts
+from rfork.receiver.fallback import Fallback, layouts_fallback
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Seed
 
 log = logger(__name__)
+
+RequiredVersion = Callable[[], str | None]
+"""Returns the version that a fork requires; None if it adopts the one that is served, and does not know it yet."""
+ReplaceWith = Callable[[Callable[[], nn.Module]], nn.Module]
+"""Returns the model that a function builds and fills, and keeps it in place of the first one."""
 
 
 class CrossLayout:
@@ -34,8 +41,22 @@ class CrossLayout:
         self._placement_map: PlacementMap | None = None
         self._version = ""
 
+    def fallbacks(self, required_version: RequiredVersion, replace_with: ReplaceWith) -> list[Fallback]:
+        """Return the fallback that reads the model from other layouts; none if that is impossible, which is logged."""
+        if (refusal := self._refusal) is not None:
+            log.info("not read from other layouts", reason=refusal)
+            return []
+        return [
+            layouts_fallback(
+                lambda: self._fetch(required_version()),
+                lambda: replace_with(self._load),
+                lambda: self._version,
+                lambda: self._check(required_version()),
+            )
+        ]
+
     @property
-    def refusal(self) -> str | None:
+    def _refusal(self) -> str | None:
         """Return why the model cannot be read from other layouts; None if it can."""
         if self._engine is None:
             return "its engine cannot load from other layouts"
@@ -45,7 +66,7 @@ class CrossLayout:
             return "drafts are read from equal layouts only"
         return None
 
-    def check(self, version: str | None) -> None:
+    def _check(self, version: str | None) -> None:
         """Raise StorageNotFound if no instance serves the model. Any thread."""
         deadline = time.monotonic() + self._settings.planner_timeout_s
         with PlannerClient.of(self._settings) as planner:
@@ -54,7 +75,7 @@ class CrossLayout:
             except NoSource as error:
                 raise StorageNotFound(str(error)) from None
 
-    def fetch(self, version: str | None) -> None:
+    def _fetch(self, version: str | None) -> None:
         """Fetch what the model needs. Raises NoSource, LayoutMismatch, and the failures of the sources."""
         began, settings = time.monotonic(), self._settings
         fork = BoxFork(self._model, self._rank, version, settings, deadline=began + settings.deadline_s)
@@ -71,8 +92,8 @@ class CrossLayout:
             transfer_s=round(time.monotonic() - recorded, 2),
         )
 
-    def load(self) -> nn.Module:
-        """Return a new model from the engine's own loader, which reads what was fetched. Call `fetch` before."""
+    def _load(self) -> nn.Module:
+        """Return a new model from the engine's own loader, which reads what was fetched. Call `_fetch` before."""
         fetched = self._fetched
         if fetched is None:
             raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
@@ -81,10 +102,6 @@ class CrossLayout:
         finally:
             self._fetched = None
             fetched.release(self._settings.drain_timeout_s)
-
-    def version(self) -> str:
-        """Return the version of the fetched weights."""
-        return self._version
 
     def serve(self, module: nn.Module, seed: Seed) -> None:
         """Let instances of other layouts read a loaded model. A model that cannot be read so is logged."""

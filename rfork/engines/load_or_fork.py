@@ -38,7 +38,7 @@ from rfork.image.host_memory import separate_mappings
 from rfork.image.memory import compute_manifest
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.fallback import Fallback, engine_fallback, layouts_fallback, snapshot_fallback
+from rfork.receiver.fallback import Fallback, engine_fallback, snapshot_fallback
 from rfork.receiver.session import TRANSIENT_EGRESS_SHARE, ForkOptions, ForkSession, Network
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
@@ -297,17 +297,7 @@ class _LoadOrFork:
 
             fallbacks.append(replace(fallback, load=load))
         if (other := self._cross_layout) is not None:
-            if (refusal := other.refusal) is None:
-                fallbacks.append(
-                    layouts_fallback(
-                        lambda: other.fetch(self._required_version),
-                        lambda: self._replace_with(other.load),
-                        other.version,
-                        lambda: other.check(self._required_version),
-                    )
-                )
-            else:
-                log.info("not read from other layouts", reason=refusal)
+            fallbacks += other.fallbacks(lambda: self._required_version, self._replace_with)
         if self._settings.fork_required_reason is None:
             files, revision = self._identity.files, self._identity.revision
             path = partial(folder_of, files, revision) if files is not None else None

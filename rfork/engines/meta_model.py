@@ -7,7 +7,7 @@ everything except reading is done: dtypes, tied weights, computed buffers (rotar
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from rfork.errors import MissingExtra, ModelError, SettingsError
 
@@ -185,12 +186,35 @@ class MetaModel:
             raise ModelError(
                 f"{self.source} is quantised: its layout is known only after the quantiser has read the weights"
             )
-        with model_errors(self.source), _no_progress_bar():
+        with model_errors(self.source):
             abstract = self._build_on_meta()
+            weights = _unread_weights(abstract, self.device)
+        return self._with_weights(abstract, weights)
+
+    def filled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
+        """Return the model that `from_pretrained` builds from copies of these weights.
+
+        Weights that the model does not have are ignored. Raises ModelError if one is missing.
+        """
+        abstract = self.on_meta()
+        first = _first_names(abstract)  # transformers 4 ties to no other name
+        copies = {first[name]: tensor.to(self.device, copy=True) for name, tensor in weights if name in first}
+        return self._with_weights(abstract, copies)
+
+    def on_meta(self) -> PreTrainedModel:
+        """Return the model on the meta device. Raises ModelError."""
+        with model_errors(self.source):
+            return self._build_on_meta()
+
+    def _with_weights(
+        self, abstract: PreTrainedModel, weights: Mapping[str, _LazySlice | torch.Tensor]
+    ) -> PreTrainedModel:
+        """Return the model that `from_pretrained` builds from these weights. Raises ModelError."""
+        with model_errors(self.source), _no_progress_bar():
             built: object = type(abstract).from_pretrained(
                 None,
                 config=self.config,
-                state_dict=_unread_weights(abstract, self.device),
+                state_dict=weights,
                 output_loading_info=True,
                 **self._options,
             )
@@ -203,7 +227,7 @@ class MetaModel:
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if found := sorted(map(str, loading_info.get(problem, ()))):
                 raise ModelError(
-                    f"{self.source} cannot be built without its weights: {problem.replace('_', ' ')}: {found[0]}"
+                    f"{self.source} cannot be built without its files: {problem.replace('_', ' ')}: {found[0]}"
                 )
         return model
 
@@ -293,18 +317,28 @@ class _LazySlice:
         return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
 
 
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model; tied ones under each of their names."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each weight, by each of its names."""
+    found: dict[int, str] = {}
+    return {name: found.setdefault(id(tensor), name) for name, tensor in stored_tensors(model).items()}
+
+
 def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice | torch.Tensor]:
     """Return a lazy slice for each weight under its first name; transformers ties the tied ones.
 
     transformers 4 reads no slices: it gets uninitialised tensors, which it assigns.
     """
-    lazy = not _is_transformers_4()
-    found: dict[int, str] = {}
+    lazy, tensors = not _is_transformers_4(), stored_tensors(abstract)
     weights: dict[str, _LazySlice | torch.Tensor] = {}
-    for name, tensor in abstract.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and found.setdefault(id(tensor), name) == name:
-            weight = _LazySlice(tensor, device)
-            weights[name] = weight if lazy else weight.tensor()
+    for name in dict.fromkeys(_first_names(abstract).values()):
+        weight = _LazySlice(tensors[name], device)
+        weights[name] = weight if lazy else weight.tensor()
     return weights
 
 

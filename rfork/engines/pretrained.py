@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from rfork.storage.versions.version import version_of_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rfork.engines.cross_layout import CrossLayout
 
 log = logger(__name__)
 
@@ -73,8 +75,9 @@ def fork_pretrained(
     `rank`, `snapshot`, `exclude`, `settings` and `on_progress` are those of `rfork.fork`.
 
     If there is no source or the fork fails, the fallbacks are the snapshot, the safetensors files next to the
-    config, then `from_pretrained`, which builds the model again after the memory of the first one is freed.
-    With `fail_if_not_forked`, the only fallback is the snapshot. Quantised models are not forked:
+    config, then `from_pretrained`, which builds the model again after the memory of the first one is freed. With
+    the setting `cross_layout`, instances with other layouts come before these files: engines, for example. With
+    `fail_if_not_forked`, no files but the snapshot are read. Quantised models are not forked:
     `from_pretrained` loads them and they are not seeds; with `fail_if_not_forked` they are rejected.
 
     Raises AllSourcesFailed if nothing worked, and ModelError if the model does not exist or transformers
@@ -94,30 +97,53 @@ def fork_pretrained(
         model = blueprint.empty()
     except ModelError as error:
         return _load_unforked(blueprint, chosen, error)
+    named = name or chosen.model or canonical_model_name(source)
+    cross_layout = _cross_layout(blueprint, named, rank, chosen)
     loaded: list[PreTrainedModel] = []
+    started: list[Seed] = []
 
-    def load() -> nn.Module:
-        loaded.append(blueprint.loaded())
+    def replace_with(load: Callable[[], nn.Module]) -> nn.Module:
+        loaded.append(cast("PreTrainedModel", load()))
         return loaded[-1]
 
+    fallbacks: list[Fallback] = []
+    if cross_layout is not None:
+        fallbacks += cross_layout.fallbacks(lambda: started[0].version if started else None, replace_with)
+    if chosen.fork_required_reason is None:
+        fallbacks += _fallbacks(blueprint, model, lambda: replace_with(blueprint.loaded))
     try:
         report = fork_with_fallbacks(
             model,
-            model=name or chosen.model or canonical_model_name(source),
+            model=named,
             rank=rank,
             snapshot=snapshot,
-            later_fallbacks=_fallbacks(blueprint, model, load) if chosen.fork_required_reason is None else [],
+            later_fallbacks=fallbacks,
             files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
             on_progress=on_progress,
+            on_started=started.append,
         )
     except UnsupportedTensor as error:
         del model
         return _load_unforked(blueprint, chosen, error)
     model = loaded[-1] if loaded else model
+    if cross_layout is not None and report.seed is not None:
+        cross_layout.serve(model, report.seed)
     _attach_seed(model, report)
     return model
+
+
+def _cross_layout(
+    blueprint: MetaModel, model: str, rank: Rank | None, settings: InstanceSettings
+) -> CrossLayout | None:
+    """Return what reads the model from other layouts and serves it to them, if that is set."""
+    if not settings.cross_layout:
+        return None
+    from rfork.engines.cross_layout import CrossLayout
+    from rfork.engines.pretrained_layout import PretrainedEngine
+
+    return CrossLayout(PretrainedEngine(blueprint), model, rank or Rank(), settings)
 
 
 def fork_report(model: nn.Module) -> ForkReport | None:

@@ -129,6 +129,11 @@ class Fallback:
         """Return whether it reads files of this host, as far as its address shows."""
         return self.path is not None or self.uri.startswith("file:")
 
+    @property
+    def reads_instances(self) -> bool:
+        """Return whether it reads the weights from running instances."""
+        return self.uri == OTHER_LAYOUTS_URI
+
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
     """Return a fallback that loads a checkpoint of safetensors files: a path, or any storage URI.

@@ -84,6 +84,7 @@ TRANSIENT_EGRESS_SHARE = 0.01
 
 CheckLayout = Callable[[Layout], None]
 """Receives the layout before memory is allocated for it; raises to refuse it."""
+OnStarted = Callable[[Seed], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class ForkOptions:
     like: Layout | None = None
     """The layout that the module was built from, if any; see `capture`."""
     on_progress: OnProgress | None = None
-    on_started: Callable[[Seed], None] | None = None
+    on_started: OnStarted | None = None
     """Called with this instance's seed before the transfer."""
     on_filled: Callable[[], None] | None = None
     """Called once the transfer has filled the module, before this instance is a seed; if it raises EngineMismatch,

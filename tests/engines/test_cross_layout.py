@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,16 +13,29 @@ from typing import Literal
 import pytest
 import torch
 
+from rfork.receiver.fallback import OTHER_LAYOUTS
 from tests.engines.engine_server import READY_S, ROOT, EngineServer, wait_until
 from tests.engines.model_folders import copy_without_weights
 from tests.engines.planner_process import PlannerProcess
 from tests.engines.queries import greedy_tokens, serving_instances
 from tests.engines.servers import SglangServer, VllmServer
+from tests.processes import RforkProcess
 
 BOXES = "#boxes"
 """End of the model name of box images."""
 RELATED_S = 120.0
 Kind = Literal["tied", "untied", "padded", "experts"]
+
+
+def settings_of(planner: str, model: str) -> dict[str, str]:
+    """Return the environment of an instance that reads from and serves other layouts."""
+    return {
+        "RFORK_PLANNER": planner,
+        "RFORK_MODEL": model,
+        "RFORK_CROSS_LAYOUT": "1",
+        "RFORK_NO_SOURCE_TIMEOUT_S": "1",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +57,7 @@ class ServerLayout:
 
     def server(self, folder: Path, log: Path, planner: str, model: str) -> EngineServer:
         """Return a server of all ranks, which reads from and serves other layouts."""
-        environment = {
-            "RFORK_PLANNER": planner,
-            "RFORK_MODEL": model,
-            "RFORK_CROSS_LAYOUT": "1",
-            "RFORK_NO_SOURCE_TIMEOUT_S": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        environment = settings_of(planner, model)
         if self.engine == "sglang":
             bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if self.tp > 1 else {}
             arguments = ("--load-format", "rfork", "--tp", str(self.tp))
@@ -157,18 +166,64 @@ def test_weights_come_from_servers_with_other_layouts(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_repacked_experts_are_refused_by_name(tiny_model: Path, planner: PlannerProcess, tmp_path: Path) -> None:
-    """vLLM packs experts for CPUs, so a server with another layout loads its own files and says why."""
+    """vLLM packs experts for CPUs, so a server with another layout loads its own files; the log has the reason."""
     folder = write_model(tmp_path / "files" / "model", tiny_model, "experts")
     with V1.server(folder, tmp_path / "seed.log", planner.url, "served") as seed:
         seed.wait_ready(2 * READY_S)
         _wait_ranks(planner, "served", V1)
         with V2.server(folder, tmp_path / "target.log", planner.url, "served") as target:
             target.wait_ready(2 * READY_S)
-            named = (
-                r"no source has model\.layers\.0\.mlp\.experts.*UnquantizedFusedMoEMethod/CPU.* may change the weights"
-            )
-            assert target.lines_with(named)
+            (refusal, *_) = target.lines_with("no source has model.layers.0.mlp.experts")
+            assert "UnquantizedFusedMoEMethod/CPU" in refusal
             assert greedy_tokens(seed) == greedy_tokens(target)
+
+
+def weights_by_layout(planner: PlannerProcess, model: str) -> dict[str, str | None]:
+    """Return the id of the weights of each layout in which a model is served."""
+    return {report.layout_id: report.weights_id for report in serving_instances(planner) if report.model == model}
+
+
+@contextlib.contextmanager
+def transformers_source(folder: Path, planner: str, model: str) -> Iterator[Mapping[str, str | None]]:
+    """Serve a model of `fork_pretrained`; yields its line of JSON."""
+    environment = {**os.environ, **settings_of(planner, model)}
+    source = RforkProcess((str(folder),), environment, module="tests.engines.transformers_source")
+    try:
+        yield json.loads(source.wait_for(r'^.*"event": "ready".*$').group())
+    finally:
+        source.stop()
+        print(source.transcript())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_transformers_serves_and_reads_the_layout_of_vllm(
+    tiny_model: Path, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """vLLM without files has the bytes that it loads from files; and so has transformers, from that vLLM."""
+    folder = write_model(tmp_path / "files" / "model", tiny_model, "untied")
+    bare = copy_without_weights(folder, tmp_path)
+    with (
+        transformers_source(folder, planner.url, "served") as source,
+        V1.server(bare, tmp_path / "target.log", planner.url, "served") as fork,
+    ):
+        fork.wait_ready(2 * READY_S)
+        assert 1 == len(fork.lines_with("weights fetched from other layouts"))
+        tokens = greedy_tokens(fork)
+        wait_until(lambda: len(weights_by_layout(planner, "served")) == 2, deadline_s=RELATED_S, what="both instances")
+        (received,) = (
+            weights_id
+            for layout_id, weights_id in weights_by_layout(planner, "served").items()
+            if layout_id != source["layout_id"]
+        )
+    with V1.server(folder, tmp_path / "own.log", planner.url, "own") as own:
+        own.wait_ready(2 * READY_S)
+        assert tokens == greedy_tokens(own)
+        _wait_ranks(planner, "own", V1)
+        assert {(0, 0): received} == weights_of(planner, "own", V1)
+        with transformers_source(bare, planner.url, "own") as target:
+            assert OTHER_LAYOUTS == target["fallback"]
+            assert source["sha256"] == target["sha256"]
 
 
 def _wait_ranks(planner: PlannerProcess, model: str, layout: ServerLayout, others: Collection[str] = ()) -> None:

@@ -113,7 +113,7 @@ docs-serve: venv ## serve the documentation on http://localhost:8000
 	$(BIN)/python -m docs.site.build --serve
 
 # Other benchmarks need an API server (admission), engines (engines, ready) or a GPU (gpu): see docs/benchmarks.md.
-BENCHMARKS := chaos cold_group digest disturb fanout planner_load pull race resume simulate storage
+BENCHMARKS := chaos cold_group digest disturb fanout planner_load pull race resume simulate storage reshard
 
 .PHONY: bench
 bench: venv ## quick form of the benchmarks that need no special hardware; RESULTS=FOLDER gets their JSON files

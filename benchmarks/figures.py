@@ -82,6 +82,8 @@ GOALS: Final[Mapping[str, Goal]] = {
     "plan_bytes_per_rank": Goal("planner_load", maximum=10_000, meaning="memory of the planner"),
     "engine_fork_vs_disk_cold": Goal("engines", maximum=0.5, meaning="fork over HTTP / the engine's cold load"),
     "ready_vs_floor": Goal("ready", maximum=1.10, meaning="first token with prefetch / start-up or transfer alone"),
+    "reshard_bytes": Goal("reshard", maximum=1.02, meaning="fork across layouts: bytes received / needed"),
+    "reshard_vs_same_layout": Goal("reshard", maximum=1.3, meaning="fork across layouts / within one layout"),
     "ready_restart_weights": Goal("ready", maximum=0.15, meaning="weights after kill -9, holder / own warm load"),
 }
 

@@ -120,7 +120,7 @@ class CrossLayout:
                 log.info("some tensors are not served to other layouts", reason=reason)
             seed.boxes = BoxImages(
                 seed,
-                placement_map.only(tensors),
+                placement_map.only(tensors, reason or "changed after loading"),
                 tensors,
                 self._settings,
                 memory_bytes=self._settings.max_box_bytes,

@@ -212,7 +212,7 @@ class SourcePool:
         index = ", ".join(f"{begin}:{end}" for begin, end in part)
         reason = f"no source has {name}[{index}]"
         computed = self._computed_operations
-        return f"{reason}; sources have tensors computed by {computed}" if computed else reason
+        return f"{reason}; sources have tensors that are not as loaded: {computed}" if computed else reason
 
     @cached_property
     def _computed_operations(self) -> str:

@@ -245,17 +245,22 @@ class PlacementMap:
     def _row_columns(self) -> tuple[Column, Column, Column, Column]:
         return self.sources, self.owns, self.offsets, self.box_type_indices
 
-    def only(self, own: Collection[str]) -> PlacementMap:
-        """Return the map without the rows of own tensors that are not named. Its tables are the same."""
+    def only(self, own: Collection[str], reason: str) -> PlacementMap:
+        """Return the map in which the elements of own tensors that are not named are computed, for a reason.
+
+        Its tables are the same.
+        """
         is_named = np.array([name in own for name in self.own.names], dtype=bool)
-        kept = is_named[self.owns]
+        kept = is_named[self.owns] | (self.sources < 0)
+        if kept.all():
+            return self
+        operations = self.operations if reason in self.operations else (*self.operations, reason)
+        counts = np.diff(self.start_positions)
         return replace(
             self,
-            sources=_column(self.sources[kept]),
-            owns=_column(self.owns[kept]),
-            offsets=_column(self.offsets[kept]),
-            box_type_indices=_column(self.box_type_indices[kept]),
-            starts=_column(self.starts[np.repeat(kept, np.diff(self.start_positions))]),
+            operations=operations,
+            sources=_column(np.where(kept, self.sources, -1 - operations.index(reason))),
+            starts=_column(self.starts[np.repeat(kept, counts)]),
         )
 
     @cached_property

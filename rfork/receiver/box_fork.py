@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -87,6 +87,8 @@ class FetchedBoxes:
     version: str
     memory: CheckpointMemory
     wanted: Sequence[Box]
+    computed_from: Collection[str] = ()
+    """Checkpoint tensors that the loader computes with, perhaps in place."""
     parts: list[FetchedPart] = field(default_factory=list)
 
     @property
@@ -101,7 +103,9 @@ class FetchedBoxes:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors of the checkpoint in its order; only the boxes that the target needs have their values."""
-        return self.memory.tensors()
+        for name, tensor in self.memory.tensors():
+            # Boxes are still served to other targets.
+            yield name, tensor.clone() if name in self.computed_from else tensor
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -212,7 +216,12 @@ class BoxFork:
         Raises LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
         wanted = wanted_boxes(placement_map)
-        fetched = FetchedBoxes(self.version, CheckpointMemory(self.checkpoint, allocate_host), wanted)
+        fetched = FetchedBoxes(
+            self.version,
+            CheckpointMemory(self.checkpoint, allocate_host),
+            wanted,
+            frozenset(placement_map.read_completely),
+        )
         try:
             self._fetch_all(wanted, fetched)
         except BaseException:
@@ -226,8 +235,7 @@ class BoxFork:
         while remaining:
             division = divide(remaining, [layout.placement_map for layout in layouts])
             if division.missing:
-                box, reason = division.missing[0]
-                raise failure or LayoutMismatch(f"no source has {box.name}: {reason}")
+                raise failure or LayoutMismatch(division.missing[0][1])
             parts = [
                 (layout, part, fetched.memory.allocate_boxes(part))
                 for layout, part in zip(layouts, division.parts, strict=True)

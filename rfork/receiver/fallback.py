@@ -377,6 +377,9 @@ class FallbackRunner:
                 if fallback.storage_type != "snapshot" and fallback.stated_version is None:
                     self._check_files()  # after opening, so that the files that are read are the checked ones
             except (CheckpointError, StorageError) as error:
+                if fallback.stated_version is not None:  # normal for the first instance of a model
+                    log.info("no other layout can be read", reason=str(error))
+                    continue
                 log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
                 self.reasons.append(error)
                 continue

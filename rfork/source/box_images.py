@@ -108,7 +108,7 @@ class BoxImages:
         self._memory_bytes = memory_bytes
         self._clock = clock
         self._slots = _slots_in(seed.image, tensors)
-        self._map = placement_map.only(self._slots)
+        self._map = placement_map.only(self._slots, "not in the image")
         self._lock = threading.Lock()
         self._map_lock = threading.Lock()
         self._images: dict[BoxKey, ServedBoxes] = {}

@@ -19,6 +19,8 @@ from tests.engines.zoo import write
 
 VLLM = ("llama", "llama-tied", "llama-padded", "qwen2", "mixtral")
 """Dense with its own and with a tied head, a vocabulary to pad, biases of q, k and v, and experts."""
+COMPUTING = "mamba"
+"""Model whose loader computes with a checkpoint tensor."""
 SGLANG = ("llama-tied", "llama-padded", "qwen2", "mixtral")
 RANKS = 2
 TIMEOUT_S = 400
@@ -36,7 +38,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def start(engine: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """Start a probe in an engine's Python."""
-    command = [engine_python(engine), "-m", f"tests.engines.{engine}_relocation_probe", *map(str, arguments)]
+    command = [str(engine_python(engine)), "-m", f"tests.engines.{engine}_relocation_probe", *map(str, arguments)]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -45,7 +47,7 @@ def start(engine: str, *arguments: str | Path) -> subprocess.Popen[str]:
 
 def results_of(probes: Sequence[subprocess.Popen[str]]) -> list[Results]:
     """Return the results of probes that run concurrently."""
-    results = []
+    results: list[Results] = []
     try:
         for probe in probes:
             output, errors = probe.communicate(timeout=TIMEOUT_S)
@@ -63,7 +65,7 @@ def results_of(probes: Sequence[subprocess.Popen[str]]) -> list[Results]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all models."""
     made = tmp_path_factory.mktemp("models")
-    for name in VLLM:
+    for name in (*VLLM, COMPUTING):
         write(made, name, MODELS)
     return made
 
@@ -72,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results of vLLM without tensor parallelism."""
     rendezvous = tmp_path_factory.mktemp("one") / "rendezvous-1"
-    return results_of([start("vllm", rendezvous, "0", "1", *(folder / name for name in VLLM))])[0]
+    return results_of([start("vllm", rendezvous, "0", "1", *(folder / name for name in (*VLLM, COMPUTING)))])[0]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,14 @@ def test_vllm_loads_from_boxes(vllm: Results, name: str) -> None:
     """The boxes of the map determine all tensors that vLLM's own loading leaves, and recording leaves no trace."""
     require_relocatable(vllm[name])
     require_complete(map_of(vllm[name]))
+
+
+def test_vllm_computes_with_complete_tensors(vllm: Results) -> None:
+    """A tensor that flows into computed values is requested completely, so that the result is the same."""
+    require_relocatable(vllm[COMPUTING])
+    recorded = map_of(vllm[COMPUTING])
+    assert {"backbone.layers.0.mixer.A", "backbone.layers.1.mixer.A"} == set(recorded.computed)
+    assert all(box.is_complete for box in wanted_boxes(recorded) if box.tensor.endswith("A_log"))
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

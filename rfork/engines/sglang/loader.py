@@ -215,7 +215,7 @@ class SglangEngine:
         load_only = getattr(DefaultModelLoader, "load_weights_only", None)
         chosen = self._chosen(weights)
         with self._twin(device) as twin, recorder:
-            if load_only is not None:
+            if load_only is not None:  # it renames the tensors of some formats
                 load_only(twin, chosen, torch.device(self._device_config.device))
             else:
                 load_weights: Any = twin.load_weights

@@ -90,7 +90,7 @@ def test_a_tensor_in_two_files_is_listed_once(tmp_path: Path) -> None:
 
 
 def test_files_with_different_tensors_of_one_name_have_no_table(tmp_path: Path) -> None:
-    """Which of them an engine reads is unknown."""
+    """It is unknown from which of them an engine loads."""
     save_file({"a": torch.zeros(2)}, tmp_path / "1")
     save_file({"a": torch.zeros(3)}, tmp_path / "2")
     assert relocation.header_table([("", tmp_path / "1"), ("", tmp_path / "2")]) is None
@@ -190,7 +190,11 @@ def test_a_hub_model_that_is_not_local_has_no_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     loader: Any = SimpleNamespace(_prepare_weights=None)
     source = SimpleNamespace(model_or_path="someone/model", revision=None, prefix="")
-    assert relocation.checkpoint_tensors(loader, lambda _: list(loader._get_weights_iterator(source)) and None) is None
+
+    def read_all(device: torch.device) -> None:
+        list(loader._get_weights_iterator(source))
+
+    assert relocation.checkpoint_tensors(loader, read_all) is None
 
 
 def test_a_twin_is_recorded(placement_map: PlacementMap) -> None:
@@ -212,7 +216,7 @@ def test_a_twin_is_built_where_its_classes_work(placement_map: PlacementMap, fai
 
 
 def test_a_failure_on_all_devices_names_them() -> None:
-    """The error says what failed where."""
+    """The error has the failure on each of them."""
 
     def load(device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
         raise KeyError(f"unknown {device}")
@@ -262,7 +266,7 @@ def test_a_twin_has_the_dtype_of_the_model_and_its_own_tables() -> None:
 
 
 def test_vllms_configuration_of_a_twin_is_separate() -> None:
-    """What models change while they are built is copied, and layers may have the names of the first model's."""
+    """The parts that models change while they are built are copied, and names of layers may be used again."""
 
     class Mode(IntEnum):
         NONE = 0

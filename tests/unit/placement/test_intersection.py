@@ -115,7 +115,7 @@ def test_a_computed_target_is_refused_by_name() -> None:
 def test_a_computed_source_is_refused_by_name() -> None:
     """A source tensor that its loader computed is not used, and the reason names the operation."""
     (uncovered,) = intersect([simple_map(scale=2)], simple_map()).uncovered
-    assert "no source has weight[0:4, 0:6]; sources have tensors computed by mul" == uncovered.reason
+    assert "no source has weight[0:4, 0:6]; sources have tensors that are not as loaded: mul" == uncovered.reason
 
 
 @pytest.mark.parametrize("other", [simple_map(shape=(6, 4)), simple_map(dtype=torch.float16)], ids=["shape", "dtype"])

@@ -70,15 +70,17 @@ def test_rows_of_some_tensors() -> None:
     builder.append_computed("mul", owns[1], 24, BoxType((3,), (4,)))
     builder.append(weight, (0, 1), owns[0], 24, BoxType((1, 2), (12, 4)))
     complete = builder.build()
-    part = complete.only({"a", "b", "unknown"})
-    assert [row for row in complete if row.own in ("a", "b")] == list(part)
+    part = complete.only({"a", "b", "unknown"}, "packed")
+    assert [row for row in complete if row.own in ("a", "b")] == [row for row in part if row.own != "c"]
+    assert {"b": "mul", "c": "packed"} == part.computed
+    assert complete is complete.only({"a", "b", "c"}, "packed")
     assert part == PlacementMap.from_bytes(part.to_bytes())
     assert complete.checkpoint is part.checkpoint
 
 
 def test_a_map_without_rows_can_be_restricted() -> None:
     """A rank without tensors has a map of some of them."""
-    assert [] == list(PlacementMapBuilder().build().only(()))
+    assert [] == list(PlacementMapBuilder().build().only((), "packed"))
 
 
 def test_a_map_is_equal_to_its_decoded_bytes() -> None:

@@ -1,0 +1,161 @@
+"""Forks across layouts between real processes: a planner, seeds of several layouts, and this process as the target."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.box_fork import BoxFork, FetchedBoxes
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
+from tests.conftest import StartRfork
+from tests.integration.sharded_seed import MODEL, SHAPE
+from tests.processes import RforkProcess
+
+SLOW_BYTES_PER_S = 400_000
+DEADLINE_S = 120.0
+
+StartShardedSeed = Callable[..., RforkProcess]
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """URL of a planner that soon forgets killed instances."""
+    environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "2"}
+    ready = r'"event": ?"ready"'
+    process = rfork_process("planner", "--port", "0", "--json", until=ready, environment=environment)
+    url: str = json.loads(process.wait_for(rf"^.*{ready}.*$").group())["url"]
+    return url
+
+
+@pytest.fixture
+def start_seed(planner: str) -> Iterator[StartShardedSeed]:
+    """Starts seeds of one rank: ``start(rank, size, *options, version="v1", bytes_per_s=None)``."""
+    started: list[RforkProcess] = []
+
+    def start(rank: int, size: int, *options: str, version: str = "v1", bytes_per_s: int | None = None) -> RforkProcess:
+        environment = {
+            **os.environ,
+            "RFORK_PLANNER": planner,
+            "RFORK_TRANSPORTS": "http",
+            "RFORK_NODE_NAME": f"source-{len(started)}",
+        }
+        if bytes_per_s is not None:
+            environment["RFORK_MAX_EGRESS_BYTES_PER_S"] = str(bytes_per_s)
+        arguments = (str(rank), str(size), version, *options)
+        process = RforkProcess(arguments, environment, module="tests.integration.sharded_seed")
+        started.append(process)
+        process.wait_for("ready")
+        return process
+
+    yield start
+    for process in started:
+        process.stop()
+        print(process.transcript())
+
+
+def settings_of(planner: str) -> InstanceSettings:
+    """Return the target's settings."""
+    return InstanceSettings(
+        planner=planner,
+        transports=("http",),
+        node_name="target",
+        source_idle_timeout_s=2,
+        no_source_timeout_s=1,
+        min_source_bytes_per_s=1000,
+        drain_timeout_s=0,
+    )
+
+
+def fetched(planner: str, rank: int, size: int, version: str | None = "v1") -> FetchedBoxes:
+    """Return the boxes of one rank."""
+    deadline = time.monotonic() + DEADLINE_S
+    fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
+    return fork.fetch(ShardedEngine(SHAPE, rank, size).record(fork.checkpoint))
+
+
+def different_tensors(boxes: FetchedBoxes, rank: int, size: int) -> list[str]:
+    """Load one rank from its boxes, and return its tensors that differ from an own load."""
+    engine = ShardedEngine(SHAPE, rank, size)
+    found, expected = engine.load_from(boxes.weights()), engine.load_from(random_weights(SHAPE))
+    boxes.release(0.0)
+    return [name for name in expected.tensors if not _equal(found, expected, name)]
+
+
+def _equal(one: ShardedModel, other: ShardedModel, name: str) -> bool:
+    return torch.equal(one.tensors[name].view(torch.int16), other.tensors[name].view(torch.int16))
+
+
+def sources_of(boxes: FetchedBoxes) -> set[str]:
+    """Return the ranks that the boxes come from."""
+    return {part.layout.sample.rank.key.split("-")[1] for part in boxes.parts}
+
+
+def test_a_rank_of_two_from_a_complete_model(planner: str, start_seed: StartShardedSeed) -> None:
+    """Each rank receives what it needs, and no more."""
+    start_seed(0, 1)
+    for rank in (0, 1):
+        boxes = fetched(planner, rank, 2)
+        assert boxes.needed_bytes == boxes.received_bytes
+        assert [] == different_tensors(boxes, rank, 2)
+
+
+def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedSeed) -> None:
+    """A target without a version gets both halves of the served one."""
+    start_seed(0, 2)
+    start_seed(1, 2)
+    boxes = fetched(planner, 0, 1, version=None)
+    assert "v1" == boxes.version
+    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
+    assert [] == different_tensors(boxes, 0, 1)
+
+
+def test_other_versions_are_never_mixed(planner: str, start_seed: StartShardedSeed) -> None:
+    """A better layout of another version is no source."""
+    start_seed(0, 1, version="v2")
+    start_seed(0, 2)
+    start_seed(1, 2)
+    boxes = fetched(planner, 0, 1)
+    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
+    assert [] == different_tensors(boxes, 0, 1)
+
+
+def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartShardedSeed) -> None:
+    """A source whose memory changed unnoticed sends nothing; other layouts replace it."""
+    start_seed(0, 1, "--corrupt")
+    start_seed(0, 2)
+    start_seed(1, 2)
+    boxes = fetched(planner, 0, 1)
+    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
+    assert [] == different_tensors(boxes, 0, 1)
+    with PlannerClient.of(settings_of(planner)) as client:
+        accusations = [info.accused for info in client.instances(model=MODEL) if info.accused is not None]
+    (accusation,) = accusations
+    assert "the weights were changed without notice: chunk 0" in accusation
+
+
+def test_a_source_is_killed_during_the_fork(planner: str, start_seed: StartShardedSeed) -> None:
+    """Instances with other layouts replace it."""
+    killed = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S)
+    start_seed(0, 2)
+    start_seed(1, 2)
+    with ThreadPoolExecutor(1) as pool, PlannerClient.of(settings_of(planner)) as client:
+        fetching = pool.submit(fetched, planner, 0, 1)
+        polls = threading.Event()
+        while not any(fork.progress is not None for fork in client.forks(state="running")):
+            assert not fetching.done()
+            polls.wait(0.05)
+        killed.signal(signal.SIGKILL)
+        boxes = fetching.result()
+    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
+    assert [] == different_tensors(boxes, 0, 1)

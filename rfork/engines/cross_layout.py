@@ -112,6 +112,7 @@ class CrossLayout:
             if placement_map is None:
                 checkpoint = self._engine.checkpoint_tensors()
                 if checkpoint is None:
+                    seed.no_boxes_reason = "the names of its checkpoint's tensors are not known there"
                     log.info("not served to other layouts: the names of the checkpoint's tensors are not known here")
                     return
                 placement_map = self._engine.record(checkpoint)
@@ -127,6 +128,7 @@ class CrossLayout:
             )
         except Exception as error:  # the model is loaded, and serves without
             known = isinstance(error, RforkError)
+            seed.no_boxes_reason = f"{type(error).__name__}: {error}"
             log.warning("not served to other layouts", reason=f"{type(error).__name__}: {error}", exc_info=not known)
 
     @property

@@ -121,7 +121,9 @@ class FetchedBoxes:
 
 def _close_all(seeds: Sequence[Seed], drain_s: float) -> None:
     for seed in seeds:
-        seed.close(drain_s)
+        seed.drain(drain_s)
+        seed.suspend()  # drops its references to the boxes, which a loader may have kept as parameters
+        seed.close()
 
 
 def other_layouts(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -212,14 +213,10 @@ class BoxImages:
     ) -> None:
         began = time.monotonic()
         try:
-            copies = self._copies_of(boxes)
-            # A thread of its own, whose priority stays low. Those of the new seed are not started by it.
-            with ThreadPoolExecutor(
-                1, "rfork-gather", initializer=lower_thread_priority, initargs=(SERVING_THREAD_NICE,)
-            ) as thread:
-                image, box_manifest = thread.submit(self._gather, boxes, copies, generation, manifest).result()
-            box_seed = self._serve(key, image, box_manifest)
+            box_seed = self._opened(key, boxes, generation, manifest)
         except BaseException as error:
+            # The error and its frames refer to each other, and so to the memory of the boxes.
+            traceback.clear_frames(error.__traceback__)
             with self._lock:
                 self._images.pop(key, None)
             served.opened.set_exception(error)
@@ -228,12 +225,21 @@ class BoxImages:
         log.info(
             "boxes served",
             model=box_seed.identity.model,
-            layout=image.layout.layout_id,
+            layout=box_seed.image.layout.layout_id,
             boxes=len(boxes),
             gigabytes=round(served.byte_count / 1e9, 3),
             seconds=round(time.monotonic() - began, 3),
         )
         served.opened.set_result(box_seed)
+
+    def _opened(self, key: BoxKey, boxes: Sequence[Box], generation: int, manifest: Manifest) -> Seed:
+        copies = self._copies_of(boxes)
+        # A thread of its own, whose priority stays low. Those of the new seed are not started by it.
+        with ThreadPoolExecutor(
+            1, "rfork-gather", initializer=lower_thread_priority, initargs=(SERVING_THREAD_NICE,)
+        ) as thread:
+            image, box_manifest = thread.submit(self._gather, boxes, copies, generation, manifest).result()
+        return self._serve(key, image, box_manifest)
 
     def _copies_of(self, boxes: Sequence[Box]) -> Relocation:
         """Return the copies that gather boxes. Raises LayoutMismatch with the name of a box that is not here."""
@@ -247,22 +253,30 @@ class BoxImages:
         self, boxes: Sequence[Box], copies: Relocation, generation: int, manifest: Manifest
     ) -> tuple[Image, Manifest]:
         """Return an image of boxes in new host memory, all from one generation of the weights, and its manifest."""
-        names = dict.fromkeys(copies.source_tensors)
         tensors = _allocated(boxes)
+        with self._seed.long_read(generation):
+            try:
+                self._copy_verified(copies, tensors, generation, manifest)
+            except BaseException as error:
+                # The weights' memory may be released now: nothing must keep it.
+                traceback.clear_frames(error.__traceback__)
+                raise
         box_image = image_from_tensors(tensors)
-        try:
-            with self._seed.long_read(generation) as image:
-                sources = [_views_of(image, {name: self._slots[name] for name in names})]
-                with _on_copy_streams(image.gpus):
-                    for part in _steps(copies):
-                        self._check(generation)
-                        gather(part, sources, tensors)
-                # Afterwards: this also finds what was changed without notice during the copies.
-                self._verify(image, manifest, list(names), generation)
-            return box_image, box_image.manifest()
-        except BaseException:
-            box_image.release()
-            raise
+        return box_image, box_image.manifest()
+
+    def _copy_verified(
+        self, copies: Relocation, tensors: Mapping[str, torch.Tensor], generation: int, manifest: Manifest
+    ) -> None:
+        """Copy elements of the weights to tensors. Called within `Seed.long_read`."""
+        image = self._seed.image
+        names = list(dict.fromkeys(copies.source_tensors))
+        sources = [_views_of(image, {name: self._slots[name] for name in names})]
+        with _on_copy_streams(image.gpus):
+            for part in _steps(copies):
+                self._check(generation)
+                gather(part, sources, tensors)
+        # Afterwards: this also finds what was changed without notice during the copies.
+        self._verify(image, manifest, names, generation)
 
     def _verify(self, image: Image, manifest: Manifest, names: Sequence[str], generation: int) -> None:
         """Raise SourceCorrupt unless the chunks of these own tensors still have the digests of the manifest."""
@@ -289,12 +303,12 @@ class BoxImages:
         identity = InstanceIdentity(
             f"{self._seed.identity.model}{MODEL_SUFFIX}", version=key.version, replica=f"boxes-{uuid4().hex[:12]}"
         )
+        connections = Connections.of(self._settings)
+        box_seed = Seed(image, identity, self._settings, connections, manifest=manifest, limits_of=self._seed)
         try:
-            connections = Connections.of(self._settings)
-            box_seed = Seed(image, identity, self._settings, connections, manifest=manifest, limits_of=self._seed)
             box_seed.start()
         except BaseException:
-            image.release()
+            box_seed.image = Image.without_memory(image.layout)  # objects of the seed refer to each other
             raise
         with self._lock:
             if self._idle_check is None and not self._closing.is_set():
@@ -314,10 +328,8 @@ class BoxImages:
         box_seed = served.opened.result()
         if drain_s > 0:
             box_seed.drain(drain_s)
-        box_seed.fence()  # waits until nothing reads the memory
+        box_seed.suspend()  # frees the memory now: it may take long until Python collects the seed
         box_seed.close()
-        # Now, although objects of the seed refer to each other: it may take long until Python collects them.
-        box_seed.image.release()
         log.info("boxes closed", model=box_seed.identity.model, layout=box_seed.image.layout.layout_id)
 
 

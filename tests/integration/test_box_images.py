@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -318,8 +321,7 @@ def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> 
     """After its idle time; its port is closed, and its memory is available for others."""
     rank = start_seed(memory_bytes=1 << 20)
     open_boxes(rank, box("q"))
-    box_seed = opened_seed(rank)
-    address = box_seed.report().address
+    address = opened_seed(rank).report().address
 
     rank.passed_s += BOX_IDLE_S / 2
     rank.images.close_idle()
@@ -327,14 +329,72 @@ def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> 
 
     rank.passed_s += BOX_IDLE_S / 2
     rank.images.close_idle()
-    assert box_seed.image.is_released
-    assert 0 == sum(storage.nbytes() for storage in box_seed.image.regions.storages)
     peer = PeerClient(address, lambda: "", rank.seed.settings.tls)
     with pytest.raises(SourceUnavailable):
         peer.renew(soon())
     peer.close()
     open_boxes(rank, box("v"))
     assert 2 == gathers.count
+
+
+def test_memory_is_freed_without_the_garbage_collector(
+    start_seed: StartBoxSeed, gathers: Gathers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of an idle image, of a gather that fails, and of an image whose seed does not start."""
+    allocated: list[weakref.ref[mmap.mmap]] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        mapping = mmap.mmap(-1, size)
+        allocated.append(weakref.ref(mapping))
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(box_images, "allocate_host", allocate)
+    rank = start_seed()
+    gc.disable()
+    try:
+        rank.images.open(BOXES)
+        rank.passed_s += BOX_IDLE_S
+        rank.images.close_idle()
+        assert [None] == [mapping() for mapping in allocated]
+
+        gathers.before = fail
+        with pytest.raises(ValueError, match="broken"):
+            rank.images.open(BOXES)
+        assert [None] * 2 == [mapping() for mapping in allocated]
+
+        gathers.before = lambda: None
+        monkeypatch.setattr(Seed, "start", lambda seed: fail())
+        with pytest.raises(ValueError, match="broken"):
+            rank.images.open(BOXES)
+        assert [None] * 3 == [mapping() for mapping in allocated]
+    finally:
+        gc.enable()
+
+
+def test_a_failed_gather_does_not_keep_the_weights(rank: BoxSeed, gathers: Gathers) -> None:
+    """An engine that releases its weights gets their memory, although the error of a request still exists."""
+    loaded, _ = rank_image(1)
+    mappings = {name: mmap.mmap(-1, tensor.nbytes) for name, tensor in loaded.items()}
+    own = {
+        name: torch.frombuffer(mappings[name], dtype=torch.float32).view(tensor.shape).copy_(tensor)
+        for name, tensor in loaded.items()
+    }
+    memory = [weakref.ref(mapping) for mapping in mappings.values()]
+    rank.seed.resume(image_from_tensors(own))
+    gathers.before = rank.seed.fence
+    gc.disable()
+    try:
+        with pytest.raises(SourceWeightsChanged) as caught:
+            rank.images.open(BOXES)
+        rank.seed.suspend()
+        del own, mappings
+        assert caught.value.__traceback__ is not None
+        assert [None] * 3 == [mapping() for mapping in memory]
+    finally:
+        gc.enable()
 
 
 def test_a_request_keeps_an_image(rank: BoxSeed, gathers: Gathers) -> None:

@@ -178,13 +178,8 @@ def test_repacked_experts_are_refused_by_name(tiny_model: Path, planner: Planner
             assert greedy_tokens(seed) == greedy_tokens(target)
 
 
-def weights_by_layout(planner: PlannerProcess, model: str) -> dict[str, str | None]:
-    """Return the id of the weights of each layout in which a model is served."""
-    return {report.layout_id: report.weights_id for report in serving_instances(planner) if report.model == model}
-
-
 @contextlib.contextmanager
-def transformers_source(folder: Path, planner: str, model: str) -> Iterator[Mapping[str, str | None]]:
+def transformers_source(folder: Path, planner: str, model: str) -> Iterator[Mapping[str, str]]:
     """Serve a model of `fork_pretrained`; yields its line of JSON."""
     environment = {**os.environ, **settings_of(planner, model)}
     source = RforkProcess((str(folder),), environment, module="tests.engines.transformers_source")
@@ -207,20 +202,17 @@ def test_transformers_serves_and_reads_the_layout_of_vllm(
         transformers_source(folder, planner.url, "served") as source,
         V1.server(bare, tmp_path / "target.log", planner.url, "served") as fork,
     ):
+        others = {source["instance_id"]}
         fork.wait_ready(2 * READY_S)
         assert 1 == len(fork.lines_with("weights fetched from other layouts"))
         tokens = greedy_tokens(fork)
-        wait_until(lambda: len(weights_by_layout(planner, "served")) == 2, deadline_s=RELATED_S, what="both instances")
-        (received,) = (
-            weights_id
-            for layout_id, weights_id in weights_by_layout(planner, "served").items()
-            if layout_id != source["layout_id"]
-        )
+        _wait_ranks(planner, "served", V1, others)
+        received = weights_of(planner, "served", V1, others)
     with V1.server(folder, tmp_path / "own.log", planner.url, "own") as own:
         own.wait_ready(2 * READY_S)
         assert tokens == greedy_tokens(own)
         _wait_ranks(planner, "own", V1)
-        assert {(0, 0): received} == weights_of(planner, "own", V1)
+        assert received == weights_of(planner, "own", V1)
         with transformers_source(bare, planner.url, "own") as target:
             assert OTHER_LAYOUTS == target["fallback"]
             assert source["sha256"] == target["sha256"]

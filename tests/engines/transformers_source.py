@@ -1,7 +1,7 @@
 """Runs `rfork.fork_pretrained` and serves the model until SIGTERM.
 
 ``python -m tests.engines.transformers_source FOLDER``, with settings in the environment. Prints one JSON object once
-the planner knows the model: ``{"event": "ready", "fallback", "layout_id", "sha256"}``. The digest covers all tensors.
+the planner knows the model: ``{"event": "ready", "instance_id", "fallback", "sha256"}``. The digest covers all tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ def main() -> int:
     report = rfork.fork_report(model)
     if report is None or report.seed is None or not report.seed.wait_registered(REGISTERED_S):
         raise RuntimeError("the model is not served")
-    image = capture(model)
     ready = {
         "event": "ready",
+        "instance_id": report.instance_id,
         "fallback": report.fallback,
-        "layout_id": image.layout.layout_id,
-        "sha256": image_sha256(image),
+        "sha256": image_sha256(capture(model)),
     }
     print(json.dumps(ready), flush=True)
     while True:

@@ -323,6 +323,24 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
+def stores_each_once(folder: Path, model: nn.Module) -> bool:
+    """Return True if a folder's safetensors files have each weight of a model under one of its names only.
+
+    Of a weight with several names, transformers compares the values, and ties them only if they are equal.
+    """
+    first_names, found = _first_names(model), set[str]()
+    for path in folder.glob(SAFETENSORS):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                names = [first_names.get(name, name) for name in opened.keys()]  # noqa: SIM118  # it is no mapping
+        except (OSError, SafetensorError):
+            return True  # the loader that reads it names the problem
+        if len(names) != len({*names} - found):
+            return False
+        found.update(names)
+    return True
+
+
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each weight, by each of its names."""
     found: dict[int, str] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
 from rfork.engines.arguments import canonical_model_name
-from rfork.engines.meta_model import SAFETENSORS, MetaModel
+from rfork.engines.meta_model import SAFETENSORS, MetaModel, stores_each_once
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
@@ -168,7 +168,8 @@ def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], 
         return []
     # What needs no call to the hub was checked before.
     fallbacks = [engine_fallback(load, lambda: None, lambda: blueprint.folder)]
-    if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model):
+    folder = blueprint.folder
+    if any(folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model) and stores_each_once(folder, model):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks
 

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 import rfork
@@ -144,6 +145,21 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
     assert "fallback" == report(model).outcome
     assert report(model).reasons[0].startswith("NoSource: no planner is set")
     assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal values", "other values"])
+def test_a_tied_weight_that_is_stored_twice(tmp_path: Path, *, equal: bool) -> None:
+    """The embeddings and the head have the values that transformers gives them."""
+    folder = tmp_path / "llama"
+    config = AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True)
+    LlamaForCausalLM._from_config(config).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    embeddings = stored["model.embed_tokens.weight"]
+    save_file({**stored, "lm_head.weight": embeddings.clone() if equal else embeddings + 1}, file, {"format": "pt"})
+    model, expected = rfork.fork_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(expected.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(logits(expected), logits(model))
 
 
 @pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py

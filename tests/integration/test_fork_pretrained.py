@@ -149,7 +149,7 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal values", "other values"])
 def test_a_tied_weight_that_is_stored_twice(tmp_path: Path, *, equal: bool) -> None:
-    """The embeddings and the head have the values that transformers gives them."""
+    """The embeddings and the head have the same values as in transformers."""
     folder = tmp_path / "llama"
     config = AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True)
     LlamaForCausalLM._from_config(config).save_pretrained(folder)

@@ -156,7 +156,8 @@ def test_unauthenticated_clients_do_not_reach_a_group(node: Callable[..., GlooPr
     expected_bytes = content(image_of(SIZES, seed=1))
     assert 0 == code, written
     assert content(image) == expected_bytes, written
-    assert [False, False] == reached_ports, written
+    assert len(ports) >= 2, written  # other tests of this process may close and open ports meanwhile
+    assert not any(reached_ports), written
     assert tried >= set(ports), written
 
 

@@ -45,9 +45,10 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     return (parameter.data for parameter in module.parameters())
 
 
-def llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[str, tuple[int, ...]]:
+def llama(
+    layers: int, hidden: int, intermediate: int, key_value: int, vocabulary: int = 32_000
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a Llama's tensors, by name, in order."""
-    vocabulary = 32_000
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         name = f"model.layers.{layer}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks import shapes
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import Recorder
 
@@ -39,21 +40,7 @@ class Shape:
 
     def checkpoint(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each checkpoint tensor, by name."""
-        hidden, key_value, intermediate = self.hidden, self.key_value, self.intermediate
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
-        for layer in range(self.layers):
-            name = f"model.layers.{layer}"
-            shapes |= {
-                f"{name}.self_attn.q_proj.weight": (hidden, hidden),
-                f"{name}.self_attn.k_proj.weight": (key_value, hidden),
-                f"{name}.self_attn.v_proj.weight": (key_value, hidden),
-                f"{name}.self_attn.o_proj.weight": (hidden, hidden),
-                f"{name}.mlp.gate_proj.weight": (intermediate, hidden),
-                f"{name}.mlp.up_proj.weight": (intermediate, hidden),
-                f"{name}.mlp.down_proj.weight": (hidden, intermediate),
-                f"{name}.input_layernorm.weight": (hidden,),
-            }
-        return shapes | {"lm_head.weight": (self.vocabulary, hidden)}
+        return shapes.llama(self.layers, self.hidden, self.intermediate, self.key_value, self.vocabulary)
 
 
 class ShardedModel(nn.Module):

@@ -40,6 +40,8 @@ class CrossLayout:
         self._fetched: FetchedBoxes | None = None
         self._placement_map: PlacementMap | None = None
         self._version = ""
+        # The fork before and this one together keep the deadline: the engine's own loader needs the rest of its time.
+        self._deadline = time.monotonic() + settings.deadline_s
 
     def fallbacks(self, required_version: RequiredVersion, replace_with: ReplaceWith) -> list[Fallback]:
         """Return the fallback that reads the model from other layouts; none if that is impossible, which is logged."""
@@ -77,8 +79,8 @@ class CrossLayout:
 
     def _fetch(self, version: str | None) -> None:
         """Fetch what the model needs. Raises NoSource, LayoutMismatch, and the failures of the sources."""
-        began, settings = time.monotonic(), self._settings
-        fork = BoxFork(self._model, self._rank, version, settings, deadline=began + settings.deadline_s)
+        began = time.monotonic()
+        fork = BoxFork(self._model, self._rank, version, self._settings, deadline=self._deadline)
         checkpoint = fork.checkpoint
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()

@@ -48,8 +48,6 @@ OPEN_TIMEOUT_S: Final = 300.0
 """Maximum time in which a source gathers and digests the boxes of one target."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
-ATTEMPTS: Final = 2
-"""Attempts to fetch a part from the instances of one layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +71,6 @@ class FetchedPart:
     boxes: tuple[Box, ...]
     report: ForkReport
     layout: OtherLayout
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all boxes."""
-        return sum(box.byte_count for box in self.boxes)
 
 
 @dataclass(slots=True)
@@ -258,14 +251,11 @@ class BoxFork:
     def _fetch_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
     ) -> FetchedPart:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return self._try_part(layout, boxes, tensors)
-            except (SourceError, NetworkError, ForkFailed) as error:
-                if attempt == ATTEMPTS:
-                    raise
-                log.info("boxes requested again", layout=layout.name, reason=str(error))
-        raise AssertionError("unreachable")
+        try:
+            return self._try_part(layout, boxes, tensors)
+        except (SourceError, NetworkError, ForkFailed) as error:
+            log.info("boxes requested again", layout=layout.name, reason=str(error))
+            return self._try_part(layout, boxes, tensors)  # another instance of this layout may serve them
 
     def _try_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]

@@ -132,7 +132,7 @@ class Fallback:
     @property
     def reads_instances(self) -> bool:
         """Return whether it reads the weights from running instances."""
-        return self.uri == OTHER_LAYOUTS_URI
+        return self.stated_version is not None
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
@@ -374,10 +374,10 @@ class FallbackRunner:
         for fallback, attempt in attempts:
             try:
                 storage = attempt.result(until) if attempt is not None else None
-                if fallback.storage_type != "snapshot" and fallback.stated_version is None:
+                if fallback.storage_type != "snapshot" and not fallback.reads_instances:
                     self._check_files()  # after opening, so that the files that are read are the checked ones
             except (CheckpointError, StorageError) as error:
-                if fallback.stated_version is not None:  # normal for the first instance of a model
+                if fallback.reads_instances:  # normal for the first instance of a model
                     log.info("no other layout can be read", reason=str(error))
                     continue
                 log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
@@ -439,7 +439,7 @@ class FallbackRunner:
         if not self.seed.settings.race_storage:
             return None
         readable = [
-            each for each in self._fallbacks if each.path is not None or (each.uri and each.load_out_of_place is None)
+            each for each in self._fallbacks if each.path is not None or (each.uri and not each.reads_instances)
         ]
         if not readable:
             return None
@@ -501,8 +501,8 @@ class FallbackRunner:
                     hint="set the version (RFORK_VERSION), or restart all ranks",
                 )
             )
-            stated = [each for each in self._fallbacks if each.stated_version is not None]
-            return run_fallbacks(stated, self.load, self.reasons)
+            others = [each for each in self._fallbacks if each.reads_instances]
+            return run_fallbacks(others, self.load, self.reasons)
         return run_fallbacks(self._fallbacks, self.load, self.reasons)
 
     def load(self, fallback: Fallback) -> None:

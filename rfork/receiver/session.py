@@ -514,7 +514,8 @@ def _query_source(
             fork_request = fork_request.model_copy(update={"faults": tuple(faults)})
             if not untried:
                 now = time.monotonic()
-                if now >= retry_until or not (plan.routes or plan.retry_after_s is not None):
+                is_final = isinstance(failure, LayoutMismatch)  # the same request would get the same answer
+                if is_final or now >= retry_until or not (plan.routes or plan.retry_after_s is not None):
                     raise failure or NoSource(
                         f"no instance with the image of {source_instance.model} responded: {plan.reason}"
                     )

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 
 from rfork.receiver.fallback import OTHER_LAYOUTS
 from tests.engines.engine_server import READY_S, ROOT, EngineServer, wait_until
-from tests.engines.model_folders import copy_without_weights
+from tests.engines.model_folders import copy_without_weights, make_tiny
 from tests.engines.planner_process import PlannerProcess
 from tests.engines.queries import greedy_tokens, serving_instances
 from tests.engines.servers import SglangServer, VllmServer
@@ -69,36 +68,23 @@ class ServerLayout:
         return VllmServer(folder, log=log, arguments=arguments, environment=environment, dtype="float32")
 
 
+OPTIONS: Mapping[Kind, Mapping[str, object]] = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "padded": {"tie_word_embeddings": False, "vocab_size": 515},
+    "experts": {
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+}
+"""Configuration of each kind of model."""
+
+
 def write_model(folder: Path, tokenizer: Path, kind: Kind) -> Path:
     """Write a random float32 model of one kind into `folder`."""
-    import shutil
-
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    config = AutoConfig.for_model(
-        "qwen3_moe" if kind == "experts" else "llama",
-        vocab_size=515 if kind == "padded" else 512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=kind == "tied",
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-        initializer_range=0.1,
-        **(experts if kind == "experts" else {}),
-    )
-    folder.mkdir(parents=True)
-    for file in tokenizer.glob("*token*.json"):
-        shutil.copy(file, folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="8MB")
+    make_tiny(folder, tokenizer, "qwen3_moe" if kind == "experts" else "llama", seed=3, **OPTIONS[kind])
     return folder
 
 

@@ -1,7 +1,8 @@
 """Process with a seed of one rank of `benchmarks.reshard.sharded_model`, which serves boxes to other layouts.
 
-``python -m tests.integration.sharded_seed RANK SIZE VERSION [--corrupt]`` prints ``ready`` and serves until it is
-killed. With --corrupt, one byte of its weights differs from the checkpoint, unnoticed, once it is ready.
+``python -m tests.integration.sharded_seed RANK SIZE VERSION [--corrupt | --without-map]`` prints ``ready`` and serves
+until it is killed. With --corrupt, one byte of its weights differs from the checkpoint, unnoticed, once it is ready.
+With --without-map, it serves its own layout only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHAPE = Shape(layers=2, hidden=256, intermediate=1024, key_value=64, vocabulary=
 MEMORY_BYTES = 1 << 30
 
 
-def main(index: int, size: int, version: str, *, corrupt: bool) -> None:
+def main(index: int, size: int, version: str, *, corrupt: bool, has_map: bool) -> None:
     """Serve one rank."""
     engine, settings = ShardedEngine(SHAPE, index, size), options.load(InstanceSettings)
     module = engine.load_from(random_weights(SHAPE))
@@ -35,7 +36,8 @@ def main(index: int, size: int, version: str, *, corrupt: bool) -> None:
     with seed:
         placement_map = engine.record(engine.checkpoint_tensors())
         tensors, _ = engine.live_tensors(module, placement_map)
-        seed.boxes = BoxImages(seed, placement_map, tensors, settings, memory_bytes=MEMORY_BYTES)
+        if has_map:
+            seed.boxes = BoxImages(seed, placement_map, tensors, settings, memory_bytes=MEMORY_BYTES)
         if not seed.wait_registered(30.0):
             raise SystemExit("the planner does not respond")
         if corrupt:
@@ -45,4 +47,10 @@ def main(index: int, size: int, version: str, *, corrupt: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], corrupt="--corrupt" in sys.argv)
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        corrupt="--corrupt" in sys.argv,
+        has_map="--without-map" not in sys.argv,
+    )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
+from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, FetchedBoxes
 from rfork.schema import Rank
@@ -118,6 +119,38 @@ def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedS
     assert "v1" == boxes.version
     assert {"tp0of2", "tp1of2"} == sources_of(boxes)
     assert [] == different_tensors(boxes, 0, 1)
+
+
+def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed) -> None:
+    """Half of a model from a rank of two, the other half from two ranks of four."""
+    start_seed(0, 2)
+    start_seed(2, 4)
+    start_seed(3, 4)
+    boxes = fetched(planner, 0, 1)
+    assert {"tp0of2", "tp2of4", "tp3of4"} == sources_of(boxes)
+    assert boxes.needed_bytes == boxes.received_bytes
+    assert [] == different_tensors(boxes, 0, 1)
+
+
+def test_targets_of_one_layout_read_from_each_other(planner: str, start_seed: StartShardedSeed) -> None:
+    """A target that has its boxes serves them until its loader has read them."""
+    start_seed(0, 1)
+    first = fetched(planner, 0, 2)
+    second = fetched(planner, 0, 2)
+    instances = {part.report.instance_id for part in first.parts}
+    assert instances & {share.source_id for part in second.parts for share in part.report.sources}
+    for boxes in (first, second):
+        assert [] == different_tensors(boxes, 0, 2)
+
+
+def test_a_fleet_without_placement_maps(planner: str, start_seed: StartShardedSeed) -> None:
+    """The reason is known at once: the same request is not repeated."""
+    start_seed(0, 1, "--without-map")
+    fork = BoxFork(MODEL, Rank(tp_size=2), "v1", settings_of(planner), deadline=time.monotonic() + DEADLINE_S)
+    with pytest.raises(NoSource, match="has no placement map"):
+        _ = fork.layouts
+    with PlannerClient.of(settings_of(planner)) as client:
+        assert 1 == len(client.forks(model=MODEL))
 
 
 def test_other_versions_are_never_mixed(planner: str, start_seed: StartShardedSeed) -> None:

@@ -3,6 +3,9 @@
 A target names the boxes that it needs. They are gathered from the instance's own tensors into host memory, and served
 by a seed of their own. Their layout depends on the boxes only, so any instance that has them can serve the same image.
 
+They are served while they are gathered: a chunk of boxes once it is complete, and the weights that it was copied from
+still have the digests of the instance's manifest. Until the last chunk its image is a provisional one.
+
 The own tensors are not referenced but found in the seed's image, which an engine may release and move.
 """
 
@@ -14,10 +17,10 @@ import time
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Final, NamedTuple
 from uuid import uuid4
 
@@ -27,13 +30,16 @@ import torch
 from rfork.cuda.device import cuda_driver
 from rfork.errors import LayoutMismatch, SourceBusy, SourceCorrupt, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
+from rfork.image.chunks import ChunkState
 from rfork.image.layout import Manifest, byte_extent
 from rfork.image.memory import Image
+from rfork.image.ranges import Range
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage
 from rfork.placement.box_tensors import allocate_boxes, gather
 from rfork.placement.boxes import Box, box_map
+from rfork.placement.gather_order import gather_steps
 from rfork.placement.intersection import Relocation, intersect
 from rfork.placement.placement_map import PlacementMap
 from rfork.settings import InstanceSettings
@@ -49,8 +55,6 @@ BOX_IDLE_S: Final = 60.0
 CHECKS_PER_IDLE_TIME: Final = 4
 REGISTRATION_TIMEOUT_S: Final = 10.0
 """Maximum time until the planner has acknowledged a new image."""
-STEP_BYTES: Final = 256 << 20
-"""Bytes gathered between two checks whether the weights are about to change."""
 
 
 class BoxKey(NamedTuple):
@@ -70,6 +74,9 @@ class ServedBoxes:
     used_at: float
     """When it was last requested or read."""
     opened: Future[Seed]
+    """Its seed, once it serves."""
+    gathered: Future[None]
+    """Has a result once all boxes are there, and an exception if its seed was closed before."""
 
 
 class OwnSlot(NamedTuple):
@@ -113,6 +120,8 @@ class BoxImages:
         self._lock = threading.Lock()
         self._map_lock = threading.Lock()
         self._images: dict[BoxKey, ServedBoxes] = {}
+        self._corrupt: tuple[int, str] | None = None
+        """Generation of weights that were found changed, and the error."""
         self._closing = threading.Event()
         self._idle_check: threading.Thread | None = None
 
@@ -127,17 +136,20 @@ class BoxImages:
         return self._map.to_bytes()
 
     def open(self, boxes: tuple[Box, ...]) -> BoxImage:
-        """Serve these boxes as an image, and return its identity once the planner knows it.
+        """Begin to serve these boxes as an image, and return its identity once the planner knows it.
 
         Concurrent and later requests for the same boxes share the image. Raises LayoutMismatch with the name of a box
         that this instance does not have; SourceBusy if the weights are not complete, or there is no memory now;
-        SourceWeightsChanged; and SourceCorrupt if the weights are not those of the manifest.
+        SourceWeightsChanged; and SourceCorrupt if an earlier gather found that the weights are not those of the
+        manifest. If the gather fails later, the image is closed.
         """
         key, generation, manifest = self._key_of(boxes)
         with self._lock:
             served = self._images.get(key)
             is_new = served is None
             if served is None:
+                if self._corrupt is not None and self._corrupt[0] == generation:
+                    raise SourceCorrupt(self._corrupt[1])
                 served = self._images[key] = self._reserve(boxes)
             served.used_at = self._clock()
         if is_new:
@@ -154,7 +166,7 @@ class BoxImages:
         now, idle = self._clock(), []
         with self._lock:
             for key, served in list(self._images.items()):
-                if not served.opened.done():
+                if not served.gathered.done():
                     continue
                 box_seed = served.opened.result()
                 if box_seed.has_readers:
@@ -174,7 +186,7 @@ class BoxImages:
             idle_check = self._idle_check
         for served in images:
             # What is still gathered ends soon, as it checks `_closing`.
-            if served.opened.exception() is None:
+            if served.opened.exception() is None and served.gathered.exception() is None:
                 self._close_image(served, max(0.0, until - time.monotonic()))
         if idle_check is not None:
             idle_check.join()
@@ -206,40 +218,67 @@ class BoxImages:
                 f"boxes of {byte_count} bytes exceed the memory for copies:"
                 f" {used} of {self._memory_bytes} bytes (RFORK_MAX_BOX_BYTES) are used"
             )
-        return ServedBoxes(byte_count, self._clock(), Future())
+        return ServedBoxes(byte_count, self._clock(), Future(), Future())
 
     def _open_new(
         self, key: BoxKey, served: ServedBoxes, boxes: Sequence[Box], generation: int, manifest: Manifest
     ) -> None:
-        began = time.monotonic()
+        """Serve an image without boxes yet, and gather them on a thread."""
         try:
-            box_seed = self._opened(key, boxes, generation, manifest)
+            copies, tensors = self._copies_of(boxes), _allocated(boxes)
+            box_seed = self._serve(key, image_from_tensors(tensors))
         except BaseException as error:
             # The error and its frames refer to each other, and so to the memory of the boxes.
             traceback.clear_frames(error.__traceback__)
-            with self._lock:
-                self._images.pop(key, None)
+            self._forget(key, served)
             served.opened.set_exception(error)
             log.info("boxes not served", model=self._seed.identity.model, reason=str(error))
             raise
+        served.opened.set_result(box_seed)
+        gather_all = partial(self._gather_all, key, served, copies, tensors, generation, manifest)
+        threading.Thread(target=gather_all, name="rfork-gather", daemon=True).start()
+
+    def _forget(self, key: BoxKey, served: ServedBoxes) -> None:
+        """Do not return an image to later requests."""
+        with self._lock:
+            if self._images.get(key) is served:
+                del self._images[key]
+
+    def _gather_all(
+        self,
+        key: BoxKey,
+        served: ServedBoxes,
+        copies: Relocation,
+        tensors: Mapping[str, torch.Tensor],
+        generation: int,
+        manifest: Manifest,
+    ) -> None:
+        """Fill an image that is served already; close it if that fails. Runs on a thread of its own."""
+        began, model = time.monotonic(), self._seed.identity.model
+        lower_thread_priority(SERVING_THREAD_NICE)
+        box_seed = served.opened.result()
+        try:
+            with self._seed.long_read(generation):
+                self._gather(box_seed, copies, tensors, generation, manifest)
+        except BaseException as error:
+            # The weights' memory may be released now: nothing must keep it.
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, SourceCorrupt):
+                with self._lock:
+                    self._corrupt = generation, str(error)
+            self._forget(key, served)
+            log.info("boxes no longer served", model=model, reason=f"{type(error).__name__}: {error}")
+            self._close_image(served)
+            served.gathered.set_exception(error)
+            return
+        served.gathered.set_result(None)
         log.info(
-            "boxes served",
+            "boxes gathered",
             model=box_seed.identity.model,
             layout=box_seed.image.layout.layout_id,
-            boxes=len(boxes),
             gigabytes=round(served.byte_count / 1e9, 3),
             seconds=round(time.monotonic() - began, 3),
         )
-        served.opened.set_result(box_seed)
-
-    def _opened(self, key: BoxKey, boxes: Sequence[Box], generation: int, manifest: Manifest) -> Seed:
-        copies = self._copies_of(boxes)
-        # A thread of its own, whose priority stays low. Those of the new seed are not started by it.
-        with ThreadPoolExecutor(
-            1, "rfork-gather", initializer=lower_thread_priority, initargs=(SERVING_THREAD_NICE,)
-        ) as thread:
-            image, box_manifest = thread.submit(self._gather, boxes, copies, generation, manifest).result()
-        return self._serve(key, image, box_manifest)
 
     def _copies_of(self, boxes: Sequence[Box]) -> Relocation:
         """Return the copies that gather boxes. Raises LayoutMismatch with the name of a box that is not here."""
@@ -250,47 +289,50 @@ class BoxImages:
         return copies
 
     def _gather(
-        self, boxes: Sequence[Box], copies: Relocation, generation: int, manifest: Manifest
-    ) -> tuple[Image, Manifest]:
-        """Return an image of boxes in new host memory, all from one generation of the weights, and its manifest."""
-        tensors = _allocated(boxes)
-        with self._seed.long_read(generation):
-            try:
-                self._copy_verified(copies, tensors, generation, manifest)
-            except BaseException as error:
-                # The weights' memory may be released now: nothing must keep it.
-                traceback.clear_frames(error.__traceback__)
-                raise
-        box_image = image_from_tensors(tensors)
-        return box_image, box_image.manifest()
-
-    def _copy_verified(
-        self, copies: Relocation, tensors: Mapping[str, torch.Tensor], generation: int, manifest: Manifest
+        self,
+        box_seed: Seed,
+        copies: Relocation,
+        tensors: Mapping[str, torch.Tensor],
+        generation: int,
+        manifest: Manifest,
     ) -> None:
-        """Copy elements of the weights to tensors. Called within `Seed.long_read`."""
-        image = self._seed.image
-        names = list(dict.fromkeys(copies.source_tensors))
-        sources = [_views_of(image, {name: self._slots[name] for name in names})]
+        """Copy, verify and serve all boxes of an image. Called within `Seed.long_read`."""
+        image, box_image = self._seed.image, box_seed.image
+        sources = [_views_of(image, {name: self._slots[name] for name in set(copies.source_tensors)})]
+        steps = gather_steps(*self._spans_of(copies, box_image), image.layout.chunks, box_image.layout.chunks)
         with _on_copy_streams(image.gpus):
-            for part in _steps(copies):
+            for step in steps:
                 self._check(generation)
-                gather(part, sources, tensors)
-        # Afterwards: this also finds what was changed without notice during the copies.
-        self._verify(image, manifest, names, generation)
+                gather(_part_of(copies, step.copies), sources, tensors)
+                self._verify(image, manifest, step.verified)
+                for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
+                    box_seed.chunk_state.mark_verified(chunk, digest)
+        self._check(generation)
+        digests = box_seed.chunk_state.digests
+        box_seed.set_manifest(Manifest(box_image.layout, tuple(digests[chunk] for chunk in range(len(digests)))))
+        box_seed.serve()
 
-    def _verify(self, image: Image, manifest: Manifest, names: Sequence[str], generation: int) -> None:
-        """Raise SourceCorrupt unless the chunks of these own tensors still have the digests of the manifest."""
-        name_of: dict[int, str] = {}
-        for name in names:
-            slot = self._slots[name]
-            for chunk in image.layout.chunks.covering(slot.offset, slot.end):
-                name_of.setdefault(chunk, name)
-        chunks = sorted(name_of)
+    def _spans_of(self, copies: Relocation, box_image: Image) -> tuple[list[Range], list[Range]]:
+        """Return the byte range of each copy in the own image, and in the image of the boxes."""
+        offsets = {spec.name: spec.offset for spec in box_image.layout.tensors}
+        read: list[Range] = []
+        written: list[Range] = []
+        for copy in copies:
+            shape, itemsize = copy.copy_type.shape, copy.copy_type.itemsize
+            begin = self._slots[copy.source_tensor].offset + copy.source_offset
+            read.append((begin, begin + _extent(shape, copy.copy_type.source_strides, itemsize)))
+            begin = offsets[copy.target_tensor] + copy.target_offset
+            written.append((begin, begin + _extent(shape, copy.copy_type.target_strides, itemsize)))
+        return read, written
+
+    def _verify(self, image: Image, manifest: Manifest, chunks: Sequence[int]) -> None:
+        """Raise SourceCorrupt unless these chunks still have the digests of the manifest."""
         for chunk, digest in zip(chunks, image.digests(chunks), strict=True):
-            self._check(generation)
             if digest != manifest.digests[chunk]:
+                begin, end = image.layout.chunks[chunk]
+                name = next(name for name, slot in self._slots.items() if slot.offset < end and slot.end > begin)
                 raise SourceCorrupt(
-                    f"the weights were changed without notice: chunk {chunk} of the image, with {name_of[chunk]},"
+                    f"the weights were changed without notice: chunk {chunk} of the image, with {name},"
                     " does not have the digest of the manifest"
                 )
 
@@ -299,12 +341,24 @@ class BoxImages:
         if self._closing.is_set():
             raise SourceBusy("the source is draining")
 
-    def _serve(self, key: BoxKey, image: Image, manifest: Manifest) -> Seed:
+    def _serve(self, key: BoxKey, image: Image) -> Seed:
+        """Return a seed of an image without chunks yet."""
+        layout, chunk_state = image.layout, ChunkState(image.layout.chunks)
+        # The same for all sources of these boxes, so that a target may read from several.
+        chunk_state.set_provisional_id(_digest_of(key.version, layout.layout_id))
         identity = InstanceIdentity(
             f"{self._seed.identity.model}{MODEL_SUFFIX}", version=key.version, replica=f"boxes-{uuid4().hex[:12]}"
         )
         connections = Connections.of(self._settings)
-        box_seed = Seed(image, identity, self._settings, connections, manifest=manifest, limits_of=self._seed)
+        box_seed = Seed(
+            image,
+            identity,
+            self._settings,
+            connections,
+            chunk_state=chunk_state,
+            limits_of=self._seed,
+            is_producer=True,
+        )
         try:
             box_seed.start()
         except BaseException:
@@ -375,23 +429,27 @@ def _allocated(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
         raise SourceBusy(f"no host memory for the boxes: {error}") from None
 
 
-def _steps(copies: Relocation) -> Iterator[Relocation]:
-    """Divide copies into steps of about `STEP_BYTES` bytes."""
-    begin = size = 0
-    for index, copy_type in enumerate(copies.copy_types, 1):
-        size += copy_type.itemsize * prod(copy_type.shape)
-        if size >= STEP_BYTES or index == len(copies):
-            part = slice(begin, index)
-            yield replace(
-                copies,
-                sources=copies.sources[part],
-                source_tensors=copies.source_tensors[part],
-                source_offsets=copies.source_offsets[part],
-                target_tensors=copies.target_tensors[part],
-                target_offsets=copies.target_offsets[part],
-                copy_types=copies.copy_types[part],
-            )
-            begin, size = index, 0
+def _part_of(copies: Relocation, indices: Sequence[int]) -> Relocation:
+    """Return some copies."""
+    return replace(
+        copies,
+        sources=[copies.sources[index] for index in indices],
+        source_tensors=[copies.source_tensors[index] for index in indices],
+        source_offsets=[copies.source_offsets[index] for index in indices],
+        target_tensors=[copies.target_tensors[index] for index in indices],
+        target_offsets=[copies.target_offsets[index] for index in indices],
+        copy_types=[copies.copy_types[index] for index in indices],
+    )
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from the begin of a region to its end; `strides` in bytes."""
+    return sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + itemsize
+
+
+def _digest_of(*parts: str) -> str:
+    """Return 32 hexadecimal digits that identify texts."""
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager

@@ -114,10 +114,12 @@ class Seed:
         chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
         limits_of: Seed | None = None,
+        is_producer: bool = False,
     ) -> None:
         """Without a chunk state, every chunk is verified. `manifest` is None until it is known (`set_manifest`).
 
         `limits_of`: the seed of this process whose limits of the egress rate apply to the sum of both; default: own.
+        `is_producer`: this process fills the image itself; see `ServedImage`.
         """
         self.image = image
         self.identity = identity
@@ -132,7 +134,12 @@ class Seed:
         self.no_boxes_reason = "none was recorded for its model"
         """Reason if `boxes` is None, for targets."""
         self._served = ServedImage(
-            image.layout, identity, settings.max_readers, chunk_state=chunk_state, manifest=manifest
+            image.layout,
+            identity,
+            settings.max_readers,
+            chunk_state=chunk_state,
+            manifest=manifest,
+            is_producer=is_producer,
         )
         self._changing = threading.RLock()
         """Acquired for each change of the served image; listeners may be called meanwhile."""

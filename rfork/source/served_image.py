@@ -89,9 +89,15 @@ class ServedImage:
         *,
         chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
+        is_producer: bool = False,
     ) -> None:
-        """Without a chunk state, every chunk is verified. A holder's image accepts one more reader, on its host."""
+        """Without a chunk state, every chunk is verified. A holder's image accepts one more reader, on its host.
+
+        `is_producer`: this process fills the image itself, so the planner may assign all chunks from the start.
+        Readers wait for each until it is verified.
+        """
         self.layout = layout
+        self._is_producer = is_producer
         self.identity = identity
         self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(layout.chunks)
         self.manifest = manifest
@@ -205,6 +211,7 @@ class ServedImage:
         """Return the instance's complete report for the planner."""
         identity, layout, manifest = self.identity, self.layout, self.manifest
         provisional_id = self.chunk_state.provisional_id
+        verified = ((0, len(layout.chunks)),) if self._is_producer else self.chunk_state.verified
         return InstanceReport(
             instance_id=identity.instance_id,
             model=identity.model,
@@ -218,7 +225,7 @@ class ServedImage:
             image_bytes=layout.image_bytes,
             chunk_count=len(layout.chunks),
             state=self.state,
-            verified=self.chunk_state.verified if not self.suspended else (),
+            verified=verified if not self.suspended else (),
             # Without the suffix that distinguishes conflicting reads of the same files.
             provisional_id=provisional_id.partition("-")[0] if provisional_id is not None else None,
             storage=self.storage,

@@ -31,7 +31,7 @@ from rfork.cuda.device import cuda_driver
 from rfork.errors import LayoutMismatch, SourceBusy, SourceCorrupt, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import ChunkState
-from rfork.image.layout import Manifest, byte_extent
+from rfork.image.layout import Layout, Manifest, byte_extent, dtype_of
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.image.staging import allocate_host
@@ -225,8 +225,8 @@ class BoxImages:
     ) -> None:
         """Serve an image without boxes yet, and gather them on a thread."""
         try:
-            copies, tensors = self._copies_of(boxes), _allocated(boxes)
-            box_seed = self._serve(key, image_from_tensors(tensors))
+            copies = self._copies_of(boxes)
+            box_seed = self._serve(key, image_from_tensors(_allocated(boxes)))
         except BaseException as error:
             # The error and its frames refer to each other, and so to the memory of the boxes.
             traceback.clear_frames(error.__traceback__)
@@ -235,7 +235,7 @@ class BoxImages:
             log.info("boxes not served", model=self._seed.identity.model, reason=str(error))
             raise
         served.opened.set_result(box_seed)
-        gather_all = partial(self._gather_all, key, served, copies, tensors, generation, manifest)
+        gather_all = partial(self._gather_all, key, served, copies, generation, manifest)
         threading.Thread(target=gather_all, name="rfork-gather", daemon=True).start()
 
     def _forget(self, key: BoxKey, served: ServedBoxes) -> None:
@@ -245,13 +245,7 @@ class BoxImages:
                 del self._images[key]
 
     def _gather_all(
-        self,
-        key: BoxKey,
-        served: ServedBoxes,
-        copies: Relocation,
-        tensors: Mapping[str, torch.Tensor],
-        generation: int,
-        manifest: Manifest,
+        self, key: BoxKey, served: ServedBoxes, copies: Relocation, generation: int, manifest: Manifest
     ) -> None:
         """Fill an image that is served already; close it if that fails. Runs on a thread of its own."""
         began, model = time.monotonic(), self._seed.identity.model
@@ -259,7 +253,7 @@ class BoxImages:
         box_seed = served.opened.result()
         try:
             with self._seed.long_read(generation):
-                self._gather(box_seed, copies, tensors, generation, manifest)
+                self._gather(box_seed, copies, generation, manifest)
         except BaseException as error:
             # The weights' memory may be released now: nothing must keep it.
             traceback.clear_frames(error.__traceback__)
@@ -288,23 +282,17 @@ class BoxImages:
             raise LayoutMismatch(f"this instance does not have {name}: {reason}")
         return copies
 
-    def _gather(
-        self,
-        box_seed: Seed,
-        copies: Relocation,
-        tensors: Mapping[str, torch.Tensor],
-        generation: int,
-        manifest: Manifest,
-    ) -> None:
+    def _gather(self, box_seed: Seed, copies: Relocation, generation: int, manifest: Manifest) -> None:
         """Copy, verify and serve all boxes of an image. Called within `Seed.long_read`."""
         image, box_image = self._seed.image, box_seed.image
+        tensors = _views_of(box_image, _slots_of(box_image.layout))
         sources = [_views_of(image, {name: self._slots[name] for name in set(copies.source_tensors)})]
         steps = gather_steps(*self._spans_of(copies, box_image), image.layout.chunks, box_image.layout.chunks)
         with _on_copy_streams(image.gpus):
             for step in steps:
                 self._check(generation)
                 gather(_part_of(copies, step.copies), sources, tensors)
-                self._verify(image, manifest, step.verified)
+                self._verify(image, manifest, step.verified, generation)
                 for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
                     box_seed.chunk_state.mark_verified(chunk, digest)
         self._check(generation)
@@ -325,10 +313,11 @@ class BoxImages:
             written.append((begin, begin + _extent(shape, copy.copy_type.target_strides, itemsize)))
         return read, written
 
-    def _verify(self, image: Image, manifest: Manifest, chunks: Sequence[int]) -> None:
+    def _verify(self, image: Image, manifest: Manifest, chunks: Sequence[int], generation: int) -> None:
         """Raise SourceCorrupt unless these chunks still have the digests of the manifest."""
         for chunk, digest in zip(chunks, image.digests(chunks), strict=True):
             if digest != manifest.digests[chunk]:
+                self._check(generation)
                 begin, end = image.layout.chunks[chunk]
                 name = next(name for name, slot in self._slots.items() if slot.offset < end and slot.end > begin)
                 raise SourceCorrupt(
@@ -403,6 +392,11 @@ def _slots_in(image: Image, tensors: Mapping[str, torch.Tensor]) -> dict[str, Ow
             offset = offsets[region] + begin - begins[region]
             found[name] = OwnSlot(offset, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
     return found
+
+
+def _slots_of(layout: Layout) -> dict[str, OwnSlot]:
+    """Return the locations of an image's tensors."""
+    return {spec.name: OwnSlot(spec.offset, dtype_of(spec), spec.shape, spec.stride) for spec in layout.tensors}
 
 
 def _views_of(image: Image, slots: Mapping[str, OwnSlot]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import pytest
@@ -39,11 +39,11 @@ from rfork.placement.placement_map import PlacementMap
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.settings import InstanceSettings
 from rfork.source import box_images
-from rfork.source.box_images import BOX_IDLE_S
+from rfork.source.box_images import BOX_IDLE_S, ServedBoxes
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from tests.conftest import StartRfork
-from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, SIZE, BoxSeed, box, checkpoint, elements, rank_image
+from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, BoxSeed, box, checkpoint, elements, rank_image
 from tests.integration.peer_service.seeds import SOON_S, client, soon, token
 
 StartBoxSeed = Callable[..., BoxSeed]
@@ -71,12 +71,15 @@ def rank(start_seed: StartBoxSeed) -> BoxSeed:
 
 
 class Gathers:
-    """Calls of `gather`, each of which first calls `before`."""
+    """Gathers of boxes: `before` is called before each copy, `allocating` when an image is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.before: Callable[[], object] = lambda: None
-        gather = box_tensors.gather
+        self.allocating: Callable[[], object] = lambda: None
+        self.images: list[ServedBoxes] = []
+        """All images that were opened, also those that failed."""
+        gather, allocated = box_tensors.gather, box_images._allocated
 
         def counted(
             copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], into: Mapping[str, torch.Tensor]
@@ -85,7 +88,21 @@ class Gathers:
             self.before()
             gather(copies, sources, into)
 
+        def allocate(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+            self.allocating()
+            return allocated(boxes)
+
+        def image(*fields: Any) -> ServedBoxes:
+            self.images.append(ServedBoxes(*fields))
+            return self.images[-1]
+
         monkeypatch.setattr(box_images, "gather", counted)
+        monkeypatch.setattr(box_images, "_allocated", allocate)
+        monkeypatch.setattr(box_images, "ServedBoxes", image)
+
+    def failure(self) -> BaseException | None:
+        """Return the error of the last image, once it is gathered or has failed."""
+        return self.images[-1].gathered.exception(SOON_S)
 
 
 @pytest.fixture
@@ -110,8 +127,9 @@ def expected_layout_id(*boxes: Box) -> str:
 
 
 def opened_seed(rank: BoxSeed) -> Seed:
-    """Return the seed of the only image of boxes."""
+    """Return the seed of the only image of boxes, once they are gathered."""
     (served,) = rank.images._images.values()
+    served.gathered.result(SOON_S)
     return served.opened.result()
 
 
@@ -246,7 +264,7 @@ def test_every_request_that_ends_lets_another_one_begin(
     with pytest.raises(LayoutMismatch):
         open_boxes(rank, box("unknown"), peer=peer)
     abandoned = threading.Event()
-    gathers.before = lambda: abandoned.wait(SOON_S)
+    gathers.allocating = lambda: abandoned.wait(SOON_S)
     with pytest.raises(SourceTimeout):
         peer.open_boxes(encode_boxes(BOXES), time.monotonic() + 0.5)
     abandoned.set()
@@ -271,27 +289,27 @@ def test_peers_in_one_process(rank: BoxSeed) -> None:
 def test_concurrent_requests_open_one_image(rank: BoxSeed, gathers: Gathers) -> None:
     """The boxes are gathered once, for all requests and whatever their order."""
     reordered = (*BOXES[1:], BOXES[0])
-    requested = threading.Barrier(5)  # the four requests, and the gather of one of them
+    requested = threading.Barrier(5)  # the four requests, and one of them that opens the image
 
     def request(boxes: tuple[Box, ...]) -> BoxImage:
         threading.Thread(target=requested.wait).start()
         return rank.images.open(boxes)
 
-    gathers.before = requested.wait
+    gathers.allocating = requested.wait
     with ThreadPoolExecutor(4) as pool:
         images = list(pool.map(request, (BOXES, reordered, BOXES, reordered)))
     assert 1 == len(set(images))
-    assert 1 == gathers.count
+    assert 1 == len(gathers.images)
 
 
 def test_a_second_request_finds_the_image(rank: BoxSeed, gathers: Gathers) -> None:
     """A later target reads the same image."""
     first = open_boxes(rank)
     assert first == open_boxes(rank)
-    assert 1 == gathers.count
+    assert 1 == len(gathers.images)
 
 
-def test_other_calls_are_answered_during_a_gather(rank: BoxSeed, gathers: Gathers) -> None:
+def test_other_calls_are_answered_while_an_image_is_opened(rank: BoxSeed, gathers: Gathers) -> None:
     """The event loop and the threads of channels stay free; a caller that gives up loses nothing."""
     started, released = threading.Event(), threading.Event()
 
@@ -299,7 +317,7 @@ def test_other_calls_are_answered_during_a_gather(rank: BoxSeed, gathers: Gather
         started.set()
         assert released.wait(SOON_S)
 
-    gathers.before = wait
+    gathers.allocating = wait
     peer = client(rank.seed)
     layout = rank.seed.image.layout
     with ThreadPoolExecutor(1) as pool:
@@ -314,7 +332,31 @@ def test_other_calls_are_answered_during_a_gather(rank: BoxSeed, gathers: Gather
         released.set()
         assert expected_layout_id() == open_boxes(rank, peer=peer).layout_id
     peer.close()
-    assert 1 == gathers.count
+    assert 1 == len(gathers.images)
+
+
+def test_boxes_are_served_while_others_are_gathered(rank: BoxSeed, gathers: Gathers) -> None:
+    """As chunks of a provisional image; the planner may assign all of them."""
+    gathered, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if gathers.count == 2:
+            gathered.set()
+            assert released.wait(SOON_S)
+
+    gathers.before = wait
+    open_boxes(rank, box("q"), box("v"))
+    assert gathered.wait(SOON_S)
+    box_seed = gathers.images[-1].opened.result()
+    assert ((0, 1),) == box_seed.chunk_state.verified
+    assert box_seed.report().weights_id is None
+    assert ((0, 2),) == box_seed.report().verified
+    assert box_seed.report().provisional_id == box_seed.chunk_state.provisional_id
+    released.set()
+    assert gathers.failure() is None
+    assert ((0, 2),) == box_seed.chunk_state.verified
+    assert box_seed.image.manifest() == box_seed.manifest
+    assert "serving" == box_seed.report().state
 
 
 def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> None:
@@ -334,7 +376,7 @@ def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> 
         peer.renew(soon())
     peer.close()
     open_boxes(rank, box("v"))
-    assert 2 == gathers.count
+    assert 2 == len(gathers.images)
 
 
 def test_memory_is_freed_without_the_garbage_collector(
@@ -356,13 +398,14 @@ def test_memory_is_freed_without_the_garbage_collector(
     gc.disable()
     try:
         rank.images.open(BOXES)
+        assert gathers.failure() is None
         rank.passed_s += BOX_IDLE_S
         rank.images.close_idle()
         assert [None] == [mapping() for mapping in allocated]
 
         gathers.before = fail
-        with pytest.raises(ValueError, match="broken"):
-            rank.images.open(BOXES)
+        rank.images.open(BOXES)
+        assert "broken" == str(gathers.failure())
         assert [None] * 2 == [mapping() for mapping in allocated]
 
         gathers.before = lambda: None
@@ -387,11 +430,12 @@ def test_a_failed_gather_does_not_keep_the_weights(rank: BoxSeed, gathers: Gathe
     gathers.before = rank.seed.fence
     gc.disable()
     try:
-        with pytest.raises(SourceWeightsChanged) as caught:
-            rank.images.open(BOXES)
+        rank.images.open(BOXES)
+        failure = gathers.failure()
+        assert isinstance(failure, SourceWeightsChanged)
+        assert failure.__traceback__ is not None
         rank.seed.suspend()
         del own, mappings
-        assert caught.value.__traceback__ is not None
         assert [None] * 3 == [mapping() for mapping in memory]
     finally:
         gc.enable()
@@ -400,17 +444,19 @@ def test_a_failed_gather_does_not_keep_the_weights(rank: BoxSeed, gathers: Gathe
 def test_a_request_keeps_an_image(rank: BoxSeed, gathers: Gathers) -> None:
     """The idle time begins with the last request or reader."""
     open_boxes(rank)
+    assert gathers.failure() is None
     rank.passed_s += BOX_IDLE_S * 0.75
     open_boxes(rank)
     rank.passed_s += BOX_IDLE_S * 0.75
     rank.images.close_idle()
     open_boxes(rank)
-    assert 1 == gathers.count
+    assert 1 == len(gathers.images)
 
 
 def test_an_image_with_readers_is_kept(rank: BoxSeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long they read."""
     open_boxes(rank)
+    opened_seed(rank)
     monkeypatch.setattr(Seed, "has_readers", property(lambda seed: True))
     rank.passed_s += 2 * BOX_IDLE_S
     rank.images.close_idle()
@@ -420,13 +466,13 @@ def test_an_image_with_readers_is_kept(rank: BoxSeed, monkeypatch: pytest.Monkey
 def test_a_fence_during_a_gather_discards_it(rank: BoxSeed, gathers: Gathers) -> None:
     """The weights are about to change: what was gathered may be mixed."""
     gathers.before = rank.seed.fence
-    with pytest.raises(SourceWeightsChanged):
-        open_boxes(rank)
+    open_boxes(rank)
+    assert isinstance(gathers.failure(), SourceWeightsChanged)
     assert {} == rank.images._images
 
 
 def test_weights_that_are_updated_during_a_gather_are_never_mixed(rank: BoxSeed, gathers: Gathers) -> None:
-    """The request fails; the next one gets all boxes from the new weights, with their version."""
+    """The image is closed before any box is served; the next one has all boxes and the version of the new weights."""
     ready, changed = threading.Event(), threading.Event()
 
     def update() -> None:
@@ -443,9 +489,10 @@ def test_weights_that_are_updated_during_a_gather_are_never_mixed(rank: BoxSeed,
     gathers.before = wait_until_changed
     updater = threading.Thread(target=update)
     updater.start()
-    with pytest.raises(SourceWeightsChanged):
-        open_boxes(rank)
+    open_boxes(rank)
     updater.join()
+    assert isinstance(gathers.failure(), SourceWeightsChanged)
+    assert () == gathers.images[-1].opened.result().chunk_state.verified
     assert {} == rank.images._images
 
     assert "v2" == open_boxes(rank).version
@@ -464,21 +511,25 @@ def test_an_image_outlives_an_update(rank: BoxSeed) -> None:
     assert 2 == len(rank.images._images)
 
 
-def test_changed_bytes_are_found(rank: BoxSeed) -> None:
-    """Bytes that were changed without an update are refused with the name of the tensor; other chunks are served."""
+def test_changed_bytes_are_found(rank: BoxSeed, gathers: Gathers) -> None:
+    """Bytes that were changed without an update are not served; the next requests get the name of the tensor."""
     rank.own["qkv"][-1, -1] += 1
-    with pytest.raises(SourceCorrupt, match=r"chunk \d+ of the image, with qkv"):
-        open_boxes(rank)
+    open_boxes(rank, box("v"))
+    assert isinstance(gathers.failure(), SourceCorrupt)
+    assert () == gathers.images[-1].opened.result().chunk_state.verified
     assert {} == rank.images._images
-    first = box("down", columns=(0, SIZE // 2))  # in another chunk
-    assert expected_layout_id(first) == open_boxes(rank, first).layout_id
+    with pytest.raises(SourceCorrupt, match=r"chunk \d+ of the image, with qkv"):
+        open_boxes(rank, box("v"))
+    with rank.seed.updating("v2"):
+        pass
+    assert "v2" == open_boxes(rank, box("v")).version
 
 
 def test_bytes_that_change_during_a_gather_are_found(rank: BoxSeed, gathers: Gathers) -> None:
     """The digests are compared after the copies."""
     gathers.before = lambda: rank.own["qkv"].add_(1)
-    with pytest.raises(SourceCorrupt, match="qkv"):
-        open_boxes(rank)
+    open_boxes(rank)
+    assert "qkv" in str(gathers.failure())
     assert {} == rank.images._images
 
 
@@ -499,8 +550,8 @@ def test_a_failed_request_returns_its_memory(start_seed: StartBoxSeed, gathers: 
         raise RuntimeError("broken")
 
     gathers.before = fail
-    with pytest.raises(SourceUnavailable):
-        open_boxes(rank, box("q"))
+    open_boxes(rank, box("q"))
+    assert "broken" == str(gathers.failure())
     gathers.before = lambda: None
     assert (1 << 20) == open_boxes(rank, box("q")).image_bytes
 
@@ -579,9 +630,8 @@ def test_closing_the_seed_closes_its_images(start_seed: StartBoxSeed) -> None:
         rank.images.open((box("q"),))
 
 
-def test_closing_ends_a_gather(rank: BoxSeed, gathers: Gathers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_a_gather(rank: BoxSeed, gathers: Gathers) -> None:
     """A gather ends at its next step."""
-    monkeypatch.setattr(box_images, "STEP_BYTES", 1)
     closing = threading.Thread(target=rank.images.close)
 
     def close() -> None:
@@ -590,8 +640,8 @@ def test_closing_ends_a_gather(rank: BoxSeed, gathers: Gathers, monkeypatch: pyt
             assert rank.images._closing.wait(SOON_S)
 
     gathers.before = close
-    with pytest.raises(SourceBusy, match="draining"):
-        rank.images.open(BOXES)
+    rank.images.open((box("q"), box("v")))
+    assert "draining" in str(gathers.failure())
     closing.join()
     assert 1 == gathers.count
 

@@ -46,7 +46,7 @@ class Target:
         self._source, self._equal = source, equal
         self._rank, self._settings = rank_of(rank, size), settings
         self._engine = ShardedEngine(shape, rank, size)
-        self._expected = self._engine.load_from(random_weights(shape))
+        self._expected = self._engine.load_from(lambda _: random_weights(shape))
         self.image_bytes = sum(value.nbytes for value in self._expected.parameters())
         self.received: list[float] = []
         """Bytes received / bytes needed, of each cross-layout fork."""
@@ -59,7 +59,7 @@ class Target:
             began = time.perf_counter()
             fork = BoxFork(self._source, self._rank, VERSION, self._settings, deadline=time.monotonic() + DEADLINE_S)
             fetched = fork.fetch(self._engine.record(fork.checkpoint))
-            module = self._engine.load_from(fetched.weights())
+            module = self._engine.load_from(fetched.weights)
             seconds = time.perf_counter() - began
             self.received.append(fetched.received_bytes / fetched.needed_bytes)
             fetched.release(0.0)

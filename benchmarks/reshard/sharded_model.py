@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import shapes
+from rfork.engines.relocation import WeightsOf, recorded_weights
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import Recorder
 
@@ -117,10 +118,7 @@ class ShardedEngine:
         """Return the placement map of this rank."""
         twin = ShardedModel(self._shape, self._rank, self._size, device="meta")
         with Recorder() as recorder:
-            twin.load_weights(
-                (name, recorder.tensor(name, torch.bfloat16, checkpoint.type_of(index).shape))
-                for index, name in enumerate(checkpoint.names)
-            )
+            twin.load_weights(recorded_weights(recorder, checkpoint))
         return recorder.placement_map(dict(twin.named_parameters()))
 
     def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
@@ -131,8 +129,8 @@ class ShardedEngine:
         """Return a model without weights."""
         return ShardedModel(self._shape, self._rank, self._size)
 
-    def load_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> ShardedModel:
-        """Return a model with these weights."""
+    def load_from(self, weights_of: WeightsOf) -> ShardedModel:
+        """Return a model with weights."""
         model = self.empty()
-        model.load_weights(weights)
+        model.load_weights(weights_of(model))
         return model

@@ -60,7 +60,7 @@ def _source_main(ready: Connection, commands: Connection, planner: str, shape: S
         for model, (size, ranks) in LAYOUTS.items():
             for index in ranks:
                 engine = ShardedEngine(shape, index, size)
-                module = engine.load_from(random_weights(shape))
+                module = engine.load_from(lambda _: random_weights(shape))
                 image = capture(module)
                 identity = InstanceIdentity.of(model, rank_of(index, size), None, version=VERSION)
                 seed = Seed(image, identity, settings, Connections.of(settings), manifest=compute_manifest(image))

@@ -15,7 +15,7 @@ from rfork.errors import EngineMismatch, NoSource, RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_fork import BoxFork, FetchedBoxes, other_layouts
+from rfork.receiver.box_fork import BoxFork, BoxWeights, other_layouts
 from rfork.receiver.fallback import Fallback, layouts_fallback
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -37,7 +37,7 @@ class CrossLayout:
         self._model, self._rank = model, rank
         self._engine = engine if isinstance(engine, RelocatingEngine) else None
         self._settings = settings
-        self._fetched: FetchedBoxes | None = None
+        self._weights: BoxWeights | None = None
         self._placement_map: PlacementMap | None = None
         self._version = ""
         # The fork before and this one together keep the deadline: the engine's own loader needs the rest of its time.
@@ -78,32 +78,48 @@ class CrossLayout:
                 raise StorageNotFound(str(error)) from None
 
     def _fetch(self, version: str | None) -> None:
-        """Fetch what the model needs. Raises NoSource, LayoutMismatch, and the failures of the sources."""
+        """Prepare the weights: fetch what the loader computes with. Raises NoSource, LayoutMismatch, and the failures
+        of the sources.
+        """
         began = time.monotonic()
         fork = BoxFork(self._model, self._rank, version, self._settings, deadline=self._deadline)
         checkpoint = fork.checkpoint
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()
-        fetched = self._fetched = fork.fetch(self._placement_map)
-        self._version = fetched.version
+        weights = self._weights = fork.fetch(self._placement_map)
+        self._version = weights.version
         log.info(
-            "weights fetched from other layouts",
-            version=fetched.version,
-            report=fetched.line(),
+            "weights requested from other layouts",
+            version=weights.version,
             plan_s=round(recorded - began, 2),
-            transfer_s=round(time.monotonic() - recorded, 2),
+            fetch_s=round(time.monotonic() - recorded, 2),
         )
 
     def _load(self) -> nn.Module:
-        """Return a new model from the engine's own loader, which reads what was fetched. Call `_fetch` before."""
-        fetched = self._fetched
-        if fetched is None:
+        """Return a new model from the engine's own loader, with the weights. Call `_fetch` before.
+
+        Raises the failures of the sources, and what the loader raises.
+        """
+        weights, began = self._weights, time.monotonic()
+        if weights is None:
             raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
         try:
-            return self._relocating.load_from(fetched.weights())
+            module = self._relocating.load_from(weights.weights)
+        except Exception as error:
+            if weights.failure is not None:
+                raise weights.failure from error
+            raise
+        else:
+            log.info(
+                "weights loaded from other layouts",
+                version=weights.version,
+                report=weights.line(),
+                load_s=round(time.monotonic() - began, 2),
+            )
+            return module
         finally:
-            self._fetched = None
-            fetched.release(self._settings.drain_timeout_s)
+            self._weights = None
+            weights.release(self._settings.drain_timeout_s)
 
     def serve(self, module: nn.Module, seed: Seed) -> None:
         """Let instances of other layouts read a loaded model. A model that cannot be read so is logged."""

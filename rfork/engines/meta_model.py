@@ -7,7 +7,7 @@ everything except reading is done: dtypes, tied weights, computed buffers (rotar
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,16 +190,6 @@ class MetaModel:
             abstract = self._build_on_meta()
             weights = _unread_weights(abstract, self.device)
         return self._with_weights(abstract, weights)
-
-    def filled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
-        """Return the model that `from_pretrained` builds from copies of these weights.
-
-        Weights that the model does not have are ignored. Raises ModelError if one is missing.
-        """
-        abstract = self.on_meta()
-        first = _first_names(abstract)  # transformers 4 ties to no other name
-        copies = {first[name]: tensor.to(self.device, copy=True) for name, tensor in weights if name in first}
-        return self._with_weights(abstract, copies)
 
     def on_meta(self) -> PreTrainedModel:
         """Return the model on the meta device. Raises ModelError."""

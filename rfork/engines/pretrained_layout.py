@@ -14,8 +14,8 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.engines.meta_model import MetaModel, stored_tensors
-from rfork.engines.relocation import Weights, recorded_weights, tensors_of, unchanged_tensors
-from rfork.errors import ALL_TENSORS, CheckpointError, StorageError, UnsupportedTensor
+from rfork.engines.relocation import WeightsOf, recorded_weights, tensors_of, unchanged_tensors
+from rfork.errors import ALL_TENSORS, CheckpointError, ModelError, StorageError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import Recorder
@@ -66,9 +66,22 @@ class PretrainedEngine:
         """Return the tensors of a loaded model: transformers does not change them after loading."""
         return unchanged_tensors(module, placement_map, lambda layer: None)
 
-    def load_from(self, weights: Weights) -> nn.Module:
-        """Return a new model with these weights. Tensors that the model does not have are ignored."""
-        return self._blueprint.filled(weights)
+    def load_from(self, weights_of: WeightsOf) -> nn.Module:
+        """Return a new model with copies of these weights. Tensors that the model does not have are ignored.
+
+        Raises ModelError if one is missing.
+        """
+        model = self._blueprint.empty()
+        own = stored_tensors(model)
+        missing = {id(tensor): name for name, tensor in own.items()}
+        with torch.no_grad():
+            for name, tensor in weights_of(model):
+                if name in own:
+                    own[name].copy_(tensor)
+                    missing.pop(id(own[name]), None)
+        if missing:
+            raise ModelError(f"the weights of {self._blueprint.source} have no tensor {min(missing.values())}")
+        return model
 
 
 def _require_stored(own: Mapping[str, torch.Tensor], checkpoint: TensorTable) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from rfork.errors import ALL_TENSORS, RforkError, UnsupportedTensor
 from rfork.logs import logger
+from rfork.placement.box_tensors import type_of
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import RecordedTensor, Recorder
 from rfork.storage.formats.safetensors_file import TORCH_DTYPES
@@ -58,14 +59,18 @@ class RelocatingEngine(Protocol):
         """
         ...
 
-    def load_from(self, weights: Weights) -> nn.Module:
-        """Return a new model from the engine's own loader, which reads these tensors instead of files.
+    def load_from(self, weights_of: WeightsOf) -> nn.Module:
+        """Return a new model from the engine's own loader, which reads tensors instead of files.
+
+        `weights_of` is called with the model before its weights are loaded. What it raises, also later, is raised.
 
         Like `EngineAdapter.load`, it requires that other models of this engine object are dropped first.
         """
         ...
 
 
+WeightsOf = Callable[[nn.Module], Weights]
+"""Returns the tensors that a loader reads for a model."""
 Result = TypeVar("Result")
 
 LoadTwin = Callable[[torch.device, Recorder, Weights], nn.Module]
@@ -127,6 +132,7 @@ def recorded_weights(recorder: Recorder, checkpoint: TensorTable) -> Iterator[tu
     for index, name in enumerate(checkpoint.names):
         tensor_type = checkpoint.type_of(index)
         yield name, recorder.tensor(name, getattr(torch, tensor_type.dtype), tensor_type.shape)
+    recorder.end_checkpoint()
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -246,12 +252,6 @@ def unchanged_tensors(
         else:
             others.setdefault(reason or "", []).append(name)
     return unchanged, _summary(others)
-
-
-def type_of(tensor: torch.Tensor) -> TensorType:
-    """Return the type of an own tensor."""
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
-    return TensorType(str(tensor.dtype).removeprefix("torch."), tensor.itemsize, tuple(tensor.shape), strides)
 
 
 def _difference(actual: TensorType, expected: TensorType) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensors of boxes: their memory on the host, their elements from own tensors, and the checkpoint tensors they fill."""
+"""Tensors of boxes: their memory, their elements from own tensors, and the checkpoint tensors they fill."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 
-from rfork.placement.boxes import Box
-from rfork.placement.intersection import CopyType, Relocation
-from rfork.placement.placement_map import TensorTable, TensorType
+from rfork.placement.boxes import Box, box_map
+from rfork.placement.intersection import CopyType, Relocation, intersect
+from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 
 ALIGNMENT = 64
 MAX_COPY_BYTES = 64 << 20
@@ -26,6 +27,22 @@ UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns uninitialised host memory of a size in bytes (uint8, 1-D)."""
+
+
+class BoxMemory(Protocol):
+    """Memory in which a target receives boxes."""
+
+    def allocate_boxes(self, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+        """Return an uninitialised, contiguous tensor for each box, by its name."""
+        ...
+
+    def filled(self, boxes: Sequence[Box]) -> None:
+        """Note that these boxes, allocated together, have arrived."""
+        ...
+
+    def forget(self, boxes: Sequence[Box]) -> None:
+        """Release these boxes, allocated together, which have not arrived."""
+        ...
 
 
 def allocate_bytes(size: int) -> torch.Tensor:
@@ -105,6 +122,9 @@ class CheckpointMemory:
             found[name] = tensor
         return found
 
+    def filled(self, boxes: Sequence[Box]) -> None:
+        """Do nothing: the boxes are where `tensors` expects them."""
+
     def forget(self, boxes: Sequence[Box]) -> None:
         """Release boxes that were not filled."""
         names = {box.name for box in boxes}
@@ -114,10 +134,18 @@ class CheckpointMemory:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every checkpoint tensor in its order; only the elements of boxes have their values.
 
-        A tensor is no longer referenced here when the next one is yielded.
+        A tensor is no longer referenced here when the next one is yielded. Those without boxes are zeros, which share
+        one virtual memory.
         """
-        for index, name in enumerate(self._checkpoint.names):
-            yield name, self._assembled(name, self._checkpoint.type_of(index))
+        types = [self._checkpoint.type_of(index) for index in range(len(self._checkpoint))]
+        size = max((prod(each.shape) * each.itemsize for each in types), default=0)
+        zeros = _virtual_tensor(TensorType("uint8", 1, (size,)))
+        for name, tensor_type in zip(self._checkpoint.names, types, strict=True):
+            if name in self._boxes or name in self._tensors:
+                yield name, self._assembled(name, tensor_type)
+            else:
+                memory = zeros[: prod(tensor_type.shape) * tensor_type.itemsize]
+                yield name, memory.view(_dtype(tensor_type.dtype, tensor_type.itemsize)).view(tensor_type.shape)
 
     def _assembled(self, name: str, tensor_type: TensorType) -> torch.Tensor:
         parts = self._boxes.pop(name, [])
@@ -131,6 +159,65 @@ class CheckpointMemory:
         for box, tensor in parts:
             elements[_index(box)].copy_(tensor.view(elements.dtype))
         return complete
+
+
+class OwnMemory:
+    """Memory of boxes within a target's own tensors, which a loader has prepared. Not thread-safe.
+
+    A box that is contiguous in an own tensor is received there. Others are received in host memory and copied.
+    """
+
+    def __init__(
+        self, placement_map: PlacementMap, own: Mapping[str, torch.Tensor], allocate: Allocate = allocate_bytes
+    ) -> None:
+        """`own`: the tensors of a model with this map. Raises ValueError if they are not those that were recorded."""
+        rows = set(placement_map.owns[placement_map.sources >= 0].tolist())
+        for index, name in enumerate(placement_map.own.names):
+            expected = placement_map.own.type_of(index)
+            if index in rows and (name not in own or type_of(own[name]) != expected):
+                raise ValueError(f"{name} is not the recorded tensor {expected}")
+        self._map = placement_map
+        self._own = own
+        self._allocate = allocate
+        self._pending: dict[tuple[Box, ...], tuple[Relocation, dict[str, torch.Tensor]]] = {}
+        """Copies that remain to be done when boxes have arrived, and the tensors of these boxes."""
+
+    def allocate_boxes(self, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+        """Return an uninitialised, contiguous tensor for each box, by its name.
+
+        Raises ValueError if a box cannot be copied to its place.
+        """
+        copies = intersect([box_map(boxes)], self._map)
+        box_of = {box.name: box for box in boxes}
+        found: dict[str, torch.Tensor] = {}
+        remaining: list[int] = []
+        for index, copy in enumerate(copies):
+            box, copy_type = box_of[copy.source_tensor], copy.copy_type
+            strides = (copy_type.itemsize,) * len(copy_type.shape)
+            is_contiguous = copy_type.source_strides == copy_type.target_strides == strides[:1]
+            if box.name in found or copy.byte_count != box.byte_count or not is_contiguous:
+                remaining.append(index)
+                continue
+            region = _region(self._own[copy.target_tensor], copy.target_offset, copy_type, copy_type.target_strides)
+            found[box.name] = region.view(_dtype(box.dtype, box.itemsize)).view(box.sizes)
+        found |= allocate_boxes([box for box in boxes if box.name not in found], self._allocate)
+        self._pending[tuple(boxes)] = copies.part(remaining), found
+        return found
+
+    def filled(self, boxes: Sequence[Box]) -> None:
+        """Copy boxes that were received in host memory, or are needed twice, to own tensors."""
+        copies, tensors = self._pending.pop(tuple(boxes))
+        gather(copies, [tensors], self._own)
+
+    def forget(self, boxes: Sequence[Box]) -> None:
+        """Release the host memory of boxes that have not arrived."""
+        del self._pending[tuple(boxes)]
+
+
+def type_of(tensor: torch.Tensor) -> TensorType:
+    """Return the type of an own tensor."""
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    return TensorType(str(tensor.dtype).removeprefix("torch."), tensor.itemsize, tuple(tensor.shape), strides)
 
 
 def _index(box: Box) -> tuple[slice, ...]:

@@ -94,6 +94,18 @@ class Relocation:
         """Number of bytes that the copies read."""
         return sum(copy.byte_count for copy in self)
 
+    def part(self, indices: Sequence[int]) -> Relocation:
+        """Return some copies."""
+        return replace(
+            self,
+            sources=[self.sources[index] for index in indices],
+            source_tensors=[self.source_tensors[index] for index in indices],
+            source_offsets=[self.source_offsets[index] for index in indices],
+            target_tensors=[self.target_tensors[index] for index in indices],
+            target_offsets=[self.target_offsets[index] for index in indices],
+            copy_types=[self.copy_types[index] for index in indices],
+        )
+
 
 class _SourceBoxes:
     """Boxes of one map by checkpoint tensor."""

@@ -152,6 +152,7 @@ class PlacementMapBuilder:
     box_types: dict[BoxType, int] = field(default_factory=dict)
     read_completely: list[str] = field(default_factory=list)
     """Checkpoint tensors with elements that flow into computed values."""
+    only_copies: bool = False
     sources: list[int] = field(default_factory=list)
     owns: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -185,6 +186,7 @@ class PlacementMapBuilder:
             tuple(self.box_types),
             tuple(self.read_completely),
             *(_column(values) for values in columns),
+            only_copies=self.only_copies,
         )
 
 
@@ -212,6 +214,10 @@ class PlacementMap:
     box_type_indices: Column
     starts: Column
     """First index of each row in its checkpoint tensor, one after another; none for computed rows."""
+    only_copies: bool = field(default=False, kw_only=True)
+    """True if the rows may also be filled after the loader has run without their values: it reads no own tensor, and
+    writes none once it has read the last checkpoint tensor. Known where the map was recorded; not encoded.
+    """
 
     def __len__(self) -> int:
         return len(self.sources)

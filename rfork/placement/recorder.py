@@ -22,6 +22,7 @@ loading with the elements of the rows alone would compute other values from them
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,6 +120,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _StorageWrites] = {}
         self._read_by_operations: set[str] = set()
         """Names of checkpoint tensors with elements that reached an operation which is not followed."""
+        self._thread = threading.get_ident()
+        self._at_end = False
+        self._only_copies = True
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -138,6 +142,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RecordedTensor(
             self, identity.shape, contiguous_strides(identity.shape), dtype, CheckpointView.of(identity)
         )
+
+    def end_checkpoint(self) -> None:
+        """Note that the loader has requested a tensor after the last one of the checkpoint."""
+        self._at_end = True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -230,6 +238,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 piece.tensor.modified_by = modified_by
 
     def _writes_of(self, tensor: torch.Tensor) -> list[Write]:
+        """Return the writes to a tensor's storage, to which the caller adds one."""
+        if self._at_end or threading.get_ident() != self._thread:
+            self._only_copies = False
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
         if found is None:
@@ -266,6 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     used.add(key)
                     if not any(value is each for each in overwritten):
                         found.read_count = len(found.writes)
+                        self._only_copies = False
         return used
 
     def _mark_results(self, func: Any, used: set[int], result: Any) -> None:
@@ -307,7 +319,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Call it after loading, with all parameters and buffers. A tensor that lies within another one, such as a tied
         head, becomes an alias of it.
         """
-        builder = PlacementMapBuilder()
+        builder = PlacementMapBuilder(only_copies=self._only_copies and self._at_end)
         checkpoint = {
             name: builder.checkpoint.append(name, TensorType(each.dtype, each.itemsize, each.shape))
             for name, each in self._checkpoint.items()

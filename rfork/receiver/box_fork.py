@@ -2,24 +2,29 @@
 
 Runs on the target. The target knows from its placement map which boxes it needs, and from those of the sources who has
 them. Each source serves its part on request, as an image of its own whose tensors are the boxes. These images are
-forked like any other, into host memory; so they are verified, and targets of one layout relay them to each other.
+forked like any other; so they are verified, and targets of one layout relay them to each other.
+
+Boxes that a loader only copies are received where its copies lie, in the tensors of the model: the loader runs first,
+with zeros, and post-processing afterwards. Boxes with which it computes are received in host memory before.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Final
+from typing import Final, TypeVar
 from uuid import uuid4
 
 import torch
+from torch import nn
 
 from rfork.errors import (
     DeadlineExceeded,
+    EngineMismatch,
     ForkFailed,
     LayoutMismatch,
     NetworkError,
@@ -32,8 +37,8 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
-from rfork.placement.box_tensors import CheckpointMemory
-from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
+from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory
+from rfork.placement.boxes import Box, Division, divide, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.report import ForkReport
@@ -48,6 +53,10 @@ OPEN_TIMEOUT_S: Final = 300.0
 """Maximum time in which a source gathers and digests the boxes of one target."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
+LAST_READS_S: Final = 0.5
+"""Maximum time that a target waits for readers of its boxes before it changes its model."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class OtherLayout:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPart:
-    """Boxes from one layout, in host memory, and their fork."""
+    """Boxes from one layout, and their fork."""
 
     boxes: tuple[Box, ...]
     report: ForkReport
@@ -74,15 +83,24 @@ class FetchedPart:
 
 
 @dataclass(slots=True)
-class FetchedBoxes:
-    """All boxes that a target needs."""
+class BoxWeights:
+    """Weights of one target: boxes that were fetched for its loader, and those that fill the model after it."""
 
-    version: str
+    fork: BoxFork
+    placement_map: PlacementMap
     memory: CheckpointMemory
-    wanted: Sequence[Box]
-    computed_from: Collection[str] = ()
-    """Checkpoint tensors that the loader computes with, perhaps in place."""
+    later: Sequence[Box]
+    """Boxes that the loader only copies."""
+    division: Division | None = None
+    """Assignment of these to the fork's layouts, which have opened them."""
     parts: list[FetchedPart] = field(default_factory=list)
+    failure: RforkError | None = None
+    """Reason if the boxes in `later` could not be fetched."""
+
+    @property
+    def version(self) -> str:
+        """Version of the weights."""
+        return self.fork.version
 
     @property
     def received_bytes(self) -> int:
@@ -92,13 +110,40 @@ class FetchedBoxes:
     @property
     def needed_bytes(self) -> int:
         """Bytes of the boxes that the target needs."""
-        return sum(box.byte_count for box in self.wanted)
+        return sum(box.byte_count for box in wanted_boxes(self.placement_map))
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of the checkpoint in its order; only the boxes that the target needs have their values."""
+    def weights(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of the checkpoint in its order, then fill the model with the boxes that were not fetched.
+
+        `module` has the placement map. Only the fetched boxes have their values. Raises as `BoxFork.fetch`.
+        """
+        computed_from = frozenset(self.placement_map.read_completely)
         for name, tensor in self.memory.tensors():
             # Boxes are still served to other targets.
-            yield name, tensor.clone() if name in self.computed_from else tensor
+            yield name, tensor.clone() if name in computed_from else tensor
+        if self.later:
+            try:
+                self._fill(module)
+            except RforkError as error:
+                self.failure = error
+                raise
+
+    def _fill(self, module: nn.Module) -> None:
+        own = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        try:
+            memory = OwnMemory(self.placement_map, own, allocate_host)
+        except ValueError as error:
+            raise EngineMismatch(f"the engine built another model than before: {error}") from None
+        parts: list[FetchedPart] = []
+        try:
+            self.fork.fetch_into(memory, self.later, parts, self.division)
+        finally:
+            # The model is about to be changed.
+            _close_all([part.report.seed for part in parts if part.report.seed is not None], LAST_READS_S)
+        self.parts += [replace(part, report=replace(part.report, seed=None)) for part in parts]
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -205,48 +250,80 @@ class BoxFork:
                     )
         return table
 
-    def fetch(self, placement_map: PlacementMap) -> FetchedBoxes:
-        """Return all boxes that a target with this map needs.
+    def fetch(self, placement_map: PlacementMap) -> BoxWeights:
+        """Return the weights of a target with this map, once all boxes are there that its loader computes with.
 
-        Raises LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
+        The others are opened, so that their sources gather them while the target builds its model. Raises
+        LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
         wanted = wanted_boxes(placement_map)
-        fetched = FetchedBoxes(
-            self.version,
-            CheckpointMemory(self.checkpoint, allocate_host),
-            wanted,
-            frozenset(placement_map.read_completely),
-        )
+        self.layouts.sort(key=_coverage_key(wanted))
+        computed_from = frozenset(placement_map.read_completely)
+        later = [box for box in wanted if placement_map.only_copies and box.tensor not in computed_from]
+        weights = BoxWeights(self, placement_map, CheckpointMemory(self.checkpoint, allocate_host), later)
         try:
-            self._fetch_all(wanted, fetched)
+            if later:
+                weights.division = self._divide(self.layouts, later, None)
+                self._open_all(weights.division)
+            copied = set(later)
+            self.fetch_into(weights.memory, [box for box in wanted if box not in copied], weights.parts)
         except BaseException:
-            fetched.release(0.0)
+            weights.release(0.0)
             raise
-        return fetched
+        return weights
 
-    def _fetch_all(self, wanted: Sequence[Box], fetched: FetchedBoxes) -> None:
-        layouts, failure = _by_coverage(self.layouts, wanted), None
+    def fetch_into(
+        self, memory: BoxMemory, wanted: Sequence[Box], parts: list[FetchedPart], division: Division | None = None
+    ) -> None:
+        """Fetch boxes, and append the parts that have arrived. Raises as `fetch`.
+
+        `division`: an assignment of these boxes to the layouts.
+        """
+        layouts, failure = self.layouts, None
         remaining = list(wanted)
         while remaining:
-            division = divide(remaining, [layout.placement_map for layout in layouts])
-            if division.missing:
-                raise failure or LayoutMismatch(division.missing[0][1])
-            parts = [
-                (layout, part, fetched.memory.allocate_boxes(part))
+            division = division or self._divide(layouts, remaining, failure)
+            requests = [
+                (layout, part, _allocated(memory, part))
                 for layout, part in zip(layouts, division.parts, strict=True)
                 if part
             ]
+            division, remaining = None, []
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
-                results = list(pool.map(lambda part: _result_of(partial(self._fetch_part, *part)), parts))
-            remaining = []
-            for (layout, part, _), result in zip(parts, results, strict=True):
+                results = list(pool.map(lambda request: _result_of(partial(self._fetch_part, *request)), requests))
+            for (layout, part, _), result in zip(requests, results, strict=True):
                 if isinstance(result, FetchedPart):
-                    fetched.parts.append(result)
+                    memory.filled(part)
+                    parts.append(result)
                     continue
                 log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
                 layouts, failure = [each for each in layouts if each is not layout], result
-                fetched.memory.forget(part)
+                memory.forget(part)
                 remaining.extend(part)
+
+    def _divide(self, layouts: Sequence[OtherLayout], boxes: Sequence[Box], failure: RforkError | None) -> Division:
+        """Assign boxes to layouts. Raises `failure`, or LayoutMismatch, for a tensor that none has."""
+        division = divide(boxes, [layout.placement_map for layout in layouts])
+        if division.missing:
+            raise failure or LayoutMismatch(division.missing[0][1])
+        return division
+
+    def _open_all(self, division: Division) -> None:
+        """Let sources begin to gather their parts. One that fails now fails again when it is read."""
+        requests = [(layout, part) for layout, part in zip(self.layouts, division.parts, strict=True) if part]
+        with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
+            for result in pool.map(lambda request: _result_of(partial(self._open, *request)), requests):
+                if isinstance(result, RforkError):
+                    log.info("boxes not opened", reason=str(result))
+
+    def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
+        """Let a source gather and serve boxes."""
+        encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
+
+        def question(peer: Peer, until: float) -> BoxImage:
+            return peer.open_boxes(encoded, opening_until)
+
+        return query_source(layout.sample, self._settings, self._deadline, question)
 
     def _fetch_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
@@ -260,12 +337,7 @@ class BoxFork:
     def _try_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
     ) -> FetchedPart:
-        encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
-
-        def question(peer: Peer, until: float) -> BoxImage:
-            return peer.open_boxes(encoded, opening_until)
-
-        opened = query_source(layout.sample, self._settings, self._deadline, question)
+        opened = self._open(layout, boxes)
         if opened.version != self.version:
             raise SourceWeightsChanged(
                 f"the instances of {self.model} began to serve version {opened.version} during the fork"
@@ -287,7 +359,14 @@ class BoxFork:
         return FetchedPart(boxes, report, layout)
 
 
-def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:
+def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+    try:
+        return memory.allocate_boxes(boxes)
+    except ValueError as error:
+        raise LayoutMismatch(str(error)) from None
+
+
+def _result_of(function: Callable[[], Result]) -> Result | RforkError:
     """Return the result of a function, or the RforkError that it raised."""
     try:
         return function()
@@ -295,11 +374,12 @@ def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:
         return error
 
 
-def _by_coverage(layouts: Sequence[OtherLayout], wanted: Sequence[Box]) -> list[OtherLayout]:
-    """Return the layouts in order of the bytes that each has of the wanted ones: few large parts are best."""
+def _coverage_key(wanted: Sequence[Box]) -> Callable[[OtherLayout], tuple[int, str, str]]:
+    """Return a sort key of layouts by the bytes that each has of the wanted ones: few large parts are best."""
 
-    def covered(layout: OtherLayout) -> int:
+    def key(layout: OtherLayout) -> tuple[int, str, str]:
         division = divide(wanted, [layout.placement_map])
-        return sum(box.byte_count for box in division.parts[0])
+        covered = sum(box.byte_count for box in division.parts[0])
+        return -covered, layout.sample.rank.key, layout.sample.layout_id
 
-    return sorted(layouts, key=lambda layout: (-covered(layout), layout.sample.rank.key, layout.sample.layout_id))
+    return key

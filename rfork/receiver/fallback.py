@@ -107,8 +107,8 @@ class Fallback:
 
     With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
     released first, so that the two models never exist at the same time. No other kind of fallback may follow it, and
-    `load` is not called. `prepare` is called before the memory is released; if it raises an RforkError, the next
-    fallback is tried.
+    `load` is not called. `prepare` is called before the memory is released. If it raises an RforkError, or the loader
+    of a fallback that reads instances does, the next fallback is tried.
 
     `stated_version` returns the version of the weights that were loaded, if they are not this instance's files: it
     loads the version that the fork requires, or fails.
@@ -532,6 +532,8 @@ class FallbackRunner:
         try:
             module = load_out_of_place()
         except Exception as error:  # an engine's loader may raise anything
+            if fallback.reads_instances and isinstance(error, RforkError):
+                raise  # the next fallback builds its own model too
             raise LoaderError(error) from error
         self.replaced = True
         try:

@@ -18,7 +18,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -291,7 +291,7 @@ class BoxImages:
         with _on_copy_streams(image.gpus):
             for step in steps:
                 self._check(generation)
-                gather(_part_of(copies, step.copies), sources, tensors)
+                gather(copies.part(step.copies), sources, tensors)
                 self._verify(image, manifest, step.verified, generation)
                 for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
                     box_seed.chunk_state.mark_verified(chunk, digest)
@@ -421,19 +421,6 @@ def _allocated(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
         raise LayoutMismatch(str(error)) from None
     except (MemoryError, RuntimeError) as error:
         raise SourceBusy(f"no host memory for the boxes: {error}") from None
-
-
-def _part_of(copies: Relocation, indices: Sequence[int]) -> Relocation:
-    """Return some copies."""
-    return replace(
-        copies,
-        sources=[copies.sources[index] for index in indices],
-        source_tensors=[copies.source_tensors[index] for index in indices],
-        source_offsets=[copies.source_offsets[index] for index in indices],
-        target_tensors=[copies.target_tensors[index] for index in indices],
-        target_offsets=[copies.target_offsets[index] for index in indices],
-        copy_types=[copies.copy_types[index] for index in indices],
-    )
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

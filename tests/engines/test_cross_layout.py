@@ -139,7 +139,7 @@ def test_weights_come_from_servers_with_other_layouts(
         others = {report.instance_id for report in serving_instances(planner)}
         with target.server(bare, tmp_path / "target.log", planner.url, "served") as fork:
             fork.wait_ready(2 * READY_S)
-            assert target.ranks == len(fork.lines_with("weights fetched from other layouts"))
+            assert target.ranks == len(fork.lines_with("weights loaded from other layouts"))
             assert expected == greedy_tokens(fork)
             _wait_ranks(planner, "served", target, others)
             received = weights_of(planner, "served", target, others)
@@ -190,7 +190,7 @@ def test_transformers_serves_and_reads_the_layout_of_vllm(
     ):
         others = {source["instance_id"]}
         fork.wait_ready(2 * READY_S)
-        assert 1 == len(fork.lines_with("weights fetched from other layouts"))
+        assert 1 == len(fork.lines_with("weights loaded from other layouts"))
         tokens = greedy_tokens(fork)
         _wait_ranks(planner, "served", V1, others)
         received = weights_of(planner, "served", V1, others)

@@ -29,7 +29,7 @@ MEMORY_BYTES = 1 << 30
 def main(index: int, size: int, version: str, *, corrupt: bool, has_map: bool) -> None:
     """Serve one rank."""
     engine, settings = ShardedEngine(SHAPE, index, size), options.load(InstanceSettings)
-    module = engine.load_from(random_weights(SHAPE))
+    module = engine.load_from(lambda _: random_weights(SHAPE))
     image = capture(module)
     identity = InstanceIdentity.of(MODEL, Rank(tp=index, tp_size=size), None, version=version)
     seed = Seed(image, identity, settings, Connections.of(settings), manifest=compute_manifest(image))

@@ -16,7 +16,7 @@ import torch
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
 from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_fork import BoxFork, FetchedBoxes
+from rfork.receiver.box_fork import BoxFork, BoxWeights
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
@@ -78,17 +78,17 @@ def settings_of(planner: str) -> InstanceSettings:
     )
 
 
-def fetched(planner: str, rank: int, size: int, version: str | None = "v1") -> FetchedBoxes:
+def fetched(planner: str, rank: int, size: int, version: str | None = "v1") -> BoxWeights:
     """Return the boxes of one rank."""
     deadline = time.monotonic() + DEADLINE_S
     fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
     return fork.fetch(ShardedEngine(SHAPE, rank, size).record(fork.checkpoint))
 
 
-def different_tensors(boxes: FetchedBoxes, rank: int, size: int) -> list[str]:
+def different_tensors(boxes: BoxWeights, rank: int, size: int) -> list[str]:
     """Load one rank from its boxes, and return its tensors that differ from an own load."""
     engine = ShardedEngine(SHAPE, rank, size)
-    found, expected = engine.load_from(boxes.weights()), engine.load_from(random_weights(SHAPE))
+    found, expected = engine.load_from(boxes.weights), engine.load_from(lambda _: random_weights(SHAPE))
     boxes.release(0.0)
     return [name for name in expected.tensors if not _equal(found, expected, name)]
 
@@ -97,7 +97,7 @@ def _equal(one: ShardedModel, other: ShardedModel, name: str) -> bool:
     return torch.equal(one.tensors[name].view(torch.int16), other.tensors[name].view(torch.int16))
 
 
-def sources_of(boxes: FetchedBoxes) -> set[str]:
+def sources_of(boxes: BoxWeights) -> set[str]:
     """Return the ranks that the boxes come from."""
     return {part.layout.sample.rank.key.split("-")[1] for part in boxes.parts}
 

@@ -88,7 +88,7 @@ class Files:
 
     def loaded(self, rank: int) -> torch.nn.Module:
         """Return one of two ranks, loaded from the files."""
-        return self.engine(rank).load_from(self.tensors.items())
+        return self.engine(rank).load_from(lambda _: self.tensors.items())
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def sharded_fork(files: Files, rank: int, settings: InstanceSettings, version: s
     engine = files.engine(rank)
     fetched = fork.fetch(engine.record(fork.checkpoint))
     try:
-        return engine.load_from(fetched.weights())
+        return engine.load_from(fetched.weights)
     finally:
         fetched.release(0.0)
 

@@ -17,7 +17,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines import relocation, weight_cache
 from rfork.engines.load_or_fork import cap_deadline, load_or_fork
-from rfork.engines.relocation import Weights
+from rfork.engines.relocation import Weights, WeightsOf
 from rfork.engines.served_model import served_model
 from rfork.engines.sglang import compat, hooks, identity, methods
 from rfork.engines.sglang.identity import identity_of
@@ -198,13 +198,12 @@ class SglangEngine:
         refusal = partial(methods.changing_method, device_type=device_type)
         return relocation.unchanged_tensors(module, placement_map, refusal)
 
-    def load_from(self, weights: Weights) -> nn.Module:
+    def load_from(self, weights_of: WeightsOf) -> nn.Module:
         """See `RelocatingEngine.load_from`."""
         self._check_loader()
         compat.rotary_tables().clear()
         loader: Any = _own_loader(self._config, self._model_config)
-        chosen = self._chosen(weights)
-        loader._get_all_weights = lambda model_config, model: iter(chosen)
+        loader._get_all_weights = lambda model_config, model: iter(self._chosen(weights_of(model)))
         return self._with_full_rope_tables(
             loader.load_model(model_config=self._model_config, device_config=self._device_config)
         )

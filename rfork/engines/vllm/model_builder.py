@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from rfork.engines import relocation
-from rfork.engines.relocation import Weights
+from rfork.engines.relocation import Weights, WeightsOf
 from rfork.engines.vllm import compat, methods
 from rfork.errors import ALL_TENSORS, CheckpointError, UnsupportedTensor
 from rfork.logs import logger
@@ -124,14 +124,14 @@ class VllmEngine:
         refusal = partial(methods.changing_method, device_type=self._device.type)
         return relocation.unchanged_tensors(module, placement_map, refusal)
 
-    def load_from(self, weights: Weights) -> nn.Module:
+    def load_from(self, weights_of: WeightsOf) -> nn.Module:
         """See `RelocatingEngine.load_from`."""
         self._unregister_layers()
-        return self._load_with(_loader_of(self._load_config, weights))
+        return self._load_with(_loader_of(self._load_config, weights_of))
 
     def _load_twin(self, device: torch.device, recorder: Recorder, weights: Weights) -> nn.Module:
         with self._twin(device) as twin, recorder:
-            _loader_of(self._load_config, weights).load_weights(twin, self._model_config)
+            _loader_of(self._load_config, lambda _: weights).load_weights(twin, self._model_config)
         return twin
 
     @contextlib.contextmanager
@@ -212,10 +212,10 @@ def default_loader(load_config: LoadConfig) -> BaseModelLoader:
     return get_model_loader(plain_load_config(load_config, "auto"))
 
 
-def _loader_of(load_config: LoadConfig, weights: Weights) -> BaseModelLoader:
+def _loader_of(load_config: LoadConfig, weights_of: WeightsOf) -> BaseModelLoader:
     """Return vLLM's own checkpoint loader, which reads these tensors instead of files."""
     loader: Any = default_loader(load_config)
-    loader.get_all_weights = lambda model_config, model: iter(weights)
+    loader.get_all_weights = lambda model_config, model: iter(weights_of(model))
     return loader
 
 

@@ -50,7 +50,7 @@ def test_a_model_from_tensors_equals_the_loaded_one(name: str, tmp_path: Path) -
     assert "" == others
     assert set(map(id, stored_tensors(loaded).values())) == set(map(id, live.values()))
 
-    filled = tensors_of(engine.load_from(weights.items()))
+    filled = tensors_of(engine.load_from(lambda _: weights.items()))
     expected = tensors_of(loaded)
     assert expected.keys() == filled.keys()
     assert [] == [each for each in expected if not torch.equal(expected[each], filled[each])]
@@ -86,7 +86,7 @@ def test_a_tied_tensor_may_have_its_second_name(tmp_path: Path) -> None:
     embeddings = "model.embed_tokens.weight"
     change(tmp_path, lambda weights: {"lm_head.weight": weights.pop(embeddings), **weights})
     weights = load_file(tmp_path / "model.safetensors")
-    filled = tensors_of(PretrainedEngine(MetaModel.of(tmp_path)).load_from(weights.items()))
+    filled = tensors_of(PretrainedEngine(MetaModel.of(tmp_path)).load_from(lambda _: weights.items()))
     assert "lm_head.weight" in {box.tensor for box in wanted_boxes(recorded(tmp_path))}
     assert torch.equal(weights["lm_head.weight"], filled[embeddings])
     assert filled[embeddings] is filled["lm_head.weight"]
@@ -96,7 +96,9 @@ def test_other_tensors_of_the_checkpoint_are_ignored(tmp_path: Path) -> None:
     """They are neither read nor loaded."""
     save_model(tmp_path, "untied")
     change(tmp_path, lambda weights: {**weights, "rotary_emb.inv_freq": torch.ones(4)})
-    filled = PretrainedEngine(MetaModel.of(tmp_path)).load_from(load_file(tmp_path / "model.safetensors").items())
+    filled = PretrainedEngine(MetaModel.of(tmp_path)).load_from(
+        lambda _: load_file(tmp_path / "model.safetensors").items()
+    )
     assert "rotary_emb.inv_freq" not in {box.tensor for box in wanted_boxes(recorded(tmp_path))}
     assert "rotary_emb.inv_freq" not in tensors_of(filled)
 
@@ -105,7 +107,7 @@ def test_a_model_does_not_share_memory_with_its_weights(tmp_path: Path) -> None:
     """The fetched boxes may still be read by other targets while the model changes."""
     save_model(tmp_path, "untied")
     weights = load_file(tmp_path / "model.safetensors")
-    filled = PretrainedEngine(MetaModel.of(tmp_path)).load_from(weights.items())
+    filled = PretrainedEngine(MetaModel.of(tmp_path)).load_from(lambda _: weights.items())
     addresses = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     assert set() == addresses & {tensor.untyped_storage().data_ptr() for tensor in tensors_of(filled).values()}
 

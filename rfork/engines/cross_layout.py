@@ -17,7 +17,7 @@ from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, FetchedBoxes, other_layouts
 from rfork.receiver.fallback import Fallback, layouts_fallback
-from rfork.schema import Rank
+from rfork.schema import CrossLayoutResult, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Seed
@@ -40,6 +40,7 @@ class CrossLayout:
         self._fetched: FetchedBoxes | None = None
         self._placement_map: PlacementMap | None = None
         self._version = ""
+        self._result: CrossLayoutResult | None = None
         # The fork before and this one together keep the deadline: the engine's own loader needs the rest of its time.
         self._deadline = time.monotonic() + settings.deadline_s
 
@@ -54,6 +55,7 @@ class CrossLayout:
                 lambda: replace_with(self._load),
                 lambda: self._version,
                 lambda: self._check(required_version()),
+                lambda: self._result,
             )
         ]
 
@@ -85,13 +87,22 @@ class CrossLayout:
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()
         fetched = self._fetched = fork.fetch(self._placement_map)
+        fetched_at = time.monotonic()
         self._version = fetched.version
         log.info(
             "weights fetched from other layouts",
             version=fetched.version,
             report=fetched.line(),
             plan_s=round(recorded - began, 2),
-            transfer_s=round(time.monotonic() - recorded, 2),
+            transfer_s=round(fetched_at - recorded, 2),
+        )
+        self._result = CrossLayoutResult(
+            needed_bytes=fetched.needed_bytes,
+            parts=fetched.part_descriptions,
+            failures=tuple(fetched.failures),
+            record_s=round(recorded - began, 4),
+            transfer_s=round(fetched_at - recorded, 4),
+            load_s=0.0,
         )
 
     def _load(self) -> nn.Module:
@@ -99,8 +110,13 @@ class CrossLayout:
         fetched = self._fetched
         if fetched is None:
             raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
+        began = time.monotonic()
         try:
-            return self._relocating.load_from(fetched.weights())
+            module = self._relocating.load_from(fetched.weights())
+            if self._result is not None:
+                load_s = round(time.monotonic() - began, 4)
+                self._result = self._result.model_copy(update={"load_s": load_s})
+            return module
         finally:
             self._fetched = None
             fetched.release(self._settings.drain_timeout_s)

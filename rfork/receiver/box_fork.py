@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 from uuid import uuid4
 
@@ -33,12 +33,13 @@ from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
 from rfork.placement.box_tensors import CheckpointMemory
-from rfork.placement.boxes import Box, divide, encode_boxes, wanted_boxes
+from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
+from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, Part
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
-from rfork.schema import InstanceReport, Rank
+from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
 
@@ -71,6 +72,22 @@ class FetchedPart:
     boxes: tuple[Box, ...]
     report: ForkReport
     layout: OtherLayout
+    seconds: float = 0.0
+    """Duration, including the gather on the source and a repetition."""
+
+    @property
+    def description(self) -> LayoutPart:
+        """Its layout, source, size and duration, for reports."""
+        sample, shares = self.layout.sample, self.report.sources
+        return LayoutPart(
+            rank_key=sample.rank.key,
+            layout_id=sample.layout_id,
+            host=shares[0].host if shares else sample.placement.host,
+            instance_id=shares[0].source_id if shares else sample.instance_id,
+            boxes=len(self.boxes),
+            bytes_read=self.report.bytes_read,
+            seconds=self.seconds,
+        )
 
 
 @dataclass(slots=True)
@@ -83,6 +100,8 @@ class FetchedBoxes:
     computed_from: Collection[str] = ()
     """Checkpoint tensors that the loader computes with, perhaps in place."""
     parts: list[FetchedPart] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Layouts that failed, and why."""
 
     @property
     def received_bytes(self) -> int:
@@ -99,6 +118,12 @@ class FetchedBoxes:
         for name, tensor in self.memory.tensors():
             # Boxes are still served to other targets.
             yield name, tensor.clone() if name in self.computed_from else tensor
+
+    @property
+    def part_descriptions(self) -> tuple[LayoutPart, ...]:
+        """The largest parts, by size."""
+        found = [part.description for part in self.parts]
+        return tuple(sorted(found, key=lambda part: -part.bytes_read)[:MAX_LAYOUT_PARTS])
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -225,28 +250,47 @@ class BoxFork:
         return fetched
 
     def _fetch_all(self, wanted: Sequence[Box], fetched: FetchedBoxes) -> None:
-        layouts, failure = _by_coverage(self.layouts, wanted), None
-        remaining = list(wanted)
-        while remaining:
-            division = divide(remaining, [layout.placement_map for layout in layouts])
-            if division.missing:
-                raise failure or LayoutMismatch(division.missing[0][1])
-            parts = [
-                (layout, part, fetched.memory.allocate_boxes(part))
-                for layout, part in zip(layouts, division.parts, strict=True)
-                if part
-            ]
+        layouts = sorted(self.layouts, key=lambda layout: (layout.sample.rank.key, layout.sample.layout_id))
+        assignment = BoxAssignment(wanted, [layout.placement_map for layout in layouts])
+        running: dict[Future[FetchedPart], Part] = {}
+        failure: RforkError | None = None
+        try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
-                results = list(pool.map(lambda part: _result_of(partial(self._fetch_part, *part)), parts))
-            remaining = []
-            for (layout, part, _), result in zip(parts, results, strict=True):
-                if isinstance(result, FetchedPart):
-                    fetched.parts.append(result)
-                    continue
-                log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
-                layouts, failure = [each for each in layouts if each is not layout], result
-                fetched.memory.forget(part)
-                remaining.extend(part)
+                try:
+                    pending = assignment.start()
+                    while pending or running:
+                        for part in pending:
+                            tensors = fetched.memory.allocate_boxes(part.boxes)
+                            layout = layouts[part.layout]
+                            running[pool.submit(self._timed_part, layout, part.boxes, tensors)] = part
+                        pending = []
+                        for future in wait(running, return_when=FIRST_COMPLETED).done:
+                            part = running[future]
+                            if isinstance(error := future.exception(), RforkError):
+                                del running[future]
+                                failure, layout = error, layouts[part.layout]
+                                log.warning("a source of another layout failed", layout=layout.name, reason=str(error))
+                                fetched.failures.append(f"{layout.name}: {error.kind}: {error}")
+                                fetched.memory.forget(part.boxes)
+                                pending += assignment.failed(part)
+                            else:
+                                fetched.parts.append(future.result())
+                                del running[future]
+                                assignment.completed(part)
+                except MissingBoxes as missing:
+                    raise failure or LayoutMismatch(str(missing)) from None
+                finally:
+                    for future in running:
+                        future.cancel()
+        finally:  # their seeds are closed with the others
+            ended = [each for each in running if not each.cancelled() and each.exception() is None]
+            fetched.parts += [each.result() for each in ended]
+
+    def _timed_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
+        began = time.monotonic()
+        return replace(self._fetch_part(layout, boxes, tensors), seconds=time.monotonic() - began)
 
     def _fetch_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
@@ -285,21 +329,3 @@ class BoxFork:
             module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
         ).run()
         return FetchedPart(boxes, report, layout)
-
-
-def _result_of(function: Callable[[], FetchedPart]) -> FetchedPart | RforkError:
-    """Return the result of a function, or the RforkError that it raised."""
-    try:
-        return function()
-    except RforkError as error:
-        return error
-
-
-def _by_coverage(layouts: Sequence[OtherLayout], wanted: Sequence[Box]) -> list[OtherLayout]:
-    """Return the layouts in order of the bytes that each has of the wanted ones: few large parts are best."""
-
-    def covered(layout: OtherLayout) -> int:
-        division = divide(wanted, [layout.placement_map])
-        return sum(box.byte_count for box in division.parts[0])
-
-    return sorted(layouts, key=lambda layout: (-covered(layout), layout.sample.rank.key, layout.sample.layout_id))

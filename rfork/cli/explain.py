@@ -279,7 +279,7 @@ def _layout_parts(result: CrossLayoutResult) -> FittedTable:
     )
     rows: list[tuple[Cell, ...]] = [
         (
-            f"{formatters.rank(part.rank_key)} {part.layout_id[:8]}",
+            formatters.layout(part.rank_key, part.layout_id),
             f"{part.boxes:,}",
             formatters.size(part.bytes_read),
             formatters.duration(part.seconds),

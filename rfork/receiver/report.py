@@ -224,8 +224,8 @@ class ForkReport:
     `link_bytes_per_s` is the transfer's maximum rate over about one second, `efficiency` its mean rate
     relative to that; None if it was too short to measure. `sources` has the bytes from each source in
     descending order; `replans` counts the plans after the first; `fallback` is what was loaded instead of a
-    fork, if anything; `cross_layout` is what came from which other layout then. `reasons` has one line for each failure, and why the planner assigned this instance its
-    own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
+    fork, if anything; `cross_layout` is what came from which other layout then. `reasons` has one line for each
+    failure, and why the planner assigned this instance its own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
     open: close it, or leave it open until the process ends.
     """
 
@@ -282,9 +282,8 @@ class ForkReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return all values, ready for JSON (without the live `seed`)."""
-        values = {
-            name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources", "cross_layout")
-        }
+        converted = ("seed", "sources", "cross_layout")
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in converted}
         return {
             **values,
             "sources": [asdict(share) for share in self.sources],

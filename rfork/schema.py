@@ -27,6 +27,8 @@ MAX_KEY_CHARS: Final = 1 << 17
 MAX_TEXT_LENGTH: Final = 1000
 """Maximum length of an error text."""
 MAX_REASONS: Final = 64
+MAX_LAYOUT_PARTS: Final = 64
+"""Parts that a fork across layouts reports: the largest."""
 SAME_HOST_TRANSPORTS: Final = frozenset({"cuda_ipc", "shared_memory"})
 """Transports between two processes on one host."""
 GPU_KERNEL_TRANSPORTS: Final = frozenset({"nccl"})
@@ -348,6 +350,29 @@ class ProgressAck(WireModel):
     replan_suggested: SanitizedText | None = Field(None, description="why the planner has a better plan, so that the target should request one; null: continue")
 
 
+class LayoutPart(WireModel):
+    """What a fork across layouts read from one rank of another layout."""
+
+    rank_key: Label = Field(description="rank key of the source")
+    layout_id: HexId = Field(description="id of the source's layout")
+    host: Label = Field(description="host of the instance that sent most of it")
+    instance_id: SourceName = Field(description="that instance, of the model `MODEL#boxes`")
+    boxes: int = Field(ge=0, le=1 << 20, description="number of boxes of checkpoint tensors")
+    bytes_read: Bytes = Field(description="bytes received")
+    seconds: Seconds = Field(description="duration, including the source's gather of the boxes")
+
+
+class CrossLayoutResult(WireModel):
+    """How a fork across layouts got the weights."""
+
+    needed_bytes: Bytes = Field(description="bytes of the boxes that the target needs")
+    parts: tuple[LayoutPart, ...] = Field(max_length=MAX_LAYOUT_PARTS, description="the largest parts, by size")
+    failures: Reasons = Field((), description="layouts that failed and were replaced, one line each; only the last 64 are kept")
+    record_s: Seconds = Field(description="seconds to find the sources and to record the target's placement map")
+    transfer_s: Seconds = Field(description="seconds to fetch the boxes, including what the loader waited for")
+    load_s: Seconds = Field(description="seconds of the engine's own loader without that wait")
+
+
 class ForkResult(WireModel):
     """Final report of a fork."""
 
@@ -356,6 +381,7 @@ class ForkResult(WireModel):
     bytes_read: Bytes = Field(description="bytes of all chunks received, valid or not")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source")
     fallback: SanitizedText | None = Field(None, description="fallback that loaded the weights; null: none")
+    cross_layout: CrossLayoutResult | None = Field(None, description="what came from which other layout, if the fallback read from these; null: none")
     reasons: Reasons = Field((), description="failures, one line each, in order; only the last 64 are kept")
     efficiency: float | None = Field(None, ge=0, le=1e9, description="minimum transfer time at the peak rate, divided by the actual transfer time")
     bytes_repeated: Bytes = Field(0, description="bytes read more than once")

@@ -19,7 +19,7 @@ from rfork.cli.diagnosis import Diagnosis, ForkStats, comparison, diagnose, row_
 from rfork.cli.options import JsonOption, PlannerOption, planner_client
 from rfork.errors import PlannerRejected, UserError
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
+from rfork.schema import CrossLayoutResult, ForkInfo, InstanceInfo, ModelInfo
 
 FORKS_HINT: Final = "`rfork status --forks` lists known forks; the planner forgets the oldest finished ones"
 ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -192,6 +192,9 @@ def render_fork(
     parts: list[ConsoleRenderable] = [_head(stats, hosts), Text(""), _phases(stats)]
     if stats.sources:
         parts += [Text(""), _sources(stats, hosts)]
+    finish = stats.fork.finish
+    if finish is not None and finish.cross_layout is not None:
+        parts += [Text(""), _layout_parts(finish.cross_layout)]
     parts.append(Text(""))
     if version is not None and (version_text := version.text()):
         parts.append(Text(f"version: {version_text}"))
@@ -265,6 +268,40 @@ def _sources(stats: ForkStats, hosts: Mapping[str, str]) -> FittedTable:
     return FittedTable(columns, rows)
 
 
+def _layout_parts(result: CrossLayoutResult) -> FittedTable:
+    columns = (
+        Column("other layout", min_width=12),
+        Column("boxes", right=True, priority=2),
+        Column("sent", right=True),
+        Column("time", right=True, priority=1),
+        Column("instance", priority=3),
+        Column("host", min_width=8),
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            formatters.layout(part.rank_key, part.layout_id),
+            f"{part.boxes:,}",
+            formatters.size(part.bytes_read),
+            formatters.duration(part.seconds),
+            formatters.source(part.instance_id),
+            part.host,
+        )
+        for part in result.parts
+    ]
+    return FittedTable(columns, rows)
+
+
+def _cross_layout_facts(result: CrossLayoutResult) -> list[str]:
+    read = formatters.size(sum(part.bytes_read for part in result.parts))
+    times = (
+        f"sources found and placement map recorded in {formatters.duration(result.record_s)}",
+        f"boxes fetched in {formatters.duration(result.transfer_s)}",
+        f"loaded in {formatters.duration(result.load_s)}",
+    )
+    facts = [f"other layouts: {read} of {formatters.size(result.needed_bytes)} needed; {', '.join(times)}"]
+    return facts + [f"other layout failed: {failure}" for failure in result.failures]
+
+
 def _facts(stats: ForkStats) -> list[str]:
     facts = [f"link: {formatters.rate(stats.link)} peak" if stats.link else "link: not measured"]
     if stats.replans:
@@ -275,6 +312,8 @@ def _facts(stats: ForkStats) -> list[str]:
         facts.append(f"plan: {stats.fork.reason}")
     if stats.fork.finish is not None and stats.fork.finish.fallback:
         facts.append(f"loaded from: {stats.fork.finish.fallback}")
+        if stats.fork.finish.cross_layout is not None:
+            facts += _cross_layout_facts(stats.fork.finish.cross_layout)
     if compared := comparison(stats):
         facts.append(f"time: {compared}")
     return facts

@@ -91,6 +91,12 @@ def rank(key: str) -> str:
     return " ".join(parts) or "-"
 
 
+def layout(rank_key: str, layout_id: str) -> str:
+    """Format one rank of a layout: ``1f3a9c2e tp 3/8``."""
+    text = rank(rank_key)
+    return layout_id[:8] if text == "-" else f"{layout_id[:8]} {text}"
+
+
 def model(name: str, rank_key: str) -> str:
     """Format a model and its rank, which is omitted if it is the only one."""
     text = rank(rank_key)

@@ -17,7 +17,7 @@ from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, BoxWeights, other_layouts
 from rfork.receiver.fallback import Fallback, layouts_fallback
-from rfork.schema import Rank
+from rfork.schema import CrossLayoutResult, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Seed
@@ -40,6 +40,8 @@ class CrossLayout:
         self._weights: BoxWeights | None = None
         self._placement_map: PlacementMap | None = None
         self._version = ""
+        self._record_s = 0.0
+        self._result: CrossLayoutResult | None = None
         # The fork before and this one together keep the deadline: the engine's own loader needs the rest of its time.
         self._deadline = time.monotonic() + settings.deadline_s
 
@@ -54,6 +56,7 @@ class CrossLayout:
                 lambda: replace_with(self._load),
                 lambda: self._version,
                 lambda: self._check(required_version()),
+                lambda: self._result,
             )
         ]
 
@@ -87,11 +90,11 @@ class CrossLayout:
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()
         weights = self._weights = fork.fetch(self._placement_map)
-        self._version = weights.version
+        self._version, self._record_s = weights.version, recorded - began
         log.info(
             "weights requested from other layouts",
             version=weights.version,
-            plan_s=round(recorded - began, 2),
+            record_s=round(self._record_s, 2),
             fetch_s=round(time.monotonic() - recorded, 2),
         )
 
@@ -110,11 +113,20 @@ class CrossLayout:
                 raise weights.failure from error
             raise
         else:
+            load_s = time.monotonic() - began
             log.info(
                 "weights loaded from other layouts",
                 version=weights.version,
                 report=weights.line(),
-                load_s=round(time.monotonic() - began, 2),
+                load_s=round(load_s, 2),
+            )
+            self._result = CrossLayoutResult(
+                needed_bytes=weights.needed_bytes,
+                parts=weights.part_descriptions,
+                failures=tuple(weights.failures),
+                record_s=round(self._record_s, 4),
+                transfer_s=round(weights.transfer_s, 4),
+                load_s=round(load_s - weights.fill_s, 4),
             )
             return module
         finally:

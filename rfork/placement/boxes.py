@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from rfork.placement.intersection import SourcePool
 from rfork.placement.placement_map import (
     DECODING_ERRORS,
     BinaryFormat,
     BoxType,
+    Column,
     PlacementMap,
     PlacementMapBuilder,
     TensorType,
@@ -136,6 +139,53 @@ def divide(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> Division:
         for each in joined(remaining):
             missing.append((box.part(each), pool.missing_reason(owners, box.tensor, each)))
     return Division(tuple(map(tuple, parts)), tuple(missing))
+
+
+def coverage(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> list[int]:
+    """Return how many of the wanted bytes each source has. `wanted` has at most one box per tensor.
+
+    An upper bound: rows that overlap in a tensor without being equal count twice. `divide` is exact, and much slower.
+    """
+    groups: dict[int, list[Box]] = {}
+    for box in wanted:
+        groups.setdefault(len(box.shape), []).append(box)
+    totals = [0] * len(sources)
+    for rank, boxes in groups.items():
+        count = len(boxes)
+        starts = np.array([box.start for box in boxes], dtype=np.int64).reshape(count, rank)
+        ends = starts + np.array([box.sizes for box in boxes], dtype=np.int64).reshape(count, rank)
+        itemsizes = np.array([box.itemsize for box in boxes], dtype=np.int64)
+        elements = np.array([prod(box.sizes) for box in boxes], dtype=np.int64)
+        types = [(box.tensor, box.tensor_type) for box in boxes]
+        for index, source in enumerate(sources):
+            found, begins, sizes = _rows_of(types, source, rank)
+            common = np.minimum(begins + sizes, ends[found]) - np.maximum(begins, starts[found])
+            covered = np.zeros(count, dtype=np.int64)
+            np.add.at(covered, found, np.prod(np.maximum(common, 0), axis=1, dtype=np.int64))
+            totals[index] += int(np.sum(np.minimum(covered, elements) * itemsizes))
+    return totals
+
+
+def _rows_of(
+    tensors: Sequence[tuple[str, TensorType]], source: PlacementMap, rank: int
+) -> tuple[Column, Column, Column]:
+    """Return the different rows of a source for tensors of `rank` dimensions: position of the tensor, start, sizes."""
+    checkpoint = source.checkpoint
+    wanted = np.full(len(checkpoint) + 1, -1, dtype=np.int64)  # the last one is that of computed rows
+    for position, (name, tensor_type) in enumerate(tensors):
+        tensor = checkpoint.positions.get(name)
+        if tensor is not None and checkpoint.type_of(tensor) == tensor_type:
+            wanted[tensor] = position
+    found = wanted[np.maximum(source.sources, -1)]
+    rows = np.flatnonzero(found >= 0)
+    of_rank = [(each.sizes if len(each.sizes) == rank else (0,) * rank) for each in source.box_types]
+    sizes = np.array(of_rank, dtype=np.int64).reshape(len(of_rank), rank)[source.box_type_indices[rows]]
+    begins = source.starts[source.start_positions[rows][:, None] + np.arange(rank)]
+    found = found[rows]
+    if np.any(np.bincount(found) > 1):  # one box in several own tensors
+        different = np.unique(np.column_stack([found, begins, sizes]), axis=0)
+        return different[:, 0], different[:, 1 : 1 + rank], different[:, 1 + rank :]
+    return found, begins, sizes
 
 
 def encode_boxes(boxes: Iterable[Box]) -> bytes:

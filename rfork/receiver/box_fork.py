@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Final, TypeVar
+from functools import cached_property
+from typing import Final
 from uuid import uuid4
 
 import torch
@@ -38,12 +38,13 @@ from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
 from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory
-from rfork.placement.boxes import Box, Division, divide, encode_boxes, wanted_boxes
+from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
+from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, Part
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
-from rfork.schema import InstanceReport, Rank
+from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
 from rfork.settings import InstanceSettings
 from rfork.source.seed import InstanceIdentity, Seed
 
@@ -55,8 +56,6 @@ MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
 LAST_READS_S: Final = 0.5
 """Maximum time that a target waits for readers of its boxes before it changes its model."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,40 @@ class OtherLayout:
         return f"{self.sample.rank.key}/{self.sample.layout_id[:8]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FetchedPart:
     """Boxes from one layout, and their fork."""
 
     boxes: tuple[Box, ...]
     report: ForkReport
     layout: OtherLayout
+    seconds: float = 0.0
+    """Duration, including the gather on the source and a repetition."""
+
+    seed: Seed | None = None
+    """Serves them to other targets."""
+
+    def close(self, drain_s: float) -> None:
+        """Stop serving the boxes to other targets, once their current readers have finished or `drain_s` has passed."""
+        seed, self.seed = self.seed, None
+        if seed is not None:
+            seed.drain(drain_s)
+            seed.suspend()  # drops its references to the boxes, which a loader may have kept as parameters
+            seed.close()
+
+    @property
+    def description(self) -> LayoutPart:
+        """Its layout, source, size and duration, for reports."""
+        sample, shares = self.layout.sample, self.report.sources
+        return LayoutPart(
+            rank_key=sample.rank.key,
+            layout_id=sample.layout_id,
+            host=shares[0].host if shares else sample.placement.host,
+            instance_id=shares[0].source_id if shares else sample.instance_id,
+            boxes=len(self.boxes),
+            bytes_read=self.report.bytes_read,
+            seconds=self.seconds,
+        )
 
 
 @dataclass(slots=True)
@@ -89,13 +115,17 @@ class BoxWeights:
     fork: BoxFork
     placement_map: PlacementMap
     memory: CheckpointMemory
-    later: Sequence[Box]
+    later: BoxAssignment
     """Boxes that the loader only copies."""
-    division: Division | None = None
-    """Assignment of these to the fork's layouts, which have opened them."""
     parts: list[FetchedPart] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Layouts that failed, and why."""
     failure: RforkError | None = None
     """Reason if the boxes in `later` could not be fetched."""
+    transfer_s: float = 0.0
+    """Duration of all transfers so far."""
+    fill_s: float = 0.0
+    """Part of it that the loader has waited for."""
 
     @property
     def version(self) -> str:
@@ -121,12 +151,16 @@ class BoxWeights:
         for name, tensor in self.memory.tensors():
             # Boxes are still served to other targets.
             yield name, tensor.clone() if name in computed_from else tensor
-        if self.later:
-            try:
-                self._fill(module)
-            except RforkError as error:
-                self.failure = error
-                raise
+        if self.later.is_complete:
+            return
+        began = time.monotonic()
+        try:
+            self._fill(module)
+        except RforkError as error:
+            self.failure = error
+            raise
+        finally:
+            self.fill_s = time.monotonic() - began
 
     def _fill(self, module: nn.Module) -> None:
         own = {
@@ -137,13 +171,18 @@ class BoxWeights:
             memory = OwnMemory(self.placement_map, own, allocate_host)
         except ValueError as error:
             raise EngineMismatch(f"the engine built another model than before: {error}") from None
-        parts: list[FetchedPart] = []
+        before = len(self.parts)
         try:
-            self.fork.fetch_into(memory, self.later, parts, self.division)
+            self.fork.fetch_into(memory, self.later, self)
         finally:
             # The model is about to be changed.
-            _close_all([part.report.seed for part in parts if part.report.seed is not None], LAST_READS_S)
-        self.parts += [replace(part, report=replace(part.report, seed=None)) for part in parts]
+            _close_all(self.parts[before:], LAST_READS_S)
+
+    @property
+    def part_descriptions(self) -> tuple[LayoutPart, ...]:
+        """The largest parts, by size."""
+        found = [part.description for part in self.parts]
+        return tuple(sorted(found, key=lambda part: -part.bytes_read)[:MAX_LAYOUT_PARTS])
 
     def line(self) -> str:
         """Return a one-line description for logs."""
@@ -152,16 +191,12 @@ class BoxWeights:
 
     def release(self, drain_s: float) -> None:
         """Stop serving the boxes to other targets once their current readers have finished, and free the memory."""
-        seeds = [part.report.seed for part in self.parts if part.report.seed is not None]
-        self.parts = []
-        threading.Thread(target=_close_all, args=(seeds, drain_s), name="rfork-boxes", daemon=True).start()
+        threading.Thread(target=_close_all, args=(self.parts, drain_s), name="rfork-boxes", daemon=True).start()
 
 
-def _close_all(seeds: Sequence[Seed], drain_s: float) -> None:
-    for seed in seeds:
-        seed.drain(drain_s)
-        seed.suspend()  # drops its references to the boxes, which a loader may have kept as parameters
-        seed.close()
+def _close_all(parts: Sequence[FetchedPart], drain_s: float) -> None:
+    for part in parts:
+        part.close(drain_s)
 
 
 def other_layouts(
@@ -230,7 +265,7 @@ class BoxFork:
             raise NoSource(f"no instance of {self.model} can serve another layout: {'; '.join(reasons)}")
         for reason in reasons:
             log.info("an instance cannot serve other layouts", reason=reason)
-        return found
+        return sorted(found, key=lambda layout: (layout.sample.rank.key, layout.sample.layout_id))
 
     @property
     def checkpoint(self) -> TensorTable:
@@ -256,65 +291,78 @@ class BoxFork:
         The others are opened, so that their sources gather them while the target builds its model. Raises
         LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
-        wanted = wanted_boxes(placement_map)
-        self.layouts.sort(key=_coverage_key(wanted))
+        wanted, maps = wanted_boxes(placement_map), [layout.placement_map for layout in self.layouts]
         computed_from = frozenset(placement_map.read_completely)
-        later = [box for box in wanted if placement_map.only_copies and box.tensor not in computed_from]
+        is_later = [placement_map.only_copies and box.tensor not in computed_from for box in wanted]
+        first, later = (
+            BoxAssignment([box for box, each in zip(wanted, is_later, strict=True) if each is chosen], maps)
+            for chosen in (False, True)
+        )
         weights = BoxWeights(self, placement_map, CheckpointMemory(self.checkpoint, allocate_host), later)
         try:
-            if later:
-                weights.division = self._divide(self.layouts, later, None)
-                self._open_all(weights.division)
-            copied = set(later)
-            self.fetch_into(weights.memory, [box for box in wanted if box not in copied], weights.parts)
+            self._open_all(_started(later))
+            _started(first)
+            self.fetch_into(weights.memory, first, weights)
         except BaseException:
             weights.release(0.0)
             raise
         return weights
 
-    def fetch_into(
-        self, memory: BoxMemory, wanted: Sequence[Box], parts: list[FetchedPart], division: Division | None = None
-    ) -> None:
-        """Fetch boxes, and append the parts that have arrived. Raises as `fetch`.
-
-        `division`: an assignment of these boxes to the layouts.
-        """
-        layouts, failure = self.layouts, None
-        remaining = list(wanted)
-        while remaining:
-            division = division or self._divide(layouts, remaining, failure)
-            requests = [
-                (layout, part, _allocated(memory, part))
-                for layout, part in zip(layouts, division.parts, strict=True)
-                if part
-            ]
-            division, remaining = None, []
+    def fetch_into(self, memory: BoxMemory, assignment: BoxAssignment, weights: BoxWeights) -> None:
+        """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`."""
+        began = time.monotonic()
+        running: dict[Future[FetchedPart], Part] = {}
+        failure: RforkError | None = None
+        try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
-                results = list(pool.map(lambda request: _result_of(partial(self._fetch_part, *request)), requests))
-            for (layout, part, _), result in zip(requests, results, strict=True):
-                if isinstance(result, FetchedPart):
-                    memory.filled(part)
-                    parts.append(result)
-                    continue
-                log.warning("a source of another layout failed", layout=layout.name, reason=str(result))
-                layouts, failure = [each for each in layouts if each is not layout], result
-                memory.forget(part)
-                remaining.extend(part)
+                try:
+                    pending = list(assignment.in_flight)
+                    while pending or running:
+                        for part in pending:
+                            layout, tensors = self.layouts[part.layout], _allocated(memory, part.boxes)
+                            running[pool.submit(self._timed_part, layout, part.boxes, tensors)] = part
+                        pending = []
+                        for future in wait(running, return_when=FIRST_COMPLETED).done:
+                            part = running[future]
+                            if isinstance(error := future.exception(), RforkError):
+                                del running[future]
+                                failure, layout = error, self.layouts[part.layout]
+                                log.warning("a source of another layout failed", layout=layout.name, reason=str(error))
+                                weights.failures.append(f"{layout.name}: {error.kind}: {error}")
+                                memory.forget(part.boxes)
+                                pending += assignment.failed(part)
+                            else:
+                                weights.parts.append(future.result())
+                                del running[future]
+                                memory.filled(part.boxes)
+                                assignment.completed(part)
+                except MissingBoxes as missing:
+                    raise failure or LayoutMismatch(str(missing)) from None
+                finally:
+                    for future in running:
+                        future.cancel()
+        finally:  # their seeds are closed with the others
+            ended = [each for each in running if not each.cancelled() and each.exception() is None]
+            weights.parts += [each.result() for each in ended]
+            weights.transfer_s += time.monotonic() - began
 
-    def _divide(self, layouts: Sequence[OtherLayout], boxes: Sequence[Box], failure: RforkError | None) -> Division:
-        """Assign boxes to layouts. Raises `failure`, or LayoutMismatch, for a tensor that none has."""
-        division = divide(boxes, [layout.placement_map for layout in layouts])
-        if division.missing:
-            raise failure or LayoutMismatch(division.missing[0][1])
-        return division
+    def _timed_part(
+        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> FetchedPart:
+        began = time.monotonic()
+        return replace(self._fetch_part(layout, boxes, tensors), seconds=time.monotonic() - began)
 
-    def _open_all(self, division: Division) -> None:
-        """Let sources begin to gather their parts. One that fails now fails again when it is read."""
-        requests = [(layout, part) for layout, part in zip(self.layouts, division.parts, strict=True) if part]
+    def _open_all(self, parts: Sequence[Part]) -> None:
+        """Let sources begin to gather parts. One that fails now fails again when it is read."""
+
+        def attempt(part: Part) -> None:
+            try:
+                self._open(self.layouts[part.layout], part.boxes)
+            except RforkError as error:
+                log.info("boxes not opened", layout=self.layouts[part.layout].name, reason=str(error))
+
         with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
-            for result in pool.map(lambda request: _result_of(partial(self._open, *request)), requests):
-                if isinstance(result, RforkError):
-                    log.info("boxes not opened", reason=str(result))
+            list(pool.map(attempt, parts))
 
     def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
         """Let a source gather and serve boxes."""
@@ -356,7 +404,7 @@ class BoxFork:
         report = ForkSession(
             module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
         ).run()
-        return FetchedPart(boxes, report, layout)
+        return FetchedPart(boxes, report, layout, seed=report.seed)
 
 
 def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
@@ -366,20 +414,9 @@ def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tenso
         raise LayoutMismatch(str(error)) from None
 
 
-def _result_of(function: Callable[[], Result]) -> Result | RforkError:
-    """Return the result of a function, or the RforkError that it raised."""
+def _started(assignment: BoxAssignment) -> list[Part]:
+    """Return the first parts. Raises LayoutMismatch, with the name, for a tensor that no layout has."""
     try:
-        return function()
-    except RforkError as error:
-        return error
-
-
-def _coverage_key(wanted: Sequence[Box]) -> Callable[[OtherLayout], tuple[int, str, str]]:
-    """Return a sort key of layouts by the bytes that each has of the wanted ones: few large parts are best."""
-
-    def key(layout: OtherLayout) -> tuple[int, str, str]:
-        division = divide(wanted, [layout.placement_map])
-        covered = sum(box.byte_count for box in division.parts[0])
-        return -covered, layout.sample.rank.key, layout.sample.layout_id
-
-    return key
+        return assignment.start()
+    except MissingBoxes as missing:
+        raise LayoutMismatch(str(missing)) from None

@@ -40,7 +40,7 @@ from rfork.logs import logger
 from rfork.receiver.clean_module import DerivedTensors, Poison, TargetModule, one_line
 from rfork.receiver.own_load import OwnLoad, StorageScope
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import Rank, StorageAssignment, StorageCandidate, StorageType, Text
+from rfork.schema import CrossLayoutResult, Rank, StorageAssignment, StorageCandidate, StorageType, Text
 from rfork.settings import StorageSettings
 from rfork.source.seed import Seed
 from rfork.source.served_image import VersionOf
@@ -111,7 +111,8 @@ class Fallback:
     of a fallback that reads instances does, the next fallback is tried.
 
     `stated_version` returns the version of the weights that were loaded, if they are not this instance's files: it
-    loads the version that the fork requires, or fails.
+    loads the version that the fork requires, or fails. `cross_layout` returns what came from which layout, once it
+    was loaded.
     """
 
     name: str
@@ -123,11 +124,17 @@ class Fallback:
     path: Callable[[], Path | None] | None = None
     prepare: Callable[[], None] | None = None
     stated_version: Callable[[], str] | None = None
+    cross_layout: Callable[[], CrossLayoutResult | None] | None = None
 
     @property
     def is_local(self) -> bool:
         """Return whether it reads files of this host, as far as its address shows."""
         return self.path is not None or self.uri.startswith("file:")
+
+    @property
+    def cross_layout_result(self) -> CrossLayoutResult | None:
+        """Return what came from which other layout; None if it did not read from any."""
+        return self.cross_layout() if self.cross_layout is not None else None
 
     @property
     def reads_instances(self) -> bool:
@@ -183,11 +190,16 @@ def engine_fallback(
 
 
 def layouts_fallback(
-    prepare: Callable[[], None], load: OutOfPlaceLoader, stated_version: Callable[[], str], check: Callable[[], None]
+    prepare: Callable[[], None],
+    load: OutOfPlaceLoader,
+    stated_version: Callable[[], str],
+    check: Callable[[], None],
+    result: Callable[[], CrossLayoutResult | None],
 ) -> Fallback:
     """Return a fallback that reads the weights from instances with other layouts, through the engine's loader.
 
     `prepare` fetches them, `load` builds a new model from them. `check` raises StorageError if no instance has them.
+    `result` returns what came from which layout.
     """
 
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
@@ -201,6 +213,7 @@ def layouts_fallback(
         load_out_of_place=load,
         prepare=prepare,
         stated_version=stated_version,
+        cross_layout=result,
     )
 
 

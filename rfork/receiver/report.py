@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from rfork import schema
-from rfork.schema import ForkResult, source_type
+from rfork.schema import CrossLayoutResult, ForkResult, source_type
 from rfork.storage.base import storage_name
 from rfork.tracing import NOOP_TRACER, Span, Tracer, current_context
 from rfork.weights_version import FIRST, UNSTATED
@@ -224,8 +224,8 @@ class ForkReport:
     `link_bytes_per_s` is the transfer's maximum rate over about one second, `efficiency` its mean rate
     relative to that; None if it was too short to measure. `sources` has the bytes from each source in
     descending order; `replans` counts the plans after the first; `fallback` is what was loaded instead of a
-    fork, if anything. `reasons` has one line for each failure, and why the planner assigned this instance its
-    own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
+    fork, if anything; `cross_layout` is what came from which other layout then. `reasons` has one line for each
+    failure, and why the planner assigned this instance its own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
     open: close it, or leave it open until the process ends.
     """
 
@@ -250,6 +250,7 @@ class ForkReport:
     version_from: Literal["own", "served", "none"] = "own"
     first: bool = False
     fallback: str | None = None
+    cross_layout: CrossLayoutResult | None = None
     reasons: tuple[str, ...] = ()
     trace_id: str | None = None
     seed: Seed | None = field(default=None, repr=False, compare=False)
@@ -281,10 +282,12 @@ class ForkReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return all values, ready for JSON (without the live `seed`)."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources")}
+        converted = ("seed", "sources", "cross_layout")
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in converted}
         return {
             **values,
             "sources": [asdict(share) for share in self.sources],
+            "cross_layout": self.cross_layout.model_dump() if self.cross_layout is not None else None,
             "peer_bytes": self.peer_bytes,
             "storage_bytes": self.storage_bytes,
             "resumed_bytes": self.resumed_bytes,
@@ -401,6 +404,7 @@ def build_fork_result(
         # No source served the resumed chunks.
         sources={share.source_id: share.verified_bytes for share in sources if share.source_id != RESUME_SOURCE_ID},
         fallback=report.fallback if report is not None else None,
+        cross_layout=report.cross_layout if report is not None else None,
         efficiency=report.efficiency if report is not None else None,
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
         bytes_repeated=stats.bytes_repeated,

@@ -339,6 +339,7 @@ class ForkSession:
             link_bytes_per_s=self._meter.max_bytes_per_s,
             efficiency=self._meter.efficiency(fetched, transfer_s) if used_fallback is None else None,
             fallback=used_fallback.name if used_fallback is not None else None,
+            cross_layout=used_fallback.cross_layout_result if used_fallback is not None else None,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
             trace_id=current_trace_id(),
             seed=seed,

@@ -16,7 +16,7 @@ import torch
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
 from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_fork import BoxFork, BoxWeights
+from rfork.receiver.box_fork import BoxFork
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
@@ -78,47 +78,49 @@ def settings_of(planner: str) -> InstanceSettings:
     )
 
 
-def fetched(planner: str, rank: int, size: int, version: str | None = "v1") -> BoxWeights:
-    """Return the boxes of one rank."""
-    deadline = time.monotonic() + DEADLINE_S
-    fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
-    return fork.fetch(ShardedEngine(SHAPE, rank, size).record(fork.checkpoint))
+class Target:
+    """One rank that was loaded from other layouts."""
 
+    def __init__(self, planner: str, rank: int, size: int, version: str | None = "v1") -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        self.engine = ShardedEngine(SHAPE, rank, size)
+        fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
+        self.weights = fork.fetch(self.engine.record(fork.checkpoint))
+        self.module = self.engine.load_from(self.weights.weights)
 
-def different_tensors(boxes: BoxWeights, rank: int, size: int) -> list[str]:
-    """Load one rank from its boxes, and return its tensors that differ from an own load."""
-    engine = ShardedEngine(SHAPE, rank, size)
-    found, expected = engine.load_from(boxes.weights), engine.load_from(lambda _: random_weights(SHAPE))
-    boxes.release(0.0)
-    return [name for name in expected.tensors if not _equal(found, expected, name)]
+    @property
+    def sources(self) -> set[str]:
+        """Ranks that the boxes come from."""
+        return {part.layout.sample.rank.key.split("-")[1] for part in self.weights.parts}
+
+    @property
+    def different_tensors(self) -> list[str]:
+        """Tensors that differ from an own load."""
+        expected = self.engine.load_from(lambda _: random_weights(SHAPE))
+        return [name for name in expected.tensors if not _equal(self.module, expected, name)]
 
 
 def _equal(one: ShardedModel, other: ShardedModel, name: str) -> bool:
     return torch.equal(one.tensors[name].view(torch.int16), other.tensors[name].view(torch.int16))
 
 
-def sources_of(boxes: BoxWeights) -> set[str]:
-    """Return the ranks that the boxes come from."""
-    return {part.layout.sample.rank.key.split("-")[1] for part in boxes.parts}
-
-
 def test_a_rank_of_two_from_a_complete_model(planner: str, start_seed: StartShardedSeed) -> None:
     """Each rank receives what it needs, and no more."""
     start_seed(0, 1)
     for rank in (0, 1):
-        boxes = fetched(planner, rank, 2)
-        assert boxes.needed_bytes == boxes.received_bytes
-        assert [] == different_tensors(boxes, rank, 2)
+        target = Target(planner, rank, 2)
+        assert target.weights.needed_bytes == target.weights.received_bytes
+        assert [] == target.different_tensors
 
 
 def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedSeed) -> None:
     """A target without a version gets both halves of the served one."""
     start_seed(0, 2)
     start_seed(1, 2)
-    boxes = fetched(planner, 0, 1, version=None)
-    assert "v1" == boxes.version
-    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
-    assert [] == different_tensors(boxes, 0, 1)
+    target = Target(planner, 0, 1, version=None)
+    assert "v1" == target.weights.version
+    assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors
 
 
 def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed) -> None:
@@ -126,21 +128,22 @@ def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed)
     start_seed(0, 2)
     start_seed(2, 4)
     start_seed(3, 4)
-    boxes = fetched(planner, 0, 1)
-    assert {"tp0of2", "tp2of4", "tp3of4"} == sources_of(boxes)
-    assert boxes.needed_bytes == boxes.received_bytes
-    assert [] == different_tensors(boxes, 0, 1)
+    target = Target(planner, 0, 1)
+    assert {"tp0of2", "tp2of4", "tp3of4"} == target.sources
+    assert target.weights.needed_bytes == target.weights.received_bytes
+    assert [] == target.different_tensors
 
 
 def test_targets_of_one_layout_read_from_each_other(planner: str, start_seed: StartShardedSeed) -> None:
-    """A target that has its boxes serves them until its loader has read them."""
-    start_seed(0, 1)
-    first = fetched(planner, 0, 2)
-    second = fetched(planner, 0, 2)
-    instances = {part.report.instance_id for part in first.parts}
-    assert instances & {share.source_id for part in second.parts for share in part.report.sources}
-    for boxes in (first, second):
-        assert [] == different_tensors(boxes, 0, 2)
+    """The source sends each byte once to two targets that begin together."""
+    start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S)
+    with ThreadPoolExecutor(2) as pool:
+        targets = list(pool.map(lambda _: Target(planner, 0, 2), range(2)))
+    shares = [share for target in targets for part in target.weights.parts for share in part.report.sources]
+    instances = {part.report.instance_id for target in targets for part in target.weights.parts}
+    assert instances & {share.source_id for share in shares}
+    for target in targets:
+        assert [] == target.different_tensors
 
 
 def test_a_fleet_without_placement_maps(planner: str, start_seed: StartShardedSeed) -> None:
@@ -158,9 +161,9 @@ def test_other_versions_are_never_mixed(planner: str, start_seed: StartShardedSe
     start_seed(0, 1, version="v2")
     start_seed(0, 2)
     start_seed(1, 2)
-    boxes = fetched(planner, 0, 1)
-    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
-    assert [] == different_tensors(boxes, 0, 1)
+    target = Target(planner, 0, 1)
+    assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors
 
 
 def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartShardedSeed) -> None:
@@ -168,9 +171,9 @@ def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartSharde
     start_seed(0, 1, "--corrupt")
     start_seed(0, 2)
     start_seed(1, 2)
-    boxes = fetched(planner, 0, 1)
-    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
-    assert [] == different_tensors(boxes, 0, 1)
+    target = Target(planner, 0, 1)
+    assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors
     with PlannerClient.of(settings_of(planner)) as client:
         accusations = [info.accused for info in client.instances(model=MODEL) if info.accused is not None]
     (accusation,) = accusations
@@ -183,12 +186,12 @@ def test_a_source_is_killed_during_the_fork(planner: str, start_seed: StartShard
     start_seed(0, 2)
     start_seed(1, 2)
     with ThreadPoolExecutor(1) as pool, PlannerClient.of(settings_of(planner)) as client:
-        fetching = pool.submit(fetched, planner, 0, 1)
+        fetching = pool.submit(Target, planner, 0, 1)
         polls = threading.Event()
         while not any(fork.progress is not None for fork in client.forks(state="running")):
             assert not fetching.done()
             polls.wait(0.05)
         killed.signal(signal.SIGKILL)
-        boxes = fetching.result()
-    assert {"tp0of2", "tp1of2"} == sources_of(boxes)
-    assert [] == different_tensors(boxes, 0, 1)
+        target = fetching.result()
+    assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors

@@ -6,12 +6,13 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from rfork.placement import box_tensors
-from rfork.placement.box_tensors import CheckpointMemory, allocate_boxes, gather
+from rfork.placement.box_tensors import CheckpointMemory, OwnMemory, allocate_boxes, gather
 from rfork.placement.boxes import Box, box_map, divide, wanted_boxes
 from rfork.placement.intersection import intersect
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
@@ -355,17 +356,79 @@ def test_memory_is_released_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> 
             mappings.append(weakref.ref(self))
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
-    weights = {name: torch.empty(MIB) for name in "abc"}
-    iterator = assembled(table_of(weights), {}, [])
+    weights = {name: torch.zeros(MIB) for name in "abc"}
+    boxes = [box_of(value, (0, MIB // 2), name=name) for name, value in weights.items()]
+    values = {box.name: part_of(weights[box.tensor], box) for box in boxes}
+    iterator = assembled(table_of(weights), values, boxes)
     gc.disable()
     try:
         kept = next(iterator)
         next(iterator)
         next(iterator)
-        assert [True, False, False] == [each() is not None for each in mappings]
+        assert [True, False, False] == [each() is not None for each in mappings[:3]]
         assert 0 == kept[1].sum()
     finally:
         gc.enable()
+
+
+def test_tensors_without_boxes_are_zeros() -> None:
+    """A loader that copies them gets zeros of their dtype and shape."""
+    found = dict(assembled(table_of({"one": torch.ones(2, 3), "other": torch.ones(7, dtype=torch.int8)}), {}, []))
+    assert_equal_bits(torch.zeros(2, 3), found["one"])
+    assert_equal_bits(torch.zeros(7, dtype=torch.int8), found["other"])
+
+
+RECEIVED_PARTS = {
+    "complete tensors": (lambda wanted: wanted, True),
+    "rows": (lambda wanted: [part for box in wanted for part in halves(box, 0)], True),
+    "columns": (lambda wanted: [part for box in wanted for part in halves(box, -1)], False),
+}
+"""Divisions of the wanted boxes, and whether some parts are contiguous in the own tensors."""
+
+
+def halves(box: Box, dim: int) -> list[Box]:
+    """Return two boxes of one, or that one if it cannot be divided."""
+    if not box.sizes or box.sizes[dim] < 2:
+        return [box]
+    dim %= len(box.sizes)
+    begin, end = box.bounds[dim]
+    middle = (begin + end) // 2
+    ranges = [(begin, middle), (middle, end)]
+    return [box.part((*box.bounds[:dim], each, *box.bounds[dim + 1 :])) for each in ranges]
+
+
+@pytest.mark.parametrize("case", RECEIVED_PARTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_boxes_are_received_in_own_tensors(layout: str, case: str) -> None:
+    """Boxes that are contiguous there need no other memory; others are copied."""
+    divided, is_contiguous = RECEIVED_PARTS[case]
+    for rank in LAYOUTS[layout]:
+        boxes, expected, own = divided(wanted_boxes(map_of_rank(*rank))), loaded_rank(*rank), loaded_rank(*rank)
+        for tensor in own.values():
+            tensor.data.zero_()
+        allocations: list[int] = []
+
+        def allocate(size: int, allocations: list[int] = allocations) -> torch.Tensor:
+            allocations.append(size)
+            return box_tensors.allocate_bytes(size)
+
+        memory = OwnMemory(map_of_rank(*rank), own, allocate)
+        allocated = memory.allocate_boxes(boxes)
+        for box in boxes:
+            allocated[box.name].copy_(part_of(checkpoint()[box.tensor], box))
+        memory.filled(boxes)
+        for name, tensor in expected.items():
+            assert_equal_bits(tensor, own[name])
+        bytes_in_own_tensors = sum(box.byte_count for box in boxes) - sum(allocations)
+        assert is_contiguous == (bytes_in_own_tensors > 0)
+
+
+def test_own_tensors_of_another_model_are_refused() -> None:
+    """The engine must build the model that was recorded."""
+    own = loaded_rank(0, 1)
+    name = next(iter(own))
+    with pytest.raises(ValueError, match=f"{name} is not the recorded tensor"):
+        OwnMemory(map_of_rank(0, 1), {**own, name: own[name].float()})
 
 
 Loader = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], object]
@@ -477,6 +540,62 @@ def test_wanted_boxes_are_all_that_a_loader_reads(case: str) -> None:
     expected = torch.nn.Parameter(torch.full((4, 6), 7.0), requires_grad=False)
     loader(expected, {name: each.clone() for name, each in weights.items()})
     assert torch.equal(expected, found)
+
+
+READS_OWN_TENSORS = {
+    "buffer",
+    "another parameter",
+    "parameter in place",
+    "read, then replaced",
+    "read in inference mode, then replaced",
+    "read, but kept",
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_a_model_is_filled_after_its_loader(case: str) -> None:
+    """A loader that only copies may read zeros, if the model is filled with the boxes afterwards."""
+    loader, names = LOADERS[case]
+    placement_map = recorded_to_the_end(loader)
+    assert (case not in READS_OWN_TENSORS) == placement_map.only_copies
+    if not placement_map.only_copies:
+        return
+    weights = {name: torch.randn(4, 6) for name in "ab"}
+    found = torch.nn.Parameter(torch.full((4, 6), 7.0), requires_grad=False)
+    loader(found, {name: each.clone() if name in names else torch.zeros(4, 6) for name, each in weights.items()})
+    memory = OwnMemory(placement_map, {"own": found})
+    boxes = [box for box in wanted_boxes(placement_map) if box.tensor not in names]
+    for name, tensor in memory.allocate_boxes(boxes).items():
+        tensor.copy_({box.name: part_of(weights[box.tensor], box) for box in boxes}[name])
+    memory.filled(boxes)
+    expected = torch.nn.Parameter(torch.full((4, 6), 7.0), requires_grad=False)
+    loader(expected, {name: each.clone() for name, each in weights.items()})
+    assert torch.equal(expected, found)
+
+
+def recorded_to_the_end(loader: Loader, *, late: Loader | None = None, on_thread: bool = False) -> PlacementMap:
+    """Return the map of a loader that has read the complete checkpoint, and copies `late` after its end."""
+    own = torch.nn.Parameter(torch.empty(4, 6, device="meta"), requires_grad=False)
+    with Recorder() as recorder:
+        weights = {name: recorder.tensor(name, torch.float32, (4, 6)) for name in "ab"}
+        if on_thread:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(loader, own, weights).result()
+        else:
+            loader(own, weights)
+        recorder.end_checkpoint()
+        if late is not None:
+            late(own, weights)
+    return recorder.placement_map({"own": own})
+
+
+def test_a_loader_that_copies_later_is_not_filled_after_it() -> None:
+    """It would replace the boxes: after the last tensor, on a thread, or if it does not read all tensors."""
+    view, _ = LOADERS["view"]
+    assert recorded_to_the_end(view).only_copies
+    assert not recorded_to_the_end(view, late=view).only_copies
+    assert not recorded_to_the_end(view, on_thread=True).only_copies
+    assert not recorded(view).only_copies
 
 
 def test_copies_outside_the_parameters_are_noted() -> None:

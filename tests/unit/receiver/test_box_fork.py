@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.reshard.sharded_model import Shape, ShardedEngine, checkpoint_table
 from rfork.errors import LayoutMismatch, NoSource, RforkError, SourceUnavailable
+from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, wanted_boxes
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, FetchedPart, OtherLayout, other_layouts
@@ -94,6 +95,9 @@ class ScriptedFork(BoxFork):
         unforked: Any = SimpleNamespace(seed=None, bytes_read=sum(box.byte_count for box in boxes))
         return FetchedPart(boxes, unforked, layout)
 
+    def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
+        return BoxImage("m#boxes", "v1", "", 0)
+
 
 def layout(rank: int, size: int, name: str = "a") -> OtherLayout:
     """Return one rank of a layout."""
@@ -106,7 +110,9 @@ def never(_: OtherLayout) -> None:
 
 def boxes_of(fork: ScriptedFork) -> list[Box]:
     """Return the boxes that a target with the complete model fetches."""
-    fetched = fork.fetch(ShardedEngine(SHAPE, 0, 1).record(TABLE))
+    engine = ShardedEngine(SHAPE, 0, 1)
+    fetched = fork.fetch(engine.record(TABLE))
+    engine.load_from(fetched.weights)
     assert fetched.needed_bytes == fetched.received_bytes
     return [box for part in fetched.parts for box in part.boxes]
 

@@ -30,6 +30,15 @@ class MissingBoxes(Exception):
     """No remaining layout has some of the boxes; the message names the first one."""
 
 
+def by_coverage(wanted: Sequence[Box], layouts: Sequence[PlacementMap]) -> list[int]:
+    """Return the positions of the layouts, those with most of the wanted bytes first: few large parts are best.
+
+    `wanted` has at most one box per tensor.
+    """
+    covered = coverage(wanted, layouts)
+    return sorted(range(len(layouts)), key=lambda each: (-covered[each], each))
+
+
 class BoxAssignment:
     """Parts that are being fetched, and the layouts that have not failed."""
 
@@ -37,9 +46,7 @@ class BoxAssignment:
         """`wanted` has at most one box per tensor. Earlier layouts are preferred to later ones with as many bytes."""
         self._wanted = wanted
         self._maps = layouts
-        covered = coverage(wanted, layouts)
-        # Few large parts are best.
-        self._usable = sorted(range(len(layouts)), key=lambda each: (-covered[each], each))
+        self._usable = by_coverage(wanted, layouts)
         self.in_flight: list[Part] = []
 
     @property

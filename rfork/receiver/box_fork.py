@@ -184,6 +184,8 @@ class BoxFork:
         self._required_version = version
         self._settings = settings
         self._deadline = deadline
+        self.refusals: list[tuple[InstanceReport, str]] = []
+        """Instances that cannot serve other layouts, and why; known after `layouts`."""
 
     @cached_property
     def _found(self) -> tuple[str, list[InstanceReport]]:
@@ -199,13 +201,13 @@ class BoxFork:
     def layouts(self) -> list[OtherLayout]:
         """Layouts whose instances have a placement map. Raises NoSource with the reasons if there is none."""
         found: list[OtherLayout] = []
-        reasons: list[str] = []
         for sample in self._found[1]:
             try:
                 data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
                 found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
             except (RforkError, ValueError) as error:
-                reasons.append(f"{sample.rank.key} on {sample.placement.host}: {error}")
+                self.refusals.append((sample, str(error)))
+        reasons = [f"{sample.rank.key} on {sample.placement.host}: {reason}" for sample, reason in self.refusals]
         if not found:
             raise NoSource(f"no instance of {self.model} can serve another layout: {'; '.join(reasons)}")
         for reason in reasons:

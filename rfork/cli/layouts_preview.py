@@ -33,7 +33,7 @@ MAX_MISSING_LISTED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class LayoutShare:
-    """What one rank of a layout has of the needed bytes, and would send."""
+    """Part of the needed bytes that one rank of a layout has, and would send."""
 
     rank_key: str
     layout_id: str
@@ -113,7 +113,7 @@ def query_preview(
 
     Raises UserError, NoSource, LayoutMismatch, and the errors of the planner's client.
     """
-    chosen = version or _most_served_version(client, model)
+    chosen = version or _main_version(client, model)
     fork = BoxFork(model, Rank(), chosen, settings, deadline=time.monotonic() + QUERY_TIMEOUT_S)
     preview = preview_layouts(model, chosen, rank_key, fork.layouts, fork.checkpoint)
     refused = tuple(_refused(sample, reason) for sample, reason in fork.refusals)
@@ -132,7 +132,7 @@ def _refused(sample: InstanceReport, reason: str) -> LayoutShare:
     return LayoutShare(sample.rank.key, sample.layout_id, sample.placement.host, 0, 0, 0, reason)
 
 
-def _most_served_version(client: PlannerClient, model: str) -> str:
+def _main_version(client: PlannerClient, model: str) -> str:
     served: Counter[str] = Counter()
     for row in client.models():
         if row.model == model and row.version:
@@ -143,7 +143,7 @@ def _most_served_version(client: PlannerClient, model: str) -> str:
 
 
 def render_layouts(preview: LayoutsPreview, requested_rank: str | None = None) -> ConsoleRenderable:
-    """Return a table of the layouts, followed by what is missing. `requested_rank`: rank key that was asked for."""
+    """Return a table of the layouts, followed by what is missing. `requested_rank`: the requested rank key."""
     needed = formatters.size(preview.needed_bytes)
     what = (
         f"rank {formatters.rank(preview.rank_key)} needs {needed} of the checkpoint"
@@ -178,6 +178,7 @@ def render_layouts(preview: LayoutsPreview, requested_rank: str | None = None) -
     else:
         parts.append(Text("nothing is missing"))
     if preview.rank_key is None:
-        rank = f"no instance of rank {requested_rank} has a placement map: " if requested_rank is not None else ""
-        parts.append(Text(f"{rank}the exact division is known once the target has recorded its placement map", "dim"))
+        if requested_rank is not None:
+            parts.append(Text(f"no instance of rank {formatters.rank(requested_rank)} has a placement map", "dim"))
+        parts.append(Text("the exact division is known once the target has recorded its placement map", "dim"))
     return Group(*parts)

@@ -36,7 +36,7 @@ from rfork.placement.box_tensors import CheckpointMemory
 from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, Part
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, MissingBoxes
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
@@ -254,7 +254,7 @@ class BoxFork:
     def _fetch_all(self, wanted: Sequence[Box], fetched: FetchedBoxes) -> None:
         layouts = sorted(self.layouts, key=lambda layout: (layout.sample.rank.key, layout.sample.layout_id))
         assignment = BoxAssignment(wanted, [layout.placement_map for layout in layouts])
-        running: dict[Future[FetchedPart], Part] = {}
+        running: dict[Future[FetchedPart], AssignedPart] = {}
         failure: RforkError | None = None
         try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:

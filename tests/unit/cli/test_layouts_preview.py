@@ -72,7 +72,7 @@ def test_a_rank_needs_its_part_only() -> None:
 
 
 def test_a_rank_that_does_not_run_is_not_divided_exactly() -> None:
-    """The output says when the division is known."""
+    """The output states when the division is known."""
     preview = previewed(layout(0, 2), layout(1, 2), rank=Rank(tp_size=4))
     text = text_of(preview, Rank(tp_size=4).key)
     assert preview.rank_key is None

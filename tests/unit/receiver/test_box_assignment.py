@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, Part
+from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, AssignedPart
 from tests.unit.placement.small_model import LAYOUTS, map_of_rank
 
 RANKS = [rank for ranks in LAYOUTS.values() for rank in ranks]
@@ -41,7 +41,7 @@ def is_same(one: Counts, other: Counts) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def start(layouts: Sequence[PlacementMap]) -> tuple[BoxAssignment, list[Part]]:
+def start(layouts: Sequence[PlacementMap]) -> tuple[BoxAssignment, list[AssignedPart]]:
     """Return an assignment of the complete model, and its first parts."""
     assignment = BoxAssignment(wanted_boxes(COMPLETE), layouts)
     return assignment, assignment.start()
@@ -108,7 +108,7 @@ def test_random_layouts_and_failures(
     maps = [map_of_rank(*source) for source in sources]
     wanted = wanted_boxes(map_of_rank(*target))
     assignment = BoxAssignment(wanted, maps)
-    fetched: list[Part] = []
+    fetched: list[AssignedPart] = []
     failed: set[int] = set()
     lost: Sequence[Box] = wanted
     try:

@@ -44,7 +44,7 @@ class LayoutShare:
     """Those that it would send: each byte comes from one layout."""
     boxes: int
     reason: str = ""
-    """Why it cannot serve other layouts; empty if it can."""
+    """Reason for which it cannot serve other layouts; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, AssignedPart
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, MissingBoxes
 from tests.unit.placement.small_model import LAYOUTS, map_of_rank
 
 RANKS = [rank for ranks in LAYOUTS.values() for rank in ranks]

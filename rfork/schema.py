@@ -351,7 +351,7 @@ class ProgressAck(WireModel):
 
 
 class LayoutPart(WireModel):
-    """What a fork across layouts read from one rank of another layout."""
+    """Boxes that a fork across layouts read from one rank of another layout."""
 
     rank_key: Label = Field(description="rank key of the source")
     layout_id: HexId = Field(description="id of the source's layout")
@@ -363,7 +363,7 @@ class LayoutPart(WireModel):
 
 
 class CrossLayoutResult(WireModel):
-    """How a fork across layouts got the weights."""
+    """Origin and durations of weights that a fork across layouts read."""
 
     needed_bytes: Bytes = Field(description="bytes of the boxes that the target needs")
     parts: tuple[LayoutPart, ...] = Field(max_length=MAX_LAYOUT_PARTS, description="the largest parts, by size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
@@ -12,6 +13,7 @@ from rich.console import ConsoleRenderable, Group
 from rich.text import Text
 from rich.tree import Tree
 
+from rfork import settings as options
 from rfork.cli import formatters
 from rfork.cli.console import err, handle_errors, print_json, print_renderable
 from rfork.cli.options import JsonOption, PlannerOption, planner_client
@@ -19,6 +21,7 @@ from rfork.errors import PlannerRejected, UserError
 from rfork.image.ranges import count
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import Preview, PreviewPage, PreviewRequest, PreviewTarget
+from rfork.settings import InstanceSettings
 from rfork.weights_version import short
 
 MAX_REPLICAS_DRAWN: Final = 64
@@ -87,6 +90,13 @@ def plan(
             "--storage", metavar="RATE", help="Storage speed per reader, such as 3GB/s [default: as measured]"
         ),
     ] = None,
+    from_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--from-layouts",
+            help="Show what instances with other layouts would send, to the rank of --rank if one runs.",
+        ),
+    ] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,6 +115,11 @@ def plan(
         with planner_client(planner) as client:
             name = model or _only_model(client)
             full = None if version is None else _full_version(client, name, version)
+            if from_layouts:
+                if cold or targets > 1 or per_host > 1:
+                    raise UserError("--from-layouts shows one replica: it excludes --cold, --targets and --per-host")
+                _show_layouts(client, name, full, rank, planner, as_json=as_json)
+                return
             page = _request_preview(client, {"model": name, "version": full, **overrides})
         if as_json:
             print_json(page.model_dump(mode="json"))
@@ -113,6 +128,18 @@ def plan(
             print_renderable(render_tree(preview, alone=len(page.items) == 1))
         if not page.items:
             err.print("no instance has reported the size of its image yet")
+
+
+def _show_layouts(
+    client: PlannerClient, model: str, version: str | None, rank: str | None, planner: str | None, *, as_json: bool
+) -> None:
+    from rfork.cli.layouts_preview import query_preview, render_layouts  # imports torch
+
+    preview = query_preview(client, model, version, rank, options.load(InstanceSettings, planner=planner))
+    if as_json:
+        print_json(asdict(preview))
+    else:
+        print_renderable(render_layouts(preview, rank))
 
 
 def _request_preview(client: PlannerClient, fields: Mapping[str, str | float | None]) -> PreviewPage:

@@ -41,7 +41,7 @@ from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory
 from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_assignment import BoxAssignment, MissingBoxes, Part
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, MissingBoxes
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
@@ -239,6 +239,8 @@ class BoxFork:
         self._required_version = version
         self._settings = settings
         self._deadline = deadline
+        self.refusals: list[tuple[InstanceReport, str]] = []
+        """Instances that cannot serve other layouts, and why; known after `layouts`."""
 
     @cached_property
     def _found(self) -> tuple[str, list[InstanceReport]]:
@@ -254,13 +256,13 @@ class BoxFork:
     def layouts(self) -> list[OtherLayout]:
         """Layouts whose instances have a placement map. Raises NoSource with the reasons if there is none."""
         found: list[OtherLayout] = []
-        reasons: list[str] = []
         for sample in self._found[1]:
             try:
                 data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
                 found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
             except (RforkError, ValueError) as error:
-                reasons.append(f"{sample.rank.key} on {sample.placement.host}: {error}")
+                self.refusals.append((sample, str(error)))
+        reasons = [f"{sample.rank.key} on {sample.placement.host}: {reason}" for sample, reason in self.refusals]
         if not found:
             raise NoSource(f"no instance of {self.model} can serve another layout: {'; '.join(reasons)}")
         for reason in reasons:
@@ -311,7 +313,7 @@ class BoxFork:
     def fetch_into(self, memory: BoxMemory, assignment: BoxAssignment, weights: BoxWeights) -> None:
         """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`."""
         began = time.monotonic()
-        running: dict[Future[FetchedPart], Part] = {}
+        running: dict[Future[FetchedPart], AssignedPart] = {}
         failure: RforkError | None = None
         try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
@@ -352,10 +354,10 @@ class BoxFork:
         began = time.monotonic()
         return replace(self._fetch_part(layout, boxes, tensors), seconds=time.monotonic() - began)
 
-    def _open_all(self, parts: Sequence[Part]) -> None:
+    def _open_all(self, parts: Sequence[AssignedPart]) -> None:
         """Let sources begin to gather parts. One that fails now fails again when it is read."""
 
-        def attempt(part: Part) -> None:
+        def attempt(part: AssignedPart) -> None:
             try:
                 self._open(self.layouts[part.layout], part.boxes)
             except RforkError as error:
@@ -414,7 +416,7 @@ def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tenso
         raise LayoutMismatch(str(error)) from None
 
 
-def _started(assignment: BoxAssignment) -> list[Part]:
+def _started(assignment: BoxAssignment) -> list[AssignedPart]:
     """Return the first parts. Raises LayoutMismatch, with the name, for a tensor that no layout has."""
     try:
         return assignment.start()

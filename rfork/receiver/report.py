@@ -225,8 +225,8 @@ class ForkReport:
     relative to that; None if it was too short to measure. `sources` has the bytes from each source in
     descending order; `replans` counts the plans after the first; `fallback` is what was loaded instead of a
     fork, if anything; `cross_layout` is what came from which other layout then. `reasons` has one line for each
-    failure, and why the planner assigned this instance its own storage. `trace_id` identifies the spans, if they are exported. `seed` is this process's seed, still
-    open: close it, or leave it open until the process ends.
+    failure, and why the planner assigned this instance its own storage. `trace_id` identifies the spans, if they are
+    exported. `seed` is this process's seed, still open: close it, or leave it open until the process ends.
     """
 
     fork_id: str

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
+from rfork.cli.app import app
 from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork
@@ -144,6 +146,21 @@ def test_targets_of_one_layout_read_from_each_other(planner: str, start_seed: St
     assert instances & {share.source_id for share in shares}
     for target in targets:
         assert [] == target.different_tensors
+
+
+def test_a_preview_of_other_layouts(planner: str, start_seed: StartShardedSeed) -> None:
+    """`rfork plan --from-layouts` shows what each serving rank would send, and what cannot serve."""
+    start_seed(0, 2)
+    start_seed(1, 2)
+    start_seed(0, 1, "--without-map")
+    arguments = ["plan", MODEL, "--from-layouts", "--planner", planner, "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert 0 == result.exit_code, result.output
+    preview = json.loads(result.stdout)
+    assert preview["needed_bytes"] == sum(each["sent_bytes"] for each in preview["layouts"])
+    assert 0 == preview["missing_bytes"]
+    (refused,) = [each for each in preview["layouts"] if each["reason"]]
+    assert Rank().key == refused["rank_key"]
 
 
 def test_a_fleet_without_placement_maps(planner: str, start_seed: StartShardedSeed) -> None:

@@ -22,6 +22,7 @@ from rfork.engines.relocation import tensors_of
 from rfork.errors import AllSourcesFailed, NoSource
 from rfork.image.capture import capture
 from rfork.image.memory import compute_manifest
+from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork
 from rfork.receiver.fallback import OTHER_LAYOUTS
 from rfork.schema import Rank
@@ -210,6 +211,13 @@ def test_a_model_is_read_from_other_layouts(
     with sharded_seeds(files, settings):
         model = rfork.fork_pretrained(without_weights(files.folder, tmp_path / "llama"), name=MODEL, settings=settings)
     assert OTHER_LAYOUTS == report(model).fallback
+    found = report(model).cross_layout
+    assert found is not None
+    assert found.needed_bytes == sum(part.bytes_read for part in found.parts)
+    with PlannerClient.of(settings) as client:
+        finish = client.fork(report(model).fork_id).finish
+    assert finish is not None
+    assert found == finish.cross_layout
     assert files.version == seed_of(model).version
     assert [] == different_tensors(expected, model)
     assert torch.equal(logits(expected), logits(model))

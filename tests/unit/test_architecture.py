@@ -66,7 +66,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "holder": MIDDLE | {"source", "receiver"},
     "engines": MIDDLE | {"placement", "source", "receiver", "artifacts", "_api"},
     "_api": MIDDLE | {"source", "receiver", "engines"},
-    "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "holder", "engines", "diagnostics"},
+    "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "holder", "engines", "diagnostics", "placement"},
 }
 """The packages of `rfork` that each package may import. Every import points up this list.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rfork.schema import (
     ChunkAssignment,
+    CrossLayoutResult,
     ForkInfo,
     ForkProgress,
     ForkResult,
@@ -42,6 +43,7 @@ def finished_fork(
     instance_id: str = TARGET,
     reason: str = "",
     version: str | None = None,
+    cross_layout: CrossLayoutResult | None = None,
 ) -> ForkInfo:
     """Return a finished fork of 4 GB; by default it took 4 s over a link of 1 GB/s."""
     bytes_by_source = {SEED: 4 * GB} if sources is None else sources
@@ -51,6 +53,7 @@ def finished_fork(
         bytes_read=sum(bytes_by_source.values()) + repeated,
         sources=bytes_by_source,
         fallback=fallback,
+        cross_layout=cross_layout,
         reasons=reasons,
         bytes_repeated=repeated,
         replans=replans,

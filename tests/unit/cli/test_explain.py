@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from rfork import errors, weights_version
@@ -22,7 +23,7 @@ from rfork.cli.diagnosis import (
     time_losses,
 )
 from rfork.cli.explain import render_fork, version_summary
-from rfork.schema import ForkInfo
+from rfork.schema import MAX_LAYOUT_PARTS, CrossLayoutResult, ForkInfo, LayoutPart
 from tests.unit.cli.fleet_builders import (
     GB,
     RELAY,
@@ -450,3 +451,40 @@ def test_advice_has_no_repeated_sentence() -> None:
 def test_advice_is_for_the_root_cause() -> None:
     """NoSource is a consequence of the failures of the sources."""
     assert ADVICE["SourceTimeout"] == advice_on(["SourceTimeout", "NoSource"])
+
+
+def layout_part(rank: int) -> LayoutPart:
+    """Return half of the boxes, from one rank of two."""
+    return LayoutPart(
+        rank_key=f"main-tp{rank}of2-pp0of1-ep0of1", layout_id=f"{rank}" * 32, host=f"node-{rank}",
+        instance_id=SEED, boxes=290, bytes_read=2 * GB, seconds=1.5,
+    )  # fmt: skip
+
+
+def cross_layout_result(*parts: LayoutPart) -> CrossLayoutResult:
+    """Return the result of a fork across layouts."""
+    return CrossLayoutResult(
+        needed_bytes=4 * GB, parts=parts, failures=("tp0of4: killed",), record_s=0.5, transfer_s=2.25, load_s=0.75
+    )
+
+
+def test_a_fork_across_layouts_shows_its_parts_and_times() -> None:
+    """Each part has its rank, layout, boxes, size, duration and host."""
+    result = cross_layout_result(layout_part(0), layout_part(1))
+    fork = finished_fork(outcome="fallback", fallback="instances with other layouts", cross_layout=result)
+    console = Console(file=io.StringIO(), width=160)
+    stats = ForkStats(fork)
+    console.print(render_fork(stats, diagnose(stats), {}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    row = next(line for line in text.splitlines() if "11111111 tp 1/2" in line)
+    for expected in ("290", "2.00 GB", "1.50 s", "node-1"):
+        assert expected in row
+    assert "other layouts: 4.00 GB of 4.00 GB needed; " in text
+    assert "placement map recorded in 0.50 s, boxes fetched in 2.25 s, loaded in 0.75 s" in text
+    assert "other layout failed: tp0of4: killed" in text
+
+
+def test_a_planner_stores_a_limited_number_of_parts() -> None:
+    """More parts are rejected; a target reports the largest."""
+    with pytest.raises(ValidationError, match="at most 64"):
+        cross_layout_result(*[layout_part(0)] * (MAX_LAYOUT_PARTS + 1))

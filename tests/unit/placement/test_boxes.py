@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rfork.placement import boxes as boxes_module
-from rfork.placement.boxes import BOXES_FORMAT, Box, box_map, decode_boxes, divide, encode_boxes, wanted_boxes
+from rfork.placement.boxes import BOXES_FORMAT, Box, box_map, coverage, decode_boxes, divide, encode_boxes, wanted_boxes
 from rfork.placement.intersection import intersect
 from rfork.placement.placement_map import BoxType, PlacementMap, PlacementMapBuilder, TensorType
 from rfork.placement.strided import Bounds, contiguous_strides
@@ -320,3 +320,18 @@ def test_a_box_image_is_a_source() -> None:
     """The map of a box image can be divided like that of any source."""
     division = divide([box_of((0, 8), (0, 6))], [box_map([WEIGHT])])
     assert ((WEIGHT,),) == division.parts
+
+
+def test_coverage_counts_a_repeated_box_once() -> None:
+    """A tensor that lies in two own tensors, such as a tied embedding, is one."""
+    assert [WEIGHT.byte_count] == coverage([WEIGHT], [map_of([WEIGHT, WEIGHT])])
+
+
+def test_coverage_of_a_scalar() -> None:
+    """A scalar has one element; a computed row of another tensor does not count."""
+    assert [4, 0] == coverage([SCALAR], [map_of([SCALAR]), map_of([WEIGHT])])
+
+
+def test_coverage_requires_the_same_type() -> None:
+    """A tensor of another shape is another tensor."""
+    assert [0] == coverage([box_of((0, 8), (0, 3))], [map_of([box_of((0, 8), (0, 3), shape=(8, 3))])])

@@ -92,7 +92,7 @@ class ScriptedFork(BoxFork):
         self.queried.append(layout.sample.instance_id)
         if (error := self._fails(layout)) is not None:
             raise error
-        unforked: Any = SimpleNamespace(seed=None, bytes_read=sum(box.byte_count for box in boxes))
+        unforked: Any = SimpleNamespace(seed=None, sources=(), bytes_read=sum(box.byte_count for box in boxes))
         return FetchedPart(boxes, unforked, layout)
 
     def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
@@ -133,6 +133,22 @@ def test_a_failed_source_is_replaced_by_other_layouts() -> None:
     fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], fails)
     boxes_of(fork)
     assert ["b-0of1-main", "a-0of2-main", "a-1of2-main"] == [fork.queried[0], *sorted(fork.queried[1:])]
+
+
+def test_the_parts_and_failures_of_a_fork_are_reported() -> None:
+    """The planner's record names the rank, the layout and the host of each part, the largest first."""
+
+    def fails(source: OtherLayout) -> RforkError | None:
+        return SourceUnavailable("killed") if source.sample.layout_id[0] == "b" else None
+
+    fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], fails)
+    fetched = fork.fetch(ShardedEngine(SHAPE, 0, 1).record(TABLE))
+    parts = fetched.part_descriptions
+    assert sorted((part.bytes_read for part in parts), reverse=True) == [part.bytes_read for part in parts]
+    assert {"main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"} == {part.rank_key for part in parts}
+    assert {"here"} == {part.host for part in parts}
+    assert fetched.needed_bytes == sum(part.bytes_read for part in parts)
+    assert ["main-tp0of1-pp0of1-ep0of1/bbbbbbbb: SourceUnavailable: killed"] == fetched.failures
 
 
 def test_the_last_source_s_failure_is_raised() -> None:

@@ -27,6 +27,7 @@ from rfork.receiver.box_fork import BoxFork
 from rfork.receiver.fallback import OTHER_LAYOUTS
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
+from rfork.source import box_images
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.versions.version import version_of_files
@@ -246,6 +247,21 @@ def test_other_layouts_come_before_files(untied: Files, settings: InstanceSettin
     with sharded_seeds(untied, settings):
         model = rfork.fork_pretrained(untied.folder, name=MODEL, settings=chosen)
     assert OTHER_LAYOUTS == report(model).fallback
+
+
+def test_sources_that_fail_while_the_model_is_loaded(
+    untied: Files, settings: InstanceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is built again, and loaded from its files."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(box_images, "gather", fail)
+    with sharded_seeds(untied, settings):
+        model = rfork.fork_pretrained(untied.folder, name=MODEL, settings=settings)
+    assert "the engine's loader" == report(model).fallback
+    assert [] == different_tensors(LlamaForCausalLM.from_pretrained(untied.folder), model)
 
 
 def test_other_layouts_must_be_enabled(untied: Files, settings: InstanceSettings, tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ def test_the_parts_and_failures_of_a_fork_are_reported() -> None:
         return SourceUnavailable("killed") if source.sample.layout_id[0] == "b" else None
 
     fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], fails)
-    fetched = fork.fetch(ShardedEngine(SHAPE, 0, 1).record(TABLE))
+    engine = ShardedEngine(SHAPE, 0, 1)
+    fetched = fork.fetch(engine.record(TABLE))
+    engine.load_from(fetched.weights)
     parts = fetched.part_descriptions
     assert sorted((part.bytes_read for part in parts), reverse=True) == [part.bytes_read for part in parts]
     assert {"main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"} == {part.rank_key for part in parts}

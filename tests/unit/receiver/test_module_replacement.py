@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from rfork.errors import RforkError, SourceWeightsChanged, StorageError
+from rfork.errors import RforkError, SourceUnavailable, SourceWeightsChanged, StorageError
 from rfork.image.capture import capture
 from rfork.image.chunks import ChunkState
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
-from rfork.receiver.fallback import FallbackRunner, LoaderError, engine_fallback
+from rfork.receiver.fallback import FallbackRunner, LoaderError, engine_fallback, layouts_fallback
 from rfork.receiver.spool import ChunkPersister
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
@@ -109,3 +109,31 @@ def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> N
     assert error == caught.value.error
     assert not isinstance(caught.value, RforkError)
     assert not harness.fallbacks.replaced
+
+
+def test_a_loader_that_loses_its_sources_is_replaced() -> None:
+    """The next fallback builds its own model; it is served as if it were the first one that was tried."""
+    harness = ReplacementHarness()
+    loaded = Model(2.0, harness.table)
+
+    def lose_sources() -> nn.Module:
+        raise SourceUnavailable("killed")
+
+    other_layouts = layouts_fallback(lambda: None, lose_sources, lambda: "v1", lambda: None, lambda: None)
+    with pytest.raises(SourceUnavailable):
+        harness.fallbacks.load(other_layouts)
+    harness.load(lambda: loaded)
+    assert harness.fallbacks.serves_replacement
+    assert harness.image.shares_memory_with(capture(loaded))
+
+
+def test_a_bug_of_a_loader_that_reads_instances_ends_the_fork() -> None:
+    """Only the failures of sources are expected."""
+    harness = ReplacementHarness()
+
+    def fail() -> nn.Module:
+        raise KeyError("bug")
+
+    with pytest.raises(LoaderError):
+        harness.fallbacks.load(layouts_fallback(lambda: None, fail, lambda: "v1", lambda: None, lambda: None))
+    harness.seed.close()

@@ -9,6 +9,7 @@
 - "live", "others": tensors whose bytes are the loaded ones, and why others are not.
 - "wrong_rows": rows of live tensors that differ from the checkpoint.
 - "tensors", "differences": number of tensors, and those that differ if only the boxes of the map have values.
+- "only_copies", "filled_later": whether the map may be filled after the loader, and the tensors that then differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 from rfork.engines.load_or_fork import collect
 from rfork.engines.relocation import RelocatingEngine, tensors_of
+from rfork.placement.box_tensors import OwnMemory
 from rfork.placement.boxes import wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from tests.engines.reference_digests import digest
@@ -56,6 +58,10 @@ def check(engine: Any, folder: Path, trace: Trace) -> dict[str, object]:
     del loaded, live
     collect()
     filled = digests(adapter.load_from(lambda _: boxes_only(recorded, weights)))
+    collect()
+    filled_later = expected
+    if recorded.only_copies:
+        filled_later = digests(adapter.load_from(lambda module: zeros_then_boxes(recorded, weights, module)))
     return {
         "checkpoint": sorted(checkpoint.names) == sorted(weights),
         "changed": changed,
@@ -66,6 +72,10 @@ def check(engine: Any, folder: Path, trace: Trace) -> dict[str, object]:
         "wrong_rows": wrong,
         "tensors": len(expected),
         "differences": sorted(name for name in expected | filled if expected.get(name) != filled.get(name)),
+        "only_copies": recorded.only_copies,
+        "filled_later": sorted(
+            name for name in expected | filled_later if expected.get(name) != filled_later.get(name)
+        ),
     }
 
 
@@ -88,6 +98,20 @@ def boxes_only(placement_map: PlacementMap, weights: Mapping[str, torch.Tensor])
             index = tuple(slice(begin, end) for begin, end in box.bounds)
             tensor[index] = source[index]
         yield name, tensor
+
+
+def zeros_then_boxes(
+    placement_map: PlacementMap, weights: Mapping[str, torch.Tensor], module: nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint with zeros in place of all tensors that are only copied, then fill the model with these."""
+    computed_from = frozenset(placement_map.read_completely)
+    for name in placement_map.checkpoint.names:
+        yield name, weights[name].clone() if name in computed_from else torch.zeros_like(weights[name])
+    boxes = [box for box in wanted_boxes(placement_map) if box.tensor not in computed_from]
+    memory = OwnMemory(placement_map, tensors_of(module))
+    for box, tensor in zip(boxes, memory.allocate_boxes(boxes).values(), strict=True):
+        tensor.copy_(weights[box.tensor][tuple(slice(begin, end) for begin, end in box.bounds)])
+    memory.filled(boxes)
 
 
 def wrong_rows(

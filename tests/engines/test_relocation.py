@@ -105,6 +105,7 @@ def require_relocatable(result: Mapping[str, Any]) -> None:
     assert [] == result["wrong_rows"]
     assert result["tensors"]
     assert [] == result["differences"]
+    assert [] == result["filled_later"]
 
 
 def require_complete(*maps: PlacementMap) -> None:

@@ -130,16 +130,20 @@ class _EarlyScan:
 
     def run(self) -> None:
         """See `scan_early`."""
-        if torch.backends.cuda.is_built() or gc.get_freeze_count():
+        if torch.backends.cuda.is_built() or gc.get_freeze_count():  # type: ignore[no-untyped-call]
             return
         # One call into C: no other thread creates a tensor between the two, which would be frozen and not in the list.
         objects, _ = map(methodcaller("__call__"), (gc.get_objects, gc.freeze))
         self._tensors = [ref(tensor) for tensor in _tensors_among(objects)]
 
     def take(self) -> Sequence[ref[torch.Tensor]] | None:
-        """Return the tensors, once; None if there was no scan, or if other code has unfrozen the objects."""
+        """Return the tensors, once; None if there was no scan.
+
+        If other code has unfrozen the objects since, the proof finds their tensors once more. Counting them would take
+        as long as the search.
+        """
         tensors, self._tensors = self._tensors, None
-        return tensors if gc.get_freeze_count() else None
+        return tensors
 
 
 _early_scan: Final = _EarlyScan()

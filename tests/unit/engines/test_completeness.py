@@ -314,8 +314,8 @@ def test_a_second_proof_searches_again(scanned_early: Callable[[], None]) -> Non
     assert completeness._early_scan.take() is None
 
 
-def test_a_scan_is_discarded_if_other_code_unfreezes(scanned_early: Callable[[], None]) -> None:
-    """All objects are searched again."""
+def test_other_code_may_unfreeze_after_an_early_scan(scanned_early: Callable[[], None]) -> None:
+    """The proof finds the same."""
     scanned_early()
     gc.unfreeze()
     HIDDEN_TENSORS.append(torch.ones(1))

@@ -60,7 +60,7 @@ class Completeness:
     """
 
     def __init__(self) -> None:
-        scanned = _early_scan.take()
+        scanned = _early_scan.pop()
         self._has_frozen = scanned is not None
         self._earlier_tensors: Sequence[ref[torch.Tensor]] = scanned or ()
         self._before = allocations(self._first_tensors)
@@ -123,7 +123,7 @@ class Completeness:
 
 
 class _EarlyScan:
-    """The tensors that existed when the process's objects were frozen, until the first proof takes them."""
+    """The tensors that existed when the process's objects were frozen, until the first proof uses them."""
 
     def __init__(self) -> None:
         self._tensors: Sequence[ref[torch.Tensor]] | None = None
@@ -136,7 +136,7 @@ class _EarlyScan:
         objects, _ = map(methodcaller("__call__"), (gc.get_objects, gc.freeze))
         self._tensors = [ref(tensor) for tensor in _tensors_among(objects)]
 
-    def take(self) -> Sequence[ref[torch.Tensor]] | None:
+    def pop(self) -> Sequence[ref[torch.Tensor]] | None:
         """Return the tensors, once; None if there was no scan.
 
         If other code has unfrozen the objects since, the proof finds their tensors once more. Counting them would take

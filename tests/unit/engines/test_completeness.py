@@ -249,7 +249,7 @@ def test_objects_frozen_by_other_code_stay_frozen() -> None:
 def scanned_early(modules_tracked: None) -> Iterator[Callable[[], None]]:
     """The early search for tensors; afterwards, nothing of it is left."""
     yield completeness.scan_early
-    completeness._early_scan.take()
+    completeness._early_scan.pop()
 
 
 def test_a_tensor_from_before_the_early_scan_is_not_new(scanned_early: Callable[[], None]) -> None:
@@ -311,7 +311,7 @@ def test_a_second_proof_searches_again(scanned_early: Callable[[], None]) -> Non
     scanned_early()
     with Completeness() as completeness_check:
         completeness_check.check(Tied())
-    assert completeness._early_scan.take() is None
+    assert completeness._early_scan.pop() is None
 
 
 def test_other_code_may_unfreeze_after_an_early_scan(scanned_early: Callable[[], None]) -> None:
@@ -330,7 +330,7 @@ def test_objects_frozen_by_other_code_are_not_scanned_early() -> None:
     """Their tensors could not be found."""
     gc.freeze()
     completeness.scan_early()
-    assert completeness._early_scan.take() is None
+    assert completeness._early_scan.pop() is None
 
 
 def test_the_tensors_of_all_attributes_are_searched_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,18 @@ def python_of(engine: EngineName) -> Path | None:
     return found if found.is_file() else None
 
 
+def inherited_environment() -> dict[str, str]:
+    """Return this process's variables without settings of rfork, for a process with cached bytecode.
+
+    An installed package has bytecode. Compiling rfork's modules in each process would take as long as a fork.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RFORK_") and name != "PYTHONDONTWRITEBYTECODE"
+    }
+
+
 class EngineProcesses:
     """Context manager that starts the processes; `folder` has ``model``, ``bare`` and the logs."""
 
@@ -197,10 +209,9 @@ class EngineProcesses:
         return f"bare/{case.checkpoint}" if case.is_bare else case.checkpoint
 
     def _environment(self, case: EngineCase, variables: Mapping[str, str]) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
         path = [str(SET_UP / "stock_on_cpu"), str(ROOT)]
         own = {"PYTHONPATH": os.pathsep.join(path), "RFORK_MODEL": "bench"}
-        return {**inherited, **COMMON, **VARIABLES[case.engine], **own, **case.environment, **variables}
+        return {**inherited_environment(), **COMMON, **VARIABLES[case.engine], **own, **case.environment, **variables}
 
     def __enter__(self) -> EngineProcesses:
         return self

@@ -18,7 +18,7 @@ from typing import Final
 from typing_extensions import Self
 
 from benchmarks.engines.cases import EngineName
-from benchmarks.engines.processes import COMMON, ROOT, VARIABLES, EngineFailed, python_of
+from benchmarks.engines.processes import COMMON, ROOT, VARIABLES, EngineFailed, inherited_environment, python_of
 from benchmarks.netlab import NetworkLab
 from benchmarks.ready.cases import OPEN, Link, ReadyCase
 from benchmarks.ready.phases import Start, marks_of, start_of
@@ -175,7 +175,7 @@ class ReadyLab:
     def _start_planner(self) -> None:
         self._planner_log = log = self._log("planner")
         environment = {
-            **_inherited(),
+            **inherited_environment(),
             "RFORK_PLANNER_BIND": self._lab.address(PLANNER),
             "RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "1",
             "RFORK_PLANNER_INSTANCE_TTL_S": str(INSTANCE_TTL_S),
@@ -222,7 +222,7 @@ class ReadyLab:
         temporary = self.folder / "tmp"  # killed servers remove nothing
         temporary.mkdir(exist_ok=True)
         path = {"PYTHONPATH": f"{MARKS}{os.pathsep}{ROOT}", "TMPDIR": str(temporary)}
-        return {**_inherited(), **COMMON, **engine_variables, **ENVIRONMENTS[engine], **path, **rfork}
+        return {**inherited_environment(), **COMMON, **engine_variables, **ENVIRONMENTS[engine], **path, **rfork}
 
     def _first_token(self, engine: EngineName, host: str, process: subprocess.Popen[str], log: Path) -> FirstToken:
         """Return the result of `benchmarks.ready.first_token` on the server's host."""
@@ -264,10 +264,6 @@ class ReadyLab:
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
 
 
 def _body(engine: EngineName, tokens: int) -> dict[str, object]:

@@ -14,8 +14,9 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import compress
+from operator import methodcaller
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import ref
 
 import torch
@@ -24,7 +25,7 @@ from typing_extensions import Self
 
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.layout import byte_extent
-from rfork.image.module_tensors import state_of_module
+from rfork.image.module_tensors import plain_tensors, state_of_module
 from rfork.image.ranges import intersect, normalise, subtract
 
 TOLERANCE: Final = 0.01
@@ -54,16 +55,19 @@ class Completeness:
     """Completeness proof of one model: create it before the build, call `check` after it.
 
     As a context manager around both, it exempts the existing objects from garbage collection and from the search for
-    tensors. Scanning the million objects of an engine's imported modules takes as long as building an empty model.
+    tensors. Scanning the million objects of an engine's imported modules takes as long as building an empty model, so
+    the first proof of a process only searches the objects created since `scan_early`, if that was called.
     """
 
     def __init__(self) -> None:
-        self._has_frozen = False
-        self._earlier_tensors: Sequence[ref[torch.Tensor]] = ()
+        scanned = _early_scan.pop()
+        self._has_frozen = scanned is not None
+        self._earlier_tensors: Sequence[ref[torch.Tensor]] = scanned or ()
         self._before = allocations(self._first_tensors)
 
     def __enter__(self) -> Self:
-        if not gc.get_freeze_count():  # otherwise frozen by other code, which must also unfreeze it
+        # Otherwise frozen by other code, which must also unfreeze it.
+        if self._has_frozen or not gc.get_freeze_count():
             gc.freeze()
             self._has_frozen = True
         return self
@@ -97,7 +101,7 @@ class Completeness:
             gc.unfreeze()
 
     def _first_tensors(self) -> Sequence[torch.Tensor]:
-        tensors = list(_live_tensors())
+        tensors = list(self._tensors())
         self._earlier_tensors = [ref(tensor) for tensor in tensors]
         return tensors
 
@@ -112,15 +116,67 @@ class Completeness:
         after = allocations(self._tensors)
         if not after:
             return ()
-        return unexplained(self._before, after, [*spans_of(module), *extra_spans])
+        # Parameters and buffers usually explain everything, and are found in a tenth of the time of all tensors.
+        if not unexplained(self._before, after, [*spans_of(registered_tensors(module)), *extra_spans]):
+            return ()
+        return unexplained(self._before, after, [*spans_of(all_tensors(module)), *extra_spans])
 
 
-def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the memory range of each tensor found in a module, including tensors that the image excludes."""
+class _EarlyScan:
+    """The tensors that existed when the process's objects were frozen, until the first proof uses them."""
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[ref[torch.Tensor]] | None = None
+
+    def run(self) -> None:
+        """See `scan_early`."""
+        if torch.backends.cuda.is_built() or gc.get_freeze_count():  # type: ignore[no-untyped-call]
+            return
+        # One call into C: no other thread creates a tensor between the two, which would be frozen and not in the list.
+        objects, _ = map(methodcaller("__call__"), (gc.get_objects, gc.freeze))
+        self._tensors = [ref(tensor) for tensor in _tensors_among(objects)]
+
+    def pop(self) -> Sequence[ref[torch.Tensor]] | None:
+        """Return the tensors, once; None if there was no scan.
+
+        If other code has unfrozen the objects since, the proof finds their tensors once more. Counting them would take
+        as long as the search.
+        """
+        tensors, self._tensors = self._tensors, None
+        return tensors
+
+
+_early_scan: Final = _EarlyScan()
+
+
+def scan_early() -> None:
+    """Search the process's objects for tensors while nothing waits for it, on any thread, and freeze them.
+
+    The next `Completeness` unfreezes them. Does nothing if torch has CUDA, whose allocator lists its memory, or if
+    other code has frozen the objects.
+    """
+    _early_scan.run()
+
+
+def registered_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of a module: a part of `all_tensors`."""
+    for submodule in module.modules():
+        for registry in (submodule._parameters, submodule._buffers):
+            for tensor in registry.values():
+                if tensor is not None:
+                    yield from plain_tensors(tensor)
+
+
+def all_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    """Return each tensor found in a module, including tensors that the image excludes."""
+    return state_of_module(module).tensors.values()
+
+
+def spans_of(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the memory range of each tensor that has one."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in state_of_module(module).tensors.values():
-            if tensor.layout is torch.strided and tensor.data_ptr():
-                begin = tensor.data_ptr()
+        for tensor in tensors:
+            if tensor.layout is torch.strided and (begin := _address(tensor)):
                 yield begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
 
 
@@ -170,10 +226,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that the garbage collector lists: not the frozen ones."""
+    """Return the tensors that the garbage collector lists: not the frozen ones."""
+    return _tensors_among(gc.get_objects())
+
+
+def _tensors_among(objects: Sequence[object]) -> Iterator[torch.Tensor]:
     # An engine has a million objects, so types are compared. `isinstance` would also run the code of proxy objects.
-    objects = gc.get_objects()
-    yield from compress(objects, map(_tensor_types().__contains__, map(type, objects)))
+    return cast(Iterator[torch.Tensor], compress(objects, map(_tensor_types().__contains__, map(type, objects))))
 
 
 def _tensor_types() -> set[type[torch.Tensor]]:

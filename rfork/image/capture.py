@@ -29,6 +29,8 @@ from rfork.image.ranges import normalise
 
 MAX_ALIGNMENT = 16
 _Value = TypeVar("_Value")
+WILDCARDS = frozenset("*?[")
+"""Characters with a meaning in patterns of `fnmatch`."""
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
 
 
@@ -211,7 +213,30 @@ def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
     """Return a function that is true for excluded names; None if nothing is excluded."""
     if not exclude:
         return None
-    return re.compile("|".join(f"{translate(pattern)}|{re.escape(pattern)}\\Z" for pattern in exclude)).match
+    # A model has thousands of names, and a regular expression that begins with ``.*`` tries each of their positions.
+    names = frozenset(exclude)
+    suffixes: list[str] = []
+    infixes: list[str] = []
+    others: list[str] = []
+    for pattern in exclude:
+        text = pattern.strip("*")
+        if WILDCARDS.intersection(text) or not pattern.startswith("*"):
+            others.append(translate(pattern))
+        elif pattern.endswith("*"):
+            infixes.append(text)
+        else:
+            suffixes.append(text)
+    ends, match = tuple(suffixes), re.compile("|".join(others)).match if others else None
+
+    def is_excluded(name: str) -> bool:
+        return (
+            name in names
+            or name.endswith(ends)
+            or any(text in name for text in infixes)
+            or (match is not None and match(name) is not None)
+        )
+
+    return is_excluded
 
 
 def _exclusion_hint(name: str) -> str:

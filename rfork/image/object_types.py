@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
@@ -118,6 +118,7 @@ def module_of(value: object) -> str:
     return found if isinstance(found, str) else ""
 
 
+@cache
 def is_ignored(module: str) -> bool:
     """Return whether objects defined by this module are not followed."""
     parts = module.split(".")

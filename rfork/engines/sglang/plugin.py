@@ -2,22 +2,27 @@
 
 In the launcher it runs before the command line is parsed, in a scheduler before that process is set up. Both
 must cost nothing if rfork is not used, so only the flags and the load format are added here. The other hooks
-are installed once the load format is ``rfork``: in the launcher by `flags`, in a scheduler by `loader`.
+are installed once the load format is ``rfork``: in the launcher by `flags`, in a scheduler by `loader`. Such a
+scheduler imports the modules of a fork on another thread while SGLang sets it up.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rfork.engine_command import LOAD_FORMAT
+from rfork.engines.hook_targets import call_before
 from rfork.engines.sglang import compat
 
 if TYPE_CHECKING:
     import argparse
 
     from sglang.srt.configs.load_config import LoadConfig
+
+    from rfork.engines.early_imports import EarlyImports
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,21 @@ def register() -> None:
     HookRegistry.register(compat.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(compat.FROM_CLI_ARGS, _apply_flags, HookType.BEFORE)
     HookRegistry.register(compat.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
+    if compat.SCHEDULER.rpartition(".")[0] in sys.modules:  # otherwise this process has no scheduler
+        compat.hook(f"{compat.SCHEDULER}.__init__", call_before(_import_early))
+
+
+def _import_early(_: object, server_args: Any = None, *args: object, **kwargs: object) -> None:
+    """Start to import the modules of a fork, if the scheduler with these arguments will load its model with rfork."""
+    if getattr(server_args, "load_format", None) == LOAD_FORMAT:
+        _early_imports().start()
+
+
+@cache
+def _early_imports() -> EarlyImports:
+    from rfork.engines.early_imports import EarlyImports
+
+    return EarlyImports()
 
 
 def _add_flags(_: object, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
@@ -71,6 +91,7 @@ def _make_loader(config: LoadConfig, *args: object, **kwargs: object) -> None:
     """
     if config.load_format != LOAD_FORMAT:
         return
+    _early_imports().wait()
     from rfork.engines.sglang.hooks import install
 
     if core := install().core:

@@ -245,6 +245,111 @@ def test_objects_frozen_by_other_code_stay_frozen() -> None:
     assert gc.get_freeze_count() > 0
 
 
+@pytest.fixture
+def scanned_early(modules_tracked: None) -> Iterator[Callable[[], None]]:
+    """The early search for tensors; afterwards, nothing of it is left."""
+    yield completeness.scan_early
+    completeness._early_scan.pop()
+
+
+def test_a_tensor_from_before_the_early_scan_is_not_new(scanned_early: Callable[[], None]) -> None:
+    """It explains itself: it existed before the build."""
+    HIDDEN_TENSORS.append(torch.ones(MIB))
+    scanned_early()
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+
+
+def test_a_tensor_from_after_the_early_scan_is_not_new(scanned_early: Callable[[], None]) -> None:
+    """The engine creates tensors between the scan and the build."""
+    scanned_early()
+    HIDDEN_TENSORS.append(torch.ones(MIB))
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+
+
+@pytest.mark.parametrize("hide", [hide_in_a_closure, hide_in_a_cache])
+def test_a_hidden_tensor_is_found_after_an_early_scan(
+    hide: Callable[[], None], scanned_early: Callable[[], None]
+) -> None:
+    """The proof finds what the build adds."""
+    scanned_early()
+    with Completeness() as completeness_check:
+        module = Tied()
+        hide()
+        with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
+            completeness_check.check(module)
+
+
+@pytest.mark.parametrize("is_scanned", [True, False], ids=["from before the scan", "from after it"])
+def test_an_earlier_tensor_with_new_memory_is_found_after_an_early_scan(
+    is_scanned: bool, scanned_early: Callable[[], None]
+) -> None:
+    """A tensor that existed before the build may receive weights during it."""
+    if not is_scanned:
+        scanned_early()
+    HIDDEN_TENSORS.append(torch.ones(1))
+    if is_scanned:
+        scanned_early()
+    with Completeness() as completeness_check:
+        module = Tied()
+        HIDDEN_TENSORS[0].data = torch.ones(MIB)
+        with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
+            completeness_check.check(module)
+
+
+def test_objects_are_tracked_again_after_a_check_with_an_early_scan(scanned_early: Callable[[], None]) -> None:
+    """The scan freezes them, and the proof unfreezes them."""
+    scanned_early()
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_second_proof_searches_again(scanned_early: Callable[[], None]) -> None:
+    """A scan is used once: a draft model is built later."""
+    scanned_early()
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+    assert completeness._early_scan.pop() is None
+
+
+def test_other_code_may_unfreeze_after_an_early_scan(scanned_early: Callable[[], None]) -> None:
+    """The proof finds the same."""
+    scanned_early()
+    gc.unfreeze()
+    HIDDEN_TENSORS.append(torch.ones(1))
+    with Completeness() as completeness_check:
+        module = Tied()
+        HIDDEN_TENSORS[0].data = torch.ones(MIB)
+        with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
+            completeness_check.check(module)
+
+
+def test_objects_frozen_by_other_code_are_not_scanned_early() -> None:
+    """Their tensors could not be found."""
+    gc.freeze()
+    completeness.scan_early()
+    assert completeness._early_scan.pop() is None
+
+
+def test_the_tensors_of_all_attributes_are_searched_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and buffers explain the memory of most models."""
+    monkeypatch.setattr(completeness, "all_tensors", lambda _: pytest.fail("searched"))
+    with Completeness() as completeness_check:
+        completeness_check.check(Tied())
+
+
+def test_registered_tensors_are_a_part_of_all_tensors() -> None:
+    """So they explain no memory that the complete search would not explain."""
+    module = Tied()
+    vars(module)["kv_cache"] = torch.ones(MIB)
+    every = {tensor.data_ptr() for tensor in completeness.all_tensors(module)}
+    assert every - {tensor.data_ptr() for tensor in completeness.registered_tensors(module)} == {
+        vars(module)["kv_cache"].data_ptr()
+    }
+
+
 def test_a_slice_of_a_mapped_file_counts_as_the_slice(tmp_path: Path) -> None:
     """The rest of the mapped file is not memory of the model."""
     file = tmp_path / "weights"

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from rfork.engines import early_imports
 from rfork.engines.hook_targets import Compatibility, HookTarget, Incompatible
 from rfork.engines.sglang import compat, hooks, plugin
 from rfork.errors import EngineMismatch
@@ -100,3 +101,65 @@ def test_other_load_formats_are_unaffected() -> None:
     config = SimpleNamespace(load_format="dummy")
     plugin._make_loader(config)
     assert "dummy" == config.load_format
+
+
+def scheduler_class(calls: list[object]) -> type:
+    """Return a fake of SGLang's scheduler that records its arguments."""
+
+    class Scheduler:
+        def __init__(self, server_args: object, port_args: object) -> None:
+            calls.append(port_args)
+
+    return Scheduler
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules that are imported early."""
+    imports: list[str] = []
+    monkeypatch.setattr(early_imports, "import_module", imports.append)
+    plugin._early_imports.cache_clear()
+    return imports
+
+
+@pytest.mark.parametrize(("load_format", "expected"), [("auto", ()), ("rfork", early_imports.MODULES)])
+def test_a_scheduler_imports_the_modules_of_a_fork_early(
+    load_format: str,
+    expected: tuple[str, ...],
+    early: list[str],
+    registered: dict[str, Callable[..., object]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only with load format rfork. The scheduler is created once, with its arguments."""
+    calls: list[object] = []
+    module = ModuleType(compat.SCHEDULER.rpartition(".")[0])
+    vars(module)["Scheduler"] = scheduler_class(calls)
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["sglang.srt.managers"], "scheduler", module, raising=False)
+    monkeypatch.setattr(compat, "incompatible_early", lambda: ())
+    monkeypatch.setattr(compat, "load_formats", lambda: ["rfork"])
+    plugin.register()
+    vars(module)["Scheduler"](SimpleNamespace(load_format=load_format), "ports")
+    plugin._early_imports().wait()
+    assert list(expected) == early
+    assert ["ports"] == calls
+
+
+def test_the_load_waits_for_the_early_imports(
+    monkeypatch: pytest.MonkeyPatch, early: list[str], without_core: None
+) -> None:
+    """Otherwise two threads would import the same modules."""
+    monkeypatch.delenv("RFORK_FAIL_IF_NOT_FORKED", raising=False)
+    plugin._import_early(None, SimpleNamespace(load_format="rfork"))
+    plugin._make_loader(SimpleNamespace(load_format="rfork"))
+    assert list(early_imports.MODULES) == early
+
+
+def test_modules_are_imported_early_once(early: list[str]) -> None:
+    """A second scheduler of the process finds them."""
+    for _ in range(2):
+        plugin._import_early(None, SimpleNamespace(load_format="rfork"))
+    plugin._early_imports().wait()
+    assert list(early_imports.MODULES) == early

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.capture import alignment_of, capture, natural_sort_key
+from rfork.image.capture import _matcher, alignment_of, capture, natural_sort_key
 from rfork.image.module_tensors import plain_tensors
 from rfork.image.registration import regions_to_register as memory_areas
 from tests.unit.image.random_modules import Recipe, build, element_bytes, recipes
@@ -146,6 +147,32 @@ def test_excluded_names_are_not_captured() -> None:
     """Names that match an exclude pattern are not captured."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert ["1.bias"] == names(module, exclude=["0.*", "*.weight"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*.weight",
+        "*weight",
+        "*",
+        "**",
+        "*.b.*",
+        "*b*",
+        "a.*",
+        "a.?.*",
+        "*.[bc].weight",
+        "*[ac]*",
+        "a.b.weight",
+        "x",
+        "",
+    ],
+)
+def test_exclude_patterns_are_those_of_fnmatch(pattern: str) -> None:
+    """Also those that are not matched with regular expressions."""
+    found = ["a.b.weight", "a.c.weight", "b", "weight", "a.b.bias", "weights", "a.weight\n"]
+    is_excluded = _matcher([pattern])
+    assert is_excluded is not None
+    assert [each for each in found if fnmatchcase(each, pattern)] == [each for each in found if is_excluded(each)]
 
 
 def test_with_a_reference_layout_only_its_names_are_captured() -> None:

@@ -15,6 +15,7 @@ storage that is written alive until it is deleted itself.
 
 Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
 from loaded tensors. A loader that reads values (``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
+The value of a tensor with one element may be written into a plain tensor with `fill_`, as SGLang does, only.
 
 The map also names the checkpoint tensors with elements that flow into anything but its rows (`read_completely`):
 loading with the elements of the rows alone would compute other values from them.
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from typing_extensions import Self
 
-from rfork.errors import UnsupportedTensor
+from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Factors, Piece, concatenated
 from rfork.placement.own_tensor import OwnTensor, Write, append_rows
 from rfork.placement.placement_map import FILL_OPERATIONS, PlacementMap, PlacementMapBuilder, TensorType
@@ -113,11 +114,11 @@ class RecordedTensor(torch.Tensor):
         """Return the number of dimensions."""
         return len(self._sizes)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one dimension."""
         return torch.Size(self._sizes) if dim is None else self._sizes[dim]
 
-    def narrow(self, dim: Any, start: Any, length: Any) -> torch.Tensor:  # type: ignore[override]
+    def narrow(self, dim: Any, start: Any, length: Any) -> torch.Tensor:
         """Return the indices of one dimension from `start`."""
         sizes, view = self._sizes, self.checkpoint_view
         if view is None or type(dim) is not int or type(start) is not int or type(length) is not int:
@@ -138,6 +139,12 @@ class RecordedTensor(torch.Tensor):
         part = _select(view, 0, index)
         return RecordedTensor(self.recorder, part.shape, self._steps[1:], self.dtype, part)
 
+    def item(self) -> Any:
+        """Return what stands for the value of a tensor with one element."""
+        if self.checkpoint_view is None or self.numel() != 1:
+            return super().item()
+        return RecordedValue(self)
+
     def t(self) -> torch.Tensor:
         """Return the transposed matrix."""
         view = self.checkpoint_view
@@ -153,6 +160,48 @@ class RecordedTensor(torch.Tensor):
     def checkpoint_names(self) -> set[str]:
         """Return the names of the checkpoint tensors that the tensor consists of."""
         return {piece.tensor.name for piece in self.checkpoint_view.pieces} if self.checkpoint_view else set()
+
+
+class RecordedValue:
+    """Value of a tensor with one element, which a loader may only write into a plain tensor with `fill_`.
+
+    Everything else that Python or torch could do with a number raises UnsupportedTensor.
+    """
+
+    def __init__(self, tensor: RecordedTensor) -> None:
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record a write of the value."""
+        value = next((each for each in args if type(each) is cls), None)
+        destination: Any = args[0] if args else None
+        is_fill = func is torch.Tensor.fill_ and len(args) == 2 and value is args[1] and not kwargs
+        if value is None or not is_fill or isinstance(destination, RecordedTensor):
+            raise UnsupportedTensor(ALL_TENSORS, f"the loader reads a value by {getattr(func, '__name__', 'item')}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return value._tensor.recorder.fill(destination, value._tensor)
+
+    @property
+    def __class__(self) -> Any:
+        """Class of the value, for a loader that distinguishes numbers from tensors."""
+        dtype = self._tensor.dtype
+        return float if dtype.is_floating_point else bool if dtype is torch.bool else int
+
+    def _read(self, *_: object) -> Any:
+        raise UnsupportedTensor(_first_name([self._tensor]), "the loader reads its values by item")
+
+    __hash__ = __repr__ = __str__ = __format__ = _read
+    __bool__ = __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = _read
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __neg__ = __pos__ = __abs__ = __invert__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _read
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _read
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _read
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _read
+    __getattr__ = _read
 
 
 @dataclass(eq=False, slots=True)
@@ -277,6 +326,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 strides, offset = destination.stride(), destination.storage_offset()
                 itemsize = destination.itemsize
                 writes.extend(_write(piece, strides, int(offset), itemsize) for piece in view.pieces)
+        return destination
+
+    def fill(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
+        """Record that a tensor is filled with the only element of another one. Returns the destination."""
+        if destination.numel() == 1 and destination.dtype == source.dtype:
+            view = cast(CheckpointView, source.checkpoint_view).reshaped(destination.shape)
+            return self.copy(destination, RecordedTensor(self, view.shape, _strides(view.shape), source.dtype, view))
+        self.note_read(source)
+        self._mark(destination, "fill_ with a loaded value")
         return destination
 
     def note_read(self, *tensors: RecordedTensor) -> None:
@@ -432,10 +490,11 @@ class _PlainViews(TorchFunctionMode):
             if _is_plain(args[0].__class__) and (func is not GET_ITEM or _is_basic(args[1])):
                 with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
                     return func(*args, **kwargs) if kwargs else func(*args)
-        elif func is COPY and not kwargs and len(args) == 2 and type(args[1]) is RecordedTensor:
-            if _is_plain(args[0].__class__):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return self._recorder.copy(args[0], args[1])
+        elif (
+            func is COPY and len(args) == 2 and type(args[1]) is RecordedTensor and _is_plain(args[0].__class__)
+        ) and not kwargs:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._recorder.copy(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
 

@@ -184,7 +184,7 @@ class RecordedValue:
         with torch._C.DisableTorchFunctionSubclass():
             return value._tensor.recorder.fill(destination, value._tensor)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """Class of the value, for a loader that distinguishes numbers from tensors."""
         dtype = self._tensor.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -56,12 +57,7 @@ class CheckpointView(NamedTuple):
     def of(cls, tensor: CheckpointTensor) -> CheckpointView:
         """Return the view of a complete checkpoint tensor."""
         shape = tensor.shape
-        dims: list[Factors] = []
-        step = 1
-        for size in reversed(shape):
-            dims.append(((size, step),) if size != 1 else ())
-            step *= size
-        return cls(shape, (Piece(tensor, 0, (0,) * len(shape), tuple(reversed(dims))),))
+        return cls(shape, (Piece(tensor, 0, (0,) * len(shape), _complete(shape)),))
 
     def narrowed(self, dim: int, begin: int, end: int) -> CheckpointView:
         """Return the indices from `begin` to `end` of one dimension."""
@@ -178,6 +174,17 @@ def concatenated(views: Sequence[CheckpointView], dim: int) -> CheckpointView:
             pieces.append(piece._replace(starts=_replaced(piece.starts, dim, piece.starts[dim] + size)))
         size += view.shape[dim]
     return CheckpointView(_replaced(views[0].shape, dim, size), tuple(pieces))
+
+
+@lru_cache(maxsize=1024)
+def _complete(shape: tuple[int, ...]) -> tuple[Factors, ...]:
+    """Return the loops over all elements of a shape, in row-major order."""
+    dims: list[Factors] = []
+    step = 1
+    for size in reversed(shape):
+        dims.append(((size, step),) if size != 1 else ())
+        step *= size
+    return tuple(reversed(dims))
 
 
 def _size(factors: Factors) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +45,7 @@ class Write(NamedTuple):
     @property
     def byte_range(self) -> tuple[int, int]:
         """Bytes of the storage from the first element to the end of the last."""
-        first, span = self.region.own_offset, sum((loop.size - 1) * loop.own_step for loop in self.region.loops)
-        return first * self.itemsize, (first + span + 1) * self.itemsize
+        return self.region.own_offset * self.itemsize, self.region.own_end * self.itemsize
 
     def overlaps_any(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Return True if a byte of the write is in one of the ranges."""
@@ -124,15 +124,19 @@ def append_rows(
             steps = tuple(loop.own_step * tensor.itemsize for loop in loops)
             builder.append_computed(operation, own, offset, BoxType(sizes, steps))
             continue
-        rank = len(source.shape)
-        box_sizes, box_strides = [1] * rank, [0] * rank
-        for dim, loop in zip(box.checkpoint_dims, loops, strict=True):
-            box_sizes[dim] = loop.size
-            box_strides[dim] = loop.own_step * tensor.itemsize
-        builder.append(
-            checkpoint[source.name], box.checkpoint_index, own, offset, BoxType(tuple(box_sizes), tuple(box_strides))
-        )
+        box_type = _box_type(len(source.shape), box.checkpoint_dims, loops, tensor.itemsize)
+        builder.append(checkpoint[source.name], box.checkpoint_index, own, offset, box_type)
     return lost
+
+
+@lru_cache(maxsize=4096)
+def _box_type(rank: int, dims: tuple[int, ...], loops: tuple[Loop, ...], itemsize: int) -> BoxType:
+    """Return the type of a box with these loops along dimensions of a checkpoint tensor."""
+    sizes, strides = [1] * rank, [0] * rank
+    for dim, loop in zip(dims, loops, strict=True):
+        sizes[dim] = loop.size
+        strides[dim] = loop.own_step * itemsize
+    return BoxType(tuple(sizes), tuple(strides))
 
 
 def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write], lost: LostWrites) -> list[_Written]:
@@ -140,15 +144,16 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write], lost: LostWri
 
     Raises NotStridedError, with the operation, if it is not known which of its elements a write concerns.
     """
-    own_range = tensor.byte_range
+    begin, end = tensor.byte_range
     found: list[_Written] = []
-    for write in writes:
-        source, operation, region, itemsize = write
-        if not write.overlaps_any([own_range]):
+    for source, operation, region, itemsize in writes:
+        if region.own_offset * itemsize >= end or region.own_end * itemsize <= begin:
             continue
         if itemsize != tensor.itemsize:
             raise NotStridedError(WRITE_AS_ANOTHER_DTYPE)
-        local = Region(region.checkpoint_offset, region.own_offset - tensor.offset, region.loops)
+        local = region
+        if tensor.offset:
+            local = Region(region.checkpoint_offset, region.own_offset - tensor.offset, region.loops)
         if source is not None:
             try:
                 divided = boxes(local, _grid(source.shape), grid)
@@ -168,7 +173,7 @@ def _boxes(tensor: OwnTensor, grid: Grid, writes: Sequence[Write], lost: LostWri
 
 def _disjoint(written: list[_Written], grid: Grid, lost: LostWrites) -> list[_Written]:
     """Return the boxes without the parts that later ones replace."""
-    if len(written) < 2:
+    if len(written) < 2 or _are_apart(written):
         return written
     progressions = [_progressions(each.box, grid) for each in written]
     starts = np.array([[each.start for each in box] for box in progressions], dtype=np.int64)
@@ -185,6 +190,12 @@ def _disjoint(written: list[_Written], grid: Grid, lost: LostWrites) -> list[_Wr
             lost.replaced.add(each.tensor.name)
         result.extend(parts)
     return result
+
+
+def _are_apart(written: Sequence[_Written]) -> bool:
+    """Return True if each box ends before the next one begins, in the order of their offsets."""
+    ranges = sorted((each.box.region.own_offset, each.box.region.own_end) for each in written)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
 
 
 def _progressions(box: AlignedRegion, grid: Grid) -> list[range]:

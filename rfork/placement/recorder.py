@@ -15,6 +15,7 @@ storage that is written alive until it is deleted itself.
 
 Copies between plain tensors are not followed: the copy counts as computed, and so does what post-processing creates
 from loaded tensors. A loader that reads values (``tensor.item()``) cannot be recorded: that raises UnsupportedTensor.
+The value of a tensor with one element may be written into a plain tensor with `fill_`, as SGLang does, only.
 
 The map also names the checkpoint tensors with elements that flow into anything but its rows (`read_completely`):
 loading with the elements of the rows alone would compute other values from them.
@@ -25,16 +26,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from typing_extensions import Self
 
-from rfork.errors import UnsupportedTensor
-from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Piece, concatenated
+from rfork.errors import ALL_TENSORS, UnsupportedTensor
+from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Factors, Piece, concatenated
 from rfork.placement.own_tensor import OwnTensor, Write, append_rows
 from rfork.placement.placement_map import FILL_OPERATIONS, PlacementMap, PlacementMapBuilder, TensorType
 from rfork.placement.strided import Loop, NotStridedError, Region, contiguous_strides
@@ -51,6 +53,9 @@ class RecordedTensor(torch.Tensor):
     checkpoint_view: CheckpointView | None
     operation: str
     """Operation that computed the elements if there is no view."""
+    _sizes: tuple[int, ...]
+    _steps: tuple[int, ...]
+    """Strides, in elements."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -71,6 +76,7 @@ class RecordedTensor(torch.Tensor):
         tensor.recorder = recorder
         tensor.checkpoint_view = view
         tensor.operation = operation
+        tensor._sizes, tensor._steps = tuple(shape), tuple(strides)
         return tensor
 
     def __init__(self, *_: object) -> None:
@@ -93,6 +99,61 @@ class RecordedTensor(torch.Tensor):
                 return value.recorder.dispatch(func, args, kwargs or {})
         return NotImplemented
 
+    # What loaders use for each tensor, without a pass through torch. Everything else is dispatched.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Size of each dimension."""
+        return torch.Size(self._sizes)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
+        return len(self._sizes)
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self._sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or the size of one dimension."""
+        return torch.Size(self._sizes) if dim is None else self._sizes[dim]
+
+    def narrow(self, dim: Any, start: Any, length: Any) -> torch.Tensor:
+        """Return the indices of one dimension from `start`."""
+        sizes, view = self._sizes, self.checkpoint_view
+        if view is None or type(dim) is not int or type(start) is not int or type(length) is not int:
+            return super().narrow(dim, start, length)
+        if not -len(sizes) <= dim < len(sizes) or start < 0 or length < 0 or start + length > sizes[dim]:
+            return super().narrow(dim, start, length)
+        if length == sizes[dim]:
+            return self
+        dim %= len(sizes)
+        part = view.narrowed(dim, start, start + length)
+        return RecordedTensor(self.recorder, part.shape, self._steps, self.dtype, part)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return the element of the first dimension at an index, or what another index selects."""
+        sizes, view = self._sizes, self.checkpoint_view
+        if type(index) is not int or view is None or not sizes or not -sizes[0] <= index < sizes[0]:
+            return super().__getitem__(index)
+        part = _select(view, 0, index)
+        return RecordedTensor(self.recorder, part.shape, self._steps[1:], self.dtype, part)
+
+    def item(self) -> Any:
+        """Return what stands for the value of a tensor with one element."""
+        if self.checkpoint_view is None or self.numel() != 1:
+            return super().item()
+        return RecordedValue(self)
+
+    def t(self) -> torch.Tensor:
+        """Return the transposed matrix."""
+        view = self.checkpoint_view
+        if view is None or len(self._sizes) != 2:
+            return super().t()
+        part = _t(view)
+        return RecordedTensor(self.recorder, part.shape, self._steps[::-1], self.dtype, part)
+
     def __repr__(self) -> str:  # type: ignore[override]
         content = self.operation or ", ".join(sorted(self.checkpoint_names()))
         return f"RecordedTensor({list(self.shape)}, {self.dtype}, {content})"
@@ -100,6 +161,48 @@ class RecordedTensor(torch.Tensor):
     def checkpoint_names(self) -> set[str]:
         """Return the names of the checkpoint tensors that the tensor consists of."""
         return {piece.tensor.name for piece in self.checkpoint_view.pieces} if self.checkpoint_view else set()
+
+
+class RecordedValue:
+    """Value of a tensor with one element, which a loader may only write into a plain tensor with `fill_`.
+
+    Everything else that Python or torch could do with a number raises UnsupportedTensor.
+    """
+
+    def __init__(self, tensor: RecordedTensor) -> None:
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record a write of the value."""
+        value = next((each for each in args if type(each) is cls), None)
+        destination: Any = args[0] if args else None
+        is_fill = func is torch.Tensor.fill_ and len(args) == 2 and value is args[1] and not kwargs
+        if value is None or not is_fill or isinstance(destination, RecordedTensor):
+            raise UnsupportedTensor(ALL_TENSORS, f"the loader reads a value by {getattr(func, '__name__', 'item')}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return value._tensor.recorder.fill(destination, value._tensor)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Class of the value, for a loader that distinguishes numbers from tensors."""
+        dtype = self._tensor.dtype
+        return float if dtype.is_floating_point else bool if dtype is torch.bool else int
+
+    def _read(self, *_: object) -> Any:
+        raise UnsupportedTensor(_first_name([self._tensor]), "the loader reads its values by item")
+
+    __hash__ = __repr__ = __str__ = __format__ = _read
+    __bool__ = __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = _read
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __neg__ = __pos__ = __abs__ = __invert__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _read
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _read
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _read
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _read
+    __getattr__ = _read
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +219,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shortcut = _PlainViews(self)
+        self._depth = 0
         self._checkpoint: dict[str, CheckpointTensor] = {}
         self._storages: dict[int, _StorageWrites] = {}
         self._read_by_operations: set[str] = set()
@@ -126,7 +231,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
+        if not self._depth:  # it is entered again for the parts of an operation
+            self._shortcut.__enter__()  # type: ignore[no-untyped-call]
+        self._depth += 1
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._shortcut.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,9 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError(f"checkpoint tensor {name} was created before")
         identity = CheckpointTensor(name, _dtype_name(dtype), dtype.itemsize, tuple(shape))
         self._checkpoint[name] = identity
-        return RecordedTensor(
-            self, identity.shape, contiguous_strides(identity.shape), dtype, CheckpointView.of(identity)
-        )
+        return RecordedTensor(self, identity.shape, _strides(identity.shape), dtype, CheckpointView.of(identity))
 
     def end_checkpoint(self) -> None:
         """Note that the loader has requested a tensor after the last one of the checkpoint."""
@@ -158,7 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record one operation and return its result. The mode must not be active."""
         if func is aten.copy_.default and isinstance(args[1], RecordedTensor):
-            return self._copy(args[0], args[1])
+            return self.copy(args[0], args[1])
         follow = FOLLOWED.get(func)
         if follow is not None and _has_recorded(args):
             try:
@@ -192,7 +304,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark_results(func, used, result)
         return result
 
-    def _copy(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
+    def copy(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
+        """Record a copy. Returns the destination."""
         if isinstance(destination, RecordedTensor):
             self._modify(destination, "copy_")
             self.note_read(source)
@@ -221,6 +334,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 strides, offset = destination.stride(), destination.storage_offset()
                 itemsize = destination.itemsize
                 writes.extend(_write(piece, strides, int(offset), itemsize) for piece in view.pieces)
+        return destination
+
+    def fill(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
+        """Record that a tensor is filled with the only element of another one. Returns the destination."""
+        if destination.numel() == 1 and destination.dtype == source.dtype:
+            view = cast(CheckpointView, source.checkpoint_view).reshaped(destination.shape)
+            return self.copy(destination, RecordedTensor(self, view.shape, _strides(view.shape), source.dtype, view))
+        self.note_read(source)
+        self._mark(destination, "fill_ with a loaded value")
         return destination
 
     def note_read(self, *tensors: RecordedTensor) -> None:
@@ -361,26 +483,86 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return builder.build()
 
 
+class _PlainViews(TorchFunctionMode):
+    """Shortcut for views of plain tensors, which are not recorded, and for copies of recorded tensors into them.
+
+    Both need no pass through torch's dispatcher, which takes most of the time of a recording. A view has torch's own
+    class, as if the loader had used the parameter's data.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function of torch."""
+        if func in PLAIN_FUNCTIONS:
+            if _is_plain(args[0].__class__) and (func is not GET_ITEM or _is_basic(args[1])):
+                with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+                    return func(*args, **kwargs) if kwargs else func(*args)
+        elif (
+            func is COPY and len(args) == 2 and type(args[1]) is RecordedTensor and _is_plain(args[0].__class__)
+        ) and not kwargs:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._recorder.copy(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+
+GET_ITEM = torch.Tensor.__getitem__
+COPY = torch.Tensor.copy_
+ATTRIBUTES = ("shape", "dtype", "ndim", "device", "data", "is_meta")
+PLAIN_FUNCTIONS = frozenset(
+    {
+        torch.Tensor.narrow, GET_ITEM, torch.Tensor.size, torch.Tensor.dim,
+        *(cast(Any, getattr(torch.Tensor, name)).__get__ for name in ATTRIBUTES),
+    }
+)  # fmt: skip
+"""Functions that return a view of a tensor, or its type."""
+
+
+@cache
+def _is_plain(tensor_class: Any) -> bool:
+    """Return True for tensors whose class changes no operation's values: those of torch, and engines' parameters."""
+    if tensor_class is torch.Tensor:
+        return True
+    is_dispatched = tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return issubclass(tensor_class, torch.nn.Parameter) and not is_dispatched
+
+
+def _is_basic(index: Any) -> bool:
+    """Return True for the index of a view."""
+    return type(index) is int or type(index) is slice
+
+
+_strides = cache(contiguous_strides)
+
+
 def _names(writes: Iterable[Write]) -> set[str]:
     """Return the names of the checkpoint tensors that are written."""
     return {write.tensor.name for write in writes if write.tensor is not None}
 
 
-def _write(piece: Piece, strides: Sequence[int], offset: int, itemsize: int) -> Write:
+def _write(piece: Piece, strides: tuple[int, ...], offset: int, itemsize: int) -> Write:
     """Return the write of a piece to a destination with these strides and this offset."""
+    if any(piece.starts):
+        offset += sum(start * stride for start, stride in zip(piece.starts, strides, strict=True))
+    return Write(piece.tensor, "", Region(piece.offset, offset, _loops(piece.dims, strides)), itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _loops(dims: tuple[Factors, ...], strides: tuple[int, ...]) -> tuple[Loop, ...]:
+    """Return the loops over a piece and a destination with these strides."""
     loops: list[Loop] = []
-    for start, factors, stride in zip(piece.starts, piece.dims, strides, strict=True):
-        offset += start * stride
-        if len(factors) == 1:
-            loops.append(Loop(*factors[0], stride))
-        elif factors:
-            inner = 1
-            nested: list[Loop] = []
-            for count, step in reversed(factors):
-                nested.append(Loop(count, step, stride * inner))
-                inner *= count
-            loops.extend(reversed(nested))
-    return Write(piece.tensor, "", Region(piece.offset, offset, tuple(loops)), itemsize)
+    for factors, stride in zip(dims, strides, strict=True):
+        inner = 1
+        nested: list[Loop] = []
+        for count, step in reversed(factors):
+            nested.append(Loop(count, step, stride * inner))
+            inner *= count
+        loops.extend(reversed(nested))
+    return tuple(loops)
 
 
 def _writes_of_recorded(tensor: RecordedTensor) -> list[Write]:
@@ -423,6 +605,7 @@ def _is_within(own: OwnTensor, owner: OwnTensor) -> bool:
     return is_dense and begin < end and owner_begin <= begin and end <= owner_end
 
 
+@cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -8,6 +8,7 @@ of the checkpoint tensor and along one dimension of the own tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,21 @@ class Region(NamedTuple):
     own_offset: int
     loops: tuple[Loop, ...]
 
+    @property
+    def own_end(self) -> int:
+        """Own offset after the last element."""
+        return self.own_offset + _own_span(self.loops)
+
     def moved(self, loop: Loop, index: int, loops: tuple[Loop, ...]) -> Region:
         """Return the region with these loops that starts at an index of `loop`."""
         return Region(
             self.checkpoint_offset + index * loop.checkpoint_step, self.own_offset + index * loop.own_step, loops
         )
+
+
+@lru_cache(maxsize=4096)
+def _own_span(loops: tuple[Loop, ...]) -> int:
+    return sum((loop.size - 1) * loop.own_step for loop in loops) + 1
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -30,8 +30,16 @@ from rfork.placement.placement_map import PlacementMap
 from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES, Architecture
 
-MODELS: Final[Mapping[str, Architecture]] = {**ARCHITECTURES, "llama-padded": Architecture("llama", vocab_size=500)}
-"""Models by name: those of the zoo, and one whose vocabulary engines pad."""
+MODELS: Final[Mapping[str, Architecture]] = {
+    **ARCHITECTURES,
+    "llama-padded": Architecture("llama", vocab_size=500),
+    "mixtral-ep": Architecture(
+        "mixtral", num_local_experts=4, num_experts_per_tok=2, vllm={"enable_expert_parallel": True}
+    ),
+    "llama-online": Architecture("llama", dtype="bfloat16", vllm={"quantization": "fp8_per_tensor"}),
+}
+"""Models by name: those of the zoo, one whose vocabulary engines pad, experts that are divided among ranks, and weights
+that vLLM quantises while it loads them."""
 
 Trace = Callable[[], object]
 """Returns the state of the process that recording must not change."""

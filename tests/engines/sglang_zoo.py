@@ -25,8 +25,11 @@ from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES
 
 
-def set_up(folder: Path, dtype: str, **options: Any) -> None:
-    """Initialise SGLang's runtime for one rank of a model. `options` are further server arguments."""
+def set_up(folder: Path, dtype: str, rank: int = 0, port: int | None = None, **options: Any) -> None:
+    """Initialise SGLang's runtime for one rank of a model. `options` are further server arguments.
+
+    Several ranks meet at a port; one rank chooses it.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.plugins import load_plugins
@@ -45,9 +48,10 @@ def set_up(folder: Path, dtype: str, **options: Any) -> None:
         **options,
     )
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
+    if port is None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
     bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
     bootstrap.init_layer_runtime(model_config=ModelConfig.from_server_args(arguments))
 

@@ -16,11 +16,16 @@ from rfork.placement.placement_map import PlacementMap
 from tests.engines.engine_server import ROOT, engine_python
 from tests.engines.relocation_checks import MODELS
 from tests.engines.zoo import write
+from tests.ports import free_port
 
 VLLM = ("llama", "llama-tied", "llama-padded", "qwen2", "mixtral")
 """Dense with its own and with a tied head, a vocabulary to pad, biases of q, k and v, and experts."""
 COMPUTING = "mamba"
 """Model whose loader computes with a checkpoint tensor."""
+EXPERT_PARALLEL = "mixtral-ep"
+"""Model whose complete experts vLLM divides among ranks."""
+ONLINE = "llama-online"
+"""Model that vLLM quantises while it loads it."""
 SGLANG = ("llama-tied", "llama-padded", "qwen2", "mixtral")
 RANKS = 2
 TIMEOUT_S = 400
@@ -65,7 +70,7 @@ def results_of(probes: Sequence[subprocess.Popen[str]]) -> list[Results]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all models."""
     made = tmp_path_factory.mktemp("models")
-    for name in (*VLLM, COMPUTING):
+    for name in (*VLLM, COMPUTING, EXPERT_PARALLEL, ONLINE):
         write(made, name, MODELS)
     return made
 
@@ -74,14 +79,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results of vLLM without tensor parallelism."""
     rendezvous = tmp_path_factory.mktemp("one") / "rendezvous-1"
-    return results_of([start("vllm", rendezvous, "0", "1", *(folder / name for name in (*VLLM, COMPUTING)))])[0]
+    return results_of([start("vllm", rendezvous, "0", "1", *(folder / name for name in (*VLLM, COMPUTING, ONLINE)))])[0]
 
 
 @pytest.fixture(scope="module")
 def vllm_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of each of vLLM's tensor-parallel ranks."""
     rendezvous = tmp_path_factory.mktemp("two") / "rendezvous-2"
-    folders = [folder / name for name in VLLM]
+    folders = [folder / name for name in (*VLLM, EXPERT_PARALLEL)]
     return results_of([start("vllm", rendezvous, str(rank), str(RANKS), *folders) for rank in range(RANKS)])
 
 
@@ -89,6 +94,17 @@ def vllm_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[R
 def sglang(folder: Path) -> Results:
     """Results of SGLang, one process per model."""
     return {name: results_of([start("sglang", folder / name)])[0][name] for name in SGLANG}
+
+
+@pytest.fixture(scope="module")
+def sglang_ranks(folder: Path) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Results of each of SGLang's tensor-parallel ranks, by model."""
+    found = {}
+    for name in SGLANG:
+        port = free_port()
+        probes = [start("sglang", folder / name, str(rank), str(RANKS), str(port)) for rank in range(RANKS)]
+        found[name] = [each[name] for each in results_of(probes)]
+    return found
 
 
 def map_of(result: Mapping[str, Any]) -> PlacementMap:
@@ -183,3 +199,49 @@ def test_each_engine_has_all_that_the_other_one_needs(vllm_ranks: list[Results],
     ranks, other = [map_of(results[name]) for results in vllm_ranks], map_of(sglang[name])
     assert () == divide(wanted_boxes(other), ranks).missing
     assert [(), ()] == [divide(wanted_boxes(each), [other]).missing for each in ranks]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_expert_parallel_ranks_load_from_boxes(vllm_ranks: list[Results], rank: int) -> None:
+    """A rank with some experts of the model loads from the boxes of its map."""
+    require_relocatable(vllm_ranks[rank][EXPERT_PARALLEL])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_expert_parallel_ranks_need_their_own_experts(vllm_ranks: list[Results], rank: int) -> None:
+    """A rank reads its half of the experts, each of them completely, and none of the others."""
+    boxes = [box for box in wanted_boxes(map_of(vllm_ranks[rank][EXPERT_PARALLEL])) if ".experts." in box.tensor]
+    assert {2 * rank, 2 * rank + 1} == {int(box.tensor.split(".experts.")[1].split(".")[0]) for box in boxes}
+    assert all(box.is_complete for box in boxes)
+
+
+def test_expert_parallel_ranks_have_all_that_one_rank_needs(vllm: Results, vllm_ranks: list[Results]) -> None:
+    """The maps of expert-parallel ranks and of one rank without parallelism cover each other."""
+    one, ranks = map_of(vllm["mixtral"]), [map_of(results[EXPERT_PARALLEL]) for results in vllm_ranks]
+    assert () == divide(wanted_boxes(one), ranks).missing
+    assert [(), ()] == [divide(wanted_boxes(each), [one]).missing for each in ranks]
+
+
+def test_a_model_that_vllm_quantises_online_is_refused(vllm: Results) -> None:
+    """Its loader computes while it loads; the reason is named, and the engine reads its files."""
+    assert "vLLM quantises it while it loads" in vllm[ONLINE]["error"]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("name", SGLANG)
+def test_sglangs_ranks_load_from_boxes(
+    sglang_ranks: Mapping[str, Sequence[Mapping[str, Any]]], name: str, rank: int
+) -> None:
+    """Each tensor-parallel rank of SGLang loads from the boxes of its map."""
+    require_relocatable(sglang_ranks[name][rank])
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_sglangs_ranks_and_vllm_cover_each_other(
+    vllm: Results, sglang_ranks: Mapping[str, Sequence[Mapping[str, Any]]], name: str
+) -> None:
+    """Two ranks of SGLang have all that one rank of vLLM needs, and the reverse."""
+    one, ranks = map_of(vllm[name]), [map_of(result) for result in sglang_ranks[name]]
+    require_complete(*ranks)
+    assert () == divide(wanted_boxes(one), ranks).missing
+    assert [(), ()] == [divide(wanted_boxes(each), [one]).missing for each in ranks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -104,6 +105,8 @@ FOLLOWED: dict[str, tuple[Loader, tuple[int, ...], tuple[int, ...]]] = {
     "unsqueeze": (lambda own, weight: own.data.copy_(weight.unsqueeze(1)), (4, 6), (4, 1, 6)),
     "squeeze": (lambda own, weight: own.data.copy_(weight.squeeze()), (4, 1, 6), (4, 6)),
     "scalar": (lambda own, weight: own.data.copy_(weight), (), (1,)),
+    "value": (lambda own, weight: own.data.fill_(weight.item()), (1,), (1, 1)),
+    "value of a scalar": (lambda own, weight: own.data.fill_(weight.item()), (), (1,)),
     "leading dimension": (lambda own, weight: own.data.copy_(weight), (6,), (1, 6)),
     "to the same dtype": (lambda own, weight: own.data.copy_(weight.to(torch.float32).detach()), (4, 6), (4, 6)),
     "to a device": (lambda own, weight: own.data.copy_(weight.to(own.device).clone()), (4, 6), (4, 6)),
@@ -160,6 +163,10 @@ COMPUTED: dict[str, tuple[Loader, str]] = {
         "cat: joins other tensors",
     ),
     "through a buffer": (lambda own, weight: own.data.copy_(torch.empty_like(weight).copy_(weight)), "copy_"),
+    "value in several elements": (
+        lambda own, weight: own.data.fill_(weight[0, 0].item()),
+        "fill_ with a loaded value",
+    ),
     "several outputs": (lambda own, weight: own.data[0].copy_(weight.max(0)[0]), "max"),
 }
 
@@ -258,12 +265,45 @@ def test_postprocessed_tensors_are_computed() -> None:
         lambda weight: bool((weight > 0).all()),
         lambda weight: torch.equal(weight, weight),
         lambda weight: weight.nonzero(),
+        lambda weight: weight[0, 0].item() > 0,
+        lambda weight: bool(weight[0, 0].item()),
+        lambda weight: float(weight[0, 0].item()),
+        lambda weight: math.isnan(weight[0, 0].item()),
+        lambda weight: f"{weight[0, 0].item()}",
+        lambda weight: 2.0 * weight[0, 0].item(),
+        lambda weight: weight[0, 0].item() in {1.0: 2},
     ],
 )
 def test_reading_values_is_refused(read: Callable[[torch.Tensor], object]) -> None:
     """A loader that depends on values cannot be recorded."""
     with Recorder() as recorder, pytest.raises(UnsupportedTensor, match="reads its values"):
         read(recorder.tensor("weight", torch.float32, (4, 6)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda own, value: own.mul_(value),
+        lambda own, value: own + value,
+        lambda own, value: torch.full((2,), value),
+        lambda own, value: own.masked_fill_(own > 0, value),
+        lambda own, value: own.__setitem__(0, value),
+        lambda own, value: torch.tensor(value),
+    ],
+)
+def test_a_read_value_is_only_filled_in(write: Callable[[torch.Tensor, object], object]) -> None:
+    """Any other use of a value than filling a tensor with it is refused."""
+    with Recorder() as recorder:
+        value = recorder.tensor("weight", torch.float32, (1,)).item()
+        with pytest.raises((UnsupportedTensor, TypeError, RuntimeError)):
+            write(torch.empty(4, device="meta"), value)
+
+
+def test_a_value_has_the_class_of_its_dtype() -> None:
+    """A loader that distinguishes numbers treats it as one."""
+    with Recorder() as recorder:
+        value = recorder.tensor("weight", torch.float32, (1,)).item()
+    assert isinstance(value, float)
 
 
 def test_a_name_is_created_once() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.meta_model import MetaModel, stored_tensors
+from rfork.engines.meta_model import MetaModel, load_shards, stored_tensors
 from rfork.engines.relocation import Weights, recorded_weights, tensors_of, unchanged_tensors
 from rfork.errors import ALL_TENSORS, CheckpointError, StorageError, UnsupportedTensor
 from rfork.logs import logger
@@ -56,10 +56,8 @@ class PretrainedEngine:
             raise UnsupportedTensor(ALL_TENSORS, f"transformers converts the weights of {model_type} models")
         own = stored_tensors(twin)
         _require_stored(own, checkpoint)
-        with Recorder() as recorder, torch.no_grad():
-            for name, tensor in recorded_weights(recorder, checkpoint):
-                if name in own:
-                    own[name].copy_(tensor)
+        with Recorder() as recorder:
+            load_shards(twin, recorded_weights(recorder, checkpoint))
         return recorder.placement_map(tensors_of(twin))
 
     def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:

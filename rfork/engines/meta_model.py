@@ -330,7 +330,11 @@ class _LazySlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return an uninitialised tensor of the shape that the index selects."""
         shape = self._like.detach()[index].shape
-        return self.tensor() if shape == self._like.shape else torch.empty(shape, dtype=self._like.dtype, device=self._device)
+        return (
+            self.tensor()
+            if shape == self._like.shape
+            else torch.empty(shape, dtype=self._like.dtype, device=self._device)
+        )
 
     def get_shape(self) -> list[int]:
         """Return the full shape."""

@@ -198,7 +198,12 @@ def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], 
     # What needs no call to the hub was checked before.
     fallbacks = [engine_fallback(load, lambda: None, lambda: blueprint.folder)]
     folder = blueprint.folder
-    if blueprint.parallel is None and any(folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model) and stores_each_once(folder, model):
+    if (
+        blueprint.parallel is None
+        and any(folder.glob(SAFETENSORS))
+        and blueprint.loads_as_stored(model)
+        and stores_each_once(folder, model)
+    ):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks
 

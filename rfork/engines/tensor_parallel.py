@@ -73,7 +73,9 @@ class TensorParallel:
         finally:
             mixin.initialize_distributed_mesh = create
 
-    def on_meta(self, config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedModel:
+    def on_meta(
+        self, config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]
+    ) -> PreTrainedModel:
         """Return this rank of a model that `build` creates on the meta device."""
         from transformers.initialization import no_tie_weights
 

@@ -112,9 +112,7 @@ def _result(output: IO[str]) -> Result:
 
 
 @contextlib.contextmanager
-def ranks(
-    folder: Path, settings: InstanceSettings, tmp_path: Path, *, complete: Path | None = None
-) -> Iterator[Group]:
+def ranks(folder: Path, settings: InstanceSettings, tmp_path: Path, *, complete: Path | None = None) -> Iterator[Group]:
     """Both ranks of a model, serving. They are compared with what transformers loads from the `complete` folder."""
     store = tmp_path / f"group-{len(list(tmp_path.iterdir()))}"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}

@@ -99,7 +99,7 @@ class Group:
         """Close the seed of a rank and end its process."""
         process = self._processes[rank]
         cast(IO[str], process.stdin).close()
-        process.wait()
+        assert process.wait() == 0
 
 
 def _result(output: IO[str]) -> Result:
@@ -126,7 +126,7 @@ def ranks(folder: Path, settings: InstanceSettings, tmp_path: Path, *, complete:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
                 cwd=ROOT,
             )  # fmt: skip
-            stack.callback(process.wait)
+            stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
         yield Group(processes)
@@ -154,17 +154,13 @@ def test_ranks_are_read_from_a_complete_model(
             assert_own_load(result)
 
 
-@pytest.mark.parametrize("which", ["folder", "tied"])
-def test_a_complete_model_is_read_from_ranks(
-    request: pytest.FixtureRequest, settings: InstanceSettings, tmp_path: Path, which: str
-) -> None:
+def test_a_complete_model_is_read_from_ranks(folder: Path, settings: InstanceSettings, tmp_path: Path) -> None:
     """A model without weight files is what transformers loads."""
-    complete: Path = request.getfixturevalue(which)
-    with ranks(complete, settings, tmp_path) as group:
+    with ranks(folder, settings, tmp_path) as group:
         assert [True] * SIZE == [result["serves_boxes"] for result in group.results]
-        model = rfork.fork_pretrained(without_weights(complete, tmp_path / "llama"), name="served", settings=settings)
+        model = rfork.fork_pretrained(without_weights(folder, tmp_path / "llama"), name="served", settings=settings)
     assert OTHER_LAYOUTS == report(model).fallback
-    expected = LlamaForCausalLM.from_pretrained(complete)
+    expected = LlamaForCausalLM.from_pretrained(folder)
     assert [] == different_tensors(expected, model)
     assert torch.equal(logits(expected), logits(model))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.pull.source import settings_for
 from benchmarks.reshard.sharded_model import Shape, ShardedEngine, ShardedModel, checkpoint_table, random_weights
 from benchmarks.reshard.source import VERSION, rank_of, source_process
 from rfork import logs
+from rfork.engines.relocation import tensors_of
 from rfork.errors import RforkError
 from rfork.receiver.box_fork import BoxFork
 from rfork.settings import InstanceSettings
@@ -59,7 +61,7 @@ class Target:
             began = time.perf_counter()
             fork = BoxFork(self._source, self._rank, VERSION, self._settings, deadline=time.monotonic() + DEADLINE_S)
             fetched = fork.fetch(self._engine.record(fork.checkpoint))
-            module = self._engine.load_from(fetched.weights)
+            module = self._engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
             seconds = time.perf_counter() - began
             self.received.append(fetched.received_bytes / fetched.needed_bytes)
             fetched.release(0.0)

@@ -83,6 +83,20 @@ def check_rank(rank: object) -> None:
             raise SettingsError(f"{axis}={index} must be less than {axis}_size={size}", hint="indices start at 0")
 
 
+def check_tensor_parallel(tp: object, *, device: object, rank: object) -> None:
+    """Raise SettingsError unless `tp` is a number of processes, and neither `device` nor `rank` is set with it."""
+    if tp is None:
+        return
+    if isinstance(tp, bool) or not isinstance(tp, int):
+        hint = "transformers creates the device mesh: pass the number of its processes"
+        raise SettingsError(f"tp must be a number of processes, not {_type_text(tp)}", hint=hint)
+    if tp < 1:
+        raise SettingsError(f"tp must be at least 1, not {tp}")
+    for name, value in (("device", device), ("rank", rank)):
+        if tp > 1 and value is not None:
+            raise SettingsError(f"{name} is derived from tp", hint=f"omit {name}")
+
+
 def check_patterns(exclude: object) -> None:
     """Raise SettingsError unless `exclude` is a list of patterns.
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
-from rfork.engines.relocation import RelocatingEngine
+from rfork.engines.relocation import RelocatingEngine, tensors_of
 from rfork.errors import EngineMismatch, NoSource, RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap
@@ -107,7 +108,7 @@ class CrossLayout:
         if weights is None:
             raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
         try:
-            module = self._relocating.load_from(weights.weights)
+            module = self._relocating.load_from(lambda built: weights.weights(partial(tensors_of, built)))
         except Exception as error:
             if weights.failure is not None:
                 raise weights.failure from error

@@ -7,9 +7,9 @@ everything except reading is done: dtypes, tied weights, computed buffers (rotar
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from rfork.engines.tensor_parallel import TensorParallel, local_tensor, shard_of
 from rfork.errors import MissingExtra, ModelError, SettingsError
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class MetaModel:
     device: torch.device
     attn_implementation: str | None
     trust_remote_code: bool
+    parallel: TensorParallel | None = None
+    """Rank of this process if the model is sharded."""
 
     @classmethod
     def of(
@@ -168,6 +171,10 @@ class MetaModel:
                 trust_remote_code,
             )
 
+    def sharded(self, parallel: TensorParallel) -> MetaModel:
+        """Return one rank of the same model."""
+        return replace(self, parallel=parallel, device=parallel.device)
+
     @property
     def loadable(self) -> bool:
         """True if weight files exist next to the config or can be downloaded from the hub."""
@@ -194,13 +201,15 @@ class MetaModel:
     def on_meta(self) -> PreTrainedModel:
         """Return the model on the meta device. Raises ModelError."""
         with model_errors(self.source):
+            if self.parallel is not None:
+                return self.parallel.on_meta(self.config, lambda config: replace(self, config=config)._build_on_meta())
             return self._build_on_meta()
 
     def _with_weights(
         self, abstract: PreTrainedModel, weights: Mapping[str, _LazySlice | torch.Tensor]
     ) -> PreTrainedModel:
         """Return the model that `from_pretrained` builds from these weights. Raises ModelError."""
-        with model_errors(self.source), _no_progress_bar():
+        with model_errors(self.source), _no_progress_bar(), self._meshes:
             built: object = type(abstract).from_pretrained(
                 None,
                 config=self.config,
@@ -223,7 +232,7 @@ class MetaModel:
 
     def loaded(self) -> PreTrainedModel:
         """Return the model with its weights, loaded by `from_pretrained`. Raises ModelError."""
-        with model_errors(self.source):
+        with model_errors(self.source), self._meshes:
             code = {"trust_remote_code": True} if self.trust_remote_code else {}
             model: PreTrainedModel = self.model_class.from_pretrained(  # type: ignore[attr-defined]
                 self.source, revision=self.revision, **self._options, **code
@@ -254,11 +263,17 @@ class MetaModel:
     def _options(self) -> dict[str, Any]:
         """Return the arguments of `from_pretrained` that `empty` and `loaded` share."""
         options: dict[str, Any] = {"dtype": self.dtype}
-        if self.device.type != "cpu":
+        if self.parallel is not None:
+            options |= self.parallel.options
+        elif self.device.type != "cpu":
             options["device_map"] = {"": self.device}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
         return options
+
+    @property
+    def _meshes(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parallel is None else self.parallel.same_meshes()
 
     def _build_on_meta(self) -> PreTrainedModel:
         """Return the model on the meta device."""
@@ -298,9 +313,18 @@ class _LazySlice:
         self._like = like
         self._device = device
 
-    def __getitem__(self, _: object) -> torch.Tensor:
-        """Return an uninitialised tensor of the full shape."""
-        return self.tensor()
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return an uninitialised tensor of the shape that the index selects."""
+        shape = self._like.detach()[index].shape
+        return (
+            self.tensor()
+            if shape == self._like.shape
+            else torch.empty(shape, dtype=self._like.dtype, device=self._device)
+        )
+
+    def get_shape(self) -> list[int]:
+        """Return the full shape."""
+        return list(self._like.shape)
 
     def tensor(self) -> torch.Tensor:
         """Return an uninitialised tensor."""
@@ -311,6 +335,22 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model; tied ones under each of their names."""
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def load_shards(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy checkpoint tensors into one rank of a model that transformers loads as stored.
+
+    Weights that the model does not have are ignored. Raises ModelError if one is missing.
+    """
+    own, first = stored_tensors(model), _first_names(model)
+    missing = set(first.values())
+    with torch.no_grad():
+        for name, tensor in weights:
+            if name in own:
+                local_tensor(own[name]).copy_(shard_of(own[name], tensor))
+                missing.discard(first[name])
+    if missing:
+        raise ModelError(f"there is no weight for {min(missing)}")
 
 
 def stores_each_once(folder: Path, model: nn.Module) -> bool:
@@ -329,6 +369,38 @@ def stores_each_once(folder: Path, model: nn.Module) -> bool:
             return False
         found.update(names)
     return True
+
+
+def collective_load_reason(blueprint: MetaModel, model: nn.Module) -> str | None:
+    """Return why `from_pretrained` needs all ranks of a model to load one of them; None if it does not.
+
+    It compares weights that a checkpoint has under several names, and initialises missing ones, on all ranks at once.
+    """
+    if not blueprint.loadable:
+        return None
+    first = _first_names(model)
+    stored = _stored_names(blueprint.folder)
+    if stored is None:
+        tied = next((name for name, other in first.items() if name != other), None)
+        return None if tied is None else f"{tied} is tied, and the checkpoint is not in local safetensors files"
+    if not stores_each_once(blueprint.folder, model):
+        return "the checkpoint has a tied weight under several names, whose values all ranks compare"
+    missing = {*first.values()} - {first[name] for name in stored if name in first}
+    if missing and blueprint.loads_as_stored(cast("PreTrainedModel", model)):
+        return f"{min(missing)} is not in the checkpoint, and all ranks initialise it"
+    return None
+
+
+def _stored_names(folder: Path) -> set[str] | None:
+    """Return the names in a folder's safetensors files. None if there are none, or one cannot be read."""
+    names: set[str] = set()
+    for path in folder.glob(SAFETENSORS):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                names.update(opened.keys())
+        except (OSError, SafetensorError):
+            return None
+    return names or None
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

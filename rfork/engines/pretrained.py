@@ -15,8 +15,9 @@ from torch import nn
 
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
-from rfork.engines.arguments import canonical_model_name
-from rfork.engines.meta_model import SAFETENSORS, MetaModel, stores_each_once
+from rfork.engines.arguments import canonical_model_name, check_tensor_parallel
+from rfork.engines.meta_model import SAFETENSORS, MetaModel, collective_load_reason, stores_each_once
+from rfork.engines.tensor_parallel import TensorParallel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
@@ -50,6 +51,7 @@ def fork_pretrained(
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    tp: int | None = None,
     rank: Rank | None = None,
     deadline: float | None = None,
     snapshot: str | Path | None = None,
@@ -74,15 +76,21 @@ def fork_pretrained(
     commit of the hub model, or a fingerprint of the folder's files). `planner` (URL), `deadline` (seconds),
     `rank`, `snapshot`, `exclude`, `settings` and `on_progress` are those of `rfork.fork`.
 
+    With `tp`, each of `tp` processes (of torchrun, for example) calls this with equal arguments and gets its rank of
+    a tensor-parallel model: what `from_pretrained` returns with ``DistributedConfig(tp_size=tp)``. transformers
+    chooses the device, shards the parameters as DTensors over the default process group, and creates it if there is
+    none; `device` and `rank` must be omitted. Each rank is forked by itself, from the same rank of other instances.
+
     If there is no source or the fork fails, the fallbacks are the snapshot, the safetensors files next to the
     config, then `from_pretrained`, which builds the model again after the memory of the first one is freed. With
     the setting `cross_layout`, instances with other layouts come before these files: engines, for example. With
     `fail_if_not_forked`, no files but the snapshot are read. Quantised models are not forked:
     `from_pretrained` loads them and they are not seeds; with `fail_if_not_forked` they are rejected.
 
-    Raises AllSourcesFailed if nothing worked, and ModelError if the model does not exist or transformers
-    cannot load it.
+    Raises AllSourcesFailed if nothing worked, ModelError if the model does not exist or transformers
+    cannot load it, and SettingsError if `tp` is not the number of processes.
     """
+    check_tensor_parallel(tp, device=device, rank=rank)
     chosen = resolve_settings(settings, planner=planner, deadline_s=deadline, version=version)
     blueprint = MetaModel.of(
         source,
@@ -93,8 +101,11 @@ def fork_pretrained(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+    if tp is not None and tp > 1:
+        parallel = TensorParallel.join(tp)
+        blueprint, rank = blueprint.sharded(parallel), parallel.rank
     try:
-        model = blueprint.empty()
+        model = _empty(blueprint)
     except ModelError as error:
         return _load_unforked(blueprint, chosen, error)
     named = name or chosen.model or canonical_model_name(source)
@@ -134,6 +145,24 @@ def fork_pretrained(
     return model
 
 
+def _empty(blueprint: MetaModel) -> PreTrainedModel:
+    """Return the model without weights. All ranks raise ModelError if one of them cannot be forked by itself."""
+    parallel = blueprint.parallel
+    if parallel is None:
+        return blueprint.empty()
+    model: PreTrainedModel | None = None
+    reason: str | None = None
+    try:
+        model = blueprint.empty()
+        reason = collective_load_reason(blueprint, model)
+    except ModelError as error:
+        reason = str(error)
+    agreed = parallel.agreed_reason(reason)
+    if agreed is not None or model is None:
+        raise ModelError(agreed or f"{blueprint.source} cannot be forked")
+    return model
+
+
 def _cross_layout(
     blueprint: MetaModel, model: str, rank: Rank | None, settings: InstanceSettings
 ) -> CrossLayout | None:
@@ -169,7 +198,12 @@ def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], 
     # What needs no call to the hub was checked before.
     fallbacks = [engine_fallback(load, lambda: None, lambda: blueprint.folder)]
     folder = blueprint.folder
-    if any(folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model) and stores_each_once(folder, model):
+    if (
+        blueprint.parallel is None
+        and any(folder.glob(SAFETENSORS))
+        and blueprint.loads_as_stored(model)
+        and stores_each_once(folder, model)
+    ):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.meta_model import MetaModel, stored_tensors
+from rfork.engines.meta_model import MetaModel, load_shards, stored_tensors
 from rfork.engines.relocation import WeightsOf, recorded_weights, tensors_of, unchanged_tensors
-from rfork.errors import ALL_TENSORS, CheckpointError, ModelError, StorageError, UnsupportedTensor
+from rfork.errors import ALL_TENSORS, CheckpointError, StorageError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
 from rfork.placement.recorder import Recorder
@@ -56,10 +56,8 @@ class PretrainedEngine:
             raise UnsupportedTensor(ALL_TENSORS, f"transformers converts the weights of {model_type} models")
         own = stored_tensors(twin)
         _require_stored(own, checkpoint)
-        with Recorder() as recorder, torch.no_grad():
-            for name, tensor in recorded_weights(recorder, checkpoint):
-                if name in own:
-                    own[name].copy_(tensor)
+        with Recorder() as recorder:
+            load_shards(twin, recorded_weights(recorder, checkpoint))
         return recorder.placement_map(tensors_of(twin))
 
     def live_tensors(self, module: nn.Module, placement_map: PlacementMap) -> tuple[dict[str, torch.Tensor], str]:
@@ -72,15 +70,7 @@ class PretrainedEngine:
         Raises ModelError if one is missing.
         """
         model = self._blueprint.empty()
-        own = stored_tensors(model)
-        missing = {id(tensor): name for name, tensor in own.items()}
-        with torch.no_grad():
-            for name, tensor in weights_of(model):
-                if name in own:
-                    own[name].copy_(tensor)
-                    missing.pop(id(own[name]), None)
-        if missing:
-            raise ModelError(f"the weights of {self._blueprint.source} have no tensor {min(missing.values())}")
+        load_shards(model, weights_of(model))
         return model
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from rfork.engines.tensor_parallel import local_tensor
 from rfork.errors import ALL_TENSORS, RforkError, UnsupportedTensor
 from rfork.logs import logger
 from rfork.placement.box_tensors import type_of
@@ -136,11 +137,15 @@ def recorded_weights(recorder: Recorder, checkpoint: TensorTable) -> Iterator[tu
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers of a model, those with several names under each of them."""
-    return {
+    """Return all parameters and buffers of a model, those with several names under each of them.
+
+    Of a DTensor, it is the shard of this process.
+    """
+    found = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+    return {name: local_tensor(tensor) for name, tensor in found.items()}
 
 
 def checkpoint_tensors(loader: Any, read_all: Callable[[torch.device], None]) -> TensorTable | None:

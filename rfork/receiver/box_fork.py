@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +20,6 @@ from typing import Final
 from uuid import uuid4
 
 import torch
-from torch import nn
 
 from rfork.errors import (
     DeadlineExceeded,
@@ -54,6 +53,8 @@ OPEN_TIMEOUT_S: Final = 300.0
 """Maximum time in which a source gathers and digests the boxes of one target."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
+OwnTensors = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns a model's tensors by name, with tied ones under each name."""
 LAST_READS_S: Final = 0.5
 """Maximum time that a target waits for readers of its boxes before it changes its model."""
 
@@ -142,10 +143,11 @@ class BoxWeights:
         """Bytes of the boxes that the target needs."""
         return sum(box.byte_count for box in wanted_boxes(self.placement_map))
 
-    def weights(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, own: OwnTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors of the checkpoint in its order, then fill the model with the boxes that were not fetched.
 
-        `module` has the placement map. Only the fetched boxes have their values. Raises as `BoxFork.fetch`.
+        `own` returns the tensors of the model, which has the placement map. Of the yielded tensors, only the fetched
+        boxes have their values. Raises as `BoxFork.fetch`.
         """
         computed_from = frozenset(self.placement_map.read_completely)
         for name, tensor in self.memory.tensors():
@@ -155,18 +157,14 @@ class BoxWeights:
             return
         began = time.monotonic()
         try:
-            self._fill(module)
+            self._fill(own())
         except RforkError as error:
             self.failure = error
             raise
         finally:
             self.fill_s = time.monotonic() - began
 
-    def _fill(self, module: nn.Module) -> None:
-        own = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+    def _fill(self, own: Mapping[str, torch.Tensor]) -> None:
         try:
             memory = OwnMemory(self.placement_map, own, allocate_host)
         except ValueError as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
 from rfork.cli.app import app
+from rfork.engines.relocation import tensors_of
 from rfork.errors import NoSource
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork
@@ -88,7 +90,7 @@ class Target:
         self.engine = ShardedEngine(SHAPE, rank, size)
         fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
         self.weights = fork.fetch(self.engine.record(fork.checkpoint))
-        self.module = self.engine.load_from(self.weights.weights)
+        self.module = self.engine.load_from(lambda module: self.weights.weights(partial(tensors_of, module)))
 
     @property
     def sources(self) -> set[str]:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -161,7 +162,7 @@ def sharded_fork(files: Files, rank: int, settings: InstanceSettings, version: s
     engine = files.engine(rank)
     fetched = fork.fetch(engine.record(fork.checkpoint))
     try:
-        return engine.load_from(fetched.weights)
+        return engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
     finally:
         fetched.release(0.0)
 

@@ -10,7 +10,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Final, Literal
 
-
 from rfork.errors import (
     LayoutMismatch,
     NoSource,

@@ -200,7 +200,7 @@ class InstanceAck(WireModel):
     unix_s: float | None = Field(None, description="the planner's time, in seconds since the epoch")
 
 
-class InstanceInfo(WireModel, defer_build=True):
+class InstanceInfo(WireModel):
     """The planner's record of an instance."""
 
     report: InstanceReport = Field(description="its latest report")
@@ -210,14 +210,14 @@ class InstanceInfo(WireModel, defer_build=True):
     accused: SanitizedText | None = Field(None, description="fault reported by a reader, which then avoids it; reports from two hosts quarantine it")
 
 
-class InstancePage(WireModel, defer_build=True):
+class InstancePage(WireModel):
     """A page of instances."""
 
     items: tuple[InstanceInfo, ...] = Field(description="sorted by id")
     next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
-class ExitCheck(WireModel, defer_build=True):
+class ExitCheck(WireModel):
     """True if an instance may exit now, for preStop hooks."""
 
     can_exit: bool = Field(description="whether the instance may exit")
@@ -225,7 +225,7 @@ class ExitCheck(WireModel, defer_build=True):
     reason: SanitizedText = Field(description="why it may or may not exit")
 
 
-class ModelInfo(WireModel, defer_build=True):
+class ModelInfo(WireModel):
     """A model in the fleet, with one entry for each combination of version, rank key, layout and weights."""
 
     model: ModelName = Field(description="name of the model")
@@ -366,7 +366,7 @@ class ForkResult(WireModel):
     phases: Phases = Field(default_factory=dict, description="seconds in each phase, in order")
 
 
-class ForkInfo(WireModel, defer_build=True):
+class ForkInfo(WireModel):
     """The planner's record of a fork."""
 
     fork_id: Identifier = Field(description="chosen by the target")
@@ -386,21 +386,21 @@ class ForkInfo(WireModel, defer_build=True):
     holder: Identifier | None = Field(None, description="holder that fetches the image without an engine; null: an engine")
 
 
-class ForkPage(WireModel, defer_build=True):
+class ForkPage(WireModel):
     """A page of forks."""
 
     items: tuple[ForkInfo, ...] = Field(description="sorted by id")
     next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
-class ImageSelector(WireModel, defer_build=True):
+class ImageSelector(WireModel):
     """Weights that a holder is to keep, in every layout that instances of this model have."""
 
     model: ModelName = Field(description="name of the model")
     version: WeightsVersion | None = Field(None, description="version of the weights; null: the version that most instances serve")
 
 
-class HeldImage(WireModel, defer_build=True):
+class HeldImage(WireModel):
     """An image that a holder keeps or fetches. As a source, it is an instance of its own."""
 
     instance_id: Identifier = Field(description="its instance")
@@ -414,7 +414,7 @@ class HeldImage(WireModel, defer_build=True):
     used: bool = Field(False, description="whether an engine on this host has read from it")
 
 
-class RefusedImage(WireModel, defer_build=True):
+class RefusedImage(WireModel):
     """An image that a holder was to keep and does not."""
 
     model: ModelName = Field(description="name of the model")
@@ -423,7 +423,7 @@ class RefusedImage(WireModel, defer_build=True):
     reason: SanitizedText = Field(description="why it is not kept", examples=["needs 140 GB of 96 GB memory"])
 
 
-class HolderReport(WireModel, defer_build=True):
+class HolderReport(WireModel):
     """State of a holder, sent completely with each heartbeat."""
 
     holder_id: Identifier = Field(description="new at each start")
@@ -436,7 +436,7 @@ class HolderReport(WireModel, defer_build=True):
     refused: tuple[RefusedImage, ...] = Field((), max_length=256, description="images that it was to keep and does not")
 
 
-class WantedImage(WireModel, defer_build=True):
+class WantedImage(WireModel):
     """An image that a holder should keep, and why."""
 
     model: ModelName = Field(description="name of the model")
@@ -465,14 +465,14 @@ class ImageKey(NamedTuple):
         return cls(image.model, image.version or "", image.rank.key, image.layout_id)
 
 
-class HolderAck(WireModel, defer_build=True):
+class HolderAck(WireModel):
     """Response to a holder's report."""
 
     heartbeat_s: float = Field(description="send the next report within this time")
     wanted: tuple[WantedImage, ...] = Field(description="images to keep, most urgent first")
 
 
-class HolderInfo(WireModel, defer_build=True):
+class HolderInfo(WireModel):
     """The planner's record of a holder."""
 
     report: HolderReport = Field(description="its latest report")
@@ -480,14 +480,14 @@ class HolderInfo(WireModel, defer_build=True):
     wanted: tuple[WantedImage, ...] = Field((), description="images that it should keep, most urgent first")
 
 
-class HolderPage(WireModel, defer_build=True):
+class HolderPage(WireModel):
     """A page of holders."""
 
     items: tuple[HolderInfo, ...] = Field(description="sorted by id")
     next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
-class ForkEvent(WireModel, defer_build=True):
+class ForkEvent(WireModel):
     """A change of a fork in the event stream."""
 
     kind: Literal["planned", "progress", "ended"] = Field(description="type of the change")
@@ -503,7 +503,7 @@ def source_type(name: str) -> SourceType:
     return "peer"
 
 
-class PreviewRequest(WireModel, defer_build=True):
+class PreviewRequest(WireModel):
     """Request for a preview. It registers, plans and stores nothing."""
 
     model: ModelName = Field(description="model known to the planner")
@@ -518,7 +518,7 @@ class PreviewRequest(WireModel, defer_build=True):
     storage_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="storage speed per reader; null: as measured, or 1 GB/s")
 
 
-class PreviewTarget(WireModel, defer_build=True):
+class PreviewTarget(WireModel):
     """A predicted replica."""
 
     instance_id: Identifier = Field(description="generated id")
@@ -529,7 +529,7 @@ class PreviewTarget(WireModel, defer_build=True):
     reason: SanitizedText = Field("", description="how its sources were chosen, or why there are none")
 
 
-class Preview(WireModel, defer_build=True):
+class Preview(WireModel):
     """Preview for one rank."""
 
     model: ModelName = Field(description="the requested model")
@@ -547,7 +547,7 @@ class Preview(WireModel, defer_build=True):
     storage_bytes: Bytes = Field(description="bytes that all replicas together read from storage")
 
 
-class PreviewPage(WireModel, defer_build=True):
+class PreviewPage(WireModel):
     """Previews of all ranks."""
 
     items: tuple[Preview, ...] = Field(description="one preview per rank")
@@ -565,7 +565,7 @@ class Problem(BaseModel):
     instance: SanitizedText | None = Field(None, description="path of the request")
 
 
-class ScaleUp(WireModel, defer_build=True):
+class ScaleUp(WireModel):
     """An announcement of new replicas, whose forks should share one plan."""
 
     scaleup_id: Identifier = Field(description="chosen by the caller; a repeated announcement replaces the earlier one")
@@ -577,7 +577,7 @@ class ScaleUp(WireModel, defer_build=True):
     hosts: tuple[Label, ...] = Field((), max_length=4096, description="hosts on which replicas will start, where known: their holders fetch the weights before")
 
 
-class ScaleUpInfo(WireModel, defer_build=True):
+class ScaleUpInfo(WireModel):
     """An announced scale-up, and how its replicas will get their weights."""
 
     scaleup: ScaleUp = Field(description="as announced")

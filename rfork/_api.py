@@ -31,7 +31,6 @@ from rfork.receiver.session import ForkOptions, ForkSession, Network, OnStarted
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
-from rfork.storage.versions.version import version_of_files
 from rfork.weights_version import is_single, of_weights, unnamed
 
 
@@ -89,6 +88,9 @@ def fork(
     fallbacks: list[Fallback] = []
     files: CurrentVersion | None = None
     if checkpoint is not None:
+        # Imported where it is used: a fork without a checkpoint does not wait for it.
+        from rfork.storage.versions.version import version_of_files
+
         storage = options.load(StorageSettings)
         fallbacks.append(checkpoint_fallback(checkpoint, storage))
         files = partial(version_of_files, checkpoint, settings=storage)

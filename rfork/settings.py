@@ -368,7 +368,7 @@ class StorageSettings(Settings):
     s3_anonymous: bool = Field(False, validation_alias="AWS_SKIP_SIGNATURE", description="send no credentials to S3: public buckets")
 
 
-class ArtifactSettings(Settings):
+class ArtifactSettings(Settings, defer_build=True):
     """Settings of the JIT caches that instances share. The caches contain programs, so sharing is off by default.
 
     Their directories are found through the environment variables of the engines and libraries that own them.
@@ -452,7 +452,7 @@ class TracingSettings(Settings):
 IntegrationName = Literal["webhook", "controller", "scaler"]
 
 
-class PlannerSettings(Settings):
+class PlannerSettings(Settings, defer_build=True):
     """Settings of the planner. Its logs are configured by ``RFORK_LOG_JSON`` and ``RFORK_LOG_LEVEL``."""
 
     variable_prefix = "RFORK_PLANNER_"
@@ -496,7 +496,7 @@ class PlannerSettings(Settings):
         return load(TlsSettings)
 
 
-class KubernetesSettings(Settings):
+class KubernetesSettings(Settings, defer_build=True):
     """Settings of the webhook, the controller and the scaler, in addition to ``RFORK_PLANNER`` and ``RFORK_TOKEN``.
 
     Those two name the planner that the integration itself uses, with an operator's token. Pods receive
@@ -557,7 +557,7 @@ class KubernetesSettings(Settings):
         return self
 
 
-class SidecarSettings(Settings):
+class SidecarSettings(Settings, defer_build=True):
     """Settings of `rfork sidecar`, in addition to `InstanceSettings`."""
 
     variable_prefix = "RFORK_SIDECAR_"

@@ -20,7 +20,6 @@ from rfork.errors import RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
-from rfork.storage.versions.version import version_of_files
 from rfork.weights_version import is_single
 
 log = logger(__name__)
@@ -113,6 +112,9 @@ def version_of_reload(source: str | Path, revision: str | None = None) -> Curren
 
 
 def _version_or_none(source: str | Path, revision: str | None) -> str | None:
+    # Imported where it is used: a fork without files does not wait for it.
+    from rfork.storage.versions.version import version_of_files
+
     try:
         return version_of_files(source, revision, options.load(StorageSettings))
     except RforkError as error:

@@ -145,7 +145,7 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
 
 def _columns(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> TensorColumns:
     """Return the columns of these tensors. Raises UnsupportedTensor."""
-    columns = TensorColumns([], [], [], [], [], [])
+    storages, begins, lengths, itemsizes, devices, spec_types = columns = TensorColumns([], [], [], [], [], [])
     are_on_cpu: dict[int, bool] = {}
     known_types: dict[tuple[torch.dtype, torch.Size], tuple[SpecType, int, int]] = {}
     for name, tensor in zip(names, tensors, strict=True):
@@ -183,12 +183,12 @@ def _columns(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> TensorCol
                     "__tensor_flatten__",
                     hint=_exclusion_hint(name),
                 )
-        columns.storages.append(storage)
-        columns.begins.append(begin)
-        columns.lengths.append(length)
-        columns.itemsizes.append(itemsize)
-        columns.devices.append(-1 if is_on_cpu else tensor.get_device())
-        columns.spec_types.append(spec_type)
+        storages.append(storage)
+        begins.append(begin)
+        lengths.append(length)
+        itemsizes.append(itemsize)
+        devices.append(-1 if is_on_cpu else tensor.get_device())
+        spec_types.append(spec_type)
     return columns
 
 

@@ -120,7 +120,8 @@ class StorageTable(Sequence[torch.Tensor]):
         allocation), because only those fit in one tensor. Keeps alive only the first storage of merged
         regions.
         """
-        on_host = self.devices <= {CPU}
+        if self.devices <= {CPU}:
+            return self._coalesced_on_host()
         storages: list[torch.UntypedStorage] = []
         addresses: list[int] = []
         lengths: list[int] = []
@@ -128,7 +129,7 @@ class StorageTable(Sequence[torch.Tensor]):
         for storage, address, length in zip(self.storages, self.addresses, self.lengths, strict=True):
             if not length:
                 continue
-            if address == reached and (on_host or _is_adjacent(storages[-1], storage)):
+            if address == reached and _is_adjacent(storages[-1], storage):
                 lengths[-1] += length
             else:
                 storages.append(storage)
@@ -136,6 +137,20 @@ class StorageTable(Sequence[torch.Tensor]):
                 lengths.append(length)
             reached = address + length
         return StorageTable(storages, addresses, lengths)
+
+    def _coalesced_on_host(self) -> StorageTable:
+        """Return `coalesced` for host memory, by array operations: there may be tens of thousands of regions."""
+        addresses, lengths = self.columns
+        kept = lengths.nonzero()[0]
+        if not len(kept):
+            return StorageTable([], [], [])
+        addresses, lengths = addresses[kept], lengths[kept]
+        firsts = np.append(0, (addresses[1:] != addresses[:-1] + lengths[:-1]).nonzero()[0] + 1)
+        return StorageTable(
+            [self.storages[index] for index in kept[firsts].tolist()],
+            addresses[firsts].tolist(),
+            np.add.reduceat(lengths, firsts).tolist(),
+        )
 
     def memory(self, index: int) -> torch.Tensor:
         """Return a region as one tensor. A region merged from several storages does not keep them alive."""

@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from typing import Final, Literal
-
-import httpx
 
 from rfork.errors import (
     LayoutMismatch,
@@ -46,10 +45,10 @@ RETRY_INTERVAL_S: Final = 0.2
 REPLICA_VERSION: Final = "replica-version"
 """Type of the planner's problem if a rank's files are not of its replica's version."""
 RETRYABLE_STATUSES: Final = (
-    httpx.codes.TOO_MANY_REQUESTS,
-    httpx.codes.BAD_GATEWAY,
-    httpx.codes.SERVICE_UNAVAILABLE,
-    httpx.codes.GATEWAY_TIMEOUT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
 )
 """Statuses of a planner whose store is unavailable, that is overloaded, or that a proxy cannot reach."""
 PROGRESS_INTERVAL_S: Final = 1.0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import Self
 
@@ -29,7 +29,6 @@ from rfork.image.memory import Image, compute_manifest
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Progress
 from rfork.peer.server import PeerServer, PeerService, ServePeer
-from rfork.placement.boxes import Box, decode_boxes
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S, Heartbeat
 from rfork.planner_client.lease import decode_key
@@ -46,6 +45,9 @@ from rfork.tracing import Tracer
 from rfork.tracing import get_tracer as process_tracer
 from rfork.transport.base import ControlStream, Endpoint, Transport
 from rfork.transport.selection import select_transports
+
+if TYPE_CHECKING:
+    from rfork.placement.boxes import Box
 
 EXPORTER_READY_TIMEOUT_S = 3.0
 """Time that a requested transport gets to become ready before the next one is used."""
@@ -647,6 +649,9 @@ class Seed:
 
     def open_boxes(self, boxes: bytes) -> BoxImage:
         """See `rfork.peer.servicer.PeerBackend.open_boxes`."""
+        # Imported where it is used: only targets of other layouts request boxes.
+        from rfork.placement.boxes import decode_boxes
+
         service = self._box_service
         try:
             decoded = decode_boxes(boxes)

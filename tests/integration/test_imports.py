@@ -56,6 +56,12 @@ def test_packages_import_without_extras() -> None:
     assert [] == imported_with([f"rfork.{name}" for name in names], [*OPTIONAL, *PLANNER_PACKAGES])
 
 
+def test_a_fork_imports_no_more_than_it_uses() -> None:
+    """A process's first fork does not wait for command lines, for versions of files, or for forks across layouts."""
+    unused = ["click", "rich", "rfork.placement.boxes", "rfork.receiver.box_fork", "rfork.storage.versions.version"]
+    assert [] == imported_with(["rfork._api"], unused)
+
+
 def test_commands_start_without_extras() -> None:
     """The command line starts without extras, so that it can name a missing one."""
     assert [] == imported_with(["rfork.cli.app"], [*OPTIONAL, *PLANNER_PACKAGES])

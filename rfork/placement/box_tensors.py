@@ -201,6 +201,7 @@ class OwnMemory:
             region = _region(self._own[copy.target_tensor], copy.target_offset, copy_type, copy_type.target_strides)
             found[box.name] = region.view(_dtype(box.dtype, box.itemsize)).view(box.sizes)
         found |= allocate_boxes([box for box in boxes if box.name not in found], self._allocate)
+        found = {box.name: found[box.name] for box in boxes}
         self._pending[tuple(boxes)] = copies.part(remaining), found
         return found
 

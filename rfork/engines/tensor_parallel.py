@@ -40,8 +40,10 @@ class TensorParallel:
         are not `size`.
         """
         try:
-            from transformers.distributed import mixin, sharding_utils  # noqa: F401
+            from transformers.distributed import sharding_utils  # noqa: F401
             from transformers.distributed.configuration_utils import DistributedConfig
+
+            mixin = _mixin()
         except ImportError as error:
             raise ModelError(
                 f"tp={size} needs a version of transformers that shards models as DTensors ({error})",
@@ -64,8 +66,7 @@ class TensorParallel:
     @contextmanager
     def same_meshes(self) -> Iterator[None]:
         """Context in which `from_pretrained` uses these meshes. To create new ones would wait for all other ranks."""
-        from transformers.distributed import mixin
-
+        mixin = _mixin()
         create = mixin.initialize_distributed_mesh
         mixin.initialize_distributed_mesh = lambda _: (self.device, self.meshes)
         try:
@@ -81,9 +82,10 @@ class TensorParallel:
 
         with no_tie_weights():  # tied weights are sharded one by one
             model = build(copy.deepcopy(config))
-        model = type(model).maybe_distribute_model(model, self._config(), self.meshes)
-        model.tie_weights()
-        return model
+        distribute: Any = type(model).maybe_distribute_model
+        sharded: PreTrainedModel = distribute(model, self._config(), self.meshes)
+        sharded.tie_weights()
+        return sharded
 
     def agreed_reason(self, reason: str | None) -> str | None:
         """Return the reason of the first rank that has one. All processes call it together."""
@@ -95,6 +97,13 @@ class TensorParallel:
         from transformers.distributed.configuration_utils import DistributedConfig
 
         return DistributedConfig(tp_size=self.size)
+
+
+def _mixin() -> Any:
+    """Return the module in which transformers looks the creation of meshes up. Raises ImportError."""
+    from transformers.distributed import mixin
+
+    return mixin
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,4 +126,5 @@ def shard_of(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         return stored
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    return cast(torch.Tensor, DtensorShardOperation(own).shard_tensor(stored))
+    operation: Any = DtensorShardOperation
+    return cast(torch.Tensor, operation(own).shard_tensor(stored))

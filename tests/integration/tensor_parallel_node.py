@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import rfork
 from rfork.engines.relocation import tensors_of
@@ -63,5 +63,5 @@ def main(rank: int, folder: Path, complete: Path, group: Path, settings: Instanc
 
 
 if __name__ == "__main__":
-    index, *paths, values = sys.argv[1:]
-    main(int(index), *map(Path, paths), InstanceSettings.model_validate_json(values))
+    index, forked, loaded, rendezvous, values = sys.argv[1:]
+    main(int(index), Path(forked), Path(loaded), Path(rendezvous), InstanceSettings.model_validate_json(values))

@@ -87,7 +87,7 @@ def test_a_shard_is_filled_from_the_complete_tensor(sharded: MakeRank) -> None:
     """The bytes are those that transformers would read from a file."""
     module = sharded((5, 4), Shard(0), 1, 2)
     stored = torch.arange(20.0).view(5, 4)
-    assert torch.equal(stored[3:], shard_of(module.weight, stored))
+    assert torch.equal(stored[3:], shard_of(module.get_parameter("weight"), stored))
 
 
 def test_a_missing_weight_is_named(sharded: MakeRank) -> None:

@@ -100,7 +100,7 @@ class TensorParallel:
 
 
 def _mixin() -> Any:
-    """Return the module in which transformers looks the creation of meshes up. Raises ImportError."""
+    """Return the module through which transformers creates meshes. Raises ImportError."""
     from transformers.distributed import mixin
 
     return mixin

@@ -39,10 +39,10 @@ from rfork.logs import logger
 from rfork.peer.base import BoxImage
 from rfork.placement.box_tensors import allocate_boxes, gather
 from rfork.placement.boxes import Box, box_map
-from rfork.placement.gather_order import gather_steps
 from rfork.placement.intersection import Relocation, intersect
 from rfork.placement.placement_map import PlacementMap
 from rfork.settings import InstanceSettings
+from rfork.source.gather_order import gather_steps
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.thread_priority import SERVING_THREAD_NICE, lower_thread_priority
 

@@ -30,9 +30,9 @@ def sharded() -> Iterator[MakeRank]:
     def make(shape: tuple[int, ...], placement: Placement, rank: int, size: int) -> nn.Module:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         mesh = init_device_mesh("cpu", (size,))
-        whole = torch.empty(shape, device="meta")
+        complete = torch.empty(shape, device="meta")
         module = nn.Module()
-        module.weight = nn.Parameter(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+        module.weight = nn.Parameter(distribute_tensor(complete, mesh, [placement], src_data_rank=None))
         return module
 
     yield make

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rfork.image.chunks import Chunks
 from rfork.image.ranges import Range
-from rfork.placement.gather_order import gather_steps
+from rfork.source.gather_order import gather_steps
 
 CHUNK = 4
 SOURCE = Chunks(40, CHUNK)

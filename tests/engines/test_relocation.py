@@ -41,10 +41,10 @@ Results = Mapping[str, Mapping[str, Any]]
 """Results by model; see `tests.engines.relocation_checks`."""
 
 
-def start(engine: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """Start a probe in an engine's Python."""
+def start(engine: str, *arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Start a probe in an engine's Python, with environment variables."""
     command = [str(engine_python(engine)), "-m", f"tests.engines.{engine}_relocation_probe", *map(str, arguments)]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -102,7 +102,11 @@ def sglang_ranks(folder: Path) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     found = {}
     for name in SGLANG:
         port = free_port()
-        probes = [start("sglang", folder / name, str(rank), str(RANKS), str(port)) for rank in range(RANKS)]
+        cores = "|".join(map(str, range(RANKS)))
+        probes = [
+            start("sglang", folder / name, str(rank), str(RANKS), str(port), SGLANG_CPU_OMP_THREADS_BIND=cores)
+            for rank in range(RANKS)
+        ]
         found[name] = [each[name] for each in results_of(probes)]
     return found
 

@@ -86,12 +86,19 @@ class FetchedPart:
     seed: Seed | None = None
     """Serves them to other targets."""
 
-    def close(self, drain_s: float) -> None:
-        """Stop serving the boxes to other targets, once their current readers have finished or `drain_s` has passed."""
+    def suspend(self, until: float) -> None:
+        """Stop serving the boxes to other targets, once their current readers have finished, or at `until`.
+
+        The seed drops its references to the boxes, which a loader may have kept as parameters.
+        """
+        if self.seed is not None:
+            self.seed.drain(max(0.0, until - time.monotonic()))
+            self.seed.suspend()
+
+    def close(self) -> None:
+        """Close the seed."""
         seed, self.seed = self.seed, None
         if seed is not None:
-            seed.drain(drain_s)
-            seed.suspend()  # drops its references to the boxes, which a loader may have kept as parameters
             seed.close()
 
     @property
@@ -174,7 +181,8 @@ class BoxWeights:
             self.fork.fetch_into(memory, self.later, self)
         finally:
             # The model is about to be changed.
-            _close_all(self.parts[before:], LAST_READS_S)
+            _suspend_all(self.parts[before:], LAST_READS_S)
+            _close_all(self.parts[before:])
 
     @property
     def part_descriptions(self) -> tuple[LayoutPart, ...]:
@@ -189,12 +197,23 @@ class BoxWeights:
 
     def release(self, drain_s: float) -> None:
         """Stop serving the boxes to other targets once their current readers have finished, and free the memory."""
-        threading.Thread(target=_close_all, args=(self.parts, drain_s), name="rfork-boxes", daemon=True).start()
+
+        def close() -> None:
+            _suspend_all(self.parts, drain_s)
+            _close_all(self.parts)
+
+        threading.Thread(target=close, name="rfork-boxes", daemon=True).start()
 
 
-def _close_all(parts: Sequence[FetchedPart], drain_s: float) -> None:
+def _suspend_all(parts: Sequence[FetchedPart], drain_s: float) -> None:
+    until = time.monotonic() + drain_s
     for part in parts:
-        part.close(drain_s)
+        part.suspend(until)
+
+
+def _close_all(parts: Sequence[FetchedPart]) -> None:
+    for part in parts:
+        part.close()
 
 
 def other_layouts(

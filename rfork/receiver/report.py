@@ -363,8 +363,10 @@ def add_fallback_share(
 ) -> tuple[SourceShare, ...]:
     """Add the complete image that this instance read by `fallback`.
 
-    Returns the shares by bytes in descending order.
+    Returns the shares by bytes in descending order. What was read from instances is in the results of its own forks.
     """
+    if fallback.reads_instances:
+        return tuple(shares)
     name, by_name = (
         storage_name(fallback.storage_type, fallback.uri),
         {share.source_id: share for share in shares},

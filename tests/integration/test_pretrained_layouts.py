@@ -220,6 +220,7 @@ def test_a_model_is_read_from_other_layouts(
         finish = client.fork(report(model).fork_id).finish
     assert finish is not None
     assert found == finish.cross_layout
+    assert {} == finish.sources  # they are in the results of the forks of boxes
     assert files.version == seed_of(model).version
     assert [] == different_tensors(expected, model)
     assert torch.equal(logits(expected), logits(model))

@@ -9,6 +9,9 @@ Everything over HTTP on loopback, verified, and interleaved; every tensor is com
 - "same layout": an ordinary fork of the same rank from a seed that has it.
 - "map" is the time to record the map of 60,000 tensors, in seconds; "map MB" its size.
 
+`reshard_steps_p99`: p99 of the steps of a source that computes meanwhile, during a first fork / without one; also for
+forks within one layout. The target shares the source's cores here.
+
 `reshard_vs_same_layout`: first target across layouts / same layout, of the worse direction. `reshard_bytes`: bytes
 received / bytes needed.
 """
@@ -16,9 +19,9 @@ received / bytes needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from benchmarks import harness
 from benchmarks.harness import GB, Contender
 from benchmarks.pull.source import settings_for
 from benchmarks.reshard.sharded_model import Shape, ShardedEngine, ShardedModel, checkpoint_table, random_weights
-from benchmarks.reshard.source import VERSION, rank_of, source_process
+from benchmarks.reshard.source import FORGET, SERVE, STEPS, VERSION, rank_of, source_process
 from rfork import logs
 from rfork.engines.relocation import tensors_of
 from rfork.errors import RforkError
@@ -39,6 +42,10 @@ DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("complete", "sharded", 0, 2), "TP 2 to 
 """Models of source and of an equal layout, and the target's rank and number of ranks."""
 MAP_TENSORS = 60_000
 DEADLINE_S = 300.0
+WARM_UP_S = 3.0
+"""Time in which the source learns the duration of undisturbed steps."""
+QUIET_S = 2.0
+"""Time without a fork."""
 
 
 class Target:
@@ -53,7 +60,7 @@ class Target:
         self.received: list[float] = []
         """Bytes received / bytes needed, of each cross-layout fork."""
 
-    def cross_layout(self, prepare: Callable[[], None]) -> Contender:
+    def cross_layout(self, prepare: Callable[[], object]) -> Contender:
         """Return the fork across layouts; `prepare` runs before, not timed."""
 
         def run() -> float:
@@ -102,13 +109,14 @@ def main() -> None:
         contenders: dict[str, Contender] = {}
         for name, target in targets.items():
             contenders |= {
-                f"{name}: cross layout": target.cross_layout(lambda: _forget(pipe)),
+                f"{name}: cross layout": target.cross_layout(lambda: _command(pipe, FORGET)),
                 f"{name}: cross layout, later target": target.cross_layout(lambda: None),
                 f"{name}: same layout": target.same_layout(),
             }
         for warm_up in contenders.values():
             warm_up()
         seconds = harness.interleave(contenders, options.rounds)
+        slowdowns = _step_slowdowns(contenders, pipe, options.rounds)
     medians = harness.medians(seconds)
     sizes = {f"{name}: {kind}": target.image_bytes for name, target in targets.items() for kind in KINDS}
     map_s, map_bytes = _map_cost()
@@ -129,6 +137,8 @@ def main() -> None:
         figures={
             "reshard_bytes": max(max(target.received) for target in targets.values()),
             "reshard_vs_same_layout": max(ratios),
+            "reshard_steps_p99": slowdowns["cross layout"],
+            "reshard_steps_p99_same_layout": slowdowns["same layout"],
             "reshard_map_s": map_s,
             "reshard_map_mb": map_bytes / 1e6,
         },
@@ -139,10 +149,30 @@ def main() -> None:
 KINDS = ("cross layout", "cross layout, later target", "same layout")
 
 
-def _forget(pipe: Any) -> None:
-    """Let the source close its box images."""
-    pipe.send(None)
-    pipe.recv()
+def _command(pipe: Any, command: str) -> list[float]:
+    """Send a command to the source, and return its reply."""
+    pipe.send(command)
+    reply: list[float] = pipe.recv()
+    return reply
+
+
+def _step_slowdowns(contenders: Mapping[str, Contender], pipe: Any, rounds: int) -> dict[str, float]:
+    """Return p99 of the source's steps during first forks, divided by that without a fork, for both kinds of fork."""
+    direction = next(iter(DIRECTIONS))
+    durations: dict[str, list[float]] = {kind: [] for kind in ("no fork", "cross layout", "same layout")}
+    _command(pipe, SERVE)
+    time.sleep(WARM_UP_S)
+    for _ in range(rounds):
+        for kind, found in durations.items():
+            _command(pipe, FORGET)
+            _command(pipe, STEPS)
+            if kind == "no fork":
+                time.sleep(QUIET_S)
+            else:
+                contenders[f"{direction}: {kind}"]()
+            found += _command(pipe, STEPS)
+    p99 = {kind: quantiles(found, n=100)[-1] for kind, found in durations.items()}
+    return {kind: value / p99["no fork"] for kind, value in p99.items()}
 
 
 def _map_cost() -> tuple[float, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -20,6 +22,14 @@ from rfork.source.box_images import BoxImages
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 
 VERSION: Final = "v1"
+FORGET: Final = "forget"
+"""Command: close all box images."""
+SERVE: Final = "serve"
+"""Command: run steps, as an engine does."""
+STEPS: Final = "steps"
+"""Command: send the seconds of the steps since the last such command."""
+STEP_SIZE: Final = 512
+STEP_PRODUCTS: Final = 4
 LAYOUTS: Final = {"sharded": (2, (0, 1)), "complete": (1, (0,))}
 """Model name of each layout: the number of its ranks, and the ranks that the source process has."""
 BOX_BYTES: Final = 16 << 30
@@ -34,7 +44,7 @@ def rank_of(index: int, size: int) -> Rank:
 def source_process(shape: Shape) -> Iterator[tuple[str, Any]]:
     """Run a planner and a source process for the block; yields the planner's URL and a pipe.
 
-    The source process closes all box images when it receives something, and sends a reply.
+    The source process handles the commands `FORGET`, `SERVE` and `STEPS`, and sends a reply to each.
     """
     with contextlib.ExitStack() as processes:
         url: str = processes.enter_context(process(planner_main))
@@ -71,13 +81,48 @@ def _source_main(ready: Connection, commands: Connection, planner: str, shape: S
         for seed, engine, module in seeds:
             _serve_boxes(seed, engine, module)
         ready.send(True)
+        steps = Steps([seed for seed, _, _ in seeds])
         while True:
-            commands.recv()
-            for seed, engine, module in seeds:
-                if seed.boxes is not None:
-                    seed.boxes.close()
-                _serve_boxes(seed, engine, module)
-            commands.send(True)
+            command = commands.recv()
+            if command == SERVE:
+                steps.start()
+            if command == FORGET:
+                for seed, engine, module in seeds:
+                    if seed.boxes is not None:
+                        seed.boxes.close()
+                    _serve_boxes(seed, engine, module)
+            commands.send(steps.pop())
+
+
+class Steps:
+    """Steps of an engine: matrix products on one thread, reported to the seeds."""
+
+    def __init__(self, seeds: Sequence[Seed]) -> None:
+        self._seeds = seeds
+        self._durations: list[float] = []
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Run steps from now on."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def pop(self) -> list[float]:
+        """Return the seconds of the steps since the last call."""
+        with self._lock:
+            durations, self._durations = self._durations, []
+        return durations
+
+    def _run(self) -> None:
+        values = torch.rand(STEP_SIZE, STEP_SIZE)
+        while True:
+            began = time.perf_counter()
+            for _ in range(STEP_PRODUCTS):
+                values @ values
+            seconds = time.perf_counter() - began
+            with self._lock:
+                self._durations.append(seconds)
+            for seed in self._seeds:
+                seed.record_step_latency(seconds)
 
 
 def _serve_boxes(seed: Seed, engine: ShardedEngine, module: torch.nn.Module) -> None:

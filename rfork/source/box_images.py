@@ -287,10 +287,11 @@ class BoxImages:
         image, box_image = self._seed.image, box_seed.image
         tensors = _views_of(box_image, _slots_of(box_image.layout))
         sources = [_views_of(image, {name: self._slots[name] for name in set(copies.source_tensors)})]
-        steps = gather_steps(*self._spans_of(copies, box_image), image.layout.chunks, box_image.layout.chunks)
+        read, written = self._spans_of(copies, box_image)
+        steps = gather_steps(read, written, image.layout.chunks, box_image.layout.chunks)
         with _on_copy_streams(image.gpus):
             for step in steps:
-                self._check(generation)
+                self._acquire(sum(written[index][1] - written[index][0] for index in step.copies), generation)
                 gather(copies.part(step.copies), sources, tensors)
                 self._verify(image, manifest, step.verified, generation)
                 for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
@@ -324,6 +325,13 @@ class BoxImages:
                     f"the weights were changed without notice: chunk {chunk} of the image, with {name},"
                     " does not have the digest of the manifest"
                 )
+
+    def _acquire(self, byte_count: int, generation: int) -> None:
+        """Wait until bytes may be copied without delaying the engine's steps."""
+        self._check(generation)
+        while byte_count > 0:
+            byte_count -= self._seed.acquire_copy(byte_count)
+            self._check(generation)
 
     def _check(self, generation: int) -> None:
         self._seed.check_generation(generation)

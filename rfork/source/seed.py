@@ -169,6 +169,7 @@ class Seed:
             )
         else:
             self._latency, self._egress_limiter = limits_of._latency, limits_of._egress_limiter
+        self._copy_limiter = EgressLimiter(None, self._latency)
         self._rate_advisor: ReaderRateAdvisor | None = None
         if self._exports.one_sided:
             self._rate_advisor = ReaderRateAdvisor(self._egress_limiter, lambda: len(self._readers), self._notify)
@@ -243,6 +244,7 @@ class Seed:
             self.drain(drain_s)
         if self.boxes is not None:
             self.boxes.close(max(0.0, drain_until - time.monotonic()))
+        self._copy_limiter.close()
         if self._heartbeat is not None:
             self._heartbeat.stop(remove=True, within_s=leave_s)
         if self._limits_of is None:
@@ -581,6 +583,13 @@ class Seed:
             self.served_bytes += granted
         self._serving_spans.add(fork_id, granted)
         return granted
+
+    def acquire_copy(self, max_bytes: int) -> int:
+        """Wait until a thread of this process may copy some of `max_bytes` bytes of the weights; return how many.
+
+        Copies are slower while they delay the engine's steps, as reads are.
+        """
+        return self._copy_limiter.grant(max_bytes, "copy")
 
     def version_tag(self) -> str:
         """See `rfork.transport.base.AccessGate.version_tag`."""

@@ -359,6 +359,20 @@ def test_boxes_are_served_while_others_are_gathered(rank: BoxSeed, gathers: Gath
     assert "serving" == box_seed.report().state
 
 
+def test_a_gather_waits_for_the_engines_steps(rank: BoxSeed, gathers: Gathers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It requests every byte from the limiter of the seed's latency, as senders do."""
+    granted: list[int] = []
+
+    def acquire(_: Seed, max_bytes: int) -> int:
+        granted.append(min(max_bytes, 1000))
+        return granted[-1]
+
+    monkeypatch.setattr(Seed, "acquire_copy", acquire)
+    open_boxes(rank)
+    assert gathers.failure() is None
+    assert sum(box.byte_count for box in BOXES) == sum(granted)
+
+
 def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> None:
     """After its idle time; its port is closed, and its memory is available for others."""
     rank = start_seed(memory_bytes=1 << 20)

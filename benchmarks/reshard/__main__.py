@@ -7,7 +7,7 @@ Everything over HTTP on loopback, verified, and interleaved; every tensor is com
 - "cross layout": the placement map is recorded, the source gathers and digests the boxes, they are forked, and the
   model's own loader reads them. "later target": the source has the boxes already, as for the second replica.
 - "same layout": an ordinary fork of the same rank from a seed that has it.
-- "map" is the time to record the map of 60,000 tensors, in seconds; "map MB" its size.
+- "map" is the time to record the map of 67,500 tensors, in seconds; "map MB" its size.
 
 `reshard_steps_p99`: p99 of the steps of a source that computes meanwhile, during a first fork / without one; also for
 forks within one layout. The target shares the source's cores here.
@@ -40,7 +40,7 @@ from rfork.settings import InstanceSettings
 
 DIRECTIONS = {"TP 1 to rank 0 of TP 2": ("complete", "sharded", 0, 2), "TP 2 to TP 1": ("sharded", "complete", 0, 1)}
 """Models of source and of an equal layout, and the target's rank and number of ranks."""
-MAP_TENSORS = 60_000
+MAP_TENSORS = 67_500
 DEADLINE_S = 300.0
 WARM_UP_S = 3.0
 """Time in which the source learns the duration of undisturbed steps."""
@@ -177,7 +177,7 @@ def _step_slowdowns(contenders: Mapping[str, Contender], pipe: Any, rounds: int)
 
 def _map_cost() -> tuple[float, int]:
     """Return the seconds and bytes of the map of a model with `MAP_TENSORS` tensors."""
-    shape = Shape(layers=MAP_TENSORS // 8, hidden=64, intermediate=128, key_value=32, vocabulary=256)
+    shape = Shape(layers=MAP_TENSORS // 9, hidden=64, intermediate=128, key_value=32, vocabulary=256)
     engine = ShardedEngine(shape, 0, 2)
     table = checkpoint_table(shape)
     began = time.process_time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import ConsoleRenderable, Group
@@ -117,15 +117,7 @@ def query_preview(
     fork = BoxFork(model, Rank(), chosen, settings, deadline=time.monotonic() + QUERY_TIMEOUT_S)
     preview = preview_layouts(model, chosen, rank_key, fork.layouts, fork.checkpoint)
     refused = tuple(_refused(sample, reason) for sample, reason in fork.refusals)
-    return LayoutsPreview(
-        preview.model,
-        preview.version,
-        preview.rank_key,
-        preview.needed_bytes,
-        (*preview.layouts, *refused),
-        preview.missing_bytes,
-        preview.missing,
-    )
+    return replace(preview, layouts=(*preview.layouts, *refused))
 
 
 def _refused(sample: InstanceReport, reason: str) -> LayoutShare:

@@ -50,7 +50,7 @@ from rfork.source.seed import InstanceIdentity, Seed
 log = logger(__name__)
 
 OPEN_TIMEOUT_S: Final = 300.0
-"""Maximum time in which a source gathers and digests the boxes of one target."""
+"""Maximum time in which a source begins to serve the boxes of one target."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
 OwnTensors = Callable[[], Mapping[str, torch.Tensor]]
@@ -82,7 +82,6 @@ class FetchedPart:
     layout: OtherLayout
     seconds: float = 0.0
     """Duration, including the gather on the source and a repetition."""
-
     seed: Seed | None = None
     """Serves them to other targets."""
 
@@ -125,6 +124,8 @@ class BoxWeights:
     memory: CheckpointMemory
     later: BoxAssignment
     """Boxes that the loader only copies."""
+    needed_bytes: int
+    """Bytes of the boxes that the target needs."""
     parts: list[FetchedPart] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """Layouts that failed, and why."""
@@ -144,11 +145,6 @@ class BoxWeights:
     def received_bytes(self) -> int:
         """Bytes that the forks of all parts have read."""
         return sum(part.report.bytes_read for part in self.parts)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of the boxes that the target needs."""
-        return sum(box.byte_count for box in wanted_boxes(self.placement_map))
 
     def weights(self, own: OwnTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors of the checkpoint in its order, then fill the model with the boxes that were not fetched.
@@ -317,7 +313,9 @@ class BoxFork:
             BoxAssignment([box for box, each in zip(wanted, is_later, strict=True) if each is chosen], maps)
             for chosen in (False, True)
         )
-        weights = BoxWeights(self, placement_map, CheckpointMemory(self.checkpoint, allocate_host), later)
+        needed_bytes = sum(box.byte_count for box in wanted)
+        memory = CheckpointMemory(self.checkpoint, allocate_host)
+        weights = BoxWeights(self, placement_map, memory, later, needed_bytes)
         try:
             self._open_all(_started(later))
             _started(first)
@@ -404,7 +402,7 @@ class BoxFork:
     def _try_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
     ) -> FetchedPart:
-        opened = self._open(layout, boxes)
+        opened = self._open(layout, boxes)  # again: the source closes images without readers after a minute
         if opened.version != self.version:
             raise SourceWeightsChanged(
                 f"the instances of {self.model} began to serve version {opened.version} during the fork"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import subprocess
@@ -22,12 +21,11 @@ from rfork.errors import SettingsError
 from rfork.receiver.fallback import OTHER_LAYOUTS
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
-from tests.conftest import StartRfork
-from tests.integration.tensor_parallel_node import SIZE
-from tests.integration.test_fork_pretrained import logits, report, wait_until_closed, without_weights
-from tests.integration.test_pretrained_layouts import different_tensors, seed_of
+from tests.integration.pretrained.tensor_parallel_node import SIZE
+from tests.integration.pretrained.test_pretrained_layouts import different_tensors, seed_of
+from tests.integration.test_fork_pretrained import logits, report, without_weights
 
-ROOT: Final = Path(__file__).parents[2]
+ROOT: Final = Path(__file__).parents[3]
 SMALL: Final = {
     "vocab_size": 1003,
     "hidden_size": 64,
@@ -66,28 +64,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("tied") / "llama", tied=True)
 
 
-@pytest.fixture
-def settings(rfork_process: StartRfork) -> InstanceSettings:
-    """Settings of instances that take part in forks across layouts, with a planner of their own."""
-    process = rfork_process("planner", "--port", "0", "--json")
-    line = process.wait_for(r'^.*"event": ?"ready".*$').group()
-    return InstanceSettings(
-        planner=cast(dict[str, str], json.loads(line))["url"],
-        cross_layout=True,
-        transports=("http",),
-        no_source_timeout_s=0.2,
-        drain_timeout_s=0,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _seeds_closed() -> Iterator[None]:
-    """Closes the seeds of all models that a test forked."""
-    yield
-    gc.collect()
-    wait_until_closed()
-
-
 class Group:
     """Both ranks of one model, each in a process."""
 
@@ -121,7 +97,7 @@ def ranks(folder: Path, settings: InstanceSettings, tmp_path: Path, *, complete:
         for rank in range(SIZE):
             paths = map(str, (folder, complete or folder, store))
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.tensor_parallel_node", str(rank), *paths,
+                [sys.executable, "-m", "tests.integration.pretrained.tensor_parallel_node", str(rank), *paths,
                  settings.model_dump_json()],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
                 cwd=ROOT,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import pytest
 import torch
@@ -32,8 +30,7 @@ from rfork.source import box_images
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.storage.versions.version import version_of_files
-from tests.conftest import StartRfork
-from tests.integration.test_fork_pretrained import logits, report, wait_until_closed, without_weights
+from tests.integration.test_fork_pretrained import logits, report, without_weights
 
 SMALL: Final = {
     "vocab_size": 4096,
@@ -92,28 +89,6 @@ class Files:
     def loaded(self, rank: int) -> torch.nn.Module:
         """Return one of two ranks, loaded from the files."""
         return self.engine(rank).load_from(lambda _: self.tensors.items())
-
-
-@pytest.fixture
-def settings(rfork_process: StartRfork) -> InstanceSettings:
-    """Settings of instances that take part in forks across layouts, with a planner of their own."""
-    process = rfork_process("planner", "--port", "0", "--json")
-    line = process.wait_for(r'^.*"event": ?"ready".*$').group()
-    return InstanceSettings(
-        planner=cast(dict[str, str], json.loads(line))["url"],
-        cross_layout=True,
-        transports=("http",),
-        no_source_timeout_s=0.2,
-        drain_timeout_s=0,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _seeds_closed() -> Iterator[None]:
-    """Closes the seeds of all models that a test forked."""
-    yield
-    gc.collect()
-    wait_until_closed()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -68,7 +67,7 @@ class Target:
             began = time.perf_counter()
             fork = BoxFork(self._source, self._rank, VERSION, self._settings, deadline=time.monotonic() + DEADLINE_S)
             fetched = fork.fetch(self._engine.record(fork.checkpoint))
-            module = self._engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
+            module = fetched.load(self._engine.load_from, tensors_of)
             seconds = time.perf_counter() - began
             self.received.append(fetched.received_bytes / fetched.needed_bytes)
             fetched.release(0.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torch import nn
 
@@ -108,7 +107,7 @@ class CrossLayout:
         if weights is None:
             raise EngineMismatch("the model was built before its weights were fetched: this is a bug in rfork")
         try:
-            module = self._relocating.load_from(lambda built: weights.weights(partial(tensors_of, built)))
+            module = weights.load(self._relocating.load_from, tensors_of)
         except Exception as error:
             if weights.failure is not None:
                 raise weights.failure from error

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rfork.placement.boxes import Box, box_map
 from rfork.placement.intersection import CopyType, Relocation, intersect
@@ -131,20 +133,26 @@ class CheckpointMemory:
         for tensor, kept in list(self._boxes.items()):
             self._boxes[tensor] = [each for each in kept if each[0].name not in names]
 
+    @cached_property
+    def _types(self) -> list[TensorType]:
+        return [self._checkpoint.type_of(index) for index in range(len(self._checkpoint))]
+
+    @cached_property
+    def zeros(self) -> torch.Tensor:
+        """Memory of all tensors without boxes (uint8, 1-D), of the size of the largest tensor."""
+        size = max((prod(each.shape) * each.itemsize for each in self._types), default=0)
+        return _virtual_tensor(TensorType("uint8", 1, (size,)))
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every checkpoint tensor in its order; only the elements of boxes have their values.
 
-        A tensor is no longer referenced here when the next one is yielded. Those without boxes are zeros, which share
-        one virtual memory.
+        A tensor is no longer referenced here when the next one is yielded. Those without boxes are `zeros`.
         """
-        types = [self._checkpoint.type_of(index) for index in range(len(self._checkpoint))]
-        size = max((prod(each.shape) * each.itemsize for each in types), default=0)
-        zeros = _virtual_tensor(TensorType("uint8", 1, (size,)))
-        for name, tensor_type in zip(self._checkpoint.names, types, strict=True):
+        for name, tensor_type in zip(self._checkpoint.names, self._types, strict=True):
             if name in self._boxes or name in self._tensors:
                 yield name, self._assembled(name, tensor_type)
             else:
-                memory = zeros[: prod(tensor_type.shape) * tensor_type.itemsize]
+                memory = self.zeros[: prod(tensor_type.shape) * tensor_type.itemsize]
                 yield name, memory.view(_dtype(tensor_type.dtype, tensor_type.itemsize)).view(tensor_type.shape)
 
     def _assembled(self, name: str, tensor_type: TensorType) -> torch.Tensor:
@@ -159,6 +167,41 @@ class CheckpointMemory:
         for box, tensor in parts:
             elements[_index(box)].copy_(tensor.view(elements.dtype))
         return complete
+
+
+class SkippedCopies(TorchFunctionMode):
+    """Context in which this thread's copies from some memory have no effect, because their targets are filled later.
+
+    Only copies that would not convert or broadcast: everything else that reads the memory is done.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """`memory`: 1-D, contiguous, on the CPU."""
+        super().__init__()
+        self._addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: a loader compiles nothing, and importing the compiler would take seconds."""
+        return False
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, unless it is such a copy."""
+        if func is torch.Tensor.copy_ and len(args) > 1 and self._is_skipped(args[0], args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _is_skipped(self, destination: Any, source: Any) -> bool:
+        return (
+            type(source) is torch.Tensor
+            and source.is_cpu
+            and source.data_ptr() in self._addresses
+            and isinstance(destination, torch.Tensor)
+            and source.dtype == destination.dtype
+            and source.shape == destination.shape
+        )
 
 
 class OwnMemory:

@@ -5,21 +5,24 @@ them. Each source serves its part on request, as an image of its own whose tenso
 forked like any other; so they are verified, and targets of one layout relay them to each other.
 
 Boxes that a loader only copies are received where its copies lie, in the tensors of the model: the loader runs first,
-with zeros, and post-processing afterwards. Boxes with which it computes are received in host memory before.
+with tensors that are not copied, and post-processing afterwards. Boxes with which it computes are received in host
+memory before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Final
+from functools import cached_property, partial
+from typing import Final, TypeVar
 from uuid import uuid4
 
 import torch
+from torch import nn
 
 from rfork.errors import (
     DeadlineExceeded,
@@ -36,7 +39,7 @@ from rfork.image.capture import image_from_tensors
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
-from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory
+from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory, SkippedCopies
 from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
@@ -53,8 +56,13 @@ OPEN_TIMEOUT_S: Final = 300.0
 """Maximum time in which a source begins to serve the boxes of one target."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
-OwnTensors = Callable[[], Mapping[str, torch.Tensor]]
+TensorsOf = Callable[[nn.Module], Mapping[str, torch.Tensor]]
 """Returns a model's tensors by name, with tied ones under each name."""
+OwnTensors = Callable[[], Mapping[str, torch.Tensor]]
+"""`TensorsOf` of one model."""
+Weights = Iterator[tuple[str, torch.Tensor]]
+"""Names and tensors of a checkpoint, in its order."""
+Module = TypeVar("Module", bound=nn.Module)
 LAST_READS_S: Final = 0.5
 """Maximum time that a target waits for readers of its boxes before it changes its model."""
 
@@ -146,11 +154,20 @@ class BoxWeights:
         """Bytes that the forks of all parts have read."""
         return sum(part.report.bytes_read for part in self.parts)
 
-    def weights(self, own: OwnTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def load(self, load_from: Callable[[Callable[[nn.Module], Weights]], Module], tensors_of: TensorsOf) -> Module:
+        """Return the model that a loader, such as `RelocatingEngine.load_from`, builds from these weights.
+
+        The loader reads all tensors of the checkpoint, of which only the fetched boxes have their values. Once it has
+        read the last one, the others fill the model. Raises as `BoxFork.fetch`, and what the loader raises.
+        """
+        skipped = contextlib.nullcontext() if self.later.is_complete else SkippedCopies(self.memory.zeros)
+        with skipped:
+            return load_from(lambda module: self._weights(partial(tensors_of, module)))
+
+    def _weights(self, own: OwnTensors) -> Weights:
         """Yield all tensors of the checkpoint in its order, then fill the model with the boxes that were not fetched.
 
-        `own` returns the tensors of the model, which has the placement map. Of the yielded tensors, only the fetched
-        boxes have their values. Raises as `BoxFork.fetch`.
+        `own` returns the tensors of the model, which has the placement map.
         """
         computed_from = frozenset(self.placement_map.read_completely)
         for name, tensor in self.memory.tensors():

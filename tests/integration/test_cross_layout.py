@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ class Target:
         self.engine = ShardedEngine(SHAPE, rank, size)
         fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
         self.weights = fork.fetch(self.engine.record(fork.checkpoint))
-        self.module = self.engine.load_from(lambda module: self.weights.weights(partial(tensors_of, module)))
+        self.module = self.weights.load(self.engine.load_from, tensors_of)
 
     @property
     def sources(self) -> set[str]:

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -137,7 +136,7 @@ def sharded_fork(files: Files, rank: int, settings: InstanceSettings, version: s
     engine = files.engine(rank)
     fetched = fork.fetch(engine.record(fork.checkpoint))
     try:
-        return engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
+        return fetched.load(engine.load_from, tensors_of)
     finally:
         fetched.release(0.0)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rfork.placement import box_tensors
-from rfork.placement.box_tensors import CheckpointMemory, OwnMemory, allocate_boxes, gather
+from rfork.placement.box_tensors import CheckpointMemory, OwnMemory, SkippedCopies, allocate_boxes, gather
 from rfork.placement.boxes import Box, box_map, divide, wanted_boxes
 from rfork.placement.intersection import intersect
 from rfork.placement.placement_map import PlacementMap, TensorTable, TensorType
@@ -376,6 +376,31 @@ def test_tensors_without_boxes_are_zeros() -> None:
     found = dict(assembled(table_of({"one": torch.ones(2, 3), "other": torch.ones(7, dtype=torch.int8)}), {}, []))
     assert_equal_bits(torch.zeros(2, 3), found["one"])
     assert_equal_bits(torch.zeros(7, dtype=torch.int8), found["other"])
+
+
+def test_copies_of_tensors_without_boxes_are_skipped() -> None:
+    """So a loader neither reads nor writes memory for boxes that arrive after it."""
+    memory = CheckpointMemory(table_of({"weight": torch.empty(4, 6)}))
+    own = torch.full((6, 3), 7.0)
+    with SkippedCopies(memory.zeros):
+        (_, weight), *_ = memory.tensors()
+        assert own.copy_(weight.t()[:, 1:]) is own
+    assert torch.equal(torch.full((6, 3), 7.0), own)
+
+
+@pytest.mark.parametrize("case", ["other memory", "conversion", "broadcast", "after the block"])
+def test_other_copies_are_done(case: str) -> None:
+    """Only what the placement map describes arrives later."""
+    zeros = torch.zeros(64, dtype=torch.uint8)
+    source = torch.zeros(4) if case == "other memory" else zeros[:16].view(torch.float32)
+    dtype = torch.int64 if case == "conversion" else torch.float32
+    own = torch.full((2, 4) if case == "broadcast" else (4,), 7, dtype=dtype)
+    with SkippedCopies(zeros):
+        if case != "after the block":
+            own.copy_(source)
+    if case == "after the block":
+        own.copy_(source)
+    assert not own.any()
 
 
 RECEIVED_PARTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -114,7 +113,7 @@ def boxes_of(fork: ScriptedFork) -> list[Box]:
     """Return the boxes that a target with the complete model fetches."""
     engine = ShardedEngine(SHAPE, 0, 1)
     fetched = fork.fetch(engine.record(TABLE))
-    engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
+    fetched.load(engine.load_from, tensors_of)
     assert fetched.needed_bytes == fetched.received_bytes
     return [box for part in fetched.parts for box in part.boxes]
 
@@ -146,7 +145,7 @@ def test_the_parts_and_failures_of_a_fork_are_reported() -> None:
     fork = ScriptedFork([layout(0, 2), layout(1, 2), layout(0, 1, "b")], fails)
     engine = ShardedEngine(SHAPE, 0, 1)
     fetched = fork.fetch(engine.record(TABLE))
-    engine.load_from(lambda module: fetched.weights(partial(tensors_of, module)))
+    fetched.load(engine.load_from, tensors_of)
     parts = fetched.part_descriptions
     assert sorted((part.bytes_read for part in parts), reverse=True) == [part.bytes_read for part in parts]
     assert {"main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"} == {part.rank_key for part in parts}

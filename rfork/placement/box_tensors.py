@@ -65,11 +65,14 @@ def allocate_boxes(boxes: Sequence[Box], allocate: Allocate = allocate_bytes) ->
     memory = allocate(end + ALIGNMENT)
     first = -memory.data_ptr() % ALIGNMENT
     return {
-        box.name: memory[first + offset : first + offset + box.byte_count]
-        .view(_dtype(box.dtype, box.itemsize))
-        .view(box.sizes)
+        box.name: memory[first + offset : first + offset + box.byte_count].view(box_dtype(box)).view(box.sizes)
         for box, offset in zip(boxes, offsets, strict=True)
     }
+
+
+def box_dtype(box: Box) -> torch.dtype:
+    """Return torch's dtype of a box. Raises ValueError if torch does not have it."""
+    return _dtype(box.dtype, box.itemsize)
 
 
 def gather(copies: Relocation, sources: Sequence[Mapping[str, torch.Tensor]], into: Mapping[str, torch.Tensor]) -> None:
@@ -236,13 +239,11 @@ class OwnMemory:
         remaining: list[int] = []
         for index, copy in enumerate(copies):
             box, copy_type = box_of[copy.source_tensor], copy.copy_type
-            strides = (copy_type.itemsize,) * len(copy_type.shape)
-            is_contiguous = copy_type.source_strides == copy_type.target_strides == strides[:1]
-            if box.name in found or copy.byte_count != box.byte_count or not is_contiguous:
+            if box.name in found or copy.byte_count != box.byte_count or not copy_type.is_contiguous:
                 remaining.append(index)
                 continue
             region = _region(self._own[copy.target_tensor], copy.target_offset, copy_type, copy_type.target_strides)
-            found[box.name] = region.view(_dtype(box.dtype, box.itemsize)).view(box.sizes)
+            found[box.name] = region.view(box_dtype(box)).view(box.sizes)
         found |= allocate_boxes([box for box in boxes if box.name not in found], self._allocate)
         found = {box.name: found[box.name] for box in boxes}
         self._pending[tuple(boxes)] = copies.part(remaining), found

@@ -30,6 +30,12 @@ class CopyType(NamedTuple):
     source_strides: tuple[int, ...]
     target_strides: tuple[int, ...]
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if all elements are adjacent, in the same order, on both sides."""
+        strides = (self.itemsize,) * len(self.shape)  # adjacent dimensions are merged
+        return self.source_strides == self.target_strides == strides[:1]
+
 
 class StridedCopy(NamedTuple):
     """One copy: a source, its own tensor and byte offset there; the target's own tensor and byte offset; its type."""

@@ -1,12 +1,14 @@
 """Images of boxes of checkpoint tensors, for targets with other layouts. Runs on the source.
 
-A target names the boxes that it needs. They are gathered from the instance's own tensors into host memory, and served
-by a seed of their own. Their layout depends on the boxes only, so any instance that has them can serve the same image.
+A target names the boxes that it needs. They are served by a seed of their own: boxes that are contiguous in the
+instance's own tensors where they are, and others from host memory, into which they are gathered. The layout of their
+image depends on the boxes only, so any instance that has them can serve the same image.
 
-They are served while they are gathered: a chunk of boxes once it is complete, and the weights that it was copied from
-still have the digests of the instance's manifest. Until the last chunk its image is a provisional one.
+They are served while they are gathered and digested: a chunk of boxes once it is complete, and the weights that it
+consists of still have the digests of the instance's manifest. Until the last chunk its image is a provisional one.
 
-The own tensors are not referenced but found in the seed's image, which an engine may release and move.
+The own tensors are not referenced but found in the seed's image, which an engine may release and move. Before it does,
+or changes the weights, all images of boxes are closed.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import time
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -37,10 +39,11 @@ from rfork.image.ranges import Range
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage
-from rfork.placement.box_tensors import allocate_boxes, gather
+from rfork.placement.box_tensors import allocate_boxes, box_dtype, gather
 from rfork.placement.boxes import Box, box_map
 from rfork.placement.intersection import Relocation, intersect
 from rfork.placement.placement_map import PlacementMap
+from rfork.placement.strided import contiguous_strides
 from rfork.settings import InstanceSettings
 from rfork.source.gather_order import gather_steps
 from rfork.source.seed import Connections, InstanceIdentity, Seed
@@ -70,12 +73,13 @@ class BoxKey(NamedTuple):
 class ServedBoxes:
     """One image of boxes, which may still be gathered."""
 
-    byte_count: int
     used_at: float
     """When it was last requested or read."""
-    opened: Future[Seed]
+    copied_bytes: int = 0
+    """Bytes of the boxes that are gathered into host memory; 0 until that is known."""
+    opened: Future[Seed] = field(default_factory=Future)
     """Its seed, once it serves."""
-    gathered: Future[None]
+    gathered: Future[None] = field(default_factory=Future)
     """Has a result once all boxes are there, and an exception if its seed was closed before."""
 
 
@@ -109,7 +113,7 @@ class BoxImages:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tensors`: the own tensors of the map whose bytes are those that were loaded; only those that are part of the
-        seed's image are served, as only those are verified. `memory_bytes`: maximum size of all images.
+        seed's image are served, as only those are verified. `memory_bytes`: maximum size of all copies.
         """
         self._seed = seed
         self._settings = settings
@@ -150,7 +154,9 @@ class BoxImages:
             if served is None:
                 if self._corrupt is not None and self._corrupt[0] == generation:
                     raise SourceCorrupt(self._corrupt[1])
-                served = self._images[key] = self._reserve(boxes)
+                if self._closing.is_set():
+                    raise SourceBusy("the source is draining")
+                served = self._images[key] = ServedBoxes(self._clock())
             served.used_at = self._clock()
         if is_new:
             self._open_new(key, served, boxes, generation, manifest)
@@ -177,17 +183,28 @@ class BoxImages:
         for served in idle:
             self._close_image(served)
 
+    def fence(self) -> None:
+        """Close all images, because the weights are about to change or to be released. Later ones may be opened.
+
+        Returns once no reader and no part of an image uses the weights' memory, but for a gather, which holds
+        `Seed.long_read` and ends soon.
+        """
+        with self._lock:
+            images, self._images = list(self._images.values()), {}
+        opened = [served for served in images if served.opened.exception() is None]
+        if not opened:
+            return
+        with ThreadPoolExecutor(len(opened), thread_name_prefix="rfork-boxes") as pool:
+            list(pool.map(lambda served: served.opened.result().suspend(), opened))
+        threading.Thread(target=self._close_gathered, args=(opened, 0.0), name="rfork-boxes", daemon=True).start()
+
     def close(self, drain_s: float = 0.0) -> None:
         """Close all images, after their readers have finished, or `drain_s` seconds. Further ones are refused."""
-        until = time.monotonic() + drain_s
         self._closing.set()
         with self._lock:
             images, self._images = list(self._images.values()), {}
             idle_check = self._idle_check
-        for served in images:
-            # What is still gathered ends soon, as it checks `_closing`.
-            if served.opened.exception() is None and served.gathered.exception() is None:
-                self._close_image(served, max(0.0, until - time.monotonic()))
+        self._close_gathered([served for served in images if served.opened.exception() is None], drain_s)
         if idle_check is not None:
             idle_check.join()
 
@@ -207,18 +224,16 @@ class BoxImages:
             raise LayoutMismatch("the weights of this instance have no version")
         return BoxKey(frozenset(boxes), manifest.weights_id, version), generation, manifest
 
-    def _reserve(self, boxes: Sequence[Box]) -> ServedBoxes:
-        """Return a new image of these boxes, still to be gathered. The lock must be held."""
-        if self._closing.is_set():
-            raise SourceBusy("the source is draining")
-        byte_count = sum(box.byte_count for box in boxes)
-        used = sum(served.byte_count for served in self._images.values())
-        if used + byte_count > self._memory_bytes:
-            raise SourceBusy(
-                f"boxes of {byte_count} bytes exceed the memory for copies:"
-                f" {used} of {self._memory_bytes} bytes (RFORK_MAX_BOX_BYTES) are used"
-            )
-        return ServedBoxes(byte_count, self._clock(), Future(), Future())
+    def _reserve(self, served: ServedBoxes, copied_bytes: int) -> None:
+        """Count the memory of copies, or raise SourceBusy if there is none now."""
+        with self._lock:
+            used = sum(each.copied_bytes for each in self._images.values())
+            if used + copied_bytes > self._memory_bytes:
+                raise SourceBusy(
+                    f"boxes of {copied_bytes} bytes exceed the memory for copies:"
+                    f" {used} of {self._memory_bytes} bytes (RFORK_MAX_BOX_BYTES) are used"
+                )
+            served.copied_bytes = copied_bytes
 
     def _open_new(
         self, key: BoxKey, served: ServedBoxes, boxes: Sequence[Box], generation: int, manifest: Manifest
@@ -226,7 +241,13 @@ class BoxImages:
         """Serve an image without boxes yet, and gather them on a thread."""
         try:
             copies = self._copies_of(boxes)
-            box_seed = self._serve(key, image_from_tensors(_allocated(boxes)))
+            in_place = self._in_place(boxes, copies)
+            copied = [box for box in boxes if box.name not in in_place]
+            self._reserve(served, sum(box.byte_count for box in copied))
+            with self._seed.local_read(generation) as image:
+                tensors = _views_of(image, in_place)
+            box_seed = self._serve(key, image_from_tensors(tensors | _allocated(copied)))
+            del tensors, image
         except BaseException as error:
             # The error and its frames refer to each other, and so to the memory of the boxes.
             traceback.clear_frames(error.__traceback__)
@@ -235,7 +256,7 @@ class BoxImages:
             log.info("boxes not served", model=self._seed.identity.model, reason=str(error))
             raise
         served.opened.set_result(box_seed)
-        gather_all = partial(self._gather_all, key, served, copies, generation, manifest)
+        gather_all = partial(self._gather_all, key, served, copies, frozenset(in_place), generation, manifest)
         threading.Thread(target=gather_all, name="rfork-gather", daemon=True).start()
 
     def _forget(self, key: BoxKey, served: ServedBoxes) -> None:
@@ -245,7 +266,13 @@ class BoxImages:
                 del self._images[key]
 
     def _gather_all(
-        self, key: BoxKey, served: ServedBoxes, copies: Relocation, generation: int, manifest: Manifest
+        self,
+        key: BoxKey,
+        served: ServedBoxes,
+        copies: Relocation,
+        in_place: frozenset[str],
+        generation: int,
+        manifest: Manifest,
     ) -> None:
         """Fill an image that is served already; close it if that fails. Runs on a thread of its own."""
         began, model = time.monotonic(), self._seed.identity.model
@@ -253,7 +280,7 @@ class BoxImages:
         box_seed = served.opened.result()
         try:
             with self._seed.long_read(generation):
-                self._gather(box_seed, copies, generation, manifest)
+                self._gather(box_seed, copies, in_place, generation, manifest)
         except BaseException as error:
             # The weights' memory may be released now: nothing must keep it.
             traceback.clear_frames(error.__traceback__)
@@ -270,7 +297,8 @@ class BoxImages:
             "boxes gathered",
             model=box_seed.identity.model,
             layout=box_seed.image.layout.layout_id,
-            gigabytes=round(served.byte_count / 1e9, 3),
+            gigabytes=round(box_seed.image.layout.image_bytes / 1e9, 3),
+            gigabytes_copied=round(served.copied_bytes / 1e9, 3),
             seconds=round(time.monotonic() - began, 3),
         )
 
@@ -282,17 +310,38 @@ class BoxImages:
             raise LayoutMismatch(f"this instance does not have {name}: {reason}")
         return copies
 
-    def _gather(self, box_seed: Seed, copies: Relocation, generation: int, manifest: Manifest) -> None:
-        """Copy, verify and serve all boxes of an image. Called within `Seed.long_read`."""
+    def _in_place(self, boxes: Sequence[Box], copies: Relocation) -> dict[str, OwnSlot]:
+        """Return the locations, in the own image, of the boxes that are contiguous there, by name."""
+        box_of = {box.name: box for box in boxes}
+        found: dict[str, OwnSlot] = {}
+        for copy in copies:
+            box, slot = box_of[copy.target_tensor], self._slots[copy.source_tensor]
+            if copy.byte_count == box.byte_count and copy.copy_type.is_contiguous:
+                offset = slot.offset + copy.source_offset
+                found[box.name] = OwnSlot(offset, box_dtype(box), box.sizes, contiguous_strides(box.sizes))
+        return found
+
+    def _gather(
+        self,
+        box_seed: Seed,
+        copies: Relocation,
+        in_place: frozenset[str],
+        generation: int,
+        manifest: Manifest,
+    ) -> None:
+        """Copy, verify and serve all boxes of an image; those `in_place` are not copied. Called within
+        `Seed.long_read`.
+        """
         image, box_image = self._seed.image, box_seed.image
         tensors = _views_of(box_image, _slots_of(box_image.layout))
         sources = [_views_of(image, {name: self._slots[name] for name in set(copies.source_tensors)})]
         read, written = self._spans_of(copies, box_image)
         steps = gather_steps(read, written, image.layout.chunks, box_image.layout.chunks)
+        names = copies.target_tensors
         with _on_copy_streams(image.gpus):
             for step in steps:
                 self._acquire(sum(written[index][1] - written[index][0] for index in step.copies), generation)
-                gather(copies.part(step.copies), sources, tensors)
+                gather(copies.part([each for each in step.copies if names[each] not in in_place]), sources, tensors)
                 self._verify(image, manifest, step.verified, generation)
                 for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
                     box_seed.chunk_state.mark_verified(chunk, digest)
@@ -373,6 +422,14 @@ class BoxImages:
                 self.close_idle()
             except Exception:  # a bug: images that become idle later must be closed nevertheless
                 log.exception("failed to close idle boxes")
+
+    def _close_gathered(self, images: Sequence[ServedBoxes], drain_s: float) -> None:
+        """Close opened images, after their readers have finished, or `drain_s` seconds."""
+        until = time.monotonic() + drain_s
+        for served in images:
+            # What is still gathered ends soon, as it checks the generation and `_closing`, and is closed then.
+            if served.gathered.exception() is None:
+                self._close_image(served, max(0.0, until - time.monotonic()))
 
     def _close_image(self, served: ServedBoxes, drain_s: float = 0.0) -> None:
         """Close an opened image and free its memory."""

@@ -94,6 +94,10 @@ class BoxService(Protocol):
         """Serve these boxes as an image; return its identity once the planner knows it."""
         ...
 
+    def fence(self) -> None:
+        """Close all images, because the weights are about to change or to be released."""
+        ...
+
     def close(self, drain_s: float = 0.0) -> None:
         """Close all images, after their readers have finished, or `drain_s` seconds. Further ones are refused."""
         ...
@@ -558,6 +562,8 @@ class Seed:
         self._notify_all()  # first: a reader whose connection is closed before it is notified would blame the source
         if self._channels.close_all():
             self._notify()
+        if self.boxes is not None:
+            self.boxes.fence()
         if aborted := self._inflight_reads.drain(INFLIGHT_GRACE_S):
             log.info("readers disconnected, as the bytes are about to change", readers=aborted)
 

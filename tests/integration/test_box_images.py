@@ -43,11 +43,13 @@ from rfork.source.box_images import BOX_IDLE_S, ServedBoxes
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from tests.conftest import StartRfork
-from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, BoxSeed, box, checkpoint, elements, rank_image
+from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, SIZE, BoxSeed, box, checkpoint, elements, rank_image
 from tests.integration.peer_service.seeds import SOON_S, client, soon, token
 
 StartBoxSeed = Callable[..., BoxSeed]
 HTTP: Final = ("http",)
+HALF: Final = (0, SIZE // 2)
+"""Columns of a box that is not contiguous in a rank's tensors."""
 
 
 @pytest.fixture
@@ -375,8 +377,8 @@ def test_a_gather_waits_for_the_engines_steps(rank: BoxSeed, gathers: Gathers, m
 
 def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> None:
     """After its idle time; its port is closed, and its memory is available for others."""
-    rank = start_seed(memory_bytes=1 << 20)
-    open_boxes(rank, box("q"))
+    rank = start_seed(memory_bytes=1 << 19)
+    open_boxes(rank, box("q", columns=HALF))
     address = opened_seed(rank).report().address
 
     rank.passed_s += BOX_IDLE_S / 2
@@ -389,7 +391,7 @@ def test_an_idle_image_is_closed(start_seed: StartBoxSeed, gathers: Gathers) -> 
     with pytest.raises(SourceUnavailable):
         peer.renew(soon())
     peer.close()
-    open_boxes(rank, box("v"))
+    open_boxes(rank, box("v", columns=HALF))
     assert 2 == len(gathers.images)
 
 
@@ -513,16 +515,47 @@ def test_weights_that_are_updated_during_a_gather_are_never_mixed(rank: BoxSeed,
     assert content_of_checkpoint(2) == content_of(opened_seed(rank))
 
 
-def test_an_image_outlives_an_update(rank: BoxSeed) -> None:
-    """It is a copy of complete weights and keeps their version; a request after the update opens another one."""
+def test_an_update_closes_the_images(rank: BoxSeed) -> None:
+    """Its boxes lie in the weights; a request after the update opens an image of the new ones."""
     open_boxes(rank)
     first = opened_seed(rank)
     with rank.seed.updating("v2"):
-        rank.own["down"].fill_(1.0)
+        assert first.image.is_released
+        assert first.suspended
+        for name, tensor in rank_image(2)[0].items():
+            rank.own[name].copy_(tensor)
     assert "v2" == open_boxes(rank).version
-    assert content_of_checkpoint(1) == content_of(first)
-    assert "v1" == first.version
-    assert 2 == len(rank.images._images)
+    assert content_of_checkpoint(2) == content_of(opened_seed(rank))
+
+
+def test_contiguous_boxes_are_not_copied(start_seed: StartBoxSeed) -> None:
+    """They are served from the weights' memory, so they need no other."""
+    rank = start_seed(memory_bytes=1)
+    boxes = (box("q", (3, 7)), box("v"))
+    open_boxes(rank, *boxes)
+    box_seed, own = opened_seed(rank), rank.own["qkv"]
+    assert content_of_checkpoint(1, boxes) == content_of(box_seed)
+    segments = box_seed.image.segments(0, box_seed.image.layout.image_bytes)
+    begin, end = own.data_ptr(), own.data_ptr() + own.nbytes
+    assert all(begin <= segment.address <= end - segment.length for segment in segments)
+
+
+def test_images_do_not_keep_suspended_weights(rank: BoxSeed, gathers: Gathers) -> None:
+    """An engine that releases its weights gets their memory, although boxes of them were served."""
+    loaded, _ = rank_image(1)
+    mapping = mmap.mmap(-1, loaded["qkv"].nbytes)
+    own = {**loaded, "qkv": torch.frombuffer(mapping, dtype=torch.float32).view(-1, SIZE).copy_(loaded["qkv"])}
+    memory = weakref.ref(mapping)
+    rank.seed.resume(image_from_tensors(own))
+    gc.disable()
+    try:
+        rank.images.open(BOXES)
+        assert gathers.failure() is None
+        rank.seed.suspend()
+        del own, mapping
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_changed_bytes_are_found(rank: BoxSeed, gathers: Gathers) -> None:
@@ -549,25 +582,25 @@ def test_bytes_that_change_during_a_gather_are_found(rank: BoxSeed, gathers: Gat
 
 def test_memory_is_limited(start_seed: StartBoxSeed) -> None:
     """Requests beyond the limit are refused while other images need the memory."""
-    rank = start_seed(memory_bytes=(3 << 19))
-    open_boxes(rank, box("q"))
+    rank = start_seed(memory_bytes=(3 << 18))
+    open_boxes(rank, box("q", columns=HALF))
     with pytest.raises(SourceBusy, match="RFORK_MAX_BOX_BYTES"):
-        open_boxes(rank, box("v"))
-    assert (1 << 18) == open_boxes(rank, box("v", (0, 128))).image_bytes
+        open_boxes(rank, box("v", columns=HALF))
+    assert (1 << 18) == open_boxes(rank, box("v", (0, SIZE // 2), HALF)).image_bytes
 
 
 def test_a_failed_request_returns_its_memory(start_seed: StartBoxSeed, gathers: Gathers) -> None:
     """The limit counts only what is served or gathered."""
-    rank = start_seed(memory_bytes=1 << 20)
+    rank = start_seed(memory_bytes=1 << 19)
 
     def fail() -> None:
         raise RuntimeError("broken")
 
     gathers.before = fail
-    open_boxes(rank, box("q"))
+    open_boxes(rank, box("q", columns=HALF))
     assert "broken" == str(gathers.failure())
     gathers.before = lambda: None
-    assert (1 << 20) == open_boxes(rank, box("q")).image_bytes
+    assert (1 << 19) == open_boxes(rank, box("q", columns=HALF)).image_bytes
 
 
 def test_weights_in_other_memory(rank: BoxSeed) -> None:

@@ -479,10 +479,17 @@ def _query_source(
                     query.failed(route, error)
             time.sleep(query.pause_s(plan, time.monotonic()))
     finally:
-        end = final_report_deadline(deadline)
-        fork_id, instance_id = query.request.fork_id, query.request.instance.instance_id
-        planner.finish(fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
-        planner.remove(instance_id, deadline=end)
+        _end_query(planner, query, final_report_deadline(deadline))
+
+
+def _end_query(planner: PlannerClient, query: SourceQuery, deadline: float) -> None:
+    """Remove the query's records at the planner. Best effort: it removes them later, and the query has its result."""
+    fork_id, instance_id = query.request.fork_id, query.request.instance.instance_id
+    try:
+        planner.finish(fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=deadline)
+        planner.remove(instance_id, deadline=deadline)
+    except (PlannerUnreachable, PlannerRejected) as error:
+        log.debug("end of a query not reported to the planner", reason=str(error))
 
 
 def _token_of(route: Route) -> str:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 
-from rfork.errors import LayoutMismatch, NoSource, SourceBusy, SourceUnavailable, SourceUnreachable
+from rfork.errors import (
+    LayoutMismatch,
+    NoSource,
+    PlannerUnreachable,
+    SourceBusy,
+    SourceUnavailable,
+    SourceUnreachable,
+)
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.session import query_source
 from rfork.receiver.source_query import QUERY_RETRY_S, QueryFailure, SourceQuery
 from rfork.schema import InstanceReport, Lease, Placement, Plan, Rank, Route
+from rfork.settings import InstanceSettings
 
 SAMPLE = InstanceReport(
     instance_id="sample",
@@ -117,3 +130,16 @@ def test_a_query_without_any_instance_ends_with_the_planner_s_reason() -> None:
     assert () == machine.plan_received(plan())
     with pytest.raises(NoSource, match="why"):
         machine.pause_s(plan(), 0.0)
+
+
+def test_a_planner_that_is_lost_at_the_end_of_a_query_does_not_replace_its_result() -> None:
+    """The planner removes the query's records later."""
+    planner = mock.Mock(spec=PlannerClient)
+    planner.request_plan.return_value = plan()
+    planner.finish.side_effect = PlannerUnreachable("refused")
+    with (
+        mock.patch.object(PlannerClient, "of", return_value=nullcontext(planner)),
+        pytest.raises(NoSource, match="why"),
+    ):
+        query_source(SAMPLE, InstanceSettings(), 0.0, lambda peer, until: None)
+    planner.finish.assert_called_once()

@@ -19,7 +19,7 @@ from rfork.errors import (
     SourceWeightsChanged,
 )
 from rfork.peer.base import BoxImage
-from rfork.placement.boxes import Box, coverage, divide
+from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from rfork.schema import InstanceInfo, InstanceReport, Rank
 
@@ -61,6 +61,17 @@ def choose_samples(
     return version, list(found.values())
 
 
+def first_and_later(placement_map: PlacementMap) -> tuple[list[Box], list[Box]]:
+    """Return the boxes that a loader with this map needs before it runs, and those that it only copies."""
+    computed_from = frozenset(placement_map.read_completely)
+    first: list[Box] = []
+    later: list[Box] = []
+    for box in wanted_boxes(placement_map):
+        is_later = placement_map.only_copies and box.tensor not in computed_from
+        (later if is_later else first).append(box)
+    return first, later
+
+
 def check_opened(opened: BoxImage, version: str, layout_id: str) -> None:
     """Raise SourceWeightsChanged or LayoutMismatch unless the opened boxes are those requested, of this version."""
     if opened.version != version:
@@ -88,6 +99,11 @@ class BoxAssignment:
         self._usable = by_coverage(wanted, layouts)
         self._repeated: list[AssignedPart] = []
         self.in_flight: list[AssignedPart] = []
+
+    @property
+    def needed_bytes(self) -> int:
+        """Number of wanted bytes."""
+        return sum(box.byte_count for box in self._wanted)
 
     @property
     def is_complete(self) -> bool:

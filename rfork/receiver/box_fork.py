@@ -33,10 +33,10 @@ from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
 from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory
-from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
+from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, choose_samples
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, choose_samples, first_and_later
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
@@ -281,14 +281,9 @@ class BoxFork:
         The others are opened, so that their sources gather them while the target builds its model. Raises
         LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
-        wanted, maps = wanted_boxes(placement_map), [layout.placement_map for layout in self.layouts]
-        computed_from = frozenset(placement_map.read_completely)
-        is_later = [placement_map.only_copies and box.tensor not in computed_from for box in wanted]
-        first, later = (
-            BoxAssignment([box for box, each in zip(wanted, is_later, strict=True) if each is chosen], maps)
-            for chosen in (False, True)
-        )
-        needed_bytes = sum(box.byte_count for box in wanted)
+        maps = [layout.placement_map for layout in self.layouts]
+        first, later = (BoxAssignment(boxes, maps) for boxes in first_and_later(placement_map))
+        needed_bytes = first.needed_bytes + later.needed_bytes
         memory = CheckpointMemory(self.checkpoint, allocate_host)
         weights = BoxWeights(self, placement_map, memory, later, needed_bytes)
         try:

@@ -7,7 +7,6 @@ reported with the next plan request, and is queried again after all others.
 from __future__ import annotations
 
 from typing import Final
-from uuid import uuid4
 
 from rfork.errors import LayoutMismatch, NetworkError, NoSource, RforkError, SourceError
 from rfork.receiver.machine import MAX_FAULT_DETAIL
@@ -22,15 +21,17 @@ QueryFailure = LayoutMismatch | SourceError | NetworkError
 class SourceQuery:
     """State machine of one query: for each plan `plan_received`, `failed` for each of its routes, then `pause_s`."""
 
-    def __init__(self, source_instance: InstanceReport, fork_id: str, *, retry_until: float) -> None:
-        """`retry_until`: time until which instances that have failed are queried again."""
+    def __init__(self, source_instance: InstanceReport, fork_id: str, instance_id: str, *, retry_until: float) -> None:
+        """`fork_id` and `instance_id`: new ids for the planner's records of this query. `retry_until`: time
+        until which instances that have failed are queried again.
+        """
         self._model = source_instance.model
         self._retry_until = retry_until
         self.request = ForkRequest(
             fork_id=fork_id,
             instance=source_instance.model_copy(
                 update={
-                    "instance_id": uuid4().hex,
+                    "instance_id": instance_id,
                     "replica": None,
                     "weights_id": None,
                     "state": "loading",

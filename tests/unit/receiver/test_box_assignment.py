@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from rfork.errors import (
 from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, first_and_later
 from tests.unit.placement.small_model import LAYOUTS, map_of_rank
 
 RANKS = [rank for ranks in LAYOUTS.values() for rank in ranks]
@@ -186,3 +187,13 @@ def test_coverage_is_that_of_an_exact_division(
     wanted = wanted_boxes(map_of_rank(*target))
     exact = size_of(divide(wanted, [map_of_rank(*source)]).parts[0])
     assert [exact] == coverage(wanted, [map_of_rank(*source)])
+
+
+def test_boxes_that_a_loader_computes_with_are_needed_first() -> None:
+    """All are, if the loader does more than copy."""
+    name = wanted_boxes(COMPLETE)[-1].tensor
+    placement_map = replace(COMPLETE, read_completely=(name,), only_copies=True)
+    first, later = first_and_later(placement_map)
+    assert [name] == [box.tensor for box in first]
+    assert sorted(wanted_boxes(placement_map)) == sorted([*first, *later])
+    assert (wanted_boxes(COMPLETE), []) == first_and_later(replace(COMPLETE, only_copies=False))

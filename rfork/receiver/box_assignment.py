@@ -1,7 +1,7 @@
-"""Assignment of the boxes that a target needs to the layouts that have them. Pure.
+"""Decisions of a fork across layouts: which layouts are sources, and which boxes are fetched from which. Pure.
 
-A state machine: `start` returns the first parts, `failed` those that replace a failed one. Parts are disjoint; together
-they are the boxes that the target needs.
+`BoxAssignment` is a state machine: `start` returns the first parts, `failed` those that replace a failed one. Parts are
+disjoint; together they are the boxes that the target needs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rfork.placement.boxes import Box, coverage, divide
+from rfork.errors import (
+    ForkFailed,
+    LayoutMismatch,
+    NetworkError,
+    NoSource,
+    RforkError,
+    SourceError,
+    SourceWeightsChanged,
+)
+from rfork.peer.base import BoxImage
+from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
+from rfork.schema import InstanceInfo, InstanceReport, Rank
 
 
 class AssignedPart(NamedTuple):
@@ -26,8 +37,47 @@ class AssignedPart(NamedTuple):
         return sum(box.byte_count for box in self.boxes)
 
 
-class MissingBoxes(Exception):
-    """No remaining layout has some of the boxes; the message names the first one."""
+def choose_samples(
+    model: str, serving: Sequence[InstanceInfo], rank: Rank, version: str | None
+) -> tuple[str, list[InstanceReport]]:
+    """Return the version and a serving instance of each rank and layout of it.
+
+    `version`: the required one; None: the one that is served. Raises NoSource if there is none, or several.
+    """
+    healthy = [info for info in serving if info.quarantined is None and info.report.rank.role == rank.role]
+    if version is None:
+        versions = sorted({info.version for info in healthy if info.version is not None})
+        if len(versions) != 1:
+            served = ", ".join(versions) or "none"
+            raise NoSource(f"the version of {model} is not known: served are {served}", hint="set RFORK_VERSION")
+        (version,) = versions
+    found: dict[tuple[str, str], InstanceReport] = {}
+    for info in healthy:
+        if info.version == version:
+            report = info.report.model_copy(update={"version": version})
+            found.setdefault((report.rank.key, report.layout_id), report)
+    if not found:
+        raise NoSource(f"no instance serves version {version} of {model} in any layout")
+    return version, list(found.values())
+
+
+def first_and_later(placement_map: PlacementMap) -> tuple[list[Box], list[Box]]:
+    """Return the boxes that a loader with this map needs before it runs, and those that it only copies."""
+    computed_from = frozenset(placement_map.read_completely)
+    first: list[Box] = []
+    later: list[Box] = []
+    for box in wanted_boxes(placement_map):
+        is_later = placement_map.only_copies and box.tensor not in computed_from
+        (later if is_later else first).append(box)
+    return first, later
+
+
+def check_opened(opened: BoxImage, version: str, layout_id: str) -> None:
+    """Raise SourceWeightsChanged or LayoutMismatch unless the opened boxes are those requested, of this version."""
+    if opened.version != version:
+        raise SourceWeightsChanged(f"the source began to serve version {opened.version} during the fork")
+    if opened.layout_id != layout_id:
+        raise LayoutMismatch("the source opened other boxes than requested: the versions of rfork differ")
 
 
 def by_coverage(wanted: Sequence[Box], layouts: Sequence[PlacementMap]) -> list[int]:
@@ -47,7 +97,13 @@ class BoxAssignment:
         self._wanted = wanted
         self._maps = layouts
         self._usable = by_coverage(wanted, layouts)
+        self._repeated: list[AssignedPart] = []
         self.in_flight: list[AssignedPart] = []
+
+    @property
+    def needed_bytes(self) -> int:
+        """Number of wanted bytes."""
+        return sum(box.byte_count for box in self._wanted)
 
     @property
     def is_complete(self) -> bool:
@@ -55,24 +111,41 @@ class BoxAssignment:
         return not self.in_flight
 
     def start(self) -> list[AssignedPart]:
-        """Return the first parts. Raises MissingBoxes. Call it once."""
-        return self._assign(self._wanted)
+        """Return the first parts. Raises LayoutMismatch, with the name, for a tensor that no layout has.
+
+        Call it once.
+        """
+        parts, missing = self._assign(self._wanted)
+        if missing:
+            raise LayoutMismatch(missing)
+        return parts
 
     def completed(self, part: AssignedPart) -> None:
         """Handle a part that was fetched."""
         self.in_flight.remove(part)
 
-    def failed(self, part: AssignedPart) -> list[AssignedPart]:
-        """Return the parts that replace a failed one; its layout gets no further part. Raises MissingBoxes."""
+    def failed(self, part: AssignedPart, error: RforkError) -> list[AssignedPart]:
+        """Return the parts that replace a failed one. Raises the error if no remaining layout has some of its boxes.
+
+        A part is fetched again once if another instance of its layout may serve it. After that, its layout gets no
+        further part.
+        """
+        if isinstance(error, SourceError | NetworkError | ForkFailed) and part not in self._repeated:
+            self._repeated.append(part)
+            return [part]
         self.in_flight.remove(part)
         if part.layout in self._usable:
             self._usable.remove(part.layout)
-        return self._assign(part.boxes)
+        parts, missing = self._assign(part.boxes)
+        if missing:
+            raise error
+        return parts
 
-    def _assign(self, boxes: Sequence[Box]) -> list[AssignedPart]:
+    def _assign(self, boxes: Sequence[Box]) -> tuple[list[AssignedPart], str]:
+        """Return the parts that have boxes, or the reason for which a box is missing."""
         division = divide(boxes, [self._maps[each] for each in self._usable])
         if division.missing:
-            raise MissingBoxes(division.missing[0][1])
+            return [], division.missing[0][1]
         parts = [AssignedPart(each, found) for each, found in zip(self._usable, division.parts, strict=True) if found]
         self.in_flight += parts
-        return parts
+        return parts, ""

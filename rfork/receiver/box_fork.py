@@ -27,23 +27,19 @@ from torch import nn
 from rfork.errors import (
     DeadlineExceeded,
     EngineMismatch,
-    ForkFailed,
     LayoutMismatch,
-    NetworkError,
     NoSource,
     RforkError,
-    SourceError,
-    SourceWeightsChanged,
 )
 from rfork.image.capture import image_from_tensors
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
 from rfork.peer.base import BoxImage, Peer
 from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory, SkippedCopies
-from rfork.placement.boxes import Box, encode_boxes, wanted_boxes
+from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, MissingBoxes
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, choose_samples, first_and_later
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
@@ -89,7 +85,7 @@ class FetchedPart:
     report: ForkReport
     layout: OtherLayout
     seconds: float = 0.0
-    """Duration, including the gather on the source and a repetition."""
+    """Duration, including the gather on the source."""
     seed: Seed | None = None
     """Serves them to other targets."""
 
@@ -232,29 +228,8 @@ def _close_all(parts: Sequence[FetchedPart]) -> None:
 def other_layouts(
     planner: PlannerClient, model: str, rank: Rank, version: str | None, deadline: float
 ) -> tuple[str, list[InstanceReport]]:
-    """Return the version and a serving instance of each rank and layout of it.
-
-    `version`: the required one; None: the one that is served. Raises NoSource if there is none, or several.
-    """
-    serving = [
-        info
-        for info in planner.instances(model=model, state="serving", deadline=deadline)
-        if info.quarantined is None and info.report.rank.role == rank.role
-    ]
-    versions = sorted({info.version for info in serving if info.version is not None})
-    if version is None:
-        if len(versions) != 1:
-            served = ", ".join(versions) or "none"
-            raise NoSource(f"the version of {model} is not known: served are {served}", hint="set RFORK_VERSION")
-        (version,) = versions
-    found: dict[tuple[str, str], InstanceReport] = {}
-    for info in serving:
-        if info.version == version:
-            report = info.report.model_copy(update={"version": version})
-            found.setdefault((report.rank.key, report.layout_id), report)
-    if not found:
-        raise NoSource(f"no instance serves version {version} of {model} in any layout")
-    return version, list(found.values())
+    """Return the version and a serving instance of each rank and layout of it; see `choose_samples`."""
+    return choose_samples(model, planner.instances(model=model, state="serving", deadline=deadline), rank, version)
 
 
 class BoxFork:
@@ -323,19 +298,14 @@ class BoxFork:
         The others are opened, so that their sources gather them while the target builds its model. Raises
         LayoutMismatch, with the name, for a tensor that no source has; otherwise the failure of the last source.
         """
-        wanted, maps = wanted_boxes(placement_map), [layout.placement_map for layout in self.layouts]
-        computed_from = frozenset(placement_map.read_completely)
-        is_later = [placement_map.only_copies and box.tensor not in computed_from for box in wanted]
-        first, later = (
-            BoxAssignment([box for box, each in zip(wanted, is_later, strict=True) if each is chosen], maps)
-            for chosen in (False, True)
-        )
-        needed_bytes = sum(box.byte_count for box in wanted)
+        maps = [layout.placement_map for layout in self.layouts]
+        first, later = (BoxAssignment(boxes, maps) for boxes in first_and_later(placement_map))
+        needed_bytes = first.needed_bytes + later.needed_bytes
         memory = CheckpointMemory(self.checkpoint, allocate_host)
         weights = BoxWeights(self, placement_map, memory, later, needed_bytes)
         try:
-            self._open_all(_started(later))
-            _started(first)
+            self._open_all(later.start())
+            first.start()
             self.fetch_into(weights.memory, first, weights)
         except BaseException:
             weights.release(0.0)
@@ -346,7 +316,6 @@ class BoxFork:
         """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`."""
         began = time.monotonic()
         running: dict[Future[FetchedPart], AssignedPart] = {}
-        failure: RforkError | None = None
         try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
                 try:
@@ -360,18 +329,13 @@ class BoxFork:
                             part = running[future]
                             if isinstance(error := future.exception(), RforkError):
                                 del running[future]
-                                failure, layout = error, self.layouts[part.layout]
-                                log.warning("a source of another layout failed", layout=layout.name, reason=str(error))
-                                weights.failures.append(f"{layout.name}: {error.kind}: {error}")
                                 memory.forget(part.boxes)
-                                pending += assignment.failed(part)
+                                pending += self._replaced(part, error, assignment, weights)
                             else:
                                 weights.parts.append(future.result())
                                 del running[future]
                                 memory.filled(part.boxes)
                                 assignment.completed(part)
-                except MissingBoxes as missing:
-                    raise failure or LayoutMismatch(str(missing)) from None
                 finally:
                     for future in running:
                         future.cancel()
@@ -379,6 +343,21 @@ class BoxFork:
             ended = [each for each in running if not each.cancelled() and each.exception() is None]
             weights.parts += [each.result() for each in ended]
             weights.transfer_s += time.monotonic() - began
+
+    def _replaced(
+        self, part: AssignedPart, error: RforkError, assignment: BoxAssignment, weights: BoxWeights
+    ) -> list[AssignedPart]:
+        """Return the parts that replace a failed one. Raises its error if there are none."""
+        layout, replacements = self.layouts[part.layout].name, list[AssignedPart]()
+        try:
+            replacements = assignment.failed(part, error)
+            return replacements
+        finally:
+            if part in replacements:
+                log.info("boxes requested again", layout=layout, reason=str(error))
+            else:
+                log.warning("a source of another layout failed", layout=layout, reason=str(error))
+                weights.failures.append(f"{layout}: {error.kind}: {error}")
 
     def _timed_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
@@ -410,23 +389,9 @@ class BoxFork:
     def _fetch_part(
         self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
     ) -> FetchedPart:
-        try:
-            return self._try_part(layout, boxes, tensors)
-        except (SourceError, NetworkError, ForkFailed) as error:
-            log.info("boxes requested again", layout=layout.name, reason=str(error))
-            return self._try_part(layout, boxes, tensors)  # another instance of this layout may serve them
-
-    def _try_part(
-        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
-    ) -> FetchedPart:
         opened = self._open(layout, boxes)  # again: the source closes images without readers after a minute
-        if opened.version != self.version:
-            raise SourceWeightsChanged(
-                f"the instances of {self.model} began to serve version {opened.version} during the fork"
-            )
         expected = image_from_tensors(tensors).layout
-        if opened.layout_id != expected.layout_id:
-            raise LayoutMismatch(f"{layout.name} opened other boxes than requested: the versions of rfork differ")
+        check_opened(opened, self.version, expected.layout_id)
         remaining_s = self._deadline - time.monotonic()
         if remaining_s <= 0:
             raise DeadlineExceeded(f"the deadline passed before the first box of {self.model}")
@@ -446,11 +411,3 @@ def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tenso
         return memory.allocate_boxes(boxes)
     except ValueError as error:
         raise LayoutMismatch(str(error)) from None
-
-
-def _started(assignment: BoxAssignment) -> list[AssignedPart]:
-    """Return the first parts. Raises LayoutMismatch, with the name, for a tensor that no layout has."""
-    try:
-        return assignment.start()
-    except MissingBoxes as missing:
-        raise LayoutMismatch(str(missing)) from None

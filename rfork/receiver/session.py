@@ -29,7 +29,6 @@ from rfork.errors import (
     NoSource,
     PlannerRejected,
     PlannerUnreachable,
-    RforkError,
     SourceError,
     SourceWeightsChanged,
     UnsupportedTensor,
@@ -46,7 +45,6 @@ from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
 from rfork.receiver.fallback import Fallback, FallbackRunner, LoaderError, ModuleReplaced
-from rfork.receiver.machine import MAX_FAULT_DETAIL
 from rfork.receiver.planner_requests import OnProgress, PlanRequester, ProgressReporter
 from rfork.receiver.report import (
     FINAL_REPORT_S,
@@ -62,9 +60,10 @@ from rfork.receiver.report import (
     phase_seconds,
 )
 from rfork.receiver.runner import Transfer
+from rfork.receiver.source_query import SourceQuery
 from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import ForkRequest, ForkResult, InstanceReport, Outcome, Route, SourceFault, source_type
+from rfork.schema import ForkResult, InstanceReport, Outcome, Route, source_type
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer
@@ -75,8 +74,6 @@ from rfork.weights_version import UNSTATED, is_first, is_unnamed
 
 log = logger(__name__)
 
-LAYOUT_RETRY_S = 0.5
-"""Pause between requests for a layout if no source can return it yet."""
 REPORT_TIMEOUT_S = 0.5
 """Maximum time that the end of a fork waits for the planner to acknowledge the instance's new state."""
 TRANSIENT_EGRESS_SHARE = 0.01
@@ -469,63 +466,30 @@ def _query_source(
     deadline: float,
     question: Callable[[Peer, float], Answer],
 ) -> Answer:
-    fork_request = ForkRequest(
-        fork_id=uuid4().hex,
-        instance=source_instance.model_copy(
-            update={
-                "instance_id": uuid4().hex,
-                "replica": None,
-                "weights_id": None,
-                "state": "loading",
-                "verified": (),
-                "storage": (),
-                "readers": (),
-                "address": "none:0",
-                "max_readers": 0,  # no instance must wait for this one
-            }
-        ),
-    )
     retry_until = min(time.monotonic() + settings.source_idle_timeout_s, deadline)
-    failure: RforkError | None = None
-    tried: set[str] = set()
+    query = SourceQuery(source_instance, uuid4().hex, uuid4().hex, retry_until=retry_until)
     try:
         while True:
-            plan = planner.request_plan(fork_request, deadline=deadline)
-            faults: list[SourceFault] = []
-            # These routes are not used for reads; their leases authorize the requests.
-            untried = [route for route in plan.routes if route.source_id not in tried]
-            for route in untried:
+            plan = planner.request_plan(query.request, deadline=deadline)
+            for route in query.plan_received(plan):
                 try:
                     with closing(_dial(settings)(route.address, partial(_token_of, route))) as peer:
                         return question(peer, min(time.monotonic() + settings.source_idle_timeout_s, deadline))
-                except LayoutMismatch as error:  # no fault of this source, and another one may answer
-                    failure = error
-                    tried.add(route.source_id)
-                except (SourceError, NetworkError) as error:
-                    failure = error
-                    tried.add(route.source_id)
-                    faults.append(
-                        SourceFault(
-                            instance_id=route.source_id,
-                            fault=error.fault,
-                            error=error.kind,
-                            detail=str(error)[:MAX_FAULT_DETAIL],
-                        )
-                    )
-            fork_request = fork_request.model_copy(update={"faults": tuple(faults)})
-            if not untried:
-                now = time.monotonic()
-                is_final = isinstance(failure, LayoutMismatch)  # the same request would get the same answer
-                if is_final or now >= retry_until or not (plan.routes or plan.retry_after_s is not None):
-                    raise failure or NoSource(
-                        f"no instance with the image of {source_instance.model} responded: {plan.reason}"
-                    )
-                tried.clear()
-                time.sleep(min(plan.retry_after_s or LAYOUT_RETRY_S, retry_until - now))
+                except (LayoutMismatch, SourceError, NetworkError) as error:
+                    query.failed(route, error)
+            time.sleep(query.pause_s(plan, time.monotonic()))
     finally:
-        end = final_report_deadline(deadline)
-        planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
-        planner.remove(fork_request.instance.instance_id, deadline=end)
+        _end_query(planner, query, final_report_deadline(deadline))
+
+
+def _end_query(planner: PlannerClient, query: SourceQuery, deadline: float) -> None:
+    """Remove the query's records at the planner. Best effort: it removes them later, and the query has its result."""
+    fork_id, instance_id = query.request.fork_id, query.request.instance.instance_id
+    try:
+        planner.finish(fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=deadline)
+        planner.remove(instance_id, deadline=deadline)
+    except (PlannerUnreachable, PlannerRejected) as error:
+        log.debug("end of a query not reported to the planner", reason=str(error))
 
 
 def _token_of(route: Route) -> str:

@@ -33,9 +33,9 @@ def content_of(version: str, chunks: int, shared: int) -> tuple[bytes, ...]:
 
 
 @lru_cache(4096)
-def manifest_of(content: tuple[bytes, ...]) -> Manifest:
+def manifest_of(layout: Layout, content: tuple[bytes, ...]) -> Manifest:
     """Return the manifest of an image with this content."""
-    return Manifest(layout_of(len(content)), content)
+    return Manifest(layout, content)
 
 
 @lru_cache(4096)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rfork.errors import NetworkError
 from rfork.image.chunks import ChunkState
+from rfork.image.layout import Layout, Manifest
 from rfork.planner_client.lease import decode_key
 from rfork.schema import InstanceAck, InstanceReport, Placement
 from rfork.source.served_image import InstanceIdentity, ServedImage
@@ -27,8 +28,33 @@ REPORT_FRACTION = 0.8
 FIRST_RETRY_S = 0.25
 
 
+class Process:
+    """A process, whose faults are those of all its images."""
+
+    def __init__(self, name: str, host: str | None = None) -> None:
+        """`host`: by default one of its own."""
+        self.name = name
+        self.host = host or f"host-{name}"
+        self.alive = True
+        self.stopped = False
+        """True while the process is suspended (SIGSTOP)."""
+        self.corrupt = False
+        """True if it sends wrong bytes."""
+        self.bad_memory = False
+        """True if its memory damages what a peer sends."""
+        self.slow = 1.0
+        """Factor by which its link is slower."""
+        self.images: list[Instance] = []
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.alive = False
+        for image in self.images:
+            image.notify_readers()
+
+
 class Instance:
-    """A process with one image. `files` is the content that it could load by itself; None: it has none."""
+    """One image of a process. `files` is the content that it could load by itself; None: it has none."""
 
     def __init__(
         self,
@@ -41,33 +67,34 @@ class Instance:
         max_readers: int,
         host: str | None = None,
         holder: str | None = None,
+        layout: Layout | None = None,
+        identity: InstanceIdentity | None = None,
+        process: Process | None = None,
+        is_producer: bool = False,
     ) -> None:
         """With `content`, the instance starts as a seed. `host`: by default one of its own; `holder`: the id of the
-        holder whose image it is, if it is not an engine.
+        holder whose image it is, if it is not an engine. `layout`, `identity` and `process`: by default those of a
+        single rank in a process of its own. `is_producer`: see `ServedImage`.
         """
-        layout = layout_of(world.chunks)
+        layout = layout or layout_of(world.chunks)
         self.world = world
         self.name = name
-        self.host = host or f"host-{name}"
+        self.process = process or Process(name, host)
+        self.process.images.append(self)
+        self.host = self.process.host
         self.holder = holder
         self.own_version = version
         self.files = files
-        self.memory = list(content or (UNKNOWN,) * world.chunks)
-        self.alive = True
-        self.stopped = False
-        """True while the process is suspended (SIGSTOP)."""
-        self.corrupt = False
-        """True if it sends wrong bytes."""
-        self.bad_memory = False
-        """True if its memory damages what a peer sends."""
-        self.slow = 1.0
-        """Factor by which its link is slower."""
+        self.memory = list(content or (UNKNOWN,) * len(layout.chunks))
+        self.is_closed = False
+        """True once its image is no longer served, although its process may run."""
         self.served = ServedImage(
             layout,
-            InstanceIdentity(MODEL, instance_id=name, version=version, holder=holder),
+            identity or InstanceIdentity(MODEL, instance_id=name, version=version, holder=holder),
             max_readers,
             chunk_state=None if content else ChunkState(layout.chunks),
-            manifest=manifest_of(content) if content else None,
+            manifest=manifest_of(layout, content) if content else None,
+            is_producer=is_producer,
         )
         self.listeners: list[Callable[[], None]] = []
         self._report_due: float | None = None
@@ -77,6 +104,21 @@ class Instance:
         self._again = False
         self._on_acked: list[Callable[[], None]] = []
         self.served.chunk_state.subscribe(self.notify_readers)
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it still serves."""
+        return self.process.alive and not self.is_closed
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether its process is suspended."""
+        return self.process.stopped
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return the manifest of what its memory has now."""
+        return manifest_of(self.served.layout, tuple(self.memory))
 
     # -- the serving state, as the target's side of this instance sets it -------------------------------
 
@@ -103,7 +145,7 @@ class Instance:
     def publish(self, version: str | None) -> None:
         """Serve the complete image in memory."""
         choose = None if version is None else lambda _: version
-        self.served.publish(manifest_of(tuple(self.memory)), self.served.generation, choose)
+        self.served.publish(self.manifest, self.served.generation, choose)
         self.notify_readers()
         self.send_report()
 
@@ -169,8 +211,3 @@ class Instance:
     def report(self) -> InstanceReport:
         """Return the report for the planner."""
         return self.served.report(self.world.unix_s, f"{self.name}:1", TRANSPORTS, Placement(host=self.host))
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self.alive = False
-        self.notify_readers()

@@ -47,7 +47,7 @@ class RaceWorld(World):
     def _stall(self) -> None:
         """Suspend the seed for the rest of the world."""
         self.at_fault.add("seed0")
-        self.instances["seed0"].stopped = True
+        self.instances["seed0"].process.stopped = True
 
     def _check_end(self) -> None:
         super()._check_end()

@@ -274,7 +274,7 @@ class PeerSource:
             self._fail_read(request, SourceWeightsChanged("the weights changed during the read"))
         else:
             self._has_no_bytes = False
-            damaged = source.corrupt or target.instance.bad_memory
+            damaged = source.process.corrupt or target.instance.process.bad_memory
             content = GARBAGE if damaged else source.memory[request.chunk]
             target.write(request.chunk, content)
             self._progress_at = self._world.now

@@ -69,7 +69,7 @@ from rfork.schema import (
     StorageCandidate,
     StorageType,
 )
-from tests.simulation.content import GARBAGE, manifest_of, origin_of
+from tests.simulation.content import GARBAGE, origin_of
 from tests.simulation.instance import Instance
 from tests.simulation.sources import DIGEST_S, PeerSource, Source, StorageSource
 
@@ -259,7 +259,7 @@ class Target:
             else:
                 self.instance.memory[:] = files
                 self.world.storage_reads += [(self.instance.name, chunk) for chunk in range(len(files))]
-                self.handle(LoaderFinished(assignment, manifest_of(files)))
+                self.handle(LoaderFinished(assignment, self.instance.manifest))
 
         self.world.later(self.world.disk_chunk_s * self.world.chunks, finish, on=self.instance)
 
@@ -413,8 +413,7 @@ class Target:
             instance.notify_readers()
             instance.send_report()
         elif outcome == "fallback":
-            content = manifest_of(tuple(instance.memory))
-            instance.publish(instance.own_version or instance.served.version_by_content(content))
+            instance.publish(instance.own_version or instance.served.version_by_content(instance.manifest))
         result = ForkResult(
             outcome=outcome if outcome in ("forked", "fallback") else "failed",  # type: ignore[arg-type]
             seconds=world.now - self.began_at,
@@ -430,7 +429,7 @@ class Target:
             self._send_result(result)
         if outcome not in ("forked", "fallback"):
             world.at_fault.add(instance.name)  # its process ends, so its readers lose it
-            instance.kill()
+            instance.process.kill()
 
     def _send_result(self, result: ForkResult) -> None:
         if not self._result_sent:

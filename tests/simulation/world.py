@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rfork.settings import InstanceSettings, PlannerSettings
-from tests.simulation.content import content_of, manifest_of
+from tests.simulation.content import content_of
 from tests.simulation.event_loop import Deadlock, VirtualLoop
 from tests.simulation.instance import Instance
 from tests.simulation.planner import SimulatedPlanner
@@ -149,7 +149,7 @@ class World:
 
     def when_resumed(self, instance: Instance, call: Callable[[], None]) -> None:
         """Call a function once a suspended process continues."""
-        self._resumed.setdefault(instance.name, []).append(call)
+        self._resumed.setdefault(instance.process.name, []).append(call)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine."""
@@ -177,16 +177,20 @@ class World:
 
     def is_cut(self, one: str, other: str) -> bool:
         """Return whether no packet passes between two instances."""
-        return frozenset((one, other)) in self._cuts
+        return frozenset((self.process_of(one), self.process_of(other))) in self._cuts
 
     def is_cut_off(self, name: str) -> bool:
         """Return whether an instance cannot reach the planner."""
-        return name in self._cut_off
+        return self.process_of(name) in self._cut_off
+
+    def process_of(self, name: str) -> str:
+        """Return the name of an instance's process."""
+        return self.instances[name].process.name if name in self.instances else name
 
     def transfer_s(self, source: Instance, target: Instance) -> float:
         """Return the duration of one chunk between two instances."""
         chunk_s = SAME_HOST_CHUNK_S if source.host == target.host else self.chunk_s
-        return chunk_s * max(source.slow, target.slow) * self.random.uniform(0.8, 1.2)
+        return chunk_s * max(source.process.slow, target.process.slow) * self.random.uniform(0.8, 1.2)
 
     def _stop(self, error: BaseException) -> None:
         if self._error is None:
@@ -216,7 +220,7 @@ class World:
         self.check(content in self._contents(), f"{name}: the image mixes versions")
         if target.outcome == "forked":
             manifest = instance.served.manifest
-            self.check(manifest == manifest_of(content), f"{name}: the manifest is not that of the image")
+            self.check(manifest == instance.manifest, f"{name}: the manifest is not that of the image")
         if instance.own_version is not None:
             own = self.versions[instance.own_version]
             self.check(content in own, f"{name}: the image is not of version {instance.own_version}")
@@ -237,7 +241,7 @@ class World:
             for error in target.machine.reasons:
                 self.check(
                     error.kind != "SourceCorrupt"
-                    or name in self.bad_memory
+                    or self.process_of(name) in self.bad_memory
                     or any(each in str(error) for each in self.ever_corrupt),
                     f"{name}: a correct source was called corrupt: {error}",
                 )
@@ -306,7 +310,7 @@ class World:
         name = record.report.instance_id
         quarantined = self.now < record.quarantined_until and "lease keys" not in record.quarantine
         self.check(
-            not quarantined or name in self.at_fault,
+            not quarantined or self.process_of(name) in self.at_fault,
             f"{name} was quarantined without a fault of its own: {record.quarantine}",
         )
 
@@ -462,7 +466,7 @@ class World:
 
 def _kill(world: World, subject: Instance) -> None:
     world.at_fault.add(subject.name)
-    subject.kill()
+    subject.process.kill()
 
 
 def _kill_and_restart(world: World, subject: Instance) -> None:
@@ -477,10 +481,10 @@ def _kill_and_restart(world: World, subject: Instance) -> None:
 
 def _suspend(world: World, subject: Instance) -> None:
     world.at_fault.add(subject.name)
-    subject.stopped = True
+    subject.process.stopped = True
 
     def resume() -> None:
-        subject.stopped = False
+        subject.process.stopped = False
         for call in world._resumed.pop(subject.name, []):
             world.later(0.0, call, on=subject)
 
@@ -490,18 +494,18 @@ def _suspend(world: World, subject: Instance) -> None:
 def _corrupt(world: World, subject: Instance) -> None:
     world.at_fault.add(subject.name)
     world.ever_corrupt.add(subject.name)
-    subject.corrupt = True
+    subject.process.corrupt = True
 
 
 def _bad_memory(world: World, subject: Instance) -> None:
     """The target's memory damages what it receives: every source seems to be corrupt."""
     world.bad_memory.add(subject.name)
-    subject.bad_memory = True
+    subject.process.bad_memory = True
 
 
 def _slow(world: World, subject: Instance) -> None:
-    subject.slow = world.random.choice([3.0, 20.0])
-    world.heal_after(1.0, 6.0, lambda: setattr(subject, "slow", 1.0))
+    subject.process.slow = world.random.choice([3.0, 20.0])
+    world.heal_after(1.0, 6.0, lambda: setattr(subject.process, "slow", 1.0))
 
 
 def _partition(world: World, subject: Instance) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rfork.errors import (
+    AllSourcesFailed,
+    DeadlineExceeded,
+    LayoutMismatch,
+    RforkError,
+    SourceUnavailable,
+    SourceUnreachable,
+    SourceWeightsChanged,
+)
+from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, MissingBoxes
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, first_and_later
 from tests.unit.placement.small_model import LAYOUTS, map_of_rank
 
 RANKS = [rank for ranks in LAYOUTS.values() for rank in ranks]
 """Ranks of TP 1, 2 and 4 (with replicated and padded tensors), of PP 2, and of PP 2 with TP 2."""
 COMPLETE = map_of_rank(0, 1)
 HALVES = [map_of_rank(0, 2), map_of_rank(1, 2)]
+FINAL = DeadlineExceeded("late")
+"""Error after which a part is not fetched again from its layout."""
 
 Counts = dict[str, npt.NDArray[np.int64]]
 
@@ -64,9 +77,37 @@ def test_a_failed_part_is_replaced_at_once_while_others_are_in_flight() -> None:
     """Only its boxes are assigned again."""
     assignment, parts = start([*HALVES, map_of_rank(0, 2), map_of_rank(1, 2)])
     failed = next(part for part in parts if part.layout == 1)
-    replacements = assignment.failed(failed)
+    replacements = assignment.failed(failed, FINAL)
     assert is_same(counts_of(failed.boxes), counts_of([box for part in replacements for box in part.boxes]))
     assert parts[0] in assignment.in_flight or parts[1] in assignment.in_flight
+
+
+@pytest.mark.parametrize(
+    "error", [SourceUnavailable("killed"), SourceUnreachable("cut"), AllSourcesFailed("no source worked", ())]
+)
+def test_a_part_is_fetched_again_once_from_another_instance_of_its_layout(error: RforkError) -> None:
+    """After its second failure another layout replaces it."""
+    assignment, (part,) = start([COMPLETE, COMPLETE])
+    assert [part] == assignment.failed(part, error)
+    assert [part] == assignment.in_flight
+    (replacement,) = assignment.failed(part, error)
+    assert (0, 1) == (part.layout, replacement.layout)
+
+
+@pytest.mark.parametrize("error", [LayoutMismatch("another one"), DeadlineExceeded("late")])
+def test_a_part_that_no_instance_can_serve_is_not_fetched_again(error: RforkError) -> None:
+    """Each instance of the layout would fail in the same way."""
+    assignment, (part,) = start([COMPLETE, COMPLETE])
+    assert [1] == [each.layout for each in assignment.failed(part, error)]
+
+
+def test_opened_boxes_have_the_requested_version_and_layout() -> None:
+    """Boxes of weights that changed during the fork are refused, as are other boxes."""
+    check_opened(BoxImage("m#boxes", "v1", "a" * 32, 8), "v1", "a" * 32)
+    with pytest.raises(SourceWeightsChanged, match="began to serve version v2"):
+        check_opened(BoxImage("m#boxes", "v2", "a" * 32, 8), "v1", "a" * 32)
+    with pytest.raises(LayoutMismatch, match="other boxes"):
+        check_opened(BoxImage("m#boxes", "v1", "b" * 32, 8), "v1", "a" * 32)
 
 
 def test_a_fetched_part_is_no_longer_in_flight() -> None:
@@ -80,15 +121,15 @@ def test_a_fetched_part_is_no_longer_in_flight() -> None:
 
 def test_missing_boxes_are_named() -> None:
     """One half does not have all bytes."""
-    with pytest.raises(MissingBoxes, match="no source has"):
+    with pytest.raises(LayoutMismatch, match="no source has"):
         start(HALVES[:1])
 
 
 def test_a_failure_without_a_replacement_ends_the_assignment() -> None:
-    """The other half cannot replace it."""
+    """The other half cannot replace it: the error of the last source is raised."""
     assignment, parts = start(HALVES)
-    with pytest.raises(MissingBoxes):
-        assignment.failed(parts[0])
+    with pytest.raises(DeadlineExceeded, match="late"):
+        assignment.failed(parts[0], FINAL)
 
 
 @given(
@@ -110,6 +151,7 @@ def test_random_layouts_and_failures(
     assignment = BoxAssignment(wanted, maps)
     fetched: list[AssignedPart] = []
     failed: set[int] = set()
+    repeated: list[AssignedPart] = []
     lost: Sequence[Box] = wanted
     try:
         assignment.start()
@@ -119,11 +161,15 @@ def test_random_layouts_and_failures(
                 fetched.append(part)
                 assignment.completed(part)
                 continue
-            failed.add(part.layout)
             lost = part.boxes
-            replacements = assignment.failed(part)
+            if chance.random() < 0.5 and part not in repeated:
+                repeated.append(part)
+                assert [part] == assignment.failed(part, SourceUnavailable("killed"))
+                continue
+            failed.add(part.layout)
+            replacements = assignment.failed(part, FINAL)
             assert failed.isdisjoint(each.layout for each in replacements)
-    except MissingBoxes:
+    except (LayoutMismatch, DeadlineExceeded):
         remaining = [each for index, each in enumerate(maps) if index not in failed]
         assert divide(lost, remaining).missing
     else:
@@ -141,3 +187,13 @@ def test_coverage_is_that_of_an_exact_division(
     wanted = wanted_boxes(map_of_rank(*target))
     exact = size_of(divide(wanted, [map_of_rank(*source)]).parts[0])
     assert [exact] == coverage(wanted, [map_of_rank(*source)])
+
+
+def test_boxes_that_a_loader_computes_with_are_needed_first() -> None:
+    """All are, if the loader does more than copy."""
+    name = wanted_boxes(COMPLETE)[-1].tensor
+    placement_map = replace(COMPLETE, read_completely=(name,), only_copies=True)
+    first, later = first_and_later(placement_map)
+    assert [name] == [box.tensor for box in first]
+    assert sorted(wanted_boxes(placement_map)) == sorted([*first, *later])
+    assert (wanted_boxes(COMPLETE), []) == first_and_later(replace(COMPLETE, only_copies=False))

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from torch import nn
 
+from rfork import settings as options
 from rfork.engines.relocation import RelocatingEngine, tensors_of
 from rfork.errors import EngineMismatch, NoSource, RforkError, StorageNotFound
 from rfork.logs import logger
 from rfork.placement.placement_map import PlacementMap
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork, BoxWeights, other_layouts
-from rfork.receiver.fallback import Fallback, layouts_fallback
+from rfork.receiver.box_race import SampleLoad
+from rfork.receiver.fallback import ENGINE_LOADER, Fallback, layouts_fallback, sampled_load
+from rfork.receiver.own_load import OwnLoad
 from rfork.schema import CrossLayoutResult, Rank
-from rfork.settings import InstanceSettings
+from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.box_images import BoxImages
 from rfork.source.seed import Seed
 
@@ -26,6 +31,8 @@ log = logger(__name__)
 
 RequiredVersion = Callable[[], str | None]
 """Returns the version that a fork requires; None if it adopts the one that is served, and does not know it yet."""
+OwnFiles = Callable[[], Path | None]
+"""Returns the file or folder that the engine's loader reads; None if there is none of the required version."""
 ReplaceWith = Callable[[Callable[[], nn.Module]], nn.Module]
 """Returns the model that a function builds and fills, and keeps it in place of the first one."""
 
@@ -45,20 +52,34 @@ class CrossLayout:
         # The fork before and this one together keep the deadline: the engine's own loader needs the rest of its time.
         self._deadline = time.monotonic() + settings.deadline_s
 
-    def fallbacks(self, required_version: RequiredVersion, replace_with: ReplaceWith) -> list[Fallback]:
-        """Return the fallback that reads the model from other layouts; none if that is impossible, which is logged."""
+    def fallbacks(
+        self, required_version: RequiredVersion, replace_with: ReplaceWith, own_files: OwnFiles | None
+    ) -> list[Fallback]:
+        """Return the fallback that reads the model from other layouts; none if that is impossible, which is logged.
+
+        It ends while its sources are slower than the engine's loader would be with `own_files`.
+        """
         if (refusal := self._refusal) is not None:
             log.info("not read from other layouts", reason=refusal)
             return []
+        may_race = self._settings.race_storage and self._settings.fork_required_reason is None
+        sample_load = partial(self._sample_load, own_files) if may_race and own_files is not None else None
         return [
             layouts_fallback(
-                lambda: self._fetch(required_version()),
+                lambda: self._fetch(required_version(), sample_load),
                 lambda: replace_with(self._load),
                 lambda: self._version,
                 lambda: self._check(required_version()),
                 lambda: self._result,
             )
         ]
+
+    def _sample_load(self, own_files: OwnFiles, byte_count: int) -> OwnLoad:
+        """Return how long the engine's loader takes for so many bytes. Raises StorageError subclasses."""
+        path = own_files()
+        if path is None:
+            raise StorageNotFound(f"{self._model} has no files of the required version on this host")
+        return sampled_load(ENGINE_LOADER, path, byte_count, self._rank, options.load(StorageSettings))
 
     @property
     def _refusal(self) -> str | None:
@@ -80,12 +101,14 @@ class CrossLayout:
             except NoSource as error:
                 raise StorageNotFound(str(error)) from None
 
-    def _fetch(self, version: str | None) -> None:
+    def _fetch(self, version: str | None, sample_load: SampleLoad | None) -> None:
         """Prepare the weights: fetch what the loader computes with. Raises NoSource, LayoutMismatch, and the failures
         of the sources.
         """
         began = time.monotonic()
-        fork = BoxFork(self._model, self._rank, version, self._settings, deadline=self._deadline)
+        fork = BoxFork(
+            self._model, self._rank, version, self._settings, deadline=self._deadline, sample_load=sample_load
+        )
         checkpoint = fork.checkpoint
         self._placement_map = self._relocating.record(checkpoint)
         recorded = time.monotonic()

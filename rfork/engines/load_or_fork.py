@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -296,13 +297,18 @@ class _LoadOrFork:
                 self._prepare()
 
             fallbacks.append(replace(fallback, load=load))
+        files, revision = self._identity.files, self._identity.revision
+        path = partial(folder_of, files, revision) if files is not None else None
         if (other := self._cross_layout) is not None:
-            fallbacks += other.fallbacks(lambda: self._required_version, self._replace_with)
+            own_files = partial(self._files_of_version, path) if path is not None else None
+            fallbacks += other.fallbacks(lambda: self._required_version, self._replace_with, own_files)
         if self._settings.fork_required_reason is None:
-            files, revision = self._identity.files, self._identity.revision
-            path = partial(folder_of, files, revision) if files is not None else None
             fallbacks.append(engine_fallback(self._load, self._engine.check, path))
         return fallbacks
+
+    def _files_of_version(self, path: Callable[[], Path | None]) -> Path | None:
+        """Return the path of this instance's files; None if they may contain another version than the fork requires."""
+        return path() if self._seed is not None and not self._seed.adopts_version else None
 
     @property
     def _required_version(self) -> str | None:

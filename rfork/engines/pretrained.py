@@ -26,7 +26,7 @@ from rfork.receiver.report import ForkReport
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import Seed
-from rfork.storage.versions.version import version_of_files
+from rfork.storage.versions.version import folder_of, version_of_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,12 @@ def fork_pretrained(
 
     fallbacks: list[Fallback] = []
     if cross_layout is not None:
-        fallbacks += cross_layout.fallbacks(lambda: started[0].version if started else None, replace_with)
+        fallbacks += cross_layout.fallbacks(
+            lambda: started[0].version if started else None,
+            replace_with,
+            # Files of an instance that adopts the version of its sources may contain another one.
+            lambda: folder_of(source, revision) if started and not started[0].adopts_version else None,
+        )
     if chosen.fork_required_reason is None:
         fallbacks += _fallbacks(blueprint, model, lambda: replace_with(blueprint.loaded))
     try:

@@ -40,6 +40,7 @@ from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, choose_samples, first_and_later
+from rfork.receiver.box_race import BoxRace, SampleLoad
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.schema import MAX_LAYOUT_PARTS, InstanceReport, LayoutPart, Rank
@@ -59,6 +60,8 @@ OwnTensors = Callable[[], Mapping[str, torch.Tensor]]
 Weights = Iterator[tuple[str, torch.Tensor]]
 """Names and tensors of a checkpoint, in its order."""
 Module = TypeVar("Module", bound=nn.Module)
+COMPARE_INTERVAL_S: Final = 0.1
+"""Maximum interval between comparisons with the own load."""
 LAST_READS_S: Final = 0.5
 """Maximum time that a target waits for readers of its boxes before it changes its model."""
 
@@ -236,14 +239,25 @@ class BoxFork:
     """Fetches the boxes of one target. Call `checkpoint`, then `fetch`."""
 
     def __init__(
-        self, model: str, rank: Rank, version: str | None, settings: InstanceSettings, *, deadline: float
+        self,
+        model: str,
+        rank: Rank,
+        version: str | None,
+        settings: InstanceSettings,
+        *,
+        deadline: float,
+        sample_load: SampleLoad | None = None,
     ) -> None:
-        """`version`: the required one; None: the one that is served."""
+        """`version`: the required one; None: the one that is served.
+
+        With `sample_load`, the fork is abandoned while its sources are slower than the engine's own loader.
+        """
         self.model = model
         self.rank = rank
         self._required_version = version
         self._settings = settings
         self._deadline = deadline
+        self._race = BoxRace(sample_load)
         self.refusals: list[tuple[InstanceReport, str]] = []
         """Instances that cannot serve other layouts, and why; known after `layouts`."""
 
@@ -313,7 +327,7 @@ class BoxFork:
         return weights
 
     def fetch_into(self, memory: BoxMemory, assignment: BoxAssignment, weights: BoxWeights) -> None:
-        """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`."""
+        """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`, and SlowSources."""
         began = time.monotonic()
         running: dict[Future[FetchedPart], AssignedPart] = {}
         try:
@@ -325,7 +339,9 @@ class BoxFork:
                             layout, tensors = self.layouts[part.layout], _allocated(memory, part.boxes)
                             running[pool.submit(self._timed_part, layout, part.boxes, tensors)] = part
                         pending = []
-                        for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        done = wait(running, COMPARE_INTERVAL_S, FIRST_COMPLETED).done
+                        self._race.compare(weights.needed_bytes)
+                        for future in done:
                             part = running[future]
                             if isinstance(error := future.exception(), RforkError):
                                 del running[future]
@@ -336,9 +352,11 @@ class BoxFork:
                                 del running[future]
                                 memory.filled(part.boxes)
                                 assignment.completed(part)
-                finally:
+                except BaseException:
                     for future in running:
                         future.cancel()
+                    self._race.cancel()
+                    raise
         finally:  # their seeds are closed with the others
             ended = [each for each in running if not each.cancelled() and each.exception() is None]
             weights.parts += [each.result() for each in ended]
@@ -400,9 +418,9 @@ class BoxFork:
         settings = self._settings.model_copy(
             update={"deadline_s": remaining_s, "snapshot": None, "resume_dir": None, "shm_mode": "copy"}
         )
-        report = ForkSession(
-            module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected)
-        ).run()
+        session = ForkSession(module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected))
+        with self._race.running(session):
+            report = session.run()
         return FetchedPart(boxes, report, layout, seed=report.seed)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +58,7 @@ log = logger(__name__)
 ALTERNATIVES_HINT: Final = "start a seed, or pass a checkpoint folder to fall back to"
 """Hint if no failure has one."""
 FIX_FALLBACK_HINT: Final = "fix the problem in the last reason, or start a seed"
+ENGINE_LOADER: Final = "the engine's loader"
 OTHER_LAYOUTS: Final = "instances with other layouts"
 OTHER_LAYOUTS_URI: Final = "layouts:"
 SAMPLE_TIMEOUT_S: Final = 10.0
@@ -186,7 +187,7 @@ def engine_fallback(
     def opened(module: nn.Module, image: Image, derived: DerivedTensors) -> None:
         check()
 
-    return Fallback("the engine's loader", _reject_in_place, open=opened, load_out_of_place=load, path=path)
+    return Fallback(ENGINE_LOADER, _reject_in_place, open=opened, load_out_of_place=load, path=path)
 
 
 def layouts_fallback(
@@ -481,7 +482,7 @@ class FallbackRunner:
         return None
 
     def _measure(self, fallback: Fallback, storage: ImageStorage | None) -> OwnLoad | None:
-        from rfork.storage.io.sample import sample_files, sample_rate
+        from rfork.storage.io.sample import sample_rate
 
         image_bytes, settings = self.target.image.layout.image_bytes, options.load(StorageSettings)
         # Files of an instance that adopts the version of its sources may contain another one.
@@ -494,10 +495,8 @@ class FallbackRunner:
         path = fallback.path() if fallback.path is not None else None
         if path is None:
             return None
-        rate, rank = sample_files(path, settings), self.seed.identity.rank
-        # The ranks of a replica load together, mostly from one disk.
-        load_s = image_bytes * rank.tp_size * rank.pp_size / rate
-        return OwnLoad(fallback.name, rate, load_s, replaces_fork=replaces_fork)
+        own = sampled_load(fallback.name, path, image_bytes, self.seed.identity.rank, settings)
+        return replace(own, replaces_fork=replaces_fork)
 
     # -- loading ----------------------------------------------------------------------------------------
 
@@ -605,6 +604,18 @@ class FallbackRunner:
             self._is_closed = True
             for storage in self._chunk_sources.values():
                 storage.close()
+
+
+def sampled_load(name: str, path: Path, image_bytes: int, rank: Rank, settings: StorageSettings) -> OwnLoad:
+    """Return how long a loader takes for a rank's image, from a sample of the file or folder that it reads.
+
+    Raises StorageError subclasses.
+    """
+    from rfork.storage.io.sample import sample_files
+
+    rate = sample_files(path, settings)
+    # The ranks of a replica load together, mostly from one disk.
+    return OwnLoad(name, rate, image_bytes * rank.tp_size * rank.pp_size / rate)
 
 
 def _check_version(snapshot: Snapshot, version: str | None) -> None:

@@ -158,6 +158,11 @@ class ForkSession:
         if self._transfer is not None:
             self._transfer.cancel()
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that have been received so far. Any thread."""
+        return self._transfer.stats.bytes_read if self._transfer is not None else 0
+
     def run(self) -> ForkReport:
         """Fill the module; returns the report, with the seed that this process now is.
 

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
 from rfork.cli.app import app
 from rfork.engines.relocation import tensors_of
-from rfork.errors import NoSource
+from rfork.errors import NoSource, SlowSources
 from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork
+from rfork.receiver.own_load import OwnLoad
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
@@ -172,6 +173,26 @@ def test_a_fleet_without_placement_maps(planner: str, start_seed: StartShardedSe
         _ = fork.layouts
     with PlannerClient.of(settings_of(planner)) as client:
         assert 1 == len(client.forks(model=MODEL))
+
+
+def test_a_fork_that_is_slower_than_the_own_load_ends(planner: str, start_seed: StartShardedSeed) -> None:
+    """The engine's loader replaces it at once; the source is not blamed."""
+    start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S)
+    deadline = time.monotonic() + DEADLINE_S
+    fork = BoxFork(
+        MODEL,
+        Rank(tp_size=2),
+        "v1",
+        settings_of(planner),
+        deadline=deadline,
+        sample_load=lambda byte_count: OwnLoad("the engine's loader", byte_count / 0.5, 0.5),
+    )
+    engine = ShardedEngine(SHAPE, 0, 2)
+    weights = fork.fetch(engine.record(fork.checkpoint))
+    with pytest.raises(SlowSources, match="the engine's loader about 0.5 s"):
+        weights.load(engine.load_from, tensors_of)
+    with PlannerClient.of(settings_of(planner)) as client:
+        assert not any(info.accused or info.quarantined for info in client.instances())
 
 
 def test_other_versions_are_never_mixed(planner: str, start_seed: StartShardedSeed) -> None:

@@ -22,7 +22,7 @@ from rfork.planner_client.client import PlannerClient
 from rfork.receiver.box_fork import BoxFork
 from rfork.receiver.own_load import OwnLoad
 from rfork.schema import Rank
-from rfork.settings import InstanceSettings
+from rfork.settings import InstanceSettings, TransportName
 from tests.conftest import StartRfork
 from tests.integration.sharded_seed import MODEL, SHAPE
 from tests.processes import RforkProcess
@@ -45,14 +45,22 @@ def planner(rfork_process: StartRfork) -> str:
 
 @pytest.fixture
 def start_seed(planner: str) -> Iterator[StartShardedSeed]:
-    """Starts seeds of one rank: ``start(rank, size, *options, version="v1", bytes_per_s=None)``."""
+    """Starts seeds of one rank: ``start(rank, size, *options, version="v1", bytes_per_s=None, transport="http")``."""
     started: list[RforkProcess] = []
 
-    def start(rank: int, size: int, *options: str, version: str = "v1", bytes_per_s: int | None = None) -> RforkProcess:
+    def start(
+        rank: int,
+        size: int,
+        *options: str,
+        version: str = "v1",
+        bytes_per_s: int | None = None,
+        transport: str = "http",
+    ) -> RforkProcess:
         environment = {
             **os.environ,
             "RFORK_PLANNER": planner,
-            "RFORK_TRANSPORTS": "http",
+            "RFORK_TRANSPORTS": transport,
+            "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
             "RFORK_NODE_NAME": f"source-{len(started)}",
         }
         if bytes_per_s is not None:
@@ -69,12 +77,13 @@ def start_seed(planner: str) -> Iterator[StartShardedSeed]:
         print(process.transcript())
 
 
-def settings_of(planner: str) -> InstanceSettings:
-    """Return the target's settings."""
+def settings_of(planner: str, transport: TransportName = "http") -> InstanceSettings:
+    """Return the target's settings. Over shared memory, it is on the host of the first source."""
     return InstanceSettings(
         planner=planner,
-        transports=("http",),
-        node_name="target",
+        transports=(transport,),
+        allow_unauthenticated_tcp=True,
+        node_name="source-0" if transport == "shared_memory" else "target",
         source_idle_timeout_s=2,
         no_source_timeout_s=1,
         min_source_bytes_per_s=1000,
@@ -85,10 +94,13 @@ def settings_of(planner: str) -> InstanceSettings:
 class Target:
     """One rank that was loaded from other layouts."""
 
-    def __init__(self, planner: str, rank: int, size: int, version: str | None = "v1") -> None:
+    def __init__(
+        self, planner: str, rank: int, size: int, version: str | None = "v1", *, transport: TransportName = "http"
+    ) -> None:
         deadline = time.monotonic() + DEADLINE_S
         self.engine = ShardedEngine(SHAPE, rank, size)
-        fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings_of(planner), deadline=deadline)
+        settings = settings_of(planner, transport)
+        fork = BoxFork(MODEL, Rank(tp=rank, tp_size=size), version, settings, deadline=deadline)
         self.weights = fork.fetch(self.engine.record(fork.checkpoint))
         self.module = self.weights.load(self.engine.load_from, tensors_of)
 
@@ -124,6 +136,15 @@ def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedS
     target = Target(planner, 0, 1, version=None)
     assert "v1" == target.weights.version
     assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "transfer_engine"])
+def test_boxes_over_other_transports(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
+    """Both boxes in a source's tensors and copied ones are read over each transport that serves images."""
+    start_seed(0, 1, transport=transport)
+    target = Target(planner, 1, 2, transport=transport)
+    assert {transport} == {share.transport for part in target.weights.parts for share in part.report.sources}
     assert [] == target.different_tensors
 
 
@@ -189,7 +210,7 @@ def test_a_fork_that_is_slower_than_the_own_load_ends(planner: str, start_seed: 
     )
     engine = ShardedEngine(SHAPE, 0, 2)
     weights = fork.fetch(engine.record(fork.checkpoint))
-    with pytest.raises(SlowSources, match="the engine's loader about 0.5 s"):
+    with pytest.raises(SlowSources, match=r"loader about 0\.5 s"):
         weights.load(engine.load_from, tensors_of)
     with PlannerClient.of(settings_of(planner)) as client:
         assert not any(info.accused or info.quarantined for info in client.instances())

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ from torch import nn
 
 from rfork.engines.load_or_fork import collect
 from rfork.engines.relocation import RelocatingEngine, tensors_of
-from rfork.placement.box_tensors import OwnMemory
-from rfork.placement.boxes import wanted_boxes
+from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory, SkippedCopies
+from rfork.placement.boxes import Box, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from tests.engines.reference_digests import digest
 from tests.engines.zoo import ARCHITECTURES, Architecture
@@ -69,7 +69,10 @@ def check(engine: Any, folder: Path, trace: Trace) -> dict[str, object]:
     collect()
     filled_later = expected
     if recorded.only_copies:
-        filled_later = digests(adapter.load_from(lambda module: zeros_then_boxes(recorded, weights, module)))
+        memory = CheckpointMemory(recorded.checkpoint)
+        with SkippedCopies(memory.zeros):
+            model = adapter.load_from(lambda module: boxes_after(recorded, weights, memory, module))
+        filled_later = digests(model)
     return {
         "checkpoint": sorted(checkpoint.names) == sorted(weights),
         "changed": changed,
@@ -108,15 +111,21 @@ def boxes_only(placement_map: PlacementMap, weights: Mapping[str, torch.Tensor])
         yield name, tensor
 
 
-def zeros_then_boxes(
-    placement_map: PlacementMap, weights: Mapping[str, torch.Tensor], module: nn.Module
+def boxes_after(
+    placement_map: PlacementMap, weights: Mapping[str, torch.Tensor], memory: CheckpointMemory, module: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint with zeros in place of all tensors that are only copied, then fill the model with these."""
     computed_from = frozenset(placement_map.read_completely)
-    for name in placement_map.checkpoint.names:
-        yield name, weights[name].clone() if name in computed_from else torch.zeros_like(weights[name])
-    boxes = [box for box in wanted_boxes(placement_map) if box.tensor not in computed_from]
-    memory = OwnMemory(placement_map, tensors_of(module))
+    boxes: dict[bool, list[Box]] = {True: [], False: []}
+    for box in wanted_boxes(placement_map):
+        boxes[box.tensor in computed_from].append(box)
+    fill(memory, boxes[True], weights)
+    yield from memory.tensors()
+    fill(OwnMemory(placement_map, tensors_of(module)), boxes[False], weights)
+
+
+def fill(memory: BoxMemory, boxes: Sequence[Box], weights: Mapping[str, torch.Tensor]) -> None:
+    """Fill the memory of boxes with a checkpoint's elements."""
     for box, tensor in zip(boxes, memory.allocate_boxes(boxes).values(), strict=True):
         tensor.copy_(weights[box.tensor][tuple(slice(begin, end) for begin, end in box.bounds)])
     memory.filled(boxes)

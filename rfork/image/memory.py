@@ -171,7 +171,7 @@ class StorageTable(Sequence[torch.Tensor]):
     def _span(self) -> tuple[int, memoryview]:
         """The lowest address and a view from there to the end of the last region; only its slices are accessed.
 
-        A slice of it costs a tenth of a view of its own, and is one object for the garbage collector instead of two.
+        A slice of it costs a fifth of a view of its own, and is one object for the garbage collector instead of two.
         """
         addresses, lengths = self.columns
         base = int(addresses.min())

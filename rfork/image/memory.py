@@ -157,11 +157,25 @@ class StorageTable(Sequence[torch.Tensor]):
         storage, end = self.storages[index], self.addresses[index] + self.lengths[index]
         if end <= storage.data_ptr() + storage.nbytes():
             return self[index]
-        return torch.frombuffer(self.view(index), dtype=torch.uint8)
+        return torch.frombuffer(host_view(self.addresses[index], self.lengths[index]), dtype=torch.uint8)
 
-    def view(self, index: int) -> memoryview:
-        """Return the bytes of a CPU region."""
-        return host_view(self.addresses[index], self.lengths[index])
+    def host_views(self, first: int, stop: int) -> list[memoryview]:
+        """Return the bytes of the CPU regions `[first, stop)`, none of them empty."""
+        if first == stop:
+            return []
+        base, span = self._span
+        extents = zip(self.addresses[first:stop], self.lengths[first:stop], strict=True)
+        return [span[address - base : address - base + length] for address, length in extents]
+
+    @cached_property
+    def _span(self) -> tuple[int, memoryview]:
+        """The lowest address and a view from there to the end of the last region; only its slices are accessed.
+
+        A slice of it costs a fifth of a view of its own, and is one object for the garbage collector instead of two.
+        """
+        addresses, lengths = self.columns
+        base = int(addresses.min())
+        return base, host_view(base, int((addresses + lengths).max()) - base)
 
 
 def _is_adjacent(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
@@ -207,9 +221,7 @@ class Image:
         self._staging = None if copier is None else PinnedStaging(copier)
         self.is_released = False
         """True if its memory was released: its bytes cannot be accessed."""
-        # Created once, because creating one costs more than hashing a small tensor, and lazily, because
-        # creating all of them would dominate the cost of the constructor.
-        self._views: list[memoryview | None] = [None] * len(self.runs)
+        # Created lazily, because creating all of them would dominate the cost of the constructor.
         self._memories: list[torch.Tensor | None] = [None] * len(self.runs)
         self._leaf_plans: dict[int, tuple[torch.device | None, LeafPlan]] = {}  # by chunk
 
@@ -258,7 +270,13 @@ class Image:
 
     def tensor_slices(self, begin: int, end: int) -> list[torch.Tensor]:
         """Return the memory of image range `[begin, end)` as uint8 tensors, 1-D, on their devices, in image order."""
-        return self._slice(self._memories, self.runs.memory, begin, end)
+        first, stop = self._segments_covering(begin, end)
+        found: list[torch.Tensor] = []
+        for index, memory in enumerate(self._memories[first:stop], first):
+            if memory is None:
+                memory = self._memories[index] = self.runs.memory(index)
+            found.append(memory)
+        return self._cut(found, first, begin, end)
 
     @contextmanager
     def reading(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
@@ -313,7 +331,7 @@ class Image:
         """
         begin, end = self.layout.chunks[chunk]
         if self.devices <= {CPU}:
-            return digest_bytes(self._slice(self._views, self.runs.view, begin, end))
+            return digest_bytes(self._host_views(begin, end))
         gpu, plan = self.leaf_plan(chunk)
         hash_leaves = None if gpu is None else gpu_kernel(gpu).hash_leaves
         if gpu is None or hash_leaves is None:
@@ -380,7 +398,7 @@ class Image:
             raise ValueError(f"the other image has layout {other.layout.layout_id}, not {self.layout.layout_id}")
         self.regions, self.runs, self._begins = other.regions, other.runs, other._begins
         self._staging = other._staging
-        self._views, self._memories, self._leaf_plans = other._views, other._memories, other._leaf_plans
+        self._memories, self._leaf_plans = other._memories, other._leaf_plans
         self.is_released = other.is_released
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
@@ -394,22 +412,17 @@ class Image:
             return 0, 0
         return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, end)
 
-    def _slice(self, cache: list[_Part | None], create: Callable[[int], _Part], begin: int, end: int) -> list[_Part]:
-        """Return the parts (one per run) of `[begin, end)`, the first and last cut to it; `cache` caches them."""
+    def _host_views(self, begin: int, end: int) -> list[memoryview]:
+        """Return the bytes of `[begin, end)`; the caller may release the views."""
         first, stop = self._segments_covering(begin, end)
-        found: list[_Part] = []
-        for index, part in enumerate(cache[first:stop], first):
-            if part is None:
-                part = cache[index] = create(index)
-            found.append(part)
-        if found:
-            found[-1] = found[-1][: end - self._begins[stop - 1]]
-            found[0] = found[0][begin - self._begins[first] :]
-        return found
+        return self._cut(self.runs.host_views(first, stop), first, begin, end)
 
-    def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
-        # Views of the cached views, because the caller may release them.
-        return [view[:] for view in self._slice(self._views, self.runs.view, begin, end)]
+    def _cut(self, parts: list[_Part], first: int, begin: int, end: int) -> list[_Part]:
+        """Cut the first and the last of these parts, one for each run from `first` on, to `[begin, end)`."""
+        if parts:
+            parts[-1] = parts[-1][: end - self._begins[first + len(parts) - 1]]
+            parts[0] = parts[0][begin - self._begins[first] :]
+        return parts
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
         self._segments_covering(begin, end)  # reject a range outside the image before the first step

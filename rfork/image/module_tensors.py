@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cache, cached_property
 from hashlib import sha256
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -244,6 +244,23 @@ def state_of_module(module: nn.Module, excluded: Excluded | None = None) -> Modu
     return walk.state
 
 
+class _ModuleClass(NamedTuple):
+    """Shared properties of the modules of one class."""
+
+    type_info: ObjectType
+    is_script: bool
+    has_extra_state: bool
+    """State that `get_extra_state` returns, outside tensors."""
+
+    @classmethod
+    def of(cls, module_class: type[nn.Module]) -> _ModuleClass:
+        return cls(
+            object_type(module_class, nn.Module),
+            issubclass(module_class, torch.jit.ScriptModule),
+            module_class.get_extra_state is not nn.Module.get_extra_state,
+        )
+
+
 class _TensorWalker:
     """One traversal. Objects are entered once, and containers on the current path are not entered again, so cycles end.
 
@@ -261,6 +278,7 @@ class _TensorWalker:
         """
         self._path: set[int] = set()
         self._classes: dict[type, ObjectType] = {}
+        self._module_classes: dict[type[nn.Module], _ModuleClass] = {}
         self._ordinary: set[type] = set()
         """Classes of objects other than tensors, modules, containers, code and plain values."""
         self._visited = 0
@@ -287,10 +305,11 @@ class _TensorWalker:
             for key, tensor in registry.items():
                 if tensor is not None:
                     self._tensor(prefix + key, tensor)
-        type_info = self._classes.get(module_class)
-        if type_info is None:
-            type_info = self._classes[module_class] = object_type(module_class, nn.Module)
-        if isinstance(module, torch.jit.ScriptModule):
+        known = self._module_classes.get(module_class)
+        if known is None:
+            known = self._module_classes[module_class] = _ModuleClass.of(module_class)
+        type_info, is_script, has_extra_state = known
+        if is_script:
             self._script(name, module)
         else:
             attributes = vars(module)
@@ -308,7 +327,7 @@ class _TensorWalker:
                 if hooks := attributes.get(key):
                     for index, hook in enumerate(hooks.values()):
                         self._value(f"{prefix}{key}.{index}", hook, compare=False)
-        if module_class.get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state:
             self.state.refused[f"{prefix}_extra_state"] = (
                 f"{module_class.__name__}.get_extra_state keeps state outside tensors"
             )
@@ -323,7 +342,7 @@ class _TensorWalker:
         for name, value, compare in self._postponed:
             self._value(name, value, compare=compare)
 
-    def _script(self, name: str, module: torch.jit.ScriptModule) -> None:
+    def _script(self, name: str, module: nn.Module) -> None:
         """Check a script module for state other than parameters and buffers, which is in its code."""
         if id(module) in self._seen or not hasattr(module, "_c"):
             return

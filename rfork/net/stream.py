@@ -78,7 +78,7 @@ class ScatterCursor:
 
     def _next(self) -> None:
         for views in self._steps:
-            self._views = [memoryview(view) for view in views if len(view)]
+            self._views = [view if isinstance(view, memoryview) else memoryview(view) for view in views if len(view)]
             self._ends = list(accumulate(map(len, self._views), initial=self.done))[1:]
             self._index = 0
             if self._ends:

@@ -7,6 +7,7 @@ instances that have them can serve it. This module does not import torch, so the
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
@@ -34,6 +35,7 @@ MAX_ENCODED_BOXES = 1 << 20
 MAX_LINE_BYTES = 1 << 14
 MAX_ITEMSIZE = 16
 MAX_TENSOR_BYTES = 1 << 50
+_JSON_DECODER = json.JSONDecoder()
 
 
 class Box(NamedTuple):
@@ -50,7 +52,7 @@ class Box(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the box's tensor in a box image."""
-        index = ",".join(f"{begin}:{begin + size}" for begin, size in zip(self.start, self.sizes, strict=True))
+        index = ",".join([f"{begin}:{begin + size}" for begin, size in zip(self.start, self.sizes, strict=True)])
         return f"{self.tensor}[{index}]"
 
     @property
@@ -86,7 +88,7 @@ class Box(NamedTuple):
         )
 
 
-BOX_START, BOX_SIZES = Box._fields.index("start"), Box._fields.index("sizes")
+BOX_ITEMSIZE, BOX_SHAPE, BOX_START, BOX_SIZES = map(Box._fields.index, ("itemsize", "shape", "start", "sizes"))
 """Positions of fields."""
 
 
@@ -181,17 +183,13 @@ def _by_rank(boxes: Sequence[Box]) -> Iterator[_BoxGroup]:
             groups.setdefault(len(box.shape), []).append(position)
     for rank, positions in groups.items():
         found = [boxes[position] for position in positions]
-        starts, sizes = (
-            np.fromiter(chain.from_iterable(map(itemgetter(field), found)), np.int64, len(found) * rank)
-            for field in (BOX_START, BOX_SIZES)
-        )
-        types: dict[tuple[object, ...], TensorType] = {}
+        starts = _matrix(found, BOX_START, rank)
+        types: dict[tuple[object, ...], TensorType] = {}  # by dtype, item size and shape
         table = TensorTable(
             map(itemgetter(0), found),
             (types.get(box[1:4]) or types.setdefault(box[1:4], box.tensor_type) for box in found),
         )
-        starts = starts.reshape(len(found), rank)
-        stops = starts + sizes.reshape(len(found), rank)
+        stops = starts + _matrix(found, BOX_SIZES, rank)
         yield _BoxGroup(found, np.array(positions, dtype=np.int64), table, starts, stops)
 
 
@@ -260,7 +258,13 @@ def _different_rows(source: PlacementMap, table: TensorTable, rank: int) -> tupl
 
 def encode_boxes(boxes: Iterable[Box]) -> bytes:
     """Return the encoded boxes. Equal boxes have equal bytes."""
-    lines = [json.dumps(box, separators=(",", ":")) + "\n" for box in boxes]
+    known: dict[tuple[object, ...], str] = {}
+    lines: list[str] = []
+    for box in boxes:
+        rest = known.get(box[1:])  # few differ: the layers of a model repeat
+        if rest is None:
+            rest = known[box[1:]] = json.dumps(box[1:], separators=(",", ":"))[1:]
+        lines.append(f"[{json.dumps(box.tensor)},{rest}\n")
     return BOXES_FORMAT.packed("".join(lines).encode())
 
 
@@ -278,6 +282,7 @@ def decode_boxes(data: bytes) -> tuple[Box, ...]:
     try:
         # Each line is limited and decoded by itself, so invalid text never becomes millions of objects.
         boxes = tuple(_decoded(line) for line in body.splitlines())
+        _require_valid(boxes)
         _require_consistent(boxes)
     except DECODING_ERRORS as error:
         raise ValueError(f"invalid list of boxes: {error}") from error
@@ -287,36 +292,56 @@ def decode_boxes(data: bytes) -> tuple[Box, ...]:
 def _decoded(line: bytes) -> Box:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"a box of {len(line)} bytes; the limit is {MAX_LINE_BYTES}")
-    tensor, dtype, itemsize, shape, start, sizes = json.loads(line)
+    text = line.decode()
+    (tensor, dtype, itemsize, shape, start, sizes), end = _JSON_DECODER.raw_decode(text)
+    if end != len(text):
+        raise ValueError("text after a box")
     if not isinstance(tensor, str) or not isinstance(dtype, str):
         raise TypeError("a name that is no text")
     if not isinstance(shape, list) or not isinstance(start, list) or not isinstance(sizes, list):
         raise TypeError("sizes that are no list")
-    if any(type(each) is not int for each in (itemsize, *shape, *start, *sizes)):
-        raise TypeError("a size that is no integer")
-    if not 0 < itemsize <= MAX_ITEMSIZE:
-        raise ValueError(f"an item size of {itemsize}")
-    for first, size, limit in zip(start, sizes, shape, strict=True):
-        if size < 1:
-            raise ValueError("a box without elements")
-        if first < 0 or first + size > limit:
-            raise ValueError("a box outside its tensor")
-    if itemsize * prod(shape) > MAX_TENSOR_BYTES:
-        raise ValueError(f"a tensor of more than {MAX_TENSOR_BYTES} bytes")
+    if not len(shape) == len(start) == len(sizes):
+        raise ValueError("a box with other dimensions than its tensor")
     return Box(tensor, dtype, itemsize, tuple(shape), tuple(start), tuple(sizes))
+
+
+def _require_valid(boxes: Sequence[Box]) -> None:
+    """Raise TypeError, ValueError or OverflowError if a box has no elements, is outside its tensor, or is too large."""
+    numbers = (map(itemgetter(field), boxes) for field in (BOX_SHAPE, BOX_START, BOX_SIZES))
+    if not {type(box.itemsize) for box in boxes}.union(*(map(type, chain(*each)) for each in numbers)) <= {int}:
+        raise TypeError("a size that is no integer")
+    for box in boxes:
+        if not 0 < box.itemsize <= MAX_ITEMSIZE:
+            raise ValueError(f"an item size of {box.itemsize}")
+    for rank in {len(box.shape) for box in boxes}:
+        of_rank = [box for box in boxes if len(box.shape) == rank]
+        shapes, starts, sizes = (_matrix(of_rank, field, rank) for field in (BOX_SHAPE, BOX_START, BOX_SIZES))
+        if np.any(sizes < 1):
+            raise ValueError("a box without elements")
+        if np.any(starts < 0) or np.any(sizes > shapes) or np.any(starts > shapes - sizes):
+            raise ValueError("a box outside its tensor")
+        # Floats, which do not overflow, are exact up to more than the limit.
+        itemsizes = np.fromiter(map(itemgetter(BOX_ITEMSIZE), of_rank), np.float64, len(of_rank))
+        if np.any(np.prod(shapes, axis=1, dtype=np.float64) * itemsizes > MAX_TENSOR_BYTES):
+            raise ValueError(f"a tensor of more than {MAX_TENSOR_BYTES} bytes")
+
+
+def _matrix(boxes: Sequence[Box], field: int, rank: int) -> Column:
+    """Return a field of boxes with `rank` dimensions, a row for each box."""
+    values = np.fromiter(chain.from_iterable(map(itemgetter(field), boxes)), np.int64, len(boxes) * rank)
+    return values.reshape(len(boxes), rank)
 
 
 def _require_consistent(boxes: Sequence[Box]) -> None:
     """Raise ValueError if a box occurs twice, or if boxes of one tensor differ in its type."""
-    types: dict[str, TensorType] = {}
-    found: set[Box] = set()
+    types: dict[str, tuple[object, ...]] = {}
     for box in boxes:
-        tensor_type = box.tensor_type
+        tensor_type = box[1:4]  # dtype, item size and shape
         if types.setdefault(box.tensor, tensor_type) != tensor_type:
             raise ValueError(f"two types of the tensor {box.tensor}")
-        if box in found:
-            raise ValueError(f"two boxes {box.name}")
-        found.add(box)
+    if len(set(boxes)) != len(boxes):
+        ((box, _),) = Counter(boxes).most_common(1)
+        raise ValueError(f"two boxes {box.name}")
 
 
 def box_map(boxes: Sequence[Box]) -> PlacementMap:
@@ -328,12 +353,18 @@ def box_map(boxes: Sequence[Box]) -> PlacementMap:
     _require_consistent(boxes)
     builder = PlacementMapBuilder()
     checkpoint: dict[str, int] = {}
+    types: dict[tuple[object, ...], tuple[TensorType, BoxType]] = {}
     for box in boxes:
         tensor = checkpoint.get(box.tensor)
         if tensor is None:
             tensor = checkpoint[box.tensor] = builder.checkpoint.append(box.tensor, box.tensor_type)
-        strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
-        own = builder.own.append(box.name, TensorType(box.dtype, box.itemsize, box.sizes, strides))
-        if box.byte_count:
-            builder.append(tensor, box.start, own, 0, BoxType(box.sizes, strides))
+        key = (box.dtype, box.itemsize, box.sizes)
+        known = types.get(key)
+        if known is None:
+            strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
+            known = types[key] = TensorType(*key, strides), BoxType(box.sizes, strides)
+        own_type, box_type = known
+        own = builder.own.append(box.name, own_type)
+        if 0 not in box.sizes:
+            builder.append(tensor, box.start, own, 0, box_type)
     return builder.build()

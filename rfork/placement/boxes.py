@@ -7,8 +7,11 @@ instances that have them can serve it. This module does not import torch, so the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +24,18 @@ from rfork.placement.placement_map import (
     Column,
     PlacementMap,
     PlacementMapBuilder,
+    TensorTable,
     TensorType,
 )
 from rfork.placement.strided import Bounds, contiguous_strides, joined
+from rfork.placement.tiles import BoxParts, tuples
 
 BOXES_FORMAT = BinaryFormat("list of boxes", b"rfork-boxes\n", 1, 256 << 20)
 MAX_ENCODED_BOXES = 1 << 20
 MAX_LINE_BYTES = 1 << 14
 MAX_ITEMSIZE = 16
 MAX_TENSOR_BYTES = 1 << 50
+_JSON_DECODER = json.JSONDecoder()
 
 
 class Box(NamedTuple):
@@ -46,7 +52,7 @@ class Box(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the box's tensor in a box image."""
-        index = ",".join(f"{begin}:{begin + size}" for begin, size in zip(self.start, self.sizes, strict=True))
+        index = ",".join([f"{begin}:{begin + size}" for begin, size in zip(self.start, self.sizes, strict=True)])
         return f"{self.tensor}[{index}]"
 
     @property
@@ -82,6 +88,10 @@ class Box(NamedTuple):
         )
 
 
+BOX_ITEMSIZE, BOX_SHAPE, BOX_START, BOX_SIZES = map(Box._fields.index, ("itemsize", "shape", "start", "sizes"))
+"""Positions of fields."""
+
+
 class Division(NamedTuple):
     """Assignment of disjoint boxes to sources."""
 
@@ -97,25 +107,28 @@ def wanted_boxes(placement_map: PlacementMap) -> list[Box]:
     A box is the bounding box of the tensor's rows, or the complete tensor if its elements flow into computed values.
     """
     checkpoint = placement_map.checkpoint
-    complete = {checkpoint.positions[name] for name in placement_map.read_completely}
-    rows = placement_map.rows_of_checkpoint
-    starts, positions = placement_map.starts.tolist(), placement_map.start_positions.tolist()
-    types = placement_map.box_type_indices.tolist()
-    found: list[Box] = []
-    for tensor in sorted(complete.union(rows)):
-        name, (dtype, itemsize, shape, _) = checkpoint.names[tensor], checkpoint.type_of(tensor)
-        start, sizes = (0,) * len(shape), shape
-        if tensor not in complete and shape:
-            boxes = [
-                (starts[positions[row] : positions[row + 1]], placement_map.box_types[types[row]].sizes)
-                for row in rows[tensor]
-            ]
-            start = tuple(map(min, zip(*(begin for begin, _ in boxes), strict=True)))
-            ends = (map(int.__add__, begin, sizes) for begin, sizes in boxes)
-            sizes = tuple(end - first for first, end in zip(start, map(max, zip(*ends, strict=True)), strict=True))
-        if 0 not in sizes:
-            found.append(Box(name, dtype, itemsize, shape, start, sizes))
-    return found
+    is_complete = np.zeros(len(checkpoint), dtype=bool)
+    is_complete[[checkpoint.positions[name] for name in placement_map.read_completely]] = True
+    bounds: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for rank in {len(each.shape) for each in checkpoint.types}:
+        boxes = placement_map.row_boxes(rank)
+        order = np.argsort(boxes.tensors, kind="stable")
+        order = order[~is_complete[boxes.tensors[order]]]
+        tensors = boxes.tensors[order]
+        first = np.flatnonzero(np.concatenate([[True], tensors[1:] != tensors[:-1]])[: len(tensors)])
+        if len(first):
+            starts = np.minimum.reduceat(boxes.starts[order], first, axis=0)
+            sizes = np.maximum.reduceat(boxes.stops[order], first, axis=0) - starts
+            bounds.update(zip(tensors[first].tolist(), zip(tuples(starts), tuples(sizes), strict=True), strict=True))
+    for tensor in np.flatnonzero(is_complete).tolist():
+        shape = checkpoint.type_of(tensor).shape
+        bounds[tensor] = (0,) * len(shape), shape
+    names, types, indices = checkpoint.names, checkpoint.types, checkpoint.type_indices
+    return [
+        Box(names[tensor], *types[indices[tensor]][:3], *bounds[tensor])
+        for tensor in sorted(bounds)
+        if 0 not in bounds[tensor][1]
+    ]
 
 
 def divide(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> Division:
@@ -124,21 +137,93 @@ def divide(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> Division:
     A part may consist of several rows of its source: adjacent elements of one source are one box.
     """
     pool = SourcePool(sources)
-    parts: list[list[Box]] = [[] for _ in sources]
-    missing: list[tuple[Box, str]] = []
-    for box in wanted:
-        if not box.byte_count:
-            continue
-        owners = pool.owners(box.tensor, box.tensor_type)
-        found, remaining = pool.overlaps(owners, box.bounds)
-        bounds_of: dict[int, list[Bounds]] = {}
-        for overlap in found:
-            bounds_of.setdefault(overlap.source, []).append(overlap.bounds)
-        for source, bounds in bounds_of.items():
-            parts[source].extend(map(box.part, joined(bounds)))
-        for each in joined(remaining):
-            missing.append((box.part(each), pool.missing_reason(owners, box.tensor, each)))
-    return Division(tuple(map(tuple, parts)), tuple(missing))
+    parts: list[_OrderedBoxes] = [_OrderedBoxes([], []) for _ in sources]
+    missing: list[tuple[int, Box, str]] = []
+    for group in _by_rank(wanted):
+        found = pool.parts(group.table, np.arange(len(group.boxes)), group.starts, group.stops)
+        _add_tiles(parts, group, found.tiles)
+        _add_parts(parts, group, found.others)
+        for box, owners, bounds in found.missing:
+            for each in joined(bounds):
+                reason = pool.missing_reason(owners, group.boxes[box].tensor, each)
+                missing.append((int(group.positions[box]), group.boxes[box].part(each), reason))
+    missing.sort(key=itemgetter(0))
+    return Division(tuple(part.in_order() for part in parts), tuple((box, reason) for _, box, reason in missing))
+
+
+class _OrderedBoxes(NamedTuple):
+    """Boxes, and the positions of the wanted ones that they are part of."""
+
+    positions: list[int]
+    boxes: list[Box]
+
+    def in_order(self) -> tuple[Box, ...]:
+        """Return the boxes in the order of the wanted ones."""
+        order: list[int] = np.argsort(np.array(self.positions, dtype=np.int64), kind="stable").tolist()
+        return tuple(map(self.boxes.__getitem__, order))
+
+
+class _BoxGroup(NamedTuple):
+    """Boxes with elements, of tensors with one number of dimensions, in columns."""
+
+    boxes: list[Box]
+    positions: Column
+    """Position of each box among all."""
+    table: TensorTable
+    """Tensor of each box."""
+    starts: Column
+    stops: Column
+
+
+def _by_rank(boxes: Sequence[Box]) -> Iterator[_BoxGroup]:
+    """Yield the boxes that have elements."""
+    groups: dict[int, list[int]] = {}
+    for position, box in enumerate(boxes):
+        if 0 not in box.sizes:
+            groups.setdefault(len(box.shape), []).append(position)
+    for rank, positions in groups.items():
+        found = [boxes[position] for position in positions]
+        starts = _matrix(found, BOX_START, rank)
+        types: dict[tuple[object, ...], TensorType] = {}  # by dtype, item size and shape
+        table = TensorTable(
+            map(itemgetter(0), found),
+            (types.get(box[1:4]) or types.setdefault(box[1:4], box.tensor_type) for box in found),
+        )
+        stops = starts + _matrix(found, BOX_SIZES, rank)
+        yield _BoxGroup(found, np.array(positions, dtype=np.int64), table, starts, stops)
+
+
+def _add_tiles(parts: Sequence[_OrderedBoxes], group: _BoxGroup, tiles: BoxParts) -> None:
+    """Add tiles of a group's boxes to the parts of their sources. Adjacent tiles are joined."""
+    tiles = tiles.only(np.lexsort((*tiles.starts.T[::-1], tiles.boxes, tiles.sources)))
+    is_adjacent = (tiles.boxes[1:] == tiles.boxes[:-1]) & (tiles.sources[1:] == tiles.sources[:-1])
+    is_adjacent &= np.any(tiles.starts[1:] == tiles.stops[:-1], axis=1)
+    first = np.concatenate([[True], ~is_adjacent])[: len(tiles.boxes)]
+    last = np.concatenate([~is_adjacent, [True]])[: len(tiles.boxes)]
+    indices, starts, stops = tiles.boxes[first], tiles.starts[first], tiles.stops[last]
+    is_complete = np.all((starts == group.starts[indices]) & (stops == group.stops[indices]), axis=1)
+    limits = np.searchsorted(tiles.sources[first], np.arange(len(parts) + 1)).tolist()
+    for part, (begin, end) in zip(parts, pairwise(limits), strict=True):
+        boxes = [group.boxes[index] for index in indices[begin:end].tolist()]
+        cut = begin + np.flatnonzero(~is_complete[begin:end])
+        bounds = zip(tuples(starts[cut]), tuples(stops[cut] - starts[cut]), strict=True)
+        for index, start_sizes in zip((cut - begin).tolist(), bounds, strict=True):
+            boxes[index] = Box._make(boxes[index][:BOX_START] + start_sizes)
+        part.positions.extend(group.positions[indices[begin:end]].tolist())
+        part.boxes.extend(boxes)
+
+
+def _add_parts(parts: Sequence[_OrderedBoxes], group: _BoxGroup, found: BoxParts) -> None:
+    """Add any disjoint parts of a group's boxes to the parts of their sources. Adjacent ones are joined."""
+    bounds: dict[tuple[int, int], list[Bounds]] = {}
+    for box, source, start, stop in zip(
+        found.boxes.tolist(), found.sources.tolist(), found.starts.tolist(), found.stops.tolist(), strict=True
+    ):
+        bounds.setdefault((box, source), []).append(tuple(zip(start, stop, strict=True)))
+    for (box, source), all_bounds in bounds.items():
+        boxes = [group.boxes[box].part(each) for each in joined(all_bounds)]
+        parts[source].positions.extend([int(group.positions[box])] * len(boxes))
+        parts[source].boxes.extend(boxes)
 
 
 def coverage(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> list[int]:
@@ -146,51 +231,40 @@ def coverage(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> list[int
 
     An upper bound: rows that overlap in a tensor without being equal count twice. `divide` is exact, and much slower.
     """
-    groups: dict[int, list[Box]] = {}
-    for box in wanted:
-        groups.setdefault(len(box.shape), []).append(box)
     totals = [0] * len(sources)
-    for rank, boxes in groups.items():
-        count = len(boxes)
-        starts = np.array([box.start for box in boxes], dtype=np.int64).reshape(count, rank)
-        ends = starts + np.array([box.sizes for box in boxes], dtype=np.int64).reshape(count, rank)
-        itemsizes = np.array([box.itemsize for box in boxes], dtype=np.int64)
-        elements = np.array([prod(box.sizes) for box in boxes], dtype=np.int64)
-        types = [(box.tensor, box.tensor_type) for box in boxes]
-        for index, source in enumerate(sources):
-            found, begins, sizes = _rows_of(types, source, rank)
-            common = np.minimum(begins + sizes, ends[found]) - np.maximum(begins, starts[found])
-            covered = np.zeros(count, dtype=np.int64)
+    for group in _by_rank(wanted):
+        itemsizes = np.array([box.itemsize for box in group.boxes], dtype=np.int64)
+        elements = np.prod(group.stops - group.starts, axis=1)
+        for position, source in enumerate(sources):
+            found, begins, ends = _different_rows(source, group.table, group.starts.shape[1])
+            common = np.minimum(ends, group.stops[found]) - np.maximum(begins, group.starts[found])
+            covered = np.zeros(len(group.boxes), dtype=np.int64)
             np.add.at(covered, found, np.prod(np.maximum(common, 0), axis=1, dtype=np.int64))
-            totals[index] += int(np.sum(np.minimum(covered, elements) * itemsizes))
+            totals[position] += int(np.sum(np.minimum(covered, elements) * itemsizes))
     return totals
 
 
-def _rows_of(
-    tensors: Sequence[tuple[str, TensorType]], source: PlacementMap, rank: int
-) -> tuple[Column, Column, Column]:
-    """Return the different rows of a source for tensors of `rank` dimensions: position of the tensor, start, sizes."""
-    checkpoint = source.checkpoint
-    wanted = np.full(len(checkpoint) + 1, -1, dtype=np.int64)  # the last one is that of computed rows
-    for position, (name, tensor_type) in enumerate(tensors):
-        tensor = checkpoint.positions.get(name)
-        if tensor is not None and checkpoint.type_of(tensor) == tensor_type:
-            wanted[tensor] = position
-    found = wanted[np.maximum(source.sources, -1)]
-    rows = np.flatnonzero(found >= 0)
-    of_rank = [(each.sizes if len(each.sizes) == rank else (0,) * rank) for each in source.box_types]
-    sizes = np.array(of_rank, dtype=np.int64).reshape(len(of_rank), rank)[source.box_type_indices[rows]]
-    begins = source.starts[source.start_positions[rows][:, None] + np.arange(rank)]
-    found = found[rows]
-    if np.any(np.bincount(found) > 1):  # one box in several own tensors
-        different = np.unique(np.column_stack([found, begins, sizes]), axis=0)
+def _different_rows(source: PlacementMap, table: TensorTable, rank: int) -> tuple[Column, Column, Column]:
+    """Return the different rows of a source for tensors of `rank` dimensions: position in `table`, start and stop."""
+    boxes = source.row_boxes(rank)
+    positions = table.indices_of(source.checkpoint)[boxes.tensors]
+    found = positions >= 0
+    positions, starts, stops = positions[found], boxes.starts[found], boxes.stops[found]
+    if np.any(np.bincount(positions) > 1):  # one box in several own tensors
+        different = np.unique(np.column_stack([positions, starts, stops]), axis=0)
         return different[:, 0], different[:, 1 : 1 + rank], different[:, 1 + rank :]
-    return found, begins, sizes
+    return positions, starts, stops
 
 
 def encode_boxes(boxes: Iterable[Box]) -> bytes:
     """Return the encoded boxes. Equal boxes have equal bytes."""
-    lines = [json.dumps(box, separators=(",", ":")) + "\n" for box in boxes]
+    known: dict[tuple[object, ...], str] = {}
+    lines: list[str] = []
+    for box in boxes:
+        rest = known.get(box[1:])  # few differ: the layers of a model repeat
+        if rest is None:
+            rest = known[box[1:]] = json.dumps(box[1:], separators=(",", ":"))[1:]
+        lines.append(f"[{json.dumps(box.tensor)},{rest}\n")
     return BOXES_FORMAT.packed("".join(lines).encode())
 
 
@@ -208,6 +282,7 @@ def decode_boxes(data: bytes) -> tuple[Box, ...]:
     try:
         # Each line is limited and decoded by itself, so invalid text never becomes millions of objects.
         boxes = tuple(_decoded(line) for line in body.splitlines())
+        _require_valid(boxes)
         _require_consistent(boxes)
     except DECODING_ERRORS as error:
         raise ValueError(f"invalid list of boxes: {error}") from error
@@ -217,36 +292,56 @@ def decode_boxes(data: bytes) -> tuple[Box, ...]:
 def _decoded(line: bytes) -> Box:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"a box of {len(line)} bytes; the limit is {MAX_LINE_BYTES}")
-    tensor, dtype, itemsize, shape, start, sizes = json.loads(line)
+    text = line.decode()
+    (tensor, dtype, itemsize, shape, start, sizes), end = _JSON_DECODER.raw_decode(text)
+    if end != len(text):
+        raise ValueError("text after a box")
     if not isinstance(tensor, str) or not isinstance(dtype, str):
         raise TypeError("a name that is no text")
     if not isinstance(shape, list) or not isinstance(start, list) or not isinstance(sizes, list):
         raise TypeError("sizes that are no list")
-    if any(type(each) is not int for each in (itemsize, *shape, *start, *sizes)):
-        raise TypeError("a size that is no integer")
-    if not 0 < itemsize <= MAX_ITEMSIZE:
-        raise ValueError(f"an item size of {itemsize}")
-    for first, size, limit in zip(start, sizes, shape, strict=True):
-        if size < 1:
-            raise ValueError("a box without elements")
-        if first < 0 or first + size > limit:
-            raise ValueError("a box outside its tensor")
-    if itemsize * prod(shape) > MAX_TENSOR_BYTES:
-        raise ValueError(f"a tensor of more than {MAX_TENSOR_BYTES} bytes")
+    if not len(shape) == len(start) == len(sizes):
+        raise ValueError("a box with other dimensions than its tensor")
     return Box(tensor, dtype, itemsize, tuple(shape), tuple(start), tuple(sizes))
+
+
+def _require_valid(boxes: Sequence[Box]) -> None:
+    """Raise TypeError, ValueError or OverflowError if a box has no elements, is outside its tensor, or is too large."""
+    numbers = (map(itemgetter(field), boxes) for field in (BOX_SHAPE, BOX_START, BOX_SIZES))
+    if not {type(box.itemsize) for box in boxes}.union(*(map(type, chain(*each)) for each in numbers)) <= {int}:
+        raise TypeError("a size that is no integer")
+    for box in boxes:
+        if not 0 < box.itemsize <= MAX_ITEMSIZE:
+            raise ValueError(f"an item size of {box.itemsize}")
+    for rank in {len(box.shape) for box in boxes}:
+        of_rank = [box for box in boxes if len(box.shape) == rank]
+        shapes, starts, sizes = (_matrix(of_rank, field, rank) for field in (BOX_SHAPE, BOX_START, BOX_SIZES))
+        if np.any(sizes < 1):
+            raise ValueError("a box without elements")
+        if np.any(starts < 0) or np.any(sizes > shapes) or np.any(starts > shapes - sizes):
+            raise ValueError("a box outside its tensor")
+        # Floats, which do not overflow, are exact up to more than the limit.
+        itemsizes = np.fromiter(map(itemgetter(BOX_ITEMSIZE), of_rank), np.float64, len(of_rank))
+        if np.any(np.prod(shapes, axis=1, dtype=np.float64) * itemsizes > MAX_TENSOR_BYTES):
+            raise ValueError(f"a tensor of more than {MAX_TENSOR_BYTES} bytes")
+
+
+def _matrix(boxes: Sequence[Box], field: int, rank: int) -> Column:
+    """Return a field of boxes with `rank` dimensions, a row for each box."""
+    values = np.fromiter(chain.from_iterable(map(itemgetter(field), boxes)), np.int64, len(boxes) * rank)
+    return values.reshape(len(boxes), rank)
 
 
 def _require_consistent(boxes: Sequence[Box]) -> None:
     """Raise ValueError if a box occurs twice, or if boxes of one tensor differ in its type."""
-    types: dict[str, TensorType] = {}
-    found: set[Box] = set()
+    types: dict[str, tuple[object, ...]] = {}
     for box in boxes:
-        tensor_type = box.tensor_type
+        tensor_type = box[1:4]  # dtype, item size and shape
         if types.setdefault(box.tensor, tensor_type) != tensor_type:
             raise ValueError(f"two types of the tensor {box.tensor}")
-        if box in found:
-            raise ValueError(f"two boxes {box.name}")
-        found.add(box)
+    if len(set(boxes)) != len(boxes):
+        ((box, _),) = Counter(boxes).most_common(1)
+        raise ValueError(f"two boxes {box.name}")
 
 
 def box_map(boxes: Sequence[Box]) -> PlacementMap:
@@ -258,12 +353,18 @@ def box_map(boxes: Sequence[Box]) -> PlacementMap:
     _require_consistent(boxes)
     builder = PlacementMapBuilder()
     checkpoint: dict[str, int] = {}
+    types: dict[tuple[object, ...], tuple[TensorType, BoxType]] = {}
     for box in boxes:
         tensor = checkpoint.get(box.tensor)
         if tensor is None:
             tensor = checkpoint[box.tensor] = builder.checkpoint.append(box.tensor, box.tensor_type)
-        strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
-        own = builder.own.append(box.name, TensorType(box.dtype, box.itemsize, box.sizes, strides))
-        if box.byte_count:
-            builder.append(tensor, box.start, own, 0, BoxType(box.sizes, strides))
+        key = (box.dtype, box.itemsize, box.sizes)
+        known = types.get(key)
+        if known is None:
+            strides = tuple(step * box.itemsize for step in contiguous_strides(box.sizes))
+            known = types[key] = TensorType(*key, strides), BoxType(box.sizes, strides)
+        own_type, box_type = known
+        own = builder.own.append(box.name, own_type)
+        if 0 not in box.sizes:
+            builder.append(tensor, box.start, own, 0, box_type)
     return builder.build()

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rfork.placement.placement_map import Column, PlacementMap, TensorType
+from rfork.placement.placement_map import Column, PlacementMap, RowBoxes, TensorTable, TensorType
 from rfork.placement.strided import Bounds, common, difference
+from rfork.placement.tiles import BoxParts, SourceRows, tiles, tuples
 
 INDEXED_ROWS = 32
 """Number of source boxes of one checkpoint tensor from which on candidates are found by their sorted starts."""
@@ -118,22 +119,19 @@ class _SourceBoxes:
 
     def __init__(self, placement_map: PlacementMap) -> None:
         self.map = placement_map
-        self.starts = placement_map.starts.tolist()
-        self.positions = placement_map.start_positions.tolist()
-        self.types = placement_map.box_type_indices.tolist()
-        self.owns = placement_map.owns.tolist()
-        self.offsets = placement_map.offsets.tolist()
         self._index: dict[int, tuple[int, Column, Column, Column]] = {}
 
-    def bounds(self, row: int) -> Bounds:
-        begin = self.starts[self.positions[row] : self.positions[row + 1]]
-        return tuple(
-            (first, first + size) for first, size in zip(begin, self.map.box_types[self.types[row]].sizes, strict=True)
-        )
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        """First indices, their positions and the types of all rows. Python reads elements faster from lists."""
+        return self.map.starts.tolist(), self.map.start_positions.tolist(), self.map.box_type_indices.tolist()
 
-    def strides(self, row: int) -> tuple[int, ...]:
-        strides: tuple[int, ...] = self.map.box_types[self.types[row]].strides
-        return strides
+    def bounds(self, row: int) -> Bounds:
+        starts, positions, types = self._lists
+        begin = starts[positions[row] : positions[row + 1]]
+        return tuple(
+            (first, first + size) for first, size in zip(begin, self.map.box_types[types[row]].sizes, strict=True)
+        )
 
     def candidates(self, tensor: int, wanted: Bounds) -> Sequence[int]:
         """Return the rows of a checkpoint tensor that may overlap a box."""
@@ -173,8 +171,26 @@ class Overlap(NamedTuple):
 
     source: int
     row: int
-    row_bounds: Bounds
     bounds: Bounds
+
+
+class MissingParts(NamedTuple):
+    """Parts of one box that no source has."""
+
+    box: int
+    """Position of the box."""
+    owners: Owners
+    bounds: list[Bounds]
+
+
+class FoundParts(NamedTuple):
+    """Parts of boxes that sources have, each element once. An earlier source is preferred."""
+
+    tiles: BoxParts
+    """Those of boxes that are divided along one dimension at most."""
+    others: BoxParts
+    """Those of the other boxes."""
+    missing: list[MissingParts]
 
 
 class SourcePool:
@@ -182,6 +198,30 @@ class SourcePool:
 
     def __init__(self, sources: Sequence[PlacementMap]) -> None:
         self.boxes = [_SourceBoxes(source) for source in sources]
+
+    def parts(self, checkpoint: TensorTable, tensors: Column, starts: Column, stops: Column) -> FoundParts:
+        """Return the parts of boxes with one number of dimensions. `tensors`: the tensor of each in `checkpoint`."""
+        rows = [SourceRows(source.map, starts.shape[1]) for source in self.boxes]
+        indices = [source.map.checkpoint.indices_of(checkpoint)[tensors] for source in self.boxes]
+        has_few = np.ones(len(tensors), dtype=bool)
+        for source, index in zip(rows, indices, strict=True):
+            has_few &= source.counts[index] < INDEXED_ROWS
+        few = np.flatnonzero(has_few)
+        found = tiles(starts[few], stops[few], rows, [index[few] for index in indices])
+        found = found._replace(boxes=few[found.boxes])
+        is_tiled = np.zeros(len(tensors), dtype=bool)
+        is_tiled[found.boxes] = True
+        overlaps: list[tuple[int, Overlap]] = []
+        missing: list[MissingParts] = []
+        for box in np.flatnonzero(~is_tiled).tolist():
+            tensor = int(tensors[box])
+            owners = self.owners(checkpoint.names[tensor], checkpoint.type_of(tensor))
+            bounds = tuple(zip(starts[box].tolist(), stops[box].tolist(), strict=True))
+            overlapping, remaining = self.overlaps(owners, bounds)
+            overlaps.extend((box, each) for each in overlapping)
+            if remaining:
+                missing.append(MissingParts(box, owners, remaining))
+        return FoundParts(found, _columns_of(overlaps, starts.shape[1]), missing)
 
     def owners(self, name: str, tensor_type: TensorType) -> Owners:
         """Return the sources that have a checkpoint tensor."""
@@ -217,7 +257,7 @@ class SourcePool:
                         continue
                     if overlap != part:
                         left.extend(difference(part, overlap))
-                    found.append(Overlap(position, candidate, there, overlap))
+                    found.append(Overlap(position, candidate, overlap))
                 remaining = left
                 if not remaining:
                     return found, []
@@ -238,49 +278,135 @@ class SourcePool:
         return ", ".join(sorted(operations))
 
 
+def _columns_of(overlaps: Sequence[tuple[int, Overlap]], rank: int) -> BoxParts:
+    """Return the overlaps of boxes, each with the position of its box, in columns."""
+    locations = [(box, overlap.source, overlap.row) for box, overlap in overlaps]
+    boxes, sources, rows = np.array(locations, dtype=np.int64).reshape(len(overlaps), 3).T
+    bounds = np.array([overlap.bounds for _, overlap in overlaps], dtype=np.int64).reshape(len(overlaps), rank, 2)
+    return BoxParts(boxes, sources, rows, bounds[:, :, 0], bounds[:, :, 1])
+
+
 def intersect(sources: Sequence[PlacementMap], target: PlacementMap) -> Relocation:
     """Return the copies that fill the target's own tensors from the own tensors of the sources.
 
     An earlier source is preferred to a later one that has the same elements. All maps must be of the same weights.
     """
     pool = SourcePool(sources)
-    wanted = _SourceBoxes(target)
-    copies = Relocation([], [], [], [], [], [], (), ())
+    order = _order_of_rows(target)
+    copies: list[_Copies] = []
+    missing: list[tuple[int, str, str]] = []
+    for rank in sorted({len(box_type.sizes) for box_type in target.box_types}):
+        boxes = target.row_boxes(rank)
+        found = pool.parts(target.checkpoint, boxes.tensors, boxes.starts, boxes.stops)
+        copies += (_copies_of(sources, target, boxes, parts) for parts in (found.tiles, found.others))
+        for box, owners, bounds in found.missing:
+            row, name = int(boxes.rows[box]), target.checkpoint.names[int(boxes.tensors[box])]
+            reason = pool.missing_reason(owners, name, bounds[0])
+            missing.append((int(order[row]), target.own.names[int(target.owns[row])], reason))
     uncovered = {name: f"computed on load by {operation}" for name, operation in target.computed.items()}
-    merged_types: dict[CopyType, CopyType] = {}
-    for tensor, rows in target.rows_of_checkpoint.items():
-        name, tensor_type = target.checkpoint.names[tensor], target.checkpoint.type_of(tensor)
-        owners = pool.owners(name, tensor_type)
-        for row in rows:
-            own = target.own.names[wanted.owns[row]]
-            box, target_strides = wanted.bounds(row), wanted.strides(row)
-            found, remaining = pool.overlaps(owners, box)
-            for position, candidate, there, overlap in found:
-                source = pool.boxes[position]
-                source_strides = source.strides(candidate)
-                sizes = tuple(end - begin for begin, end in overlap)
-                unmerged = CopyType(tensor_type.itemsize, sizes, source_strides, target_strides)
-                copy_type = merged_types.get(unmerged)
-                if copy_type is None:
-                    copy_type = merged_types[unmerged] = _merged(unmerged)
-                copies.sources.append(position)
-                copies.source_tensors.append(source.map.own.names[source.owns[candidate]])
-                copies.source_offsets.append(source.offsets[candidate] + _distance(there, overlap, source_strides))
-                copies.target_tensors.append(own)
-                copies.target_offsets.append(wanted.offsets[row] + _distance(box, overlap, target_strides))
-                copies.copy_types.append(copy_type)
-            if remaining:
-                uncovered.setdefault(own, pool.missing_reason(owners, name, remaining[0]))
-    return replace(
+    for _, own, reason in sorted(missing):
+        uncovered.setdefault(own, reason)
+    return _relocation(
         copies,
-        uncovered=tuple(Uncovered(own, reason) for own, reason in uncovered.items()),
-        unwritten=tuple(target.unwritten_elements),
+        order,
+        sources,
+        target,
+        tuple(Uncovered(own, reason) for own, reason in uncovered.items()),
     )
 
 
-def _distance(box: Bounds, part: Bounds, strides: Sequence[int]) -> int:
-    """Return the bytes from a box's first element to that of a part of it."""
-    return sum((begin - first) * step for (first, _), (begin, _), step in zip(box, part, strides, strict=True))
+def _order_of_rows(target: PlacementMap) -> Column:
+    """Return the position of each row among the copies: rows of one checkpoint tensor follow each other."""
+    rows = np.flatnonzero(target.sources >= 0)
+    tensors = target.sources[rows]
+    first = np.zeros(len(target.checkpoint), dtype=np.int64)
+    first[tensors[::-1]] = rows[::-1]
+    order = np.zeros(len(target), dtype=np.int64)
+    order[rows[np.argsort(first[tensors], kind="stable")]] = np.arange(len(rows))
+    return order
+
+
+class _Copies(NamedTuple):
+    """Copies in columns."""
+
+    sources: Column
+    source_owns: Column
+    """Index of the source's own tensor."""
+    source_offsets: Column
+    rows: Column
+    """Row of the target."""
+    target_offsets: Column
+    copy_types: list[CopyType]
+
+
+def _copies_of(sources: Sequence[PlacementMap], target: PlacementMap, boxes: RowBoxes, parts: BoxParts) -> _Copies:
+    """Return the copies of parts of the target's boxes."""
+    rows = boxes.rows[parts.boxes]
+    owns, offsets = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    source_strides: list[tuple[int, ...]] = [()] * len(rows)
+    for position, source in enumerate(sources):
+        of_source = np.flatnonzero(parts.sources == position)
+        source_rows = parts.rows[of_source]
+        owns[of_source] = source.owns[source_rows]
+        offsets[of_source] = _offsets(source, source_rows, parts.starts[of_source])
+        types = source.box_type_indices[source_rows].tolist()
+        for index, box_type in zip(of_source.tolist(), types, strict=True):
+            source_strides[index] = source.box_types[box_type].strides
+    itemsizes = [each.itemsize for each in target.checkpoint.types]
+    type_indices = np.array(target.checkpoint.type_indices, dtype=np.int64)[target.sources[rows]]
+    merged: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], CopyType] = {}
+    copy_types: list[CopyType] = []
+    for key in zip(
+        type_indices.tolist(),
+        target.box_type_indices[rows].tolist(),
+        tuples(parts.stops - parts.starts),
+        source_strides,
+        strict=True,
+    ):
+        copy_type = merged.get(key)
+        if copy_type is None:
+            tensor_type, box_type, sizes, strides = key
+            unmerged = CopyType(itemsizes[tensor_type], sizes, strides, target.box_types[box_type].strides)
+            copy_type = merged[key] = _merged(unmerged)
+        copy_types.append(copy_type)
+    return _Copies(parts.sources, owns, offsets, rows, _offsets(target, rows, parts.starts), copy_types)
+
+
+def _offsets(placement_map: PlacementMap, rows: Column, starts: Column) -> Column:
+    """Return the byte offsets in own tensors of the elements of rows at indices `starts` of the checkpoint tensors."""
+    rank = starts.shape[1]
+    of_rank = [(each.strides if len(each.strides) == rank else (0,) * rank) for each in placement_map.box_types]
+    strides = np.array(of_rank, dtype=np.int64).reshape(len(of_rank), rank)[placement_map.box_type_indices[rows]]
+    begins = placement_map.starts[placement_map.start_positions[rows][:, None] + np.arange(rank)]
+    offsets: Column = placement_map.offsets[rows] + np.sum((starts - begins) * strides, axis=1)
+    return offsets
+
+
+def _relocation(
+    copies: Sequence[_Copies],
+    order: Column,
+    sources: Sequence[PlacementMap],
+    target: PlacementMap,
+    uncovered: tuple[Uncovered, ...],
+) -> Relocation:
+    """Return all copies in the order of the target's rows."""
+    none = np.zeros(0, dtype=np.int64)
+    along = np.argsort(order[np.concatenate([none, *(each.rows for each in copies)])], kind="stable")
+    positions, owns, offsets, rows, target_offsets = (
+        np.concatenate([none, *(each[field] for each in copies)])[along].tolist() for field in range(5)
+    )
+    copy_types = [copy_type for each in copies for copy_type in each.copy_types]
+    target_owns = target.owns.tolist()
+    return Relocation(
+        positions,
+        [sources[position].own.names[own] for position, own in zip(positions, owns, strict=True)],
+        offsets,
+        [target.own.names[target_owns[row]] for row in rows],
+        target_offsets,
+        [copy_types[index] for index in along.tolist()],
+        uncovered,
+        tuple(target.unwritten_elements),
+    )
 
 
 def _merged(copy_type: CopyType) -> CopyType:

@@ -66,11 +66,7 @@ class OwnTensor(NamedTuple):
     @property
     def byte_range(self) -> tuple[int, int]:
         """Bytes of the storage from the tensor's first element to the end of its last."""
-        begin = self.offset * self.itemsize
-        if 0 in self.shape:
-            return begin, begin
-        span = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
-        return begin, begin + (span + 1) * self.itemsize
+        return self.offset * self.itemsize, (self.offset + _span(self.shape, self.strides)) * self.itemsize
 
 
 class LostWrites(NamedTuple):
@@ -86,6 +82,12 @@ class _Written(NamedTuple):
     tensor: CheckpointTensor | None
     operation: str
     box: AlignedRegion
+
+
+@lru_cache(maxsize=1024)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the number of elements from a tensor's first one to the end of its last."""
+    return 0 if 0 in shape else sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
 
 
 @lru_cache(maxsize=1024)

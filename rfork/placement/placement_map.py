@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -103,6 +104,18 @@ class MapRow(NamedTuple):
     """Operation that computed the elements; empty if they are the checkpoint's."""
 
 
+class RowBoxes(NamedTuple):
+    """Boxes of a map's rows in columns, for checkpoint tensors with one number of dimensions."""
+
+    rows: Column
+    tensors: Column
+    """Index of the checkpoint tensor."""
+    starts: Column
+    """First index, per dimension."""
+    stops: Column
+    """End of the indices, per dimension."""
+
+
 class TensorTable:
     """Names of tensors and their types, each type once."""
 
@@ -137,7 +150,14 @@ class TensorTable:
     @cached_property
     def positions(self) -> Mapping[str, int]:
         """Index of each name."""
-        return {name: index for index, name in enumerate(self.names)}
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    def indices_of(self, other: TensorTable) -> Column:
+        """Return the index of each tensor of another table, or -1 if this one has none of that name and type."""
+        types = np.array([self._known.get(each, -1) for each in other.types], dtype=np.int64)
+        indices = np.fromiter(map(self.positions.get, other.names, repeat(-1)), np.int64, len(other))
+        own_types = np.array([*self.type_indices, -2], dtype=np.int64)  # the last one is that of an unknown name
+        return np.where(own_types[indices] == types[other.type_indices], indices, -1)
 
 
 @dataclass
@@ -234,6 +254,15 @@ class PlacementMap:
         ranks = np.array([len(box_type.sizes) for box_type in self.box_types], dtype=np.int64)
         used = np.where(self.sources >= 0, ranks[self.box_type_indices] if len(ranks) else 0, 0)
         return _column(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(used)]))
+
+    def row_boxes(self, rank: int) -> RowBoxes:
+        """Return the boxes of the rows for checkpoint tensors of `rank` dimensions."""
+        begins = self.start_positions[:-1]
+        rows = np.flatnonzero((self.sources >= 0) & (np.diff(self.start_positions) == rank))
+        starts = self.starts[begins[rows][:, None] + np.arange(rank)]
+        of_rank = [(each.sizes if len(each.sizes) == rank else (0,) * rank) for each in self.box_types]
+        sizes = np.array(of_rank, dtype=np.int64).reshape(len(of_rank), rank)[self.box_type_indices[rows]]
+        return RowBoxes(rows, self.sources[rows], starts, starts + sizes)
 
     def __iter__(self) -> Iterator[MapRow]:
         positions = self.start_positions.tolist()

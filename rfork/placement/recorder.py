@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +57,7 @@ class RecordedTensor(torch.Tensor):
     _sizes: tuple[int, ...]
     _steps: tuple[int, ...]
     """Strides, in elements."""
+    _type: torch.dtype
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -76,7 +78,7 @@ class RecordedTensor(torch.Tensor):
         tensor.recorder = recorder
         tensor.checkpoint_view = view
         tensor.operation = operation
-        tensor._sizes, tensor._steps = tuple(shape), tuple(strides)
+        tensor._sizes, tensor._steps, tensor._type = tuple(shape), tuple(strides), dtype
         return tensor
 
     def __init__(self, *_: object) -> None:
@@ -107,6 +109,11 @@ class RecordedTensor(torch.Tensor):
         return torch.Size(self._sizes)
 
     @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Type of the elements."""
+        return self._type
+
+    @property
     def ndim(self) -> int:  # type: ignore[override]
         """Number of dimensions."""
         return len(self._sizes)
@@ -130,7 +137,7 @@ class RecordedTensor(torch.Tensor):
             return self
         dim %= len(sizes)
         part = view.narrowed(dim, start, start + length)
-        return RecordedTensor(self.recorder, part.shape, self._steps, self.dtype, part)
+        return RecordedTensor(self.recorder, part.shape, self._steps, self._type, part)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the element of the first dimension at an index, or what another index selects."""
@@ -138,7 +145,7 @@ class RecordedTensor(torch.Tensor):
         if type(index) is not int or view is None or not sizes or not -sizes[0] <= index < sizes[0]:
             return super().__getitem__(index)
         part = _select(view, 0, index)
-        return RecordedTensor(self.recorder, part.shape, self._steps[1:], self.dtype, part)
+        return RecordedTensor(self.recorder, part.shape, self._steps[1:], self._type, part)
 
     def item(self) -> Any:
         """Return what stands for the value of a tensor with one element."""
@@ -152,7 +159,7 @@ class RecordedTensor(torch.Tensor):
         if view is None or len(self._sizes) != 2:
             return super().t()
         part = _t(view)
-        return RecordedTensor(self.recorder, part.shape, self._steps[::-1], self.dtype, part)
+        return RecordedTensor(self.recorder, part.shape, self._steps[::-1], self._type, part)
 
     def __repr__(self) -> str:  # type: ignore[override]
         content = self.operation or ", ".join(sorted(self.checkpoint_names()))
@@ -205,13 +212,65 @@ class RecordedValue:
     __getattr__ = _read
 
 
-@dataclass(eq=False, slots=True)
-class _StorageWrites:
-    storage: torch.UntypedStorage
-    """Kept, so that no other storage gets its address."""
-    writes: list[Write]
-    read_count: int = 0
-    """Number of writes before the last operation that read the storage."""
+class _WriteLog:
+    """Writes to storages, in the order in which they happen.
+
+    Kept in columns: an object per write, until the end of a recording, would slow down Python's garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        """Storages that are written, by key. Kept, so that no other storage gets the key of one."""
+        self._keys: list[int] = []
+        self._tensors: list[CheckpointTensor | None] = []
+        self._operations: list[str] = []
+        self._checkpoint_offsets: list[int] = []
+        self._own_offsets: list[int] = []
+        self._loops: list[tuple[Loop, ...]] = []
+        self._itemsizes: list[int] = []
+        self._read_ends: dict[int, int] = {}
+        """Number of writes, to any storage, before the last operation that read a storage."""
+
+    def append(self, storage: torch.UntypedStorage, write: Write) -> None:
+        """Append a write to a storage."""
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = storage
+        tensor, operation, (checkpoint_offset, own_offset, loops), itemsize = write
+        self._keys.append(key)
+        self._tensors.append(tensor)
+        self._operations.append(operation)
+        self._checkpoint_offsets.append(checkpoint_offset)
+        self._own_offsets.append(own_offset)
+        self._loops.append(loops)
+        self._itemsizes.append(itemsize)
+
+    def note_read(self, key: int) -> None:
+        """Note that an operation reads a storage."""
+        self._read_ends[key] = len(self._keys)
+
+    def by_storage(self) -> Callable[[int], list[int]]:
+        """Return a function that returns the indices of the writes to a storage, in their order."""
+        keys = np.array(self._keys, dtype=np.int64)
+        order = np.argsort(keys, kind="stable")
+        found, firsts = np.unique(keys[order], return_index=True)
+        first_of = dict(zip(found.tolist(), pairwise([*firsts.tolist(), len(keys)]), strict=True))
+        indices: list[int] = order.tolist()
+
+        def indices_of(key: int) -> list[int]:
+            begin, end = first_of.get(key, (0, 0))
+            return indices[begin:end]
+
+        return indices_of
+
+    def write(self, index: int) -> Write:
+        """Return the write at an index."""
+        region = Region(self._checkpoint_offsets[index], self._own_offsets[index], self._loops[index])
+        return Write(self._tensors[index], self._operations[index], region, self._itemsizes[index])
+
+    def was_read(self, index: int) -> bool:
+        """Return True if an operation has read the storage after the write at an index."""
+        return index < self._read_ends.get(self._keys[index], 0)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -222,7 +281,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._shortcut = _PlainViews(self)
         self._depth = 0
         self._checkpoint: dict[str, CheckpointTensor] = {}
-        self._storages: dict[int, _StorageWrites] = {}
+        self._log = _WriteLog()
         self._read_by_operations: set[str] = set()
         """Names of checkpoint tensors with elements that reached an operation which is not followed."""
         self._thread = threading.get_ident()
@@ -289,13 +348,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on plain tensors, and record the values that it computes."""
         effect = _effect(func)
-        if effect.is_composite and self._storages:
+        if effect.is_composite and self._log.storages:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         used: set[int] = set()
-        if self._storages and (effect.written or effect.creates_tensors):
+        if self._log.storages and (effect.written or effect.creates_tensors):
             used = self._mark_read(func, args, kwargs)
         if effect.written:
             self._mark_written(func, args, kwargs, _operation(func))
@@ -330,10 +389,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note_read(source)
                 self._mark(destination, modified)
             else:
-                writes = self._writes_of(destination)
-                strides, offset = destination.stride(), destination.storage_offset()
+                strides, offset = destination.stride(), int(destination.storage_offset())
                 itemsize = destination.itemsize
-                writes.extend(_write(piece, strides, int(offset), itemsize) for piece in view.pieces)
+                for piece in view.pieces:
+                    self._record(destination, _write(piece, strides, offset, itemsize))
         return destination
 
     def fill(self, destination: torch.Tensor, source: RecordedTensor) -> torch.Tensor:
@@ -359,15 +418,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for piece in tensor.checkpoint_view.pieces:
                 piece.tensor.modified_by = modified_by
 
-    def _writes_of(self, tensor: torch.Tensor) -> list[Write]:
-        """Return the writes to a tensor's storage, to which the caller adds one."""
+    def _record(self, tensor: torch.Tensor, write: Write) -> None:
+        """Record a write to a tensor's storage."""
         if self._at_end or threading.get_ident() != self._thread:
             self._only_copies = False
-        storage = tensor.untyped_storage()
-        found = self._storages.get(storage._cdata)
-        if found is None:
-            found = self._storages[storage._cdata] = _StorageWrites(storage, [])
-        return found.writes
+        self._log.append(tensor.untyped_storage(), write)
 
     def _mark(self, tensor: torch.Tensor, operation: str) -> None:
         """Record that an operation computed all elements of a plain tensor."""
@@ -375,14 +430,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         loops = tuple(Loop(size, 0, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
         region = Region(0, int(tensor.storage_offset()), loops)
-        self._writes_of(tensor).append(Write(None, operation, region, tensor.itemsize))
+        self._record(tensor, Write(None, operation, region, tensor.itemsize))
 
     def _mark_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> None:
         """Record the arguments that an operation writes."""
         for value in _written_arguments(func, args, kwargs):
             if isinstance(value, RecordedTensor):
                 self._modify(value, operation)
-            elif operation not in FILL_OPERATIONS or value.untyped_storage()._cdata in self._storages:
+            elif operation not in FILL_OPERATIONS or value.untyped_storage()._cdata in self._log.storages:
                 self._mark(value, operation)
 
     def _mark_read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
@@ -394,11 +449,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if value.layout is torch.strided:
                 key = value.untyped_storage()._cdata
-                found = self._storages.get(key)
-                if found is not None:
+                if key in self._log.storages:
                     used.add(key)
                     if not any(value is each for each in overwritten):
-                        found.read_count = len(found.writes)
+                        self._log.note_read(key)
                         self._only_copies = False
         return used
 
@@ -447,6 +501,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, each in self._checkpoint.items()
         }
         owners: dict[int, list[OwnTensor]] = {}
+        indices_of = self._log.by_storage()
         read = set(self._read_by_operations)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             # Owners come before their aliases.
@@ -466,19 +521,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 strides = tuple(step * own.itemsize for step in own.strides)
                 index = builder.own.append(own.name, TensorType(own.dtype, own.itemsize, own.shape, strides))
-                read_count = 0
+                indices: list[int] = []
                 if isinstance(tensor, RecordedTensor):
                     writes = _writes_of_recorded(tensor)
                 else:
-                    found = self._storages.get(key)
-                    writes = found.writes if found is not None else []
-                    read_count = found.read_count if found is not None else 0
+                    indices = indices_of(key)
+                    writes = list(map(self._log.write, indices))
                 lost = append_rows(builder, index, own, writes, checkpoint)
                 read |= lost.unfollowed
-                read |= lost.replaced.intersection(_names(writes[:read_count]))
-        for key, found in self._storages.items():
+                if lost.replaced:
+                    were_read = map(self._log.write, filter(self._log.was_read, indices))
+                    read |= lost.replaced.intersection(_names(were_read))
+        for key in self._log.storages:
             ranges = [own.byte_range for own in owners.get(key, ())]
-            read.update(_names(write for write in found.writes if not write.overlaps_any(ranges)))
+            writes_to_storage = map(self._log.write, indices_of(key))
+            read.update(_names(write for write in writes_to_storage if not write.overlaps_any(ranges)))
         builder.read_completely.extend(name for name in self._checkpoint if name in read)
         return builder.build()
 

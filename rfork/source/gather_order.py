@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rfork.image.chunks import Chunks
 from rfork.image.ranges import Range
+
+Column = npt.NDArray[np.int64]
 
 
 class GatherStep(NamedTuple):
@@ -32,20 +35,26 @@ def gather_steps(read: Sequence[Range], written: Sequence[Range], source: Chunks
     `read` and `written`: byte ranges of each copy in the source image and in the image of the boxes, whose divisions
     into chunks are `source` and `boxes`.
     """
+    ends = np.array(written, dtype=np.int64).reshape(len(written), 2)
+    order = np.lexsort((ends[:, 1], ends[:, 0]))
     steps: list[GatherStep] = []
-    last_read = np.full(len(source), -1, np.int64)
+    step_of = np.zeros(len(written), dtype=np.int64)
     size = boxes.chunk_size
-    for index in sorted(range(len(written)), key=written.__getitem__):
+    for index, length in zip(order.tolist(), (ends[order, 1] - ends[order, 0]).tolist(), strict=True):
         if size >= boxes.chunk_size:
             steps.append(GatherStep([], [], []))
             size = 0
         steps[-1].copies.append(index)
-        size += written[index][1] - written[index][0]
-        last_read[_covering(source, read[index])] = len(steps) - 1
-    served_after = np.zeros(len(boxes), np.int64)
-    for begin_end, target in zip(read, written, strict=True):
-        part = served_after[_covering(boxes, target)]
-        np.maximum(part, last_read[_covering(source, begin_end)].max(), out=part)
+        size += length
+        step_of[index] = len(steps) - 1
+    last_read = np.full(len(source), -1, dtype=np.int64)
+    read_by, read_chunks = _covered(source, read)
+    np.maximum.at(last_read, read_chunks, step_of[read_by])
+    verified_after = np.zeros(len(read), dtype=np.int64)
+    np.maximum.at(verified_after, read_by, last_read[read_chunks])
+    served_after = np.zeros(len(boxes), dtype=np.int64)
+    written_by, written_chunks = _covered(boxes, written)
+    np.maximum.at(served_after, written_chunks, verified_after[written_by])
     for chunk in np.flatnonzero(last_read >= 0).tolist():
         steps[last_read[chunk]].verified.append(chunk)
     for chunk, step in enumerate(served_after.tolist()):
@@ -53,6 +62,10 @@ def gather_steps(read: Sequence[Range], written: Sequence[Range], source: Chunks
     return steps
 
 
-def _covering(chunks: Chunks, part: Range) -> slice:
-    covering = chunks.covering(*part)
-    return slice(covering.start, covering.stop)
+def _covered(chunks: Chunks, parts: Sequence[Range]) -> tuple[Column, Column]:
+    """Return the position of each part once for each chunk that it overlaps, and the chunk."""
+    ends = np.array(parts, dtype=np.int64).reshape(len(parts), 2)
+    first = ends[:, 0] // chunks.chunk_size
+    counts = -(-ends[:, 1] // chunks.chunk_size) - first
+    part = np.repeat(np.arange(len(parts)), counts)
+    return part, np.arange(len(part)) + np.repeat(first - np.cumsum(counts) + counts, counts)

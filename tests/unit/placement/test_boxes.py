@@ -233,10 +233,13 @@ INVALID: dict[str, tuple[object, str]] = {
     "boolean": (["weight", "bfloat16", True, [8], [0], [1]], "no integer"),
     "fraction": (["weight", "bfloat16", 2, [8], [0.5], [1]], "no integer"),
     "shape": (["weight", "bfloat16", 2, "8", [0], [1]], "no list"),
-    "rank": (["weight", "bfloat16", 2, [8, 6], [0], [1]], "zip"),
+    "rank": (["weight", "bfloat16", 2, [8, 6], [0], [1]], "other dimensions"),
     "empty box": (["weight", "bfloat16", 2, [8], [0], [0]], "without elements"),
     "negative start": (["weight", "bfloat16", 2, [8], [-1], [1]], "outside its tensor"),
     "end": (["weight", "bfloat16", 2, [8], [7], [2]], "outside its tensor"),
+    "end of 64 bits": (["weight", "bfloat16", 1, [8], [(1 << 63) - 1], [1]], "outside its tensor"),
+    "start of 64 bits": (["weight", "bfloat16", 1, [8], [1 << 63], [1]], "int too (large|big) to convert"),
+    "product of 64 bits": (["weight", "bfloat16", 1, [1 << 32, 1 << 32], [0, 0], [1, 1]], "more than"),
     "large tensor": (["weight", "bfloat16", 2, [1 << 60], [0], [1]], "more than"),
 }
 
@@ -247,6 +250,12 @@ def test_invalid_boxes_are_refused(case: str) -> None:
     line, message = INVALID[case]
     with pytest.raises(ValueError, match=message):
         decode_boxes(BOXES_FORMAT.packed(json.dumps(line).encode() + b"\n"))
+
+
+def test_text_after_a_box_is_refused() -> None:
+    """A line is one box."""
+    with pytest.raises(ValueError, match="text after a box"):
+        decode_boxes(BOXES_FORMAT.packed(b'["weight","bfloat16",2,[8],[0],[1]] 1\n'))
 
 
 def test_repeated_boxes_are_refused() -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rfork.gc_pause import gc_paused
 from rfork.placement.intersection import SourcePool
 from rfork.placement.placement_map import (
     DECODING_ERRORS,
@@ -101,6 +102,7 @@ class Division(NamedTuple):
     """Boxes that no source has, and the reason."""
 
 
+@gc_paused()
 def wanted_boxes(placement_map: PlacementMap) -> list[Box]:
     """Return the boxes that a loader with this map reads, at most one per checkpoint tensor, in the checkpoint's order.
 
@@ -131,6 +133,7 @@ def wanted_boxes(placement_map: PlacementMap) -> list[Box]:
     ]
 
 
+@gc_paused()
 def divide(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> Division:
     """Assign each wanted element to one source that has it. Earlier sources are preferred.
 
@@ -268,6 +271,7 @@ def encode_boxes(boxes: Iterable[Box]) -> bytes:
     return BOXES_FORMAT.packed("".join(lines).encode())
 
 
+@gc_paused()
 def decode_boxes(data: bytes) -> tuple[Box, ...]:
     """Return the boxes that were encoded.
 
@@ -344,6 +348,7 @@ def _require_consistent(boxes: Sequence[Box]) -> None:
         raise ValueError(f"two boxes {box.name}")
 
 
+@gc_paused()
 def box_map(boxes: Sequence[Box]) -> PlacementMap:
     """Return the map of a box image: its own tensors are the contiguous boxes.
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rfork.gc_pause import gc_paused
 from rfork.placement.placement_map import Column, PlacementMap, RowBoxes, TensorTable, TensorType
 from rfork.placement.strided import Bounds, common, difference
 from rfork.placement.tiles import BoxParts, SourceRows, tiles, tuples
@@ -286,6 +287,7 @@ def _columns_of(overlaps: Sequence[tuple[int, Overlap]], rank: int) -> BoxParts:
     return BoxParts(boxes, sources, rows, bounds[:, :, 0], bounds[:, :, 1])
 
 
+@gc_paused()
 def intersect(sources: Sequence[PlacementMap], target: PlacementMap) -> Relocation:
     """Return the copies that fill the target's own tensors from the own tensors of the sources.
 

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rfork.gc_pause import gc_paused
+
 HEADER = struct.Struct("<II")
 """Format version, and size of the body before compression."""
 COMPRESSION_LEVEL = 6
@@ -352,6 +354,7 @@ class PlacementMap:
         return MAP_FORMAT.packed(body)
 
     @classmethod
+    @gc_paused()
     def from_bytes(cls, data: bytes) -> PlacementMap:
         """Return the map that was encoded. Raises ValueError if the bytes are no valid map of this format version."""
         body = MAP_FORMAT.unpacked(data)

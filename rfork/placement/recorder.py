@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -37,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from typing_extensions import Self
 
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
+from rfork.gc_pause import gc_paused
 from rfork.placement.checkpoint_view import CheckpointTensor, CheckpointView, Factors, Piece, concatenated
 from rfork.placement.own_tensor import OwnTensor, Write, append_rows
 from rfork.placement.placement_map import FILL_OPERATIONS, PlacementMap, PlacementMapBuilder, TensorType
@@ -285,6 +287,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read_by_operations: set[str] = set()
         """Names of checkpoint tensors with elements that reached an operation which is not followed."""
         self._thread = threading.get_ident()
+        self._collector: AbstractContextManager[None] = nullcontext()
         self._at_end = False
         self._only_copies = True
 
@@ -292,12 +295,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         if not self._depth:  # it is entered again for the parts of an operation
             self._shortcut.__enter__()  # type: ignore[no-untyped-call]
+            self._collector = gc_paused()  # writes stay until the map is made
+            self._collector.__enter__()
         self._depth += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            self._collector.__exit__(*error)
             self._shortcut.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -489,6 +495,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result,
         )
 
+    @gc_paused()
     def placement_map(self, tensors: Mapping[str, torch.Tensor]) -> PlacementMap:
         """Return where the recorded writes lie in these own tensors, by name.
 

@@ -1,7 +1,8 @@
 """Query of the instances that have an image: which is queried next, and when the query fails. Pure.
 
 The planner chooses the instances, as for a fork; their leases authorize the requests. An instance that fails is
-reported with the next plan request, and is queried again after all others.
+reported with the next plan request, so that the planner names others, and is queried again after them. One that refuses
+the request (LayoutMismatch) is reported as well, which is no accusation.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ class SourceQuery:
         """Handle the failure of an instance."""
         self._failure = error
         self._tried.add(route.source_id)
-        if isinstance(error, LayoutMismatch):  # no fault of this source, and another one may answer
-            return
         self._faults.append(
             SourceFault(
                 instance_id=route.source_id,
@@ -78,8 +77,11 @@ class SourceQuery:
         self.request = self.request.model_copy(update={"faults": tuple(self._faults)})
         if self._untried:
             return 0.0
-        is_final = isinstance(self._failure, LayoutMismatch)  # the same request would get the same answer
-        if is_final or now >= self._retry_until or not (plan.routes or plan.retry_after_s is not None):
+        if isinstance(self._failure, LayoutMismatch):
+            may_work = plan.retry_after_s is not None  # another instance is busy; this one would refuse again
+        else:
+            may_work = bool(plan.routes) or plan.retry_after_s is not None
+        if not may_work or now >= self._retry_until:
             raise self._failure or NoSource(f"no instance with the image of {self._model} responded: {plan.reason}")
         self._tried.clear()
         return min(plan.retry_after_s or QUERY_RETRY_S, self._retry_until - now)

@@ -23,6 +23,7 @@ from rfork.errors import (
 )
 from rfork.receiver.events import (
     Action,
+    AdoptVersion,
     ChunkDigested,
     CloseSource,
     CompareFiles,
@@ -232,6 +233,9 @@ class Target:
             case FenceImage():
                 self.invalidated += len(served.chunk_state)
                 self.instance.fence()
+            case AdoptVersion(version):
+                if served.adopts_version:
+                    served.version = version
             case ReportStorageActivity(active_at, relayed):
                 storage_at = None if active_at is None else lambda: active_at
                 self.instance.set_storage_activity(storage_at, relayed=relayed)
@@ -357,10 +361,8 @@ class Target:
                 if world.now - away_since >= timeout_s:
                     raise
                 await world.sleep(RETRY_INTERVAL_S)
-        if plan.version is not None and plan.version != instance.served.version:
-            if instance.own_version is not None:
-                raise NoSource("the plan has another version")
-            instance.served.version = plan.version
+        if instance.own_version is not None and plan.version not in (None, instance.own_version):
+            raise NoSource("the plan has another version")
         return plan
 
     def _send_progress(self) -> None:

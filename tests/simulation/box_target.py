@@ -329,7 +329,7 @@ class BoxFork:
                 plan: Plan = await self._call(lambda service, claimant: service.plan(query.request, claimant))
                 for route in query.plan_received(plan):
                     try:
-                        return await self._ask(route, question, min(world.now + timeout_s, self._deadline))
+                        return await self._request(route, question, min(world.now + timeout_s, self._deadline))
                     except (LayoutMismatch, SourceError, NetworkError) as error:
                         query.failed(route, error)
                 await world.sleep(query.pause_s(plan, world.now))
@@ -347,7 +347,7 @@ class BoxFork:
         except NetworkError:
             return
 
-    async def _ask(self, route: Route, question: Question[T], until: float) -> T:
+    async def _request(self, route: Route, question: Question[T], until: float) -> T:
         """Return the answer of one instance."""
         world, target = self._world, self._instance
         source = world.instance_at(route.address)

@@ -11,7 +11,7 @@ from typing import Final
 
 from rfork.errors import LayoutMismatch, NetworkError, NoSource, RforkError, SourceError
 from rfork.receiver.machine import MAX_FAULT_DETAIL
-from rfork.schema import ForkRequest, InstanceReport, Plan, Route, SourceFault
+from rfork.schema import ForkRequest, InstanceReport, Placement, Plan, Route, SourceFault
 
 QUERY_RETRY_S: Final = 0.5
 """Pause between plan requests if no instance can answer yet."""
@@ -22,9 +22,18 @@ QueryFailure = LayoutMismatch | SourceError | NetworkError
 class SourceQuery:
     """State machine of one query: for each plan `plan_received`, `failed` for each of its routes, then `pause_s`."""
 
-    def __init__(self, source_instance: InstanceReport, fork_id: str, instance_id: str, *, retry_until: float) -> None:
-        """`fork_id` and `instance_id`: new ids for the planner's records of this query. `retry_until`: time
-        until which instances that have failed are queried again.
+    def __init__(
+        self,
+        source_instance: InstanceReport,
+        fork_id: str,
+        instance_id: str,
+        *,
+        placement: Placement,
+        retry_until: float,
+    ) -> None:
+        """`fork_id` and `instance_id`: new ids for the planner's records of this query. `placement`: that of this
+        instance, whose host avoids what cannot be reached. `retry_until`: time until which instances that have failed
+        are queried again.
         """
         self._model = source_instance.model
         self._retry_until = retry_until
@@ -40,6 +49,7 @@ class SourceQuery:
                     "storage": (),
                     "readers": (),
                     "address": "none:0",
+                    "placement": placement,
                     "max_readers": 0,  # no instance must wait for this one
                 }
             ),

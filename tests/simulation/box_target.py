@@ -37,6 +37,7 @@ from rfork.schema import (
     ForkResult,
     InstanceInfo,
     InstanceReport,
+    Placement,
     Plan,
     Route,
     StorageAssignment,
@@ -323,7 +324,13 @@ class BoxFork:
         """Return the answer of an instance that has the image of a sample."""
         world = self._world
         retry_until = min(world.now + timeout_s, self._deadline)
-        query = SourceQuery(sample, world.new_id("query-fork-"), world.new_id("query-"), retry_until=retry_until)
+        query = SourceQuery(
+            sample,
+            world.new_id("query-fork-"),
+            world.new_id("query-"),
+            placement=Placement(host=self._instance.host),
+            retry_until=retry_until,
+        )
         try:
             while True:
                 plan: Plan = await self._call(lambda service, claimant: service.plan(query.request, claimant))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.simulation.layouts import LayoutsWorld
 
 POLL_S = 0.05
+MAX_QUEUE_S = 0.2
+"""Maximum time that a request waits for others after its lease was checked."""
 CLOSE_GRACE_S = 0.5
 """Time for readers to learn that an image is no longer served, before its process refuses connections."""
 VERIFY_S = 0.001
@@ -54,6 +56,7 @@ class BoxImages:
     async def open(self, boxes: tuple[Box, ...]) -> BoxImage:
         """See `rfork.source.box_images.BoxImages.open`."""
         world, served = self._world, self._instance.served
+        await world.sleep(world.random.random() * MAX_QUEUE_S)
         if served.draining:
             raise SourceBusy("the source is draining")
         try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ONE = RankLayout(0, 1)
 OTHER_ENGINE = RankLayout(0, 1, is_packed=False)
 PAIR = (RankLayout(0, 2), RankLayout(1, 2))
+OTHER_PAIR = (RankLayout(0, 2, is_packed=False), RankLayout(1, 2, is_packed=False))
 FLEETS: list[list[RankLayout]] = [
     [ONE],
     [ONE, ONE],
@@ -43,6 +44,8 @@ FLEETS: list[list[RankLayout]] = [
     [*PAIR],
     [*PAIR, *PAIR],
     [*PAIR, PAIR[0]],
+    [*PAIR, *OTHER_PAIR],
+    [*PAIR, OTHER_PAIR[0]],
     [ONE, *PAIR],
     [OTHER_ENGINE, *PAIR],
 ]
@@ -216,12 +219,12 @@ class LayoutsWorld(World):
 
     def _check_end(self) -> None:
         super()._check_end()
-        for target in self._layout_targets():
+        for target in self.layout_targets():
             for fork in target.box_forks:
                 if target.ended_at is not None:
                     self._check_box_fork(target, fork)
 
-    def _layout_targets(self) -> list[LayoutTarget]:
+    def layout_targets(self) -> list[LayoutTarget]:
         return [each for each in self.targets if isinstance(each, LayoutTarget)]
 
     def _check_box_fork(self, target: LayoutTarget, fork: BoxFork) -> None:
@@ -249,7 +252,7 @@ class LayoutsWorld(World):
             )
 
     def _check_undisturbed(self) -> None:
-        for target in self._layout_targets():
+        for target in self.layout_targets():
             name, version = target.instance.name, target.instance.own_version
             seeds = [each for each in self._main_images() if each.name.startswith("seed")]
             versions = {each.own_version for each in seeds}

@@ -238,6 +238,8 @@ class World:
         if target.outcome == "forked":
             manifest = instance.served.manifest
             self.check(manifest == instance.manifest, f"{name}: the manifest is not that of the image")
+        named = self.versions.get(instance.served.version or "", [content])
+        self.check(content in named, f"{name}: the image is not of version {instance.served.version}")
         if instance.own_version is not None:
             own = self.versions[instance.own_version]
             self.check(content in own, f"{name}: the image is not of version {instance.own_version}")

@@ -55,7 +55,7 @@ def plan(*sources: str, retry_after_s: float | None = None) -> Plan:
 
 
 def query() -> SourceQuery:
-    return SourceQuery(SAMPLE, "f", "query", retry_until=RETRY_UNTIL)
+    return SourceQuery(SAMPLE, "f", "query", placement=Placement(host="target"), retry_until=RETRY_UNTIL)
 
 
 def names(routes: tuple[Route, ...]) -> list[str]:
@@ -67,6 +67,7 @@ def test_the_query_registers_an_instance_that_nothing_waits_for() -> None:
     instance = query().request.instance
     assert "query" == instance.instance_id
     assert ("m", "v1", "a" * 32) == (instance.model, instance.version, instance.layout_id)
+    assert "target" == instance.placement.host
     assert ("loading", (), 0) == (instance.state, instance.verified, instance.max_readers)
 
 

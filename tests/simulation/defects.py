@@ -216,18 +216,6 @@ def paused_relay_relied_on() -> AbstractContextManager[Any]:
     return patched(PlanState, "_will_receive", lambda state, relay: state.shares(relay.instance_id))
 
 
-def version_adopted_early() -> AbstractContextManager[Any]:
-    """A fork whose reads are in flight gets the name of newer weights, whose plan it does not follow yet."""
-    original = TransferMachine._receive_plan
-
-    def receive_plan(machine: TransferMachine, plan: Plan | None, refusal: Any, now: float) -> None:
-        if plan is not None:
-            machine._adopt_version(plan)
-        original(machine, plan, refusal, now)
-
-    return patched(TransferMachine, "_receive_plan", receive_plan)
-
-
 def changed_weights_gathered() -> AbstractContextManager[Any]:
     """A source does not compare the weights that boxes were copied from with its manifest."""
     original = gather_order.gather_steps
@@ -336,7 +324,6 @@ DEFECTS: list[Defect] = [
     overtaken_sources_kept,
     prefetches_do_not_yield,
     paused_relay_relied_on,
-    version_adopted_early,
     changed_weights_gathered,
     boxes_of_newer_weights_used,
     failed_part_forgotten,

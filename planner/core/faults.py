@@ -104,6 +104,8 @@ def apply_contradiction(
 
 AVOIDED_FAULTS: Final = frozenset({"source", "network", "storage"})
 """Faults after which the fork avoids the source for some time."""
+MISMATCH: Final = "LayoutMismatch"
+"""Error of a source that cannot serve this target, although it works; the target avoids it as well."""
 BUSY: Final = "SourceBusy"
 CHANGED: Final = "SourceWeightsChanged"
 UNAVAILABLE: Final = "SourceUnavailable"
@@ -179,7 +181,7 @@ def assess_faults(
     for fault in faults:
         source_id = fault.instance_id
         source = changed_records.get(source_id) or state.instance(source_id)
-        if source is None or fault.fault not in AVOIDED_FAULTS:
+        if source is None or (fault.fault not in AVOIDED_FAULTS and fault.error != MISMATCH):
             continue
         reason = f"{fault.error}: {fault.detail}" if fault.detail else fault.error
         if fault.error == BUSY:

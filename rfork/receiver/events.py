@@ -400,6 +400,13 @@ class FenceImage:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptVersion:
+    """The weights that are received from now on have this version; ignored by an instance with its own."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStorageActivity:
     """Notify readers when storage, local or (`relayed`) of a source, was last active; None: it is not read."""
 
@@ -434,6 +441,7 @@ Action = (
     | MarkVerified
     | InvalidateChunks
     | FenceImage
+    | AdoptVersion
     | ReportStorageActivity
     | Finish
 )

@@ -208,6 +208,8 @@ class TransferMachine:
         self._is_paused = False
         self._planned_weights_id: str | None = None
         self._planned_version: str | None = None
+        self._version: str | None = None
+        """Version that the instance was last named to adopt."""
         self._abandoned_weights_id: str | None = None
         """The weights_id of the weights dropped since the plan."""
 
@@ -446,7 +448,8 @@ class TransferMachine:
             self._pause(plan, now)
             return
         loader = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
-        if loader is not None and not self._scheduler.complete:
+        if plan is not None and loader is not None and not self._scheduler.complete:
+            self._adopt_version(plan)
             self._plans += 1
             self._replan_reason = self._no_source_since = None
             self._prepare_loader(loader)
@@ -457,6 +460,7 @@ class TransferMachine:
                     self._retry_at = now + MIN_REPLAN_INTERVAL_S  # those reads must not count for the next weights
                     return
                 self._restart()
+            self._adopt_version(plan)
             self._plans += 1
             self._is_paused = False
             self._replan_reason = self._no_source_since = None
@@ -467,6 +471,8 @@ class TransferMachine:
         if self._scheduler.in_flight or self._has_work or not self._scheduler.unassigned:
             self._retry_at = now + PARTIAL_PLAN_RETRY_S  # other sources still serve, so this is not urgent
             return
+        if plan is not None and not self._scheduler.verified_chunks:
+            self._adopt_version(plan)
         retry_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
         changing = self._weights_changing
         if changing and retry_s is None and self._restart():
@@ -478,6 +484,12 @@ class TransferMachine:
             self._finish(refusal)
         else:
             self._retry_at = now + (retry_s or FIRST_RETRY_S)
+
+    def _adopt_version(self, plan: Plan) -> None:
+        """Name the weights as a plan does, once it is followed: what was read until then has the previous version."""
+        if plan.version is not None and plan.version != self._version:
+            self._version = plan.version
+            self._emit(events.AdoptVersion(plan.version))
 
     def _pause(self, plan: Plan, now: float) -> None:
         """Read nothing more over the network until the next plan: this fork is a prefetch, and engines need the link.

@@ -142,20 +142,9 @@ class PlanRequester:
                     raise
                 hint = "make the files equal on all nodes, or set the version (RFORK_VERSION)"
                 raise WrongVersion(str(error), hint=hint) from None
-        self._adopt_version(plan)
-        return plan
-
-    def _adopt_version(self, plan: Plan) -> None:
-        """Adopt the version that the planner chose, or check that it is this instance's own.
-
-        Raises NoSource for a plan of another version, which must not be followed.
-        """
-        if plan.version is None or plan.version == self._seed.version:
-            return
-        if not self._seed.adopts_version:
+        if plan.version not in (None, self._seed.version) and not self._seed.adopts_version:
             raise NoSource(f"the plan has version {plan.version}, but this instance requires {self._seed.version}")
-        log.info("version adopted from the fleet", version=plan.version, previous=self._seed.version)
-        self._seed.version = plan.version
+        return plan
 
     def _request_with_retry(self, request: ForkRequest) -> Plan:
         """Request a plan until the planner responds, or was unreachable or silent for too long."""

@@ -74,6 +74,10 @@ class ServingState(Protocol):
         """Drop all chunks and the manifest."""
         ...
 
+    def adopt_version(self, version: str) -> None:
+        """Name the weights that are received from now on, unless this instance has a version of its own."""
+        ...
+
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         """Set the time of the last storage activity, local or (`relayed`) of a source that this instance
         waits for.
@@ -300,6 +304,8 @@ class Transfer:
                 self._serving_state.invalidate(chunks)
             case events.FenceImage():
                 self._serving_state.fence()
+            case events.AdoptVersion(version):
+                self._serving_state.adopt_version(version)
             case events.ReportStorageActivity(active_at, relayed):
                 read_at = partial(_constant, active_at) if active_at is not None else None
                 self._serving_state.report_storage_activity(read_at, relayed=relayed)

@@ -472,7 +472,9 @@ def _query_source(
     question: Callable[[Peer, float], Answer],
 ) -> Answer:
     retry_until = min(time.monotonic() + settings.source_idle_timeout_s, deadline)
-    query = SourceQuery(source_instance, uuid4().hex, uuid4().hex, retry_until=retry_until)
+    query = SourceQuery(
+        source_instance, uuid4().hex, uuid4().hex, placement=settings.placement, retry_until=retry_until
+    )
     try:
         while True:
             plan = planner.request_plan(query.request, deadline=deadline)

@@ -1,7 +1,8 @@
 """Query of the instances that have an image: which is queried next, and when the query fails. Pure.
 
 The planner chooses the instances, as for a fork; their leases authorize the requests. An instance that fails is
-reported with the next plan request, and is queried again after all others.
+reported with the next plan request, so that the planner names others, and is queried again after them. One that refuses
+the request (LayoutMismatch) is reported as well, which is no accusation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Final
 
 from rfork.errors import LayoutMismatch, NetworkError, NoSource, RforkError, SourceError
 from rfork.receiver.machine import MAX_FAULT_DETAIL
-from rfork.schema import ForkRequest, InstanceReport, Plan, Route, SourceFault
+from rfork.schema import ForkRequest, InstanceReport, Placement, Plan, Route, SourceFault
 
 QUERY_RETRY_S: Final = 0.5
 """Pause between plan requests if no instance can answer yet."""
@@ -21,9 +22,18 @@ QueryFailure = LayoutMismatch | SourceError | NetworkError
 class SourceQuery:
     """State machine of one query: for each plan `plan_received`, `failed` for each of its routes, then `pause_s`."""
 
-    def __init__(self, source_instance: InstanceReport, fork_id: str, instance_id: str, *, retry_until: float) -> None:
-        """`fork_id` and `instance_id`: new ids for the planner's records of this query. `retry_until`: time
-        until which instances that have failed are queried again.
+    def __init__(
+        self,
+        source_instance: InstanceReport,
+        fork_id: str,
+        instance_id: str,
+        *,
+        placement: Placement,
+        retry_until: float,
+    ) -> None:
+        """`fork_id` and `instance_id`: new ids for the planner's records of this query. `placement`: that of this
+        instance, whose host avoids what cannot be reached. `retry_until`: time until which instances that have failed
+        are queried again.
         """
         self._model = source_instance.model
         self._retry_until = retry_until
@@ -39,6 +49,7 @@ class SourceQuery:
                     "storage": (),
                     "readers": (),
                     "address": "none:0",
+                    "placement": placement,
                     "max_readers": 0,  # no instance must wait for this one
                 }
             ),
@@ -59,8 +70,6 @@ class SourceQuery:
         """Handle the failure of an instance."""
         self._failure = error
         self._tried.add(route.source_id)
-        if isinstance(error, LayoutMismatch):  # no fault of this source, and another one may answer
-            return
         self._faults.append(
             SourceFault(
                 instance_id=route.source_id,
@@ -78,8 +87,11 @@ class SourceQuery:
         self.request = self.request.model_copy(update={"faults": tuple(self._faults)})
         if self._untried:
             return 0.0
-        is_final = isinstance(self._failure, LayoutMismatch)  # the same request would get the same answer
-        if is_final or now >= self._retry_until or not (plan.routes or plan.retry_after_s is not None):
+        if isinstance(self._failure, LayoutMismatch):
+            may_work = plan.retry_after_s is not None  # another instance is busy; this one would refuse again
+        else:
+            may_work = bool(plan.routes) or plan.retry_after_s is not None
+        if not may_work or now >= self._retry_until:
             raise self._failure or NoSource(f"no instance with the image of {self._model} responded: {plan.reason}")
         self._tried.clear()
         return min(plan.retry_after_s or QUERY_RETRY_S, self._retry_until - now)

@@ -310,6 +310,12 @@ class Seed:
     def version(self, version: str | None) -> None:
         self._served.version = version
 
+    def adopt_version(self, version: str) -> None:
+        """Name the weights that are received from now on, unless this instance has a version of its own."""
+        if self.adopts_version and version != self.version:
+            log.info("version adopted from the fleet", version=version, previous=self.version)
+            self.version = version
+
     @property
     def adopts_version(self) -> bool:
         """See `ServedImage.adopts_version`."""

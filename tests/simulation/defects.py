@@ -15,12 +15,18 @@ from planner.core.records import StoreChange
 from planner.plan_service import PlanService
 from planner.policy import group_plan
 from planner.policy.plan_state import PlanState
+from rfork.errors import NoSource, SourceCorrupt
 from rfork.image import ranges
+from rfork.receiver import box_assignment
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment
 from rfork.receiver.chunk_scheduler import ChunkScheduler
 from rfork.receiver.machine import TransferMachine
+from rfork.receiver.source_query import QUERY_RETRY_S, SourceQuery
 from rfork.receiver.verifier import ChunkVerifier
 from rfork.schema import Plan
+from rfork.source import gather_order
 from rfork.source.served_image import Leases, ServedImage
+from tests.simulation.box_target import BoxFork, LayoutTarget
 from tests.simulation.instance import Instance
 
 Defect = Callable[[], AbstractContextManager[Any]]
@@ -210,6 +216,93 @@ def paused_relay_relied_on() -> AbstractContextManager[Any]:
     return patched(PlanState, "_will_receive", lambda state, relay: state.shares(relay.instance_id))
 
 
+def changed_weights_gathered() -> AbstractContextManager[Any]:
+    """A source does not compare the weights that boxes were copied from with its manifest."""
+    original = gather_order.gather_steps
+
+    def gather_steps(*arguments: Any) -> list[gather_order.GatherStep]:
+        return [step._replace(verified=[]) for step in original(*arguments)]
+
+    return mock.patch.object(gather_order, "gather_steps", gather_steps)
+
+
+def boxes_of_newer_weights_used() -> AbstractContextManager[Any]:
+    """A target does not compare the version of opened boxes with that of its others."""
+    return mock.patch.object(box_assignment, "check_opened", return_value=None)
+
+
+def failed_part_forgotten() -> AbstractContextManager[Any]:
+    """The boxes of a failed part are not requested from other layouts."""
+
+    def failed(assignment: BoxAssignment, part: AssignedPart, error: Any) -> list[AssignedPart]:
+        assignment.in_flight.remove(part)
+        return []
+
+    return patched(BoxAssignment, "failed", failed)
+
+
+def failed_layout_used_for_ever() -> AbstractContextManager[Any]:
+    """A part is requested from the layout that failed, however often."""
+    return patched(BoxAssignment, "failed", lambda assignment, part, error: [part])
+
+
+def fetched_boxes_fetched_again() -> AbstractContextManager[Any]:
+    """After a failure all boxes are assigned again, not only those of the failed part."""
+    original = BoxAssignment._assign
+
+    def assign(assignment: BoxAssignment, boxes: Any) -> tuple[list[AssignedPart], str]:
+        return original(assignment, assignment._wanted)
+
+    return patched(BoxAssignment, "_assign", assign)
+
+
+def many_small_parts() -> AbstractContextManager[Any]:
+    """Layouts with few of the boxes are preferred to one that has all."""
+    original = box_assignment.by_coverage
+    return mock.patch.object(box_assignment, "by_coverage", lambda *arguments: original(*arguments)[::-1])
+
+
+def other_layouts_before_own() -> AbstractContextManager[Any]:
+    """A target reads from other layouts before it requests a plan for its own."""
+    return patched(LayoutTarget, "start", lambda target: target._fall_back(NoSource("none was requested")))
+
+
+def query_repeated_for_ever() -> AbstractContextManager[Any]:
+    """A query does not end although no instance can answer it."""
+    return patched(SourceQuery, "pause_s", lambda query, plan, now: QUERY_RETRY_S)
+
+
+def refusal_not_reported() -> AbstractContextManager[Any]:
+    """The planner does not know that an instance refuses a query, and names no other one."""
+    original = SourceQuery.failed
+
+    def failed(query: SourceQuery, route: Any, error: Any) -> None:
+        original(query, route, error)
+        if error.kind == "LayoutMismatch":
+            query._faults.pop()
+
+    return patched(SourceQuery, "failed", failed)
+
+
+def refusal_blamed() -> AbstractContextManager[Any]:
+    """An instance that cannot serve other layouts is accused of wrong bytes."""
+    original = SourceQuery.failed
+
+    def failed(query: SourceQuery, route: Any, error: Any) -> None:
+        original(query, route, SourceCorrupt("refused") if error.kind == "LayoutMismatch" else error)
+
+    return patched(SourceQuery, "failed", failed)
+
+
+def boxes_kept() -> AbstractContextManager[Any]:
+    """A target serves its boxes after its model is loaded, which may change them."""
+
+    async def close(fork: BoxFork) -> None:
+        return
+
+    return patched(BoxFork, "close", close)
+
+
 DEFECTS: list[Defect] = [
     wrong_bytes_accepted,
     corrupt_source_kept,
@@ -231,4 +324,15 @@ DEFECTS: list[Defect] = [
     overtaken_sources_kept,
     prefetches_do_not_yield,
     paused_relay_relied_on,
+    changed_weights_gathered,
+    boxes_of_newer_weights_used,
+    failed_part_forgotten,
+    failed_layout_used_for_ever,
+    fetched_boxes_fetched_again,
+    many_small_parts,
+    other_layouts_before_own,
+    query_repeated_for_ever,
+    refusal_not_reported,
+    refusal_blamed,
+    boxes_kept,
 ]

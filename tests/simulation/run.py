@@ -14,18 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.simulation.background import BackgroundWorld
+from tests.simulation.layouts import LayoutsWorld
 from tests.simulation.race import RaceWorld
 from tests.simulation.world import World, run_world
 
 INTERVAL = 5
-"""Of this many worlds, one is a race, and in one holders compete with engines for links."""
+"""Of this many worlds, one is a race, in one holders compete with engines for links, and one has several layouts."""
 
 
 def world_of(seed: int) -> World:
     """Return the world of a seed."""
     if seed % INTERVAL == 0:
         return RaceWorld(seed)
-    return BackgroundWorld(seed) if seed % INTERVAL == 1 else World(seed)
+    if seed % INTERVAL == 1:
+        return BackgroundWorld(seed)
+    return LayoutsWorld(seed) if seed % INTERVAL == 2 else World(seed)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from rfork.errors import (
 )
 from rfork.receiver.events import (
     Action,
+    AdoptVersion,
     ChunkDigested,
     CloseSource,
     CompareFiles,
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 0.5
 URI = "file:///model"
+LOADED = ("forked", "fallback", "layouts")
+"""Outcomes of a fork after which the instance has its weights."""
 
 
 def request_plan(message: ForkRequest, service: PlanService, claimant: Claimant) -> Awaitable[Plan]:
@@ -95,9 +98,10 @@ class Target:
         fork_id: str,
         spool: dict[int, bytes] | None = None,
         damaged: frozenset[int] = frozenset(),
+        deadline_at: float | None = None,
     ) -> None:
         """`spool` has the digests that a previous process of this instance saved, by chunk; the bytes of the
-        `damaged` chunks differ.
+        `damaged` chunks differ. `deadline_at`: by default that of the world's settings.
         """
         self.world = world
         self.instance = instance
@@ -109,7 +113,9 @@ class Target:
         self.began_at = world.now
         self.ended_at: float | None = None
         self.outcome = ""
-        """`forked`, `fallback` or the name of the error; empty while it runs."""
+        """`forked`, `fallback` (own files), `layouts` (boxes of other layouts) or the name of the error; empty while it
+        runs.
+        """
         self.invalidated = 0
         """Chunks that were dropped after they had been verified."""
         self.spool = dict(spool or {})
@@ -118,7 +124,7 @@ class Target:
             self.layout,
             world.settings,
             instance_id=instance.name,
-            deadline_at=world.now + world.settings.deadline_s,
+            deadline_at=deadline_at or world.now + world.settings.deadline_s,
             spool_records=dict(spool) if spool is not None else None,
             own_storage="local" if instance.files is not None else None,
         )
@@ -227,6 +233,9 @@ class Target:
             case FenceImage():
                 self.invalidated += len(served.chunk_state)
                 self.instance.fence()
+            case AdoptVersion(version):
+                if served.adopts_version:
+                    served.version = version
             case ReportStorageActivity(active_at, relayed):
                 storage_at = None if active_at is None else lambda: active_at
                 self.instance.set_storage_activity(storage_at, relayed=relayed)
@@ -297,21 +306,30 @@ class Target:
         plan = await self._call(request)
         has_sources = bool(plan.routes or plan.storage)
         must_open = not (has_sources or plan.is_paused) and self.world.now >= self._open_candidates_at
-        if must_open and self._open_candidates():
+        if must_open and await self._open_candidates():
             plan = await self._call(RequestPlan((), request.assignments))
         self.had_sources = self.had_sources or bool(plan.routes or plan.storage)
         if plan.routes:
             self._plan_named_weights = plan.weights_id is not None
         return plan
 
-    def _open_candidates(self) -> bool:
-        if self._candidates_opened or self.instance.files is None or self.disk_error:
+    async def _open_candidates(self) -> bool:
+        if self._candidates_opened:
+            return False
+        candidates = await self._candidates()
+        if not candidates:
             return False
         self._candidates_opened = True
+        self.instance.served.storage = candidates
+        return True
+
+    async def _candidates(self) -> tuple[StorageCandidate, ...]:
+        """Return the storage that this instance can read."""
+        if self.instance.files is None or self.disk_error:
+            return ()
         kind: StorageType = "loader" if self.world.opaque_loader else "checkpoint"
         origin = None if self.world.opaque_loader else origin_of(self.instance.files)
-        self.instance.served.storage = (StorageCandidate(kind=kind, uri=URI, origin=origin),)
-        return True
+        return (StorageCandidate(kind=kind, uri=URI, origin=origin),)
 
     async def _call(self, request: RequestPlan) -> Plan:
         instance, world = self.instance, self.world
@@ -343,10 +361,8 @@ class Target:
                 if world.now - away_since >= timeout_s:
                     raise
                 await world.sleep(RETRY_INTERVAL_S)
-        if plan.version is not None and plan.version != instance.served.version:
-            if instance.own_version is not None:
-                raise NoSource("the plan has another version")
-            instance.served.version = plan.version
+        if instance.own_version is not None and plan.version not in (None, instance.own_version):
+            raise NoSource("the plan has another version")
         return plan
 
     def _send_progress(self) -> None:
@@ -381,15 +397,22 @@ class Target:
     # -- the end ----------------------------------------------------------------------------------------
 
     def _finish(self, error: RforkError | None) -> None:
-        for source in self._sources.values():
-            source.close()
-        self.instance.set_storage_activity(None, relayed=False)
+        self._close_sources()
         self.abandoned = isinstance(error, SlowSources)
         if error is None:
             self._end("forked")
             return
         self._spool_stopped = True
         self.instance.fence()
+        self._fall_back(error)
+
+    def _close_sources(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        self.instance.set_storage_activity(None, relayed=False)
+
+    def _fall_back(self, error: RforkError) -> None:
+        """Load the weights without the sources that failed with this error."""
         if self.instance.files is None or self.disk_error:
             self._end(error.kind)
             return
@@ -405,31 +428,41 @@ class Target:
         instance, world = self.instance, self.world
         self.ended_at, self.outcome = world.now, outcome
         instance.served.storage = ()
-        if outcome in ("forked", "fallback"):
+        is_loaded = outcome in LOADED
+        if is_loaded:
             world.check_complete(self)
         if outcome == "forked":
             world.on_forked(self)
             instance.served.serve()
             instance.notify_readers()
             instance.send_report()
-        elif outcome == "fallback":
-            instance.publish(instance.own_version or instance.served.version_by_content(instance.manifest))
+        elif is_loaded:
+            instance.publish(self.loaded_version)
         result = ForkResult(
-            outcome=outcome if outcome in ("forked", "fallback") else "failed",  # type: ignore[arg-type]
+            outcome="forked" if outcome == "forked" else "fallback" if is_loaded else "failed",
             seconds=world.now - self.began_at,
             bytes_read=self.machine.bytes_read,
             reasons=tuple(f"{error.kind}: {error}" for error in self.machine.reasons),
         )
         self._result_sent = False
-        if outcome in ("forked", "fallback"):
+        if is_loaded:
             # Before the fork ends at the planner: in between, another fork would find a source without chunks.
             instance.when_acked(lambda: self._send_result(result))
             world.later(REPORT_TIMEOUT_S, lambda: self._send_result(result), on=instance)
         else:
             self._send_result(result)
-        if outcome not in ("forked", "fallback"):
-            world.at_fault.add(instance.name)  # its process ends, so its readers lose it
-            instance.process.kill()
+        if not is_loaded:
+            self._on_failed()
+
+    @property
+    def loaded_version(self) -> str:
+        """Return the version of weights that no fork has received."""
+        return self.instance.own_version or self.instance.served.version_by_content(self.instance.manifest)
+
+    def _on_failed(self) -> None:
+        """End the process, so that its readers lose it."""
+        self.world.at_fault.add(self.instance.process.name)
+        self.instance.process.kill()
 
     def _send_result(self, result: ForkResult) -> None:
         if not self._result_sent:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.defects import DEFECTS, Defect
+from tests.simulation.layouts import LayoutsWorld
 from tests.simulation.run import silence_logs, world_of
 from tests.simulation.world import World, run_world
 
@@ -27,15 +28,28 @@ def test_simulated_fleets_keep_their_promises(first: int) -> None:
     assert failures == {}
 
 
-def outcomes(seed: int) -> list[tuple[str, str, float | None]]:
-    world = World(seed)
+def outcomes(world: World) -> list[tuple[str, str, float | None]]:
     world.run()
     return [(target.instance.name, target.outcome, target.ended_at) for target in world.targets]
 
 
-def test_a_seed_replays_its_world() -> None:
+@pytest.mark.parametrize("world", [World, LayoutsWorld])
+def test_a_seed_replays_its_world(world: type[World]) -> None:
     """The same forks end in the same way at the same virtual times."""
-    assert outcomes(3) == outcomes(3)
+    assert outcomes(world(3)) == outcomes(world(3))
+
+
+def test_worlds_with_several_layouts_read_boxes() -> None:
+    """Targets read boxes from one rank and from two, from other targets, and after a source failed."""
+    worlds = [LayoutsWorld(seed) for seed in range(60)]
+    for world in worlds:
+        world.run()
+    forks = [fork for world in worlds for target in world.layout_targets() for fork in target.box_forks]
+    assert {1, 2} <= {len({each.part.layout for each in fork.fetched}) for fork in forks}
+    attempts = [attempt for fork in forks for _, attempt in fork.attempts]
+    assert any(attempt.outcome != "forked" for attempt in attempts)
+    sources = {share.source_id for attempt in attempts for share in attempt.machine.stats.shares}
+    assert any("-part-" in source for source in sources)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rfork.settings import InstanceSettings, PlannerSettings
 from tests.simulation.content import content_of
@@ -32,6 +32,7 @@ from tests.simulation.target import Target
 if TYPE_CHECKING:
     from planner.core.records import InstanceRecord
 
+T = TypeVar("T")
 LEASE_TTL_S = 6.0
 HEARTBEAT_S = 1.0
 INSTANCE_TTL_S = 8.0
@@ -80,6 +81,7 @@ class World:
         self.settings = SETTINGS
         self.end_within_s = END_WITHIN_S
         self.ended = False
+        self.possible_faults = FAULTS
         self.instances: dict[str, Instance] = {}
         self.targets: list[Target] = []
         self.faults: list[Fault] = []
@@ -157,6 +159,13 @@ class World:
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
+    def task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine whose result or error is awaited."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -186,6 +195,14 @@ class World:
     def process_of(self, name: str) -> str:
         """Return the name of an instance's process."""
         return self.instances[name].process.name if name in self.instances else name
+
+    async def resumed(self, instance: Instance) -> None:
+        """Wait while an instance's process is suspended; for ever if it has ended."""
+        while instance.stopped or not instance.alive:
+            continued: asyncio.Future[None] = self.loop.create_future()
+            if instance.alive:
+                self.when_resumed(instance, partial(_set, continued))
+            await continued
 
     def transfer_s(self, source: Instance, target: Instance) -> float:
         """Return the duration of one chunk between two instances."""
@@ -221,6 +238,8 @@ class World:
         if target.outcome == "forked":
             manifest = instance.served.manifest
             self.check(manifest == instance.manifest, f"{name}: the manifest is not that of the image")
+        named = self.versions.get(instance.served.version or "", [content])
+        self.check(content in named, f"{name}: the image is not of version {instance.served.version}")
         if instance.own_version is not None:
             own = self.versions[instance.own_version]
             self.check(content in own, f"{name}: the image is not of version {instance.own_version}")
@@ -234,17 +253,7 @@ class World:
             self.check(target.ended_at is not None or not target.instance.alive, f"{name}: the fork hangs")
             if target.ended_at is None:
                 continue
-            repeated = target.machine.stats.bytes_repeated >> 20
-            reads = self.settings.max_inflight_chunks
-            bound = reads * len(target.machine.reasons) + target.invalidated
-            self.check(repeated <= bound, f"{name}: {repeated} chunks read again, at most {bound} expected")
-            for error in target.machine.reasons:
-                self.check(
-                    error.kind != "SourceCorrupt"
-                    or self.process_of(name) in self.bad_memory
-                    or any(each in str(error) for each in self.ever_corrupt),
-                    f"{name}: a correct source was called corrupt: {error}",
-                )
+            self._check_transfer(target)
         for instance in self.instances.values():
             if instance.alive and not instance.stopped:
                 readers = instance.served.leases.readers(self.unix_s)
@@ -255,6 +264,21 @@ class World:
         if not self.faults:
             self._check_undisturbed()
         self._check_survivors()
+
+    def _check_transfer(self, target: Target) -> None:
+        """Check what a fork that has ended has read, and whom it blamed."""
+        name = target.instance.name
+        repeated = target.machine.stats.bytes_repeated >> 20
+        reads = self.settings.max_inflight_chunks
+        bound = reads * len(target.machine.reasons) + target.invalidated
+        self.check(repeated <= bound, f"{name}: {repeated} chunks read again, at most {bound} expected")
+        for error in target.machine.reasons:
+            self.check(
+                error.kind != "SourceCorrupt"
+                or self.process_of(name) in self.bad_memory
+                or any(each in str(error) for each in self.ever_corrupt),
+                f"{name}: a correct source was called corrupt: {error}",
+            )
 
     def _check_undisturbed(self) -> None:
         for target in self.targets:
@@ -441,8 +465,8 @@ class World:
 
     def _inject(self) -> None:
         draw = self.random
-        instances = [each for each in self.instances.values() if each.alive and not each.stopped]
-        fault = draw.choice(FAULTS)
+        instances = [each for each in self._main_images() if each.alive and not each.stopped]
+        fault = draw.choice(self.possible_faults)
         if fault in (_kill_planner, _silence_planner):
             subject = None
         elif not instances:
@@ -453,6 +477,16 @@ class World:
         self.faults.append(Fault(self.now, fault.__name__.strip("_"), name))
         fault(self, subject) if subject is not None else fault(self)
 
+    def _main_images(self) -> list[Instance]:
+        """Return one image of each process."""
+        return [each for each in self.instances.values() if each.process.images[0] is each]
+
+    def add_version(self, version: str, instance: Instance) -> tuple[bytes, ...]:
+        """Return the content that an instance has in a new version."""
+        content = content_of(version, self.chunks, self.shared_chunks)
+        self.versions[version] = [content]
+        return content
+
     def heal_after(self, low_s: float, high_s: float, heal: Callable[[], None]) -> None:
         """Undo a fault after a random time."""
         after_s = self.random.uniform(low_s, high_s)
@@ -462,6 +496,11 @@ class World:
     def target_of(self, instance: Instance) -> Target | None:
         """Return the running fork of an instance."""
         return next((each for each in self.targets if each.instance is instance and each.ended_at is None), None)
+
+
+def _set(event: asyncio.Future[None]) -> None:
+    if not event.done():
+        event.set_result(None)
 
 
 def _kill(world: World, subject: Instance) -> None:
@@ -509,7 +548,7 @@ def _slow(world: World, subject: Instance) -> None:
 
 
 def _partition(world: World, subject: Instance) -> None:
-    others = [each.name for each in world.instances.values() if each is not subject and each.alive]
+    others = [each.name for each in world._main_images() if each is not subject and each.alive]
     if not others:
         return
     pair = frozenset((subject.name, world.random.choice(others)))
@@ -528,9 +567,7 @@ def _update(world: World, subject: Instance) -> None:
     if subject.served.state != "serving" or subject.served.manifest is None:
         return
     version = world.new_id("update")
-    content = content_of(version, world.chunks, world.shared_chunks)
-    world.versions[version] = [content]
-    subject.update(version, content, world.random.choice([0.0, 0.01, 0.3]))
+    subject.update(version, world.add_version(version, subject), world.random.choice([0.0, 0.01, 0.3]))
 
 
 def _drain(world: World, subject: Instance) -> None:

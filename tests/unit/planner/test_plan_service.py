@@ -148,7 +148,8 @@ FAULTS = [
     ("PlannerUnreachable", "network", None, []),
     ("NotSameHost", "network", None, []),
     ("StorageError", "storage", None, []),
-    ("LayoutMismatch", "target", None, ["s"]),
+    ("LayoutMismatch", "target", None, []),
+    ("LeaseRejected", "target", None, ["s"]),
     ("UserError", "user", None, ["s"]),
 ]
 
@@ -157,7 +158,7 @@ FAULTS = [
 def test_only_faults_of_a_source_count_against_it(
     planner: PlannerClient, error: str, fault_type: str, quarantine: str | None, again: list[str]
 ) -> None:
-    """Only a source's own faults count against it; network faults exclude it for this fork only."""
+    """Only a source's own faults count against it; network faults and refusals exclude it for this fork only."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     plan = planner.request_plan(fork_request("a", faults=(fault("s", error, fault_type),)))

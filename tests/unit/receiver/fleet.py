@@ -238,6 +238,7 @@ class RecordingServingState:
         self.manifests: list[Manifest] = []
         self.dropped: list[tuple[int, ...]] = []
         self.storage_activity: list[bool] = []
+        self.versions: list[str] = []
         self._chunk_state = chunk_state
 
     def set_manifest(self, manifest: Manifest) -> None:
@@ -249,6 +250,9 @@ class RecordingServingState:
 
     def fence(self) -> None:
         self._chunk_state.clear()
+
+    def adopt_version(self, version: str) -> None:
+        self.versions.append(version)
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         if (read_at is not None) != (self.storage_activity or [False])[-1]:

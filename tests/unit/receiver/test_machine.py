@@ -23,6 +23,7 @@ from rfork.image.chunks import MIB
 from rfork.image.layout import Manifest
 from rfork.receiver.events import (
     Action,
+    AdoptVersion,
     ChunkDigested,
     ChunksOffered,
     CloseSource,
@@ -61,7 +62,7 @@ from rfork.receiver.machine import (
     POLL_INTERVAL_S,
     find_stall,
 )
-from rfork.schema import ChunkAssignment
+from rfork.schema import ChunkAssignment, Route
 from rfork.transport.base import CONNECT_TIMEOUT_S
 from tests.unit.receiver.fleet import CHUNKS, image, settings
 from tests.unit.receiver.machines import (
@@ -863,6 +864,37 @@ def test_a_plan_of_other_weights_waits_for_the_reads_in_flight() -> None:
     actions = harness.plan(peer("b", ALL), weights_id=newer.weights_id)
     assert 1 == len(of_type(actions, FenceImage))
     assert ["b"] == [opened.route.source_id for opened in of_type(actions, OpenPeer)]
+
+
+def versions_in(actions: Sequence[Action]) -> list[str]:
+    return [adopted.version for adopted in of_type(actions, AdoptVersion)]
+
+
+def test_the_version_of_a_plan_is_adopted_before_anything_is_read() -> None:
+    """Once: further plans of this version change nothing."""
+    harness = MachineHarness()
+    actions = harness.plan(peer("a", ALL), version="v1")
+    assert ["v1"] == versions_in(actions)
+    assert actions.index(AdoptVersion("v1")) < actions.index(of_type(actions, OpenPeer)[0])
+    harness.wait(1.0)
+    harness.handle(ReplanSuggested("a relay is slow"))
+    assert [] == versions_in(harness.plan(peer("a", ALL), version="v1"))
+
+
+@pytest.mark.parametrize("routes", [(), (peer("b", ALL),)], ids=["without sources", "with sources"])
+def test_reads_in_flight_keep_their_version(routes: Sequence[Route]) -> None:
+    """A plan of newer weights is not followed meanwhile, so the weights that are then complete have the older one."""
+    harness = MachineHarness()
+    harness.plan(peer("a", ALL), version="v1", weights_id=MANIFEST.weights_id)
+    harness.offer("a", ALL)
+    harness.wait(1.0)
+    harness.handle(ReplanSuggested("newer weights"))
+    assert [] == versions_in(harness.plan(*routes, version="v2"))
+
+
+def test_a_fork_without_sources_adopts_the_version_that_it_waits_for() -> None:
+    """A fallback then loads that version."""
+    assert ["v1"] == versions_in(MachineHarness().plan(version="v1", reason="none has this layout"))
 
 
 def test_a_source_with_other_weights_than_this_fork_is_refused() -> None:

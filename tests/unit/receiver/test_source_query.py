@@ -55,7 +55,7 @@ def plan(*sources: str, retry_after_s: float | None = None) -> Plan:
 
 
 def query() -> SourceQuery:
-    return SourceQuery(SAMPLE, "f", "query", retry_until=RETRY_UNTIL)
+    return SourceQuery(SAMPLE, "f", "query", placement=Placement(host="target"), retry_until=RETRY_UNTIL)
 
 
 def names(routes: tuple[Route, ...]) -> list[str]:
@@ -67,6 +67,7 @@ def test_the_query_registers_an_instance_that_nothing_waits_for() -> None:
     instance = query().request.instance
     assert "query" == instance.instance_id
     assert ("m", "v1", "a" * 32) == (instance.model, instance.version, instance.layout_id)
+    assert "target" == instance.placement.host
     assert ("loading", (), 0) == (instance.state, instance.verified, instance.max_readers)
 
 
@@ -83,15 +84,35 @@ def test_failed_instances_are_reported_with_the_next_plan_request() -> None:
 
 
 def test_an_instance_that_refuses_a_request_is_not_blamed() -> None:
-    """A source without a placement map works."""
+    """A source without a placement map works, and others may have one."""
+    machine = query()
+    (route,) = machine.plan_received(plan("a"))
+    machine.failed(route, LayoutMismatch("no map"))
+    assert 0.0 == machine.pause_s(plan("a"), 0.0)
+    assert [("a", "target")] == [(fault.instance_id, fault.fault) for fault in machine.request.faults]
+    assert ["b"] == names(machine.plan_received(plan("b")))
+
+
+def test_a_query_that_all_instances_refuse_ends_at_once() -> None:
+    """The same request would get the same answer."""
     machine = query()
     (route,) = machine.plan_received(plan("a"))
     machine.failed(route, LayoutMismatch("no map"))
     machine.pause_s(plan("a"), 0.0)
-    assert () == machine.request.faults
     machine.plan_received(plan("a"))
     with pytest.raises(LayoutMismatch, match="no map"):
         machine.pause_s(plan("a"), 0.0)
+
+
+def test_a_query_that_an_instance_refuses_waits_for_one_that_is_busy() -> None:
+    """The planner names it once it has a free slot."""
+    machine = query()
+    (route,) = machine.plan_received(plan("a"))
+    machine.failed(route, LayoutMismatch("no map"))
+    machine.pause_s(plan("a"), 0.0)
+    machine.plan_received(plan(retry_after_s=0.5))
+    assert 0.5 == machine.pause_s(plan(retry_after_s=0.5), 0.0)
+    assert ["b"] == names(machine.plan_received(plan("b")))
 
 
 @pytest.mark.parametrize(

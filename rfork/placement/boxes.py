@@ -232,7 +232,7 @@ def _add_parts(parts: Sequence[_OrderedBoxes], group: _BoxGroup, found: BoxParts
 def coverage(wanted: Sequence[Box], sources: Sequence[PlacementMap]) -> list[int]:
     """Return how many of the wanted bytes each source has. `wanted` has at most one box per tensor.
 
-    An upper bound: rows that overlap in a tensor without being equal count twice. `divide` is exact, and much slower.
+    An upper bound: rows that overlap in a tensor without being equal count twice. `divide` is exact, and slower.
     """
     totals = [0] * len(sources)
     for group in _by_rank(wanted):

@@ -53,7 +53,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "net": {"errors", "logs", "settings"},
     "cuda": {"errors"},
     "image": BASE | {"cuda"},
-    "placement": {"errors"},
+    "placement": {"errors", "gc_pause"},
     "transport": BASE | {"cuda", "image"},
     "storage": BASE | {"cuda", "image"},
     "planner_client": BASE | {"image"},

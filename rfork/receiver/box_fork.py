@@ -329,6 +329,7 @@ class BoxFork:
     def fetch_into(self, memory: BoxMemory, assignment: BoxAssignment, weights: BoxWeights) -> None:
         """Fetch the parts of an assignment, and add them to `weights`. Raises as `fetch`, and SlowSources."""
         began = time.monotonic()
+        self._race.begin()
         running: dict[Future[FetchedPart], AssignedPart] = {}
         try:
             with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:

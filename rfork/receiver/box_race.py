@@ -44,13 +44,18 @@ class BoxRace:
         """Without `sample_load`, nothing is compared."""
         self._sample_load = sample_load
         self._monitor = OwnLoadMonitor("loader" if sample_load is not None else None)
-        self._began = time.monotonic()
+        self._began = 0.0
         self._lock = threading.Lock()
         self._sessions: set[PartFork] = set()
         self._ended_bytes = 0
         """Bytes of the parts that were fetched."""
         self._is_cancelled = False
         self._samples: list[OwnLoad | None] = []
+
+    def begin(self) -> None:
+        """Begin to receive parts: what was received earlier, before a model was built, shows no rate."""
+        self._began = time.monotonic()
+        self._monitor.discard_rates()
 
     @contextmanager
     def running(self, session: PartFork) -> Iterator[None]:

@@ -53,6 +53,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
+def started(clock: Clock) -> BoxRace:
+    """Return a race that has begun, after the time that a target needs to record its placement map."""
+    race = BoxRace(own_load)
+    clock.now += 2 * FIRST_BOX_S
+    race.begin()
+    return race
+
+
 def own_load(byte_count: int) -> OwnLoad:
     """Return the own load, as a sample of it."""
     return OwnLoad("the engine's loader", byte_count / OWN_S, OWN_S)
@@ -69,7 +77,7 @@ def run(race: BoxRace, clock: Clock, session: Session, bytes_per_s: float, secon
 
 def test_sources_as_fast_as_the_own_load_are_read_to_the_end(clock: Clock) -> None:
     """Neither is the fork ended, nor a part cancelled."""
-    race, session = BoxRace(own_load), Session()
+    race, session = started(clock), Session()
     with race.running(session):
         run(race, clock, session, IMAGE_BYTES / OWN_S, OWN_S)
     assert not session.is_cancelled
@@ -77,7 +85,7 @@ def test_sources_as_fast_as_the_own_load_are_read_to_the_end(clock: Clock) -> No
 
 def test_slower_sources_end_the_fork(clock: Clock) -> None:
     """Within two seconds, with both times in the message."""
-    race, session = BoxRace(own_load), Session()
+    race, session = started(clock), Session()
     with (
         race.running(session),
         pytest.raises(SlowSources, match=r"the sources need .* loader about 5.0 s"),
@@ -87,7 +95,7 @@ def test_slower_sources_end_the_fork(clock: Clock) -> None:
 
 def test_sources_may_gather_before_the_first_byte(clock: Clock) -> None:
     """Their rate counts from the first byte on, or from the end of the time that a gather may take."""
-    race, session = BoxRace(own_load), Session()
+    race, session = started(clock), Session()
     with race.running(session):
         run(race, clock, session, 0, FIRST_BOX_S - 0.5)
         with pytest.raises(SlowSources, match="deliver nothing"):
@@ -96,10 +104,21 @@ def test_sources_may_gather_before_the_first_byte(clock: Clock) -> None:
 
 def test_a_part_that_has_ended_counts(clock: Clock) -> None:
     """The rate does not fall when one of several parts is complete."""
-    race, first, second = BoxRace(own_load), Session(), Session()
+    race, first, second = started(clock), Session(), Session()
     with race.running(second):
         with race.running(first):
             run(race, clock, first, IMAGE_BYTES / OWN_S, OWN_S / 2)
+        run(race, clock, second, IMAGE_BYTES / OWN_S, OWN_S / 2)
+
+
+def test_the_time_between_two_parts_does_not_count(clock: Clock) -> None:
+    """The target builds its model, while nothing is received."""
+    race, first, second = started(clock), Session(), Session()
+    with race.running(first):
+        run(race, clock, first, 0.8 * IMAGE_BYTES / OWN_S, 1.5)
+    clock.now += 60.0
+    race.begin()
+    with race.running(second):
         run(race, clock, second, IMAGE_BYTES / OWN_S, OWN_S / 2)
 
 

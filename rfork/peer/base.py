@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rfork.image.layout import Layout, Manifest
 from rfork.image.ranges import Range
@@ -44,6 +44,10 @@ class Progress:
     weights_id: str | None = None
     storage_activity: StorageActivity | None = None
     rate: int | None = None
+
+
+BOX_IDLE_S: Final = 60.0
+"""Time without a reader, or a request, after which a source closes an image of boxes."""
 
 
 class BoxImage(NamedTuple):

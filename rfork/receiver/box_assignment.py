@@ -7,7 +7,7 @@ disjoint; together they are the boxes that the target needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rfork.errors import (
     ForkFailed,
@@ -18,10 +18,13 @@ from rfork.errors import (
     SourceError,
     SourceWeightsChanged,
 )
-from rfork.peer.base import BoxImage
+from rfork.peer.base import BOX_IDLE_S, BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from rfork.schema import InstanceInfo, InstanceReport, Rank
+
+OPENED_FOR_S: Final = BOX_IDLE_S / 2
+"""Time for which an image that was opened is certainly served, unless its source fails or changes its weights."""
 
 
 class AssignedPart(NamedTuple):
@@ -78,6 +81,22 @@ def check_opened(opened: BoxImage, version: str, layout_id: str) -> None:
         raise SourceWeightsChanged(f"the source began to serve version {opened.version} during the fork")
     if opened.layout_id != layout_id:
         raise LayoutMismatch("the source opened other boxes than requested: the versions of rfork differ")
+
+
+class OpenedParts:
+    """Images that sources have opened and that were not read yet."""
+
+    def __init__(self) -> None:
+        self._images: dict[AssignedPart, tuple[BoxImage, float]] = {}
+
+    def add(self, part: AssignedPart, image: BoxImage, now: float) -> None:
+        """Handle the image that a source has opened for a part."""
+        self._images[part] = image, now
+
+    def pop(self, part: AssignedPart, now: float) -> BoxImage | None:
+        """Return the image of a part, once; None if it must be opened, perhaps again."""
+        image, opened_at = self._images.pop(part, (None, now))
+        return image if now - opened_at < OPENED_FOR_S else None
 
 
 def by_coverage(wanted: Sequence[Box], layouts: Sequence[PlacementMap]) -> list[int]:

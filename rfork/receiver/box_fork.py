@@ -39,7 +39,14 @@ from rfork.placement.box_tensors import BoxMemory, CheckpointMemory, OwnMemory, 
 from rfork.placement.boxes import Box, encode_boxes
 from rfork.placement.placement_map import PlacementMap, TensorTable
 from rfork.planner_client.client import PlannerClient
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, choose_samples, first_and_later
+from rfork.receiver.box_assignment import (
+    AssignedPart,
+    BoxAssignment,
+    OpenedParts,
+    check_opened,
+    choose_samples,
+    first_and_later,
+)
 from rfork.receiver.box_race import BoxRace, SampleLoad
 from rfork.receiver.report import ForkReport
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
@@ -51,6 +58,8 @@ log = logger(__name__)
 
 OPEN_TIMEOUT_S: Final = 300.0
 """Maximum time in which a source begins to serve the boxes of one target."""
+MAX_QUERIES: Final = 8
+"""Placement maps that are requested concurrently."""
 MAX_PARTS: Final = 4
 """Parts that are fetched concurrently."""
 TensorsOf = Callable[[nn.Module], Mapping[str, torch.Tensor]]
@@ -258,6 +267,7 @@ class BoxFork:
         self._settings = settings
         self._deadline = deadline
         self._race = BoxRace(sample_load)
+        self._opened = OpenedParts()
         self.refusals: list[tuple[InstanceReport, str]] = []
         """Instances that cannot serve other layouts, and why; known after `layouts`."""
 
@@ -275,18 +285,24 @@ class BoxFork:
     def layouts(self) -> list[OtherLayout]:
         """Layouts whose instances have a placement map. Raises NoSource with the reasons if there is none."""
         found: list[OtherLayout] = []
-        for sample in self._found[1]:
-            try:
-                data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
-                found.append(OtherLayout(sample, PlacementMap.from_bytes(data)))
-            except (RforkError, ValueError) as error:
-                self.refusals.append((sample, str(error)))
+        samples = self._found[1]
+        with ThreadPoolExecutor(MAX_QUERIES, thread_name_prefix="rfork-maps") as pool:
+            maps = [pool.submit(self._map_of, sample) for sample in samples]
+            for sample, placement_map in zip(samples, maps, strict=True):
+                try:
+                    found.append(OtherLayout(sample, placement_map.result()))
+                except (RforkError, ValueError) as error:
+                    self.refusals.append((sample, str(error)))
         reasons = [f"{sample.rank.key} on {sample.placement.host}: {reason}" for sample, reason in self.refusals]
         if not found:
             raise NoSource(f"no instance of {self.model} can serve another layout: {'; '.join(reasons)}")
         for reason in reasons:
             log.info("an instance cannot serve other layouts", reason=reason)
         return sorted(found, key=lambda layout: (layout.sample.rank.key, layout.sample.layout_id))
+
+    def _map_of(self, sample: InstanceReport) -> PlacementMap:
+        data = query_source(sample, self._settings, self._deadline, lambda peer, until: peer.placement(until))
+        return PlacementMap.from_bytes(data)
 
     @property
     def checkpoint(self) -> TensorTable:
@@ -337,8 +353,7 @@ class BoxFork:
                     pending = list(assignment.in_flight)
                     while pending or running:
                         for part in pending:
-                            layout, tensors = self.layouts[part.layout], _allocated(memory, part.boxes)
-                            running[pool.submit(self._timed_part, layout, part.boxes, tensors)] = part
+                            running[pool.submit(self._timed_part, part, _allocated(memory, part.boxes))] = part
                         pending = []
                         done = wait(running, COMPARE_INTERVAL_S, FIRST_COMPLETED).done
                         self._race.compare(weights.needed_bytes)
@@ -378,37 +393,33 @@ class BoxFork:
                 log.warning("a source of another layout failed", layout=layout, reason=str(error))
                 weights.failures.append(f"{layout}: {error.kind}: {error}")
 
-    def _timed_part(
-        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
-    ) -> FetchedPart:
+    def _timed_part(self, part: AssignedPart, tensors: Mapping[str, torch.Tensor]) -> FetchedPart:
         began = time.monotonic()
-        return replace(self._fetch_part(layout, boxes, tensors), seconds=time.monotonic() - began)
+        return replace(self._fetch_part(part, tensors), seconds=time.monotonic() - began)
 
     def _open_all(self, parts: Sequence[AssignedPart]) -> None:
         """Let sources begin to gather parts. One that fails now fails again when it is read."""
 
         def attempt(part: AssignedPart) -> None:
             try:
-                self._open(self.layouts[part.layout], part.boxes)
+                self._opened.add(part, self._open(part), time.monotonic())
             except RforkError as error:
                 log.info("boxes not opened", layout=self.layouts[part.layout].name, reason=str(error))
 
         with ThreadPoolExecutor(MAX_PARTS, thread_name_prefix="rfork-boxes") as pool:
             list(pool.map(attempt, parts))
 
-    def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
+    def _open(self, part: AssignedPart) -> BoxImage:
         """Let a source gather and serve boxes."""
-        encoded, opening_until = encode_boxes(boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
+        encoded, opening_until = encode_boxes(part.boxes), min(self._deadline, time.monotonic() + OPEN_TIMEOUT_S)
 
         def question(peer: Peer, until: float) -> BoxImage:
             return peer.open_boxes(encoded, opening_until)
 
-        return query_source(layout.sample, self._settings, self._deadline, question)
+        return query_source(self.layouts[part.layout].sample, self._settings, self._deadline, question)
 
-    def _fetch_part(
-        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
-    ) -> FetchedPart:
-        opened = self._open(layout, boxes)  # again: the source closes images without readers after a minute
+    def _fetch_part(self, part: AssignedPart, tensors: Mapping[str, torch.Tensor]) -> FetchedPart:
+        opened = self._opened.pop(part, time.monotonic()) or self._open(part)
         expected = image_from_tensors(tensors).layout
         check_opened(opened, self.version, expected.layout_id)
         remaining_s = self._deadline - time.monotonic()
@@ -422,7 +433,7 @@ class BoxFork:
         session = ForkSession(module_of(tensors), identity, settings, Network.of(settings), ForkOptions(like=expected))
         with self._race.running(session):
             report = session.run()
-        return FetchedPart(boxes, report, layout, seed=report.seed)
+        return FetchedPart(part.boxes, report, self.layouts[part.layout], seed=report.seed)
 
 
 def _allocated(memory: BoxMemory, boxes: Sequence[Box]) -> dict[str, torch.Tensor]:

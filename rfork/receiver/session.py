@@ -63,7 +63,7 @@ from rfork.receiver.runner import Transfer
 from rfork.receiver.source_query import SourceQuery
 from rfork.receiver.sources import ForkContext, SourceFactory
 from rfork.receiver.spool import ChunkPersister
-from rfork.schema import ForkResult, InstanceReport, Outcome, Route, source_type
+from rfork.schema import InstanceReport, Outcome, Route, source_type
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import Tracer
@@ -491,10 +491,8 @@ def _query_source(
 
 def _end_query(planner: PlannerClient, query: SourceQuery, deadline: float) -> None:
     """Remove the query's records at the planner. Best effort: it removes them later, and the query has its result."""
-    fork_id, instance_id = query.request.fork_id, query.request.instance.instance_id
     try:
-        planner.finish(fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=deadline)
-        planner.remove(instance_id, deadline=deadline)
+        planner.remove(query.request.instance.instance_id, deadline=deadline)
     except (PlannerUnreachable, PlannerRejected) as error:
         log.debug("end of a query not reported to the planner", reason=str(error))
 

@@ -38,7 +38,7 @@ from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.image.staging import allocate_host
 from rfork.logs import logger
-from rfork.peer.base import BoxImage
+from rfork.peer.base import BOX_IDLE_S, BoxImage
 from rfork.placement.box_tensors import allocate_boxes, box_dtype, gather
 from rfork.placement.boxes import Box, box_map
 from rfork.placement.intersection import Relocation, intersect
@@ -53,8 +53,6 @@ log = logger(__name__)
 
 MODEL_SUFFIX: Final = "#boxes"
 """Suffix of the model's name, by which the planner knows the images of its boxes."""
-BOX_IDLE_S: Final = 60.0
-"""Time without a reader after which an image is closed."""
 CHECKS_PER_IDLE_TIME: Final = 4
 REGISTRATION_TIMEOUT_S: Final = 10.0
 """Maximum time until the planner has acknowledged a new image."""

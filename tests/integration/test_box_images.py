@@ -28,7 +28,7 @@ from rfork.errors import (
 )
 from rfork.image.capture import image_from_tensors
 from rfork.peer import codec, servicer
-from rfork.peer.base import BoxImage
+from rfork.peer.base import BOX_IDLE_S, BoxImage
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.placement import box_tensors
@@ -39,7 +39,7 @@ from rfork.placement.placement_map import PlacementMap
 from rfork.receiver.session import ForkOptions, ForkSession, Network, module_of, query_source
 from rfork.settings import InstanceSettings
 from rfork.source import box_images
-from rfork.source.box_images import BOX_IDLE_S, ServedBoxes
+from rfork.source.box_images import ServedBoxes
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from tests.conftest import StartRfork

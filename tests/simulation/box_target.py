@@ -26,15 +26,13 @@ from rfork.errors import (
     SourceUnavailable,
 )
 from rfork.peer.base import BoxImage
-from rfork.placement.boxes import Box
 from rfork.receiver import box_assignment
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment
+from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, OpenedParts
 from rfork.receiver.box_fork import LAST_READS_S
 from rfork.receiver.events import LoaderFailed
 from rfork.receiver.fallback import OTHER_LAYOUTS_URI
 from rfork.receiver.source_query import SourceQuery
 from rfork.schema import (
-    ForkResult,
     InstanceInfo,
     InstanceReport,
     Placement,
@@ -209,6 +207,7 @@ class BoxFork:
         self._world = target.world
         self._instance = target.instance
         self._deadline = target.began_at + self._world.settings.deadline_s
+        self._opened = OpenedParts()
 
     async def samples(self) -> list[InstanceReport]:
         """Return an instance of each rank and layout. Raises NoSource, and the planner's errors."""
@@ -251,22 +250,27 @@ class BoxFork:
 
     async def _find_layouts(self) -> None:
         refusals: list[RforkError] = []
-        for sample in await self.samples():
-            try:
-                shape = await self._query(sample, self._world.settings.source_idle_timeout_s, _shape_of)
+        samples, timeout_s = await self.samples(), self._world.settings.source_idle_timeout_s
+        queries = [self._query(sample, timeout_s, _shape_of) for sample in samples]
+        for sample, shape in zip(samples, await asyncio.gather(*queries, return_exceptions=True), strict=True):
+            if isinstance(shape, ImageShape):
                 self.layouts.append(OtherLayout(sample, shape))
-            except RforkError as error:
-                refusals.append(error)
+            elif isinstance(shape, RforkError):
+                refusals.append(shape)
+            else:
+                raise shape
         if not self.layouts:
             raise NoSource(f"no instance can serve another layout: {refusals}")
         self.layouts.sort(key=lambda layout: (layout.sample.rank.key, layout.sample.layout_id))
 
     async def _open_all(self, parts: Sequence[AssignedPart]) -> None:
         """Let sources begin to gather parts."""
-        opened = [self._open(self.layouts[part.layout], part.boxes) for part in parts]
-        for error in await asyncio.gather(*opened, return_exceptions=True):
-            if isinstance(error, BaseException) and not isinstance(error, RforkError):
-                raise error
+        opened = [self._open(part) for part in parts]
+        for part, image in zip(parts, await asyncio.gather(*opened, return_exceptions=True), strict=True):
+            if not isinstance(image, BaseException):
+                self._opened.add(part, image, self._world.now)
+            elif not isinstance(image, RforkError):
+                raise image
 
     async def _fetch_into(self, assignment: BoxAssignment) -> None:
         running: dict[asyncio.Task[FetchedPart], AssignedPart] = {}
@@ -290,7 +294,7 @@ class BoxFork:
 
     async def _fetch_part(self, assignment: BoxAssignment, part: AssignedPart) -> FetchedPart:
         world, process = self._world, self._instance.process
-        opened = await self._open(self.layouts[part.layout], part.boxes)
+        opened = self._opened.pop(part, world.now) or await self._open(part)
         shape = box_shape(part.boxes, world.layers)
         box_assignment.check_opened(opened, self.version, shape.layout.layout_id)
         if world.now >= self._deadline:
@@ -315,10 +319,9 @@ class BoxFork:
             raise error
         return FetchedPart(assignment, part, instance, shape)
 
-    async def _open(self, layout: OtherLayout, boxes: tuple[Box, ...]) -> BoxImage:
-        return await self._query(
-            layout.sample, self._world.settings.source_idle_timeout_s, lambda images: images.open(boxes)
-        )
+    async def _open(self, part: AssignedPart) -> BoxImage:
+        sample, timeout_s = self.layouts[part.layout].sample, self._world.settings.source_idle_timeout_s
+        return await self._query(sample, timeout_s, lambda images: images.open(part.boxes))
 
     async def _query(self, sample: InstanceReport, timeout_s: float, question: Question[T]) -> T:
         """Return the answer of an instance that has the image of a sample."""
@@ -346,10 +349,8 @@ class BoxFork:
                 world.start(self._end_query(query))
 
     async def _end_query(self, query: SourceQuery) -> None:
-        fork_id, instance_id = query.request.fork_id, query.request.instance.instance_id
-        result = ForkResult(outcome="interrupted", seconds=0, bytes_read=0)
+        instance_id = query.request.instance.instance_id
         try:
-            await self._call(lambda service, claimant: service.finish(fork_id, result, claimant))
             await self._call(lambda service, claimant: service.remove(instance_id, claimant))
         except NetworkError:
             return

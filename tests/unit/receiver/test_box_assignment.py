@@ -24,7 +24,14 @@ from rfork.errors import (
 from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
-from rfork.receiver.box_assignment import AssignedPart, BoxAssignment, check_opened, first_and_later
+from rfork.receiver.box_assignment import (
+    OPENED_FOR_S,
+    AssignedPart,
+    BoxAssignment,
+    OpenedParts,
+    check_opened,
+    first_and_later,
+)
 from tests.unit.placement.small_model import LAYOUTS, map_of_rank
 
 RANKS = [rank for ranks in LAYOUTS.values() for rank in ranks]
@@ -187,6 +194,17 @@ def test_coverage_is_that_of_an_exact_division(
     wanted = wanted_boxes(map_of_rank(*target))
     exact = size_of(divide(wanted, [map_of_rank(*source)]).parts[0])
     assert [exact] == coverage(wanted, [map_of_rank(*source)])
+
+
+@pytest.mark.parametrize(("after_s", "is_served"), [(0.0, True), (OPENED_FOR_S - 1, True), (OPENED_FOR_S, False)])
+def test_an_image_that_was_opened_is_read_once_and_soon(after_s: float, is_served: bool) -> None:
+    """Its source closes it if nobody reads it, and a part is opened again after its fork has failed."""
+    opened, image = OpenedParts(), BoxImage("m#boxes", "v1", "a" * 32, 1)
+    part, other = AssignedPart(0, (wanted_boxes(COMPLETE)[0],)), AssignedPart(1, (wanted_boxes(COMPLETE)[0],))
+    opened.add(part, image, 100.0)
+    assert opened.pop(other, 100.0) is None
+    assert (image if is_served else None) == opened.pop(part, 100.0 + after_s)
+    assert opened.pop(part, 100.0) is None
 
 
 def test_boxes_that_a_loader_computes_with_are_needed_first() -> None:

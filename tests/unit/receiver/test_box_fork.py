@@ -15,6 +15,7 @@ from rfork.errors import LayoutMismatch, NoSource, RforkError, SourceUnavailable
 from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, wanted_boxes
 from rfork.planner_client.client import PlannerClient
+from rfork.receiver.box_assignment import AssignedPart
 from rfork.receiver.box_fork import BoxFork, FetchedPart, OtherLayout, other_layouts
 from rfork.schema import InstanceInfo, InstanceReport, Placement, Rank
 from rfork.settings import InstanceSettings
@@ -87,16 +88,15 @@ class ScriptedFork(BoxFork):
         self._fails = fails
         self.queried: list[str] = []
 
-    def _fetch_part(
-        self, layout: OtherLayout, boxes: tuple[Box, ...], tensors: Mapping[str, torch.Tensor]
-    ) -> FetchedPart:
+    def _fetch_part(self, part: AssignedPart, tensors: Mapping[str, torch.Tensor]) -> FetchedPart:
+        layout, boxes = self.layouts[part.layout], part.boxes
         self.queried.append(layout.sample.instance_id)
         if (error := self._fails(layout)) is not None:
             raise error
         unforked: Any = SimpleNamespace(seed=None, sources=(), bytes_read=sum(box.byte_count for box in boxes))
         return FetchedPart(boxes, unforked, layout)
 
-    def _open(self, layout: OtherLayout, boxes: Sequence[Box]) -> BoxImage:
+    def _open(self, part: AssignedPart) -> BoxImage:
         return BoxImage("m#boxes", "v1", "", 0)
 
 

@@ -157,10 +157,10 @@ def test_a_planner_that_is_lost_at_the_end_of_a_query_does_not_replace_its_resul
     """The planner removes the query's records later."""
     planner = mock.Mock(spec=PlannerClient)
     planner.request_plan.return_value = plan()
-    planner.finish.side_effect = PlannerUnreachable("refused")
+    planner.remove.side_effect = PlannerUnreachable("refused")
     with (
         mock.patch.object(PlannerClient, "of", return_value=nullcontext(planner)),
         pytest.raises(NoSource, match="why"),
     ):
         query_source(SAMPLE, InstanceSettings(), 0.0, lambda peer, until: None)
-    planner.finish.assert_called_once()
+    planner.remove.assert_called_once()

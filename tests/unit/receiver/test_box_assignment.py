@@ -198,7 +198,7 @@ def test_coverage_is_that_of_an_exact_division(
 
 @pytest.mark.parametrize(("after_s", "is_served"), [(0.0, True), (OPENED_FOR_S - 1, True), (OPENED_FOR_S, False)])
 def test_an_image_that_was_opened_is_read_once_and_soon(after_s: float, is_served: bool) -> None:
-    """Its source closes it if nobody reads it, and a part is opened again after its fork has failed."""
+    """Its source closes it once it is idle, and a part is opened again after its fork has failed."""
     opened, image = OpenedParts(), BoxImage("m#boxes", "v1", "a" * 32, 1)
     part, other = AssignedPart(0, (wanted_boxes(COMPLETE)[0],)), AssignedPart(1, (wanted_boxes(COMPLETE)[0],))
     opened.add(part, image, 100.0)

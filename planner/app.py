@@ -170,6 +170,7 @@ def create_app(
         ascend_router(service),
         feed_router(app.broadcaster),
     ):
-        app.include_router(router)
+        # Not `include_router`: FastAPI searches an included router twice for each request.
+        app.router.routes.extend(router.routes)
     app.router.routes.extend(page_routes())
     return app

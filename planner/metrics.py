@@ -81,11 +81,13 @@ class Metrics:
             "models_with_several_versions",
             "Models with instances that serve different versions; in-place updates do not count",
         )
-        self._versions = self._counter(
+        versions = self._counter(
             "version_choices",
             "Forks whose version the planner chose (served), or refused to choose (several, conflict)",
             "choice",
         )
+        # Both are counted for each plan, so that their series are not searched by label.
+        self._versions = {choice: versions.labels(choice) for choice in get_args(VersionChoice)}
         self._forks = self._counter(
             "forks",
             "Finished forks; abandoned: given up by the planner, counted again if they finish after all",
@@ -102,7 +104,8 @@ class Metrics:
         self._bytes = self._counter(
             "verified_bytes", "Bytes verified by finished forks, by origin: peers, or a type of storage", "source"
         )
-        self._routes = self._counter("routes", "Planned routes, by preferred transport", "transport")
+        routes = self._counter("routes", "Planned routes, by preferred transport", "transport")
+        self._routes = {transport: routes.labels(transport) for transport in TRANSPORTS}
         self._kernels = self._counter("kernel_routes", "Planned routes that run kernels on the source's GPU")
         self._scaleups = self._gauge("scaleups", "Announced scale-ups in progress")
         self._expected = self._gauge("expected_replicas", "Replicas of announced scale-ups that have not arrived")
@@ -178,7 +181,7 @@ class Metrics:
     def route_planned(self, transports: Sequence[str]) -> None:
         """Count a new route of a fork, with its transports in order of preference."""
         first = transports[0] if transports else "other"
-        self._routes.labels(first if first in TRANSPORTS else "other").inc()
+        self._routes.get(first, self._routes["other"]).inc()
         if first in GPU_KERNEL_TRANSPORTS:
             self._kernels.inc()
 
@@ -188,7 +191,7 @@ class Metrics:
 
     def version_chosen(self, choice: VersionChoice) -> None:
         """Count a new fork whose version is not its target's own."""
-        self._versions.labels(choice).inc()
+        self._versions[choice].inc()
 
     def quarantined(self) -> None:
         """Count a quarantined source."""
@@ -293,16 +296,12 @@ class Metrics:
             self._faults.labels(FAULT_OF[name], name)
         for reason in REFUSALS:
             self._refused.labels(reason)
-        for transport in TRANSPORTS:
-            self._routes.labels(transport)
         for is_complete in ("true", "false"):
             self._scaleup_batches.labels(is_complete)
         for type_name in get_args(StorageType):
             self._fallbacks.labels(type_name, FIRST_OF_VERSION)
         for result in get_args(PrefetchResult):
             self._prefetches.labels(result)
-        for choice in get_args(VersionChoice):
-            self._versions.labels(choice)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"rfork_planner_{name}", what, labels, registry=self.registry)

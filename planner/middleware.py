@@ -54,7 +54,6 @@ class RequestLog:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._log = logger("planner.http")
-        self._level = logging.getLogger("planner.http")
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
 
@@ -89,7 +88,7 @@ class RequestLog:
                 # A fleet's heartbeats are thousands of requests a second, so only failures are logged by default.
                 # The level is checked first because a dropped log call costs as much as the rest of this class.
                 level = logging.INFO if status >= 400 else logging.DEBUG
-                if self._level.isEnabledFor(level):
+                if self._log.is_enabled_for(level):
                     seconds = round(time.perf_counter() - started_at, 6)
                     # Quoted as sent: decoded, it could contain terminal escape sequences.
                     path = quote(scope["path"], safe="/:")

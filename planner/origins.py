@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ ANY: Final = "*"
 READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PORTS: Final = {"http": 80, "https": 443}
 MAX_DISPLAYED: Final = 80
+MAX_CACHED: Final = 256
+"""`Host` headers that are not checked again: callers use few."""
 
 
 class KnownHosts:
@@ -32,6 +35,7 @@ class KnownHosts:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in names)
+        self._is_known = lru_cache(MAX_CACHED)(self._check)
 
     @classmethod
     def of(cls, settings: PlannerSettings) -> KnownHosts:
@@ -40,6 +44,9 @@ class KnownHosts:
 
     def contains(self, host: str | None) -> bool:
         """Return True if a `Host` header names a known host; a request without one is not from a browser."""
+        return self._is_known(host)
+
+    def _check(self, host: str | None) -> bool:
         if host is None or ANY in self._names:
             return True
         name = _name_of(host)

@@ -31,6 +31,7 @@ from planner.core.records import ForkRecord, HolderRecord, InstanceRecord
 from planner.middleware import header
 from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
+RAW_OWNER_HEADER: Final = OWNER_HEADER.lower().encode()
 NOT_OWNER: Final = "not-owner"
 """Problem slug."""
 OWNER_HEADER_DOCS: Final[dict[str, Any]] = {
@@ -63,7 +64,7 @@ class Claimant:
     @classmethod
     def of(cls, scope: Scope) -> Self:
         """Return the caller of an authorized request. Raises ProblemError if its secret is malformed."""
-        owner_header = header(scope, OWNER_HEADER.lower().encode())
+        owner_header = header(scope, RAW_OWNER_HEADER)
         secret = "" if owner_header is None else owner_header.decode("latin-1")
         if owner_header is not None and not SECRET.fullmatch(secret):
             raise invalid_field(OWNER_HEADER, "must be 32 to 256 visible ASCII characters")

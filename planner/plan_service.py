@@ -7,6 +7,7 @@ effect once the store has accepted it; see `planner.store.base` for concurrent c
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -302,8 +303,7 @@ class PlanService:
                 raise ProblemError(409, "replica-version", str(error)) from None
             if requests.is_settled(self.state, report, resolution.version):
                 return resolution
-            record = requests.record_report(self.state, report, owner, self.now(), self._settings)
-            record = requests.with_version(record, resolution.version)
+            record = requests.record_report(self.state, report, owner, self.now(), self._settings, resolution.version)
             try:
                 await self.store.commit(StoreChange(instances=(record,), group=key, version=changes))
             except CommitConflict:
@@ -387,12 +387,13 @@ class PlanService:
                 group_size=len(self.state.group(group).sources),
             ) as span:  # fmt: skip
                 found = await self._plan_batch(batch)
-                first = found.get(batch[0].fork_id)
-                span.set(
-                    routes=sum(len(plan.routes) for plan in found.values()),
-                    storage_readers=sum(bool(plan.storage) for plan in found.values()),
-                    reason=None if first is None else first.reason,
-                )
+                if self._tracer.enabled:
+                    first = found.get(batch[0].fork_id)
+                    span.set(
+                        routes=sum(len(plan.routes) for plan in found.values()),
+                        storage_readers=sum(bool(plan.storage) for plan in found.values()),
+                        reason=None if first is None else first.reason,
+                    )
                 return dict(found)
         except (ProblemError, StoreUnavailable) as error:
             return {each.fork_id: error for each in batch}
@@ -811,8 +812,11 @@ class PlanService:
         is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
         if (old := context.previous_fork) is not None and old.reason == fork.reason:
             is_noteworthy = bool(fork.reads or fork.storage)  # a paused prefetch requests a plan each second
-        (self._log.info if is_noteworthy else self._log.debug)(
-            "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
+        level = logging.INFO if is_noteworthy else logging.DEBUG
+        if not self._log.is_enabled_for(level):
+            return
+        self._log.log(
+            level, "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
             version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,
             batch_size=batch_size, sources=[read.source_id for read in fork.reads], reason=fork.reason,
         )  # fmt: skip

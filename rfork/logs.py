@@ -48,6 +48,10 @@ class Logger:
         """Return a logger that adds these fields to each event."""
         return Logger(self._logger.name, **{**self._fields, **fields})
 
+    def is_enabled_for(self, level: int) -> bool:
+        """Return True if events of a level of the standard library are logged, so that fields need not be computed."""
+        return self._logger.isEnabledFor(level)
+
     def debug(self, event: str, /, **fields: object) -> None:
         """Log details for developers."""
         self._write(logging.DEBUG, event, fields)

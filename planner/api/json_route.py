@@ -13,7 +13,11 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from planner.middleware import header
+
 JSON: Final = "application/json"
+JSON_HEADER: Final = JSON.encode()
+CONTENT_TYPE: Final = b"content-type"
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -33,7 +37,7 @@ class JsonRoute(APIRoute):
         status = self.status_code or 200
 
         async def handle(request: Request) -> Response:
-            if request.headers.get("content-type") != JSON:
+            if header(request.scope, CONTENT_TYPE) != JSON_HEADER:
                 return await general(request)
             values: dict[str, Any] = {}
             for field in path_params:

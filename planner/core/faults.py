@@ -24,6 +24,7 @@ import ipaddress
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 from planner.core.records import Accusation, ForkRecord, InstanceRecord, SourceFaultRecord, Witness, active_accusations
@@ -35,8 +36,11 @@ QUORUM: Final = 2.0
 MAX_KEPT: Final = 16
 """Accusations kept per source; the newest ones win."""
 MAX_DOUBT: Final = 8
+MAX_WITNESSES: Final = 4096
+"""Readers whose addresses, and the sources that they avoid, are kept."""
 
 
+@lru_cache(MAX_WITNESSES)
 def address_of(client: str | None) -> str:
     """Return the network address of a caller, or an empty string where it does not distinguish callers."""
     try:
@@ -114,7 +118,6 @@ QUARANTINE_S: Final = 60.0
 """Time for which a source that sent wrong bytes or stalled is assigned no readers."""
 LATE_HEARTBEAT_FACTOR: Final = 1.5
 """Heartbeat intervals after which a heartbeat counts as missed; instances send one every 0.8 intervals."""
-MAX_WITNESSES: Final = 4096
 
 
 @dataclass(frozen=True)

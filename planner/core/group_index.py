@@ -64,6 +64,16 @@ class SourceBuckets:
                 if not buckets:
                     del self.scopes[scope]
 
+    def move(self, location: HostLocation, old: Bucket, new: Bucket, instance_id: str) -> None:
+        """Move a member from one bucket to another."""
+        for scope in localities(location):
+            buckets = self.scopes[scope]
+            members = buckets[old]
+            del members[instance_id]
+            if not members:
+                del buckets[old]
+            buckets.setdefault(new, {})[instance_id] = None
+
     def best(self, scope: Scope, limit: int) -> Iterator[str]:
         """Yield the first `limit` members of a locality, best first."""
         buckets = self.scopes.get(scope)
@@ -240,8 +250,11 @@ class ReaderSlots:
 
     def load(self, instance_id: str) -> float:
         """Return the load that an instance's readers put on its network link, in links."""
-        local = self.local.get(instance_id, ())
-        readers = self.readers.get(instance_id, {})
+        readers, local = self.readers.get(instance_id), self.local.get(instance_id)
+        if not readers:
+            return 0.0
+        if not local:
+            return sum(readers.values())
         return sum(share for fork_id, share in readers.items() if fork_id not in local)
 
 
@@ -280,6 +293,8 @@ class GroupIndex:
         self._layouts: dict[str, dict[str, None]] = {}
         self._engines: dict[str, dict[str, None]] = {}  # members without a holder, by layout
         self._engine_seeds: Counter[str] = Counter()  # by layout
+        self.complete_count = 0
+        """Number of members with the complete weights, whether or not they can be read from."""
         self.history = GroupHistory() if history is None else history
         self.had_seed = False
         """True if any member ever had the complete weights."""
@@ -570,8 +585,9 @@ class GroupIndex:
 
     def _nearby(self, buckets: SourceBuckets, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
         scopes = dict.fromkeys(scope for demand in demands for scope in localities(demand.target.location))
+        limits = {"host": MAX_SAME_HOST, "all": MAX_ANYWHERE + together}
         for scope in scopes:
-            max_members = {"host": MAX_SAME_HOST, "all": MAX_ANYWHERE + together}.get(scope[0], MAX_NEARBY)
+            max_members = limits.get(scope[0], MAX_NEARBY)
             yield from buckets.best(scope, max_members)
 
     def _is_provider(self, instance_id: str, layout_id: str) -> bool:
@@ -633,6 +649,9 @@ class GroupIndex:
         if new == old:
             return
         self._bucket_of_member[instance_id] = new
+        if new[0] == old[0]:
+            self._buckets_by_layout[new[0]].move(source.location, old[1], new[1], instance_id)
+            return
         self._remove_from_bucket(source, *old)
         self._buckets_by_layout.setdefault(new[0], SourceBuckets()).add(source.location, new[1], instance_id)
 
@@ -644,12 +663,14 @@ class GroupIndex:
         self._buckets_by_layout.setdefault(buckets, SourceBuckets()).add(source.location, bucket, instance_id)
         self._contents.add(source)
         self._engine_seeds[source.layout_id] += is_engine_seed(source)
+        self.complete_count += source.complete
 
     def _unindex(self, instance_id: str) -> None:
         source = self.sources[instance_id]
         self._remove_from_bucket(source, *self._bucket_of_member.pop(instance_id))
         self._contents.remove(source)
         self._engine_seeds[source.layout_id] -= is_engine_seed(source)
+        self.complete_count -= source.complete
 
     def _remove_from_bucket(self, source: Source, buckets: tuple[str, Content], bucket: Bucket) -> None:
         self._buckets_by_layout[buckets].remove(source.location, bucket, source.instance_id)

@@ -41,6 +41,12 @@ class GroupKey(NamedTuple):
     rank_key: str
 
 
+@lru_cache(1024)
+def _shared_key(model: str, version: str, rank_key: str) -> GroupKey:
+    """Return the same key for all records of a group: each keeps it, because a plan needs it a dozen times."""
+    return GroupKey(model, version, rank_key)
+
+
 @dataclass(frozen=True)
 class Witness:
     """A reader that reports faults, with the attributes that distinguish it from other readers."""
@@ -125,10 +131,10 @@ class InstanceRecord:
         """Version of its weights, or of those it is receiving; empty until resolved."""
         return self.report.version or self.resolved_version
 
-    @property
+    @cached_property
     def group(self) -> GroupKey:
         """Group that it may share weights with."""
-        return GroupKey(self.report.model, self.version, self.report.rank.key)
+        return _shared_key(self.report.model, self.version, self.report.rank.key)
 
     @property
     def expires_at(self) -> float:
@@ -243,10 +249,10 @@ class ForkRecord:
     holder: str | None = None
     """Holder that fetches the image without an engine; None for an engine."""
 
-    @property
+    @cached_property
     def group(self) -> GroupKey:
         """Group that it may share weights with."""
-        return GroupKey(self.model, self.version, self.rank.key)
+        return _shared_key(self.model, self.version, self.rank.key)
 
     @property
     def live(self) -> bool:

@@ -73,32 +73,46 @@ class PlanContext:
 
 
 def record_report(
-    state: PlannerState, report: InstanceReport, owner: str, now: float, settings: PlannerSettings
+    state: PlannerState,
+    report: InstanceReport,
+    owner: str,
+    now: float,
+    settings: PlannerSettings,
+    chosen_version: str | None = None,
 ) -> InstanceRecord:
-    """Return the instance's record with this report and owner, keeping what else is known about it."""
+    """Return the instance's record with this report and owner, keeping what else is known about it.
+
+    `chosen_version`: the version that a target gets; None if the report is not that of a target.
+    """
     check_ranges("verified", report.verified, report.chunk_count)
     known = state.instance(report.instance_id)
+    if chosen_version is not None:
+        report = _with_version(report, chosen_version)
     if report.state != "loading":  # the report of a target is replaced with each plan
         report = compact_report(report, known.report if known is not None else None)
-    version = _version_by_content(report)
+    version = _version_by_content(report) if chosen_version is None else chosen_version
     if known is None:
         return InstanceRecord(
             report, seen_at=now, ttl_s=settings.instance_ttl_s, since=now, owner=owner, resolved_version=version
         )
-    record = replace(
+    if chosen_version is None:
+        version = version or known.resolved_version
+    has_responses = now - known.since >= 2 * settings.heartbeat_interval_s
+    quarantined_until, quarantine = known.quarantined_until, known.quarantine
+    if report.state == "serving" and not report.has_lease_keys and has_responses:
+        quarantined_until, quarantine = now + settings.instance_ttl_s, NO_LEASE_KEYS
+    elif now >= quarantined_until or quarantine == NO_LEASE_KEYS:
+        quarantined_until, quarantine = 0.0, ""
+    return replace(
         known,
         owner=owner,
         report=report,
         seen_at=now,
         reported_missing=False,
-        resolved_version=version or known.resolved_version,
+        resolved_version=version,
+        quarantined_until=quarantined_until,
+        quarantine=quarantine,
     )
-    has_responses = now - known.since >= 2 * settings.heartbeat_interval_s
-    if report.state == "serving" and not report.has_lease_keys and has_responses:
-        return replace(record, quarantined_until=now + settings.instance_ttl_s, quarantine=NO_LEASE_KEYS)
-    if now >= known.quarantined_until or known.quarantine == NO_LEASE_KEYS:
-        return replace(record, quarantined_until=0.0, quarantine="")
-    return record
 
 
 def check_request(state: PlannerState, request: ForkRequest) -> None:
@@ -183,24 +197,23 @@ def target_record(
     """Return the target's record, marked as a first request unless another planner planned it before a
     restart.
     """
-    target = with_version(record_report(state, request.instance, owner, now, settings), version)
+    target = record_report(state, request.instance, owner, now, settings, version)
     begun = bool(request.faults or request.current_assignments)
     return target if target.plan_requested or begun else replace(target, plan_requested=True)
 
 
-def with_version(record: InstanceRecord, version: str) -> InstanceRecord:
-    """Return the record with the chosen version.
+def _with_version(report: InstanceReport, version: str) -> InstanceReport:
+    """Return a target's report with the chosen version.
 
     Chunks of another version are dropped. So is the storage of a target that adopts a version, because its
     files may be of another version.
     """
-    report, changes = record.report, dict[str, object]()
+    changes: dict[str, object] = {}
     if report.version not in (None, version):
         changes = {"version": version, "verified": (), "weights_id": None, "provisional_id": None}
     if not _has_own_version(report) and report.storage and not weights_version.is_unnamed(version):
         changes["storage"] = ()
-    report = report.model_copy(update=changes) if changes else report
-    return replace(record, report=report, resolved_version=version)
+    return report.model_copy(update=changes) if changes else report
 
 
 def refresh(state: PlannerState, context: PlanContext, now: float, settings: PlannerSettings) -> PlanContext | None:

@@ -259,7 +259,7 @@ class PlannerState:
     def other_versions(self, key: GroupKey) -> dict[str, int]:
         """Return how many instances serve each other version of the same model and rank."""
         counts = {
-            other.version: sum(source.complete for source in group.sources.values())
+            other.version: group.complete_count
             for other, group in self._models.get(key.model, {}).items()
             if other.version != key.version and other.rank_key == key.rank_key
         }

@@ -53,13 +53,13 @@ def resolve(
     """
     role, own_id = report.rank.role, report.instance_id
     replica = [record for record in ranks if record.report.instance_id != own_id]
-    replica_versions = Counter(
+    replica_versions = [
         record.version
         for record in replica
         if (record.report.model, record.report.rank.role) == (report.model, role)
         and record.version
         and _position(record.report) != _position(report)  # an earlier process of the same rank
-    )
+    ]
     if report.version is not None and not report.any_version:
         for version in replica_versions:
             if version != report.version:
@@ -69,7 +69,8 @@ def resolve(
                 )
         return VersionResolution(report.version, "own")
     if replica_versions:
-        return _resolve_to(max(replica_versions, key=lambda version: (replica_versions[version], version)))
+        counts = Counter(replica_versions)
+        return _resolve_to(max(counts, key=lambda version: (counts[version], version)))
     same_role = [
         record for record in members if record.report.rank.role == role and record.report.instance_id != own_id
     ]

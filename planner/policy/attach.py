@@ -91,6 +91,8 @@ def _keep_from_storage(
     """Return the current reads of the target's own storage, and the demand for weights that match it."""
     target = demand.target
     shares = [share.chunks for share in demand.current_shares if share.source_id == target.instance_id]
+    if not shares:
+        return demand, ()
     chunks = intersect([chunk for each in shares for chunk in each], missing)
     own = storage_for_missing_chunks(target, has_other_sources=True) or storage_for_missing_chunks(target)
     if not chunks or own is None or target.instance_id in demand.excluded:
@@ -141,12 +143,12 @@ def _held_on_host(
     It has paused, so the other chunks come from elsewhere.
     """
     target = demand.target
-    unassigned = subtract(unassigned, [chunk for _, chunks in kept for chunk in chunks])
     if state.plans_background:
         return []
-    for source in candidates:
-        if not source.background or source.complete or not is_same_host_read(source, target):
-            continue
+    holders = [each for each in candidates if each.background and not each.complete and is_same_host_read(each, target)]
+    if holders:
+        unassigned = subtract(unassigned, [chunk for _, chunks in kept for chunk in chunks])
+    for source in holders:
         available = state.available_chunks(source, unassigned, target)
         held = intersect(available, source.verified)
         if (
@@ -266,12 +268,11 @@ def _source_options(
     no_free_slot: tuple[Range, ...] = ()
     left = unassigned
     excluded = bool(demand.excluded or demand.current_shares)
+    have_everything = 0
     for source in sorted(candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded)):
         if source.instance_id == target.instance_id:
             continue
-        if sum(option.available == unassigned for option in options) == MAX_STRIPES or (
-            not left and len(options) > MAX_SOURCES
-        ):
+        if have_everything == MAX_STRIPES or (not left and len(options) > MAX_SOURCES):
             break
         exclusion_reason = ineligible_reason(state, source, demand)
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
@@ -285,5 +286,6 @@ def _source_options(
         else:
             spare_egress = max(0.0, state.spare_egress(source, target) - kept_ids.get(source.instance_id, 0.0))
             options.append(SourceOption(source, available, spare_egress, transport_cost(source, target)))
+            have_everything += available == unassigned
             left = subtract(left, available)
     return options, intersect(no_free_slot, left)

@@ -23,16 +23,17 @@ def source_sort_key(
     distance_key = distance(source.location, target.location)
     has_begun = bool(target.verified) or excluded
     kernels, leaves_host = transport_cost(source, target)
+    complete, watermark = source.complete, source.watermark
     return (
-        source.slow and not source.complete,
+        source.slow and not complete,
         kernels,
         distance_key > 0,
         leaves_host,
         round(state.load(source, target), 1),
         distance_key,
-        has_begun and source.watermark < target.watermark,
-        not source.complete and not has_begun,
-        source.watermark if has_begun else -source.watermark,
+        has_begun and watermark < target.watermark,
+        not complete and not has_begun,
+        watermark if has_begun else -watermark,
         source.instance_id,
     )
 

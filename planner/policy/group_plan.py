@@ -43,7 +43,8 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
     own storage. A decision without either has a reason. Targets that already have chunks come first:
     others may wait for them.
     """
-    demands = sorted(demands, key=_planning_order)
+    if len(demands) > 1:
+        demands = sorted(demands, key=_planning_order)
     state = PlanState(group, demands, now)
     demands_by_key: dict[PlanningKey, list[ForkDemand]] = {}
     for demand in demands:
@@ -76,8 +77,11 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     """Plan demands of one layout and the same transports."""
     first, content_counts = demands[0].target, state.group.content_counts
     own = first.instance_id if len(demands) == 1 else None
-    sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
+    sources, others = _candidates(state, first, own)
     best = _preferred_weights(content_counts if content_counts is not None else count_contents(sources, state.now))
+    if len(demands) == 1:
+        _plan_among(state, _with_preferred_weights(demands[0], best), sources, others)
+        return
     # Targets of the batch that share a host are left to the fan-out.
     source_locations = [source.location for source in sources if not state.is_unplanned(source.instance_id)]
     nodes = {location.host for location in source_locations} | {
@@ -87,21 +91,14 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     without_chunks: list[ForkDemand] = []
     for demand in demands:
         target = demand.target
-        begun = target.verified and (target.weights_id or target.provisional_id)
-        pinned_demand = (
-            with_requested_weights(demand, target.weights_id, target.provisional_id)
-            if begun
-            else with_requested_weights(demand, *best)
-        )
         co_located = target.location.host in nodes or target.location.nvlink in nodes
-        (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
-            pinned_demand
-        )
+        planned_singly = _has_begun(target) or demand.current_shares or demand.excluded or co_located
+        (with_chunks if planned_singly else without_chunks).append(_with_preferred_weights(demand, best))
     for demand in with_chunks:
         _plan_single(state, demand)
     state.plans_background = state.is_background(first)
     if len(without_chunks) > 1:
-        sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
+        sources, _ = _candidates(state, first, None)
         without_chunks = plan_fanout(
             state,
             without_chunks,
@@ -130,22 +127,40 @@ def _planning_order(demand: ForkDemand) -> tuple[bool, bool, bool, int, str]:
     )
 
 
-def _candidates(state: PlanState, own: str | None) -> list[Source]:
-    """Return the candidates and the targets planned in this call, except the target itself."""
+def _candidates(state: PlanState, target: Source, own: str | None) -> tuple[list[Source], list[Source]]:
+    """Return the candidates and the targets planned in this call, except `own`: those with the target's layout, and
+    the others.
+    """
     group = state.group
     named = group.sources if group.candidates is None else group.candidates
-    names = dict.fromkeys((*named, *state.planned()))
-    return [source for name in names if name != own and (source := state.source(name)) is not None]
+    same_layout: list[Source] = []
+    others: list[Source] = []
+    for name in dict.fromkeys((*named, *state.planned())):
+        if name == own or (source := state.source(name)) is None:
+            continue
+        is_same = source.layout_id == target.layout_id and source.chunk_count == target.chunk_count
+        (same_layout if is_same else others).append(source)
+    return same_layout, others
 
 
-def _is_same_layout(source: Source, target: Source) -> bool:
-    return (source.layout_id, source.chunk_count) == (target.layout_id, target.chunk_count)
+def _has_begun(target: Source) -> bool:
+    """Return True if the target has chunks of known weights."""
+    return bool(target.verified and (target.weights_id or target.provisional_id))
+
+
+def _with_preferred_weights(demand: ForkDemand, preferred: tuple[str | None, str | None]) -> ForkDemand:
+    """Return the demand for these weights, or for those of the chunks that its target has."""
+    return demand if _has_begun(demand.target) else with_requested_weights(demand, *preferred)
 
 
 def _plan_single(state: PlanState, demand: ForkDemand) -> None:
+    """Plan one of several demands, after those that were planned in this call so far."""
+    _plan_among(state, demand, *_candidates(state, demand.target, demand.target.instance_id))
+
+
+def _plan_among(state: PlanState, demand: ForkDemand, sources: list[Source], others: list[Source]) -> None:
+    """Plan one demand. `sources`: the candidates with its layout; `others`: those with another layout."""
     state.plans_background = state.is_background(demand.target)
-    alive = _candidates(state, demand.target.instance_id)
-    sources = [source for source in alive if _is_same_layout(source, demand.target)]
     decision = attach(state, demand, sources)
     if (decision.storage or decision.no_free_slot or not decision.assignments) and _accepts_other_weights(
         state, demand, sources
@@ -163,7 +178,6 @@ def _plan_single(state: PlanState, demand: ForkDemand) -> None:
                 decision, demand = other_decision, pinned_demand
                 break
     if not decision.assignments and not decision.storage:
-        others = [source for source in alive if not _is_same_layout(source, demand.target)]
         if not sources:
             other = reasons.sample_source(others).instance_id if others else None
             reason = reasons.no_holder_reason(state.group, others)
@@ -178,9 +192,9 @@ def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
     """Add a complete instance with another layout to a plan that reads storage, for the target to compare
     with.
     """
-    alive = _candidates(state, demand.target.instance_id)
-    others = [source for source in alive if not _is_same_layout(source, demand.target) and source.complete]
-    if others and not any(source.complete for source in alive if source not in others):
+    sources, candidates = _candidates(state, demand.target, demand.target.instance_id)
+    others = [source for source in candidates if source.complete]
+    if others and not any(source.complete for source in sources):
         decision = state.decisions[demand.fork_id]
         other_layout_note = reasons.other_layouts_phrase(state.group, others, "this model and rank")
         state.decisions[demand.fork_id] = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
@@ -16,13 +17,15 @@ from planner.policy.background import (
 )
 from planner.policy.transports import is_same_host_read
 from planner.policy.types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
-from planner.policy.weights import weights_compatible, with_storage_weights
+from planner.policy.weights import weights_compatible, with_storage_weights, with_weights
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 MAX_UPSTREAM_SOURCES: Final = 64
 """Number of upstream sources after which a target without readers is assumed not to close a cycle."""
 IDLE_LOAD: Final = 0.01
 """Load below which a source counts as idle."""
+NO_READERS: Final[Mapping[str, float]] = {}
+NO_NAMES: Final[AbstractSet[str]] = frozenset()
 
 
 class PlanState:
@@ -44,7 +47,7 @@ class PlanState:
         self._waiting_engines: list[Source] | None = None
         self._shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._readers: dict[str, dict[str, float]] = {}
-        self._same_host_readers: dict[str, set[str]] = {}
+        self._changed_same_host_readers: dict[str, set[str]] = {}
         for demand in self._demands.values():
             # Until it is planned, each target is assumed to keep its current reads.
             self._set_shares(demand, tuple(share for share in demand.current_shares if self._is_valid(share, demand)))
@@ -71,6 +74,12 @@ class PlanState:
 
     def readers(self, instance_id: str) -> Mapping[str, float]:
         """Return the forks that read from an instance, with the fraction of its reads that each makes there."""
+        if (readers := self._readers.get(instance_id)) is not None:
+            return readers
+        readers_of_group = self.group.readers.get(instance_id, NO_READERS)
+        # Nearly always no reader is planned in this call, so that no copy is needed.
+        if self._fork_ids.isdisjoint(readers_of_group):
+            return readers_of_group
         return self._readers_of(instance_id)
 
     def load(self, source: Source, target: Source | None = None) -> float:
@@ -82,11 +91,16 @@ class PlanState:
         """
         if target is not None and is_same_host_read(source, target):
             return self._load(source.instance_id, same_host=True) / source.egress_share
-        names = self.group.shared_hosts.get(source.location.host, (source.instance_id,))
+        names = self.group.shared_hosts.get(source.location.host)
+        if names is None:
+            return self._load(source.instance_id, same_host=False) / source.egress_share
         return sum(self._load(name, same_host=False) for name in names) / source.egress_share
 
     def _load(self, instance_id: str, *, same_host: bool) -> float:
-        readers, excluded = self.readers(instance_id), self._same_host_readers_of(instance_id)
+        readers = self.readers(instance_id)
+        if not readers:
+            return 0.0
+        excluded = self._same_host_readers(instance_id)
         if not self._background_forks or self.plans_background:
             if same_host or not excluded:
                 return sum(readers.values())
@@ -105,7 +119,7 @@ class PlanState:
         """Return how many more forks may read from the source; `target`: the next of them, if it is known."""
         instance_id = source.instance_id
         same_host = target is not None and is_same_host_read(source, target)
-        has_own_engine = source.background and any(map(self._waits, self._same_host_readers_of(instance_id)))
+        has_own_engine = source.background and any(map(self._waits, self._same_host_readers(instance_id)))
         readers = len(self.readers(instance_id))
         free = free_slots(source, readers, same_host=same_host, has_own_engine=has_own_engine)
         if self.plans_background and free > 0:
@@ -166,7 +180,7 @@ class PlanState:
         return target is None or target in self._targets_waited_for
 
     def _serves_engines(self, instance_id: str) -> bool:
-        same_host = self._same_host_readers_of(instance_id)
+        same_host = self._same_host_readers(instance_id)
         return any(name not in same_host and self._waits(name) for name in self.readers(instance_id))
 
     def _reads_network(self, target: Source, host: str) -> bool:
@@ -234,9 +248,11 @@ class PlanState:
             for storage, chunks in decision.storage
         )
         self.decisions[demand.fork_id] = decision
+        if len(self._demands) == 1:
+            return  # there is no later one
         if decision.assignments or storage_shares:
-            target = replace(target, weights_id=decision.weights_id, provisional_id=decision.provisional_id)
-        self._demands[target.instance_id] = replace(demand, target=target)
+            demand = with_weights(demand, decision.weights_id, decision.provisional_id)
+        self._demands[target.instance_id] = demand
         self.release(demand)
         self._set_shares(demand, decision.shares + storage_shares)
 
@@ -323,6 +339,7 @@ class PlanState:
                     self._same_host_readers_of(share.source_id).add(demand.fork_id)
 
     def _readers_of(self, instance_id: str) -> dict[str, float]:
+        """Return the table of the instance's readers in which this call records its changes."""
         if instance_id not in self._readers:
             group_readers = self.group.readers.get(instance_id, {})
             self._readers[instance_id] = {
@@ -330,13 +347,18 @@ class PlanState:
             }
         return self._readers[instance_id]
 
-    def _same_host_readers_of(self, instance_id: str) -> set[str]:
+    def _same_host_readers(self, instance_id: str) -> AbstractSet[str]:
         """Return the instance's readers that stay within its host."""
-        if instance_id not in self._same_host_readers:
-            self._same_host_readers[instance_id] = (
-                set(self.group.same_host_readers.get(instance_id, ())) - self._fork_ids
-            )
-        return self._same_host_readers[instance_id]
+        if (changed := self._changed_same_host_readers.get(instance_id)) is not None:
+            return changed
+        readers = self.group.same_host_readers.get(instance_id)
+        return readers - self._fork_ids if readers else NO_NAMES
+
+    def _same_host_readers_of(self, instance_id: str) -> set[str]:
+        """Return the set of these readers in which this call records its changes."""
+        if instance_id not in self._changed_same_host_readers:
+            self._changed_same_host_readers[instance_id] = set(self._same_host_readers(instance_id))
+        return self._changed_same_host_readers[instance_id]
 
 
 def _contains(ranges: Iterable[Range], chunk: int) -> bool:

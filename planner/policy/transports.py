@@ -15,7 +15,7 @@ from rfork.schema import GPU_KERNEL_TRANSPORTS, SAME_HOST_TRANSPORTS
 TransportCost = tuple[bool, bool]
 """Two flags: only GPU kernels reach the source; the bytes leave the host."""
 PAIRS: Final = 4096
-"""Number of cached pairs of transport lists: a fleet has few."""
+"""Number of cached lists of transports, and pairs of them: a fleet has few."""
 
 
 def shared_transports(source: Source, target: Source) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def is_same_host_read(source: Source, target: Source) -> bool:
 
 def transport_cost(source: Source, target: Source) -> TransportCost:
     """Return the cost of reading from the source; the lowest is best."""
-    return uses_gpu_kernels(shared_transports(source, target)), not is_same_host_read(source, target)
+    return _cost(source.transports, target.transports, source.location.host == target.location.host)
 
 
 def is_same_host_route(transports: tuple[str, ...]) -> bool:
@@ -46,11 +46,13 @@ def uses_gpu_kernels(transports: tuple[str, ...]) -> bool:
     return bool(transports) and transports[0] in GPU_KERNEL_TRANSPORTS
 
 
+@lru_cache(PAIRS)
 def has_only_same_host(transports: tuple[str, ...]) -> bool:
     """Return True if none of an instance's transports reaches another host."""
     return bool(transports) and SAME_HOST_TRANSPORTS.issuperset(transports)
 
 
+@lru_cache(PAIRS)
 def has_only_gpu_kernels(transports: tuple[str, ...]) -> bool:
     """Return True if all of an instance's transports that reach another host run kernels."""
     far = [name for name in transports if name not in SAME_HOST_TRANSPORTS]
@@ -67,6 +69,12 @@ def no_transport_reason(source: Source, target: Source) -> str:
             f"it runs on {source.location.host}, the target on {target.location.host}"
         )
     return f"offers only {', '.join(source.transports) or 'no transport'}"
+
+
+@lru_cache(PAIRS)
+def _cost(source: tuple[str, ...], target: tuple[str, ...], one_host: bool) -> TransportCost:
+    shared = _shared(source, target, one_host)
+    return uses_gpu_kernels(shared), not (one_host and is_same_host_route(shared))
 
 
 @lru_cache(PAIRS)

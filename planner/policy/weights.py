@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.policy.types import ForkDemand, Source, Storage
-from rfork.image.ranges import normalise
 
 
 def weights_compatible(source: Source, target: Source) -> bool:
@@ -21,9 +20,18 @@ def weights_compatible(source: Source, target: Source) -> bool:
 
 def with_requested_weights(demand: ForkDemand, weights_id: str | None, provisional_id: str | None) -> ForkDemand:
     """Return the demand with these weights as the requested ones."""
-    verified = demand.target.verified if (demand.target.weights_id or demand.target.provisional_id) else ()
-    target = replace(demand.target, weights_id=weights_id, provisional_id=provisional_id, verified=normalise(verified))
-    return replace(demand, target=target)
+    target = demand.target
+    if target.verified and not (target.weights_id or target.provisional_id):
+        demand = replace(demand, target=replace(target, verified=()))
+    return with_weights(demand, weights_id, provisional_id)
+
+
+def with_weights(demand: ForkDemand, weights_id: str | None, provisional_id: str | None) -> ForkDemand:
+    """Return the demand of a target with these weights."""
+    target = demand.target
+    if (target.weights_id, target.provisional_id) == (weights_id, provisional_id):
+        return demand  # nothing to copy, as in a replan
+    return replace(demand, target=replace(target, weights_id=weights_id, provisional_id=provisional_id))
 
 
 def with_storage_weights(target: Source, storage: Storage) -> Source:

@@ -40,15 +40,20 @@ def indices(ranges: Iterable[Range]) -> Iterator[int]:
 
 def count(ranges: Iterable[Range]) -> int:
     """Return the number of integers in the (disjoint) ranges."""
-    return sum(end - begin for begin, end in ranges)
+    total = 0
+    for begin, end in ranges:
+        total += end - begin
+    return total
 
 
 def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, ...]:
     """Return the integers in `ranges` that are not in `removed`."""
-    holes = normalise(removed)
+    kept, holes = normalise(ranges), normalise(removed)
+    if not holes or kept == holes:
+        return () if holes else kept
     left: list[Range] = []
     first = 0
-    for begin, end in normalise(ranges):
+    for begin, end in kept:
         while first < len(holes) and holes[first][1] <= begin:
             first += 1
         for index in range(first, len(holes)):
@@ -66,6 +71,8 @@ def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, 
 def intersect(left: Iterable[Range], right: Iterable[Range]) -> tuple[Range, ...]:
     """Return the integers in both."""
     ours, theirs = normalise(left), normalise(right)
+    if ours == theirs:
+        return ours
     found: list[Range] = []
     one = other = 0
     while one < len(ours) and other < len(theirs):

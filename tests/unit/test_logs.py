@@ -80,6 +80,14 @@ def test_a_record_names_its_caller(caplog: pytest.LogCaptureFixture) -> None:
     assert __file__ == caplog.records[0].pathname
 
 
+def test_a_logger_reports_the_levels_that_it_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """Callers need not compute the fields of the others."""
+    caplog.set_level(logging.INFO, "rfork.test")
+    log = logger("rfork.test")
+    assert log.is_enabled_for(logging.INFO)
+    assert not log.is_enabled_for(logging.DEBUG)
+
+
 def test_text_with_spaces_is_quoted() -> None:
     """The end of a value is visible, except in messages of the standard library's loggers."""
     stream = io.StringIO()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.core.group_index import MAX_ANYWHERE, GroupIndex
+from planner.core.group_index import MAX_ANYWHERE, Bucket, Content, GroupIndex, Scope
 from planner.core.records import ForkRecord, GroupKey, RouteRecord
 from planner.policy.group_plan import count_contents, plan
 from planner.policy.types import ChunkShare, ForkDemand, GroupView, HostLocation, PlanDecision, Source
@@ -187,6 +187,11 @@ class GroupSimulation:
         return HostLocation(self.rng.choice((f"h-{name}", f"h-{name}", "h1")), rack, self.rng.choice(("z1", "z2")))
 
 
+def buckets_of(index: GroupIndex) -> dict[tuple[str, Content], dict[Scope, dict[Bucket, dict[str, None]]]]:
+    """Return the members in each bucket of each locality."""
+    return {key: buckets.scopes for key, buckets in index._buckets_by_layout.items()}
+
+
 def find_cycles(group: GroupView) -> list[tuple[str, int]]:
     """Return targets and chunks that form a cycle."""
     found: list[tuple[str, int]] = []
@@ -225,6 +230,8 @@ def test_random_fleets_have_no_cycles_and_a_consistent_index(rng: SeededRandom, 
         }
         assert rebuilt.shares == simulation.index.shares
         assert rebuilt._bucket_of_member == simulation.index._bucket_of_member
+        assert buckets_of(rebuilt) == buckets_of(simulation.index)
+        assert sum(source.complete for source in simulation.sources.values()) == simulation.index.complete_count
         assert count_contents(list(simulation.sources.values()), NOW) == simulation.index.content_counts(LAYOUT)
         assert [] == [
             name

@@ -86,7 +86,7 @@ def main(index: int, size: int, version: str, *, has_map: bool, memory_bytes: in
             raise SystemExit("the planner does not respond")
         print("ready", flush=True)
         while True:
-            command = COMMANDS[signal.sigwait(COMMANDS)]
+            command = COMMANDS[signal.Signals(signal.sigwait(COMMANDS))]
             command(process)
             print(command.__name__, flush=True)
 

@@ -47,8 +47,8 @@ LIVE_TRANSPORTS = [
     pytest.param("nixl", marks=pytest.mark.skipif(bool(NIXL.error), reason=f"{NIXL.error} ({NIXL.hint})")),
 ]
 """Transports that read a source's memory when it is requested."""
-over_live_transports = pytest.mark.parametrize("transport", LIVE_TRANSPORTS)
-over_all_transports = pytest.mark.parametrize("transport", ["shared_memory", *LIVE_TRANSPORTS])
+each_live_transport = pytest.mark.parametrize("transport", LIVE_TRANSPORTS)
+each_transport = pytest.mark.parametrize("transport", ["shared_memory", *LIVE_TRANSPORTS])
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ class Target:
 def digests(model: ShardedModel) -> dict[str, str]:
     """Return the SHA-256 of each tensor."""
     return {
-        name: hashlib.sha256(tensor.detach().view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in model.tensors.items()
     }
 
@@ -195,7 +195,7 @@ def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedS
     assert [] == target.different_tensors
 
 
-@over_all_transports
+@each_transport
 def test_boxes_in_place(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
     """Sources without memory for copies serve boxes that are contiguous in their tensors."""
     start_seed(0, 2, "--without-copies", transport=transport)
@@ -205,7 +205,7 @@ def test_boxes_in_place(planner: str, start_seed: StartShardedSeed, transport: T
     assert [] == target.different_tensors
 
 
-@over_all_transports
+@each_transport
 def test_copied_boxes(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
     """Columns of a source's tensors are read from host memory, and rows where they are, as one image."""
     start_seed(0, 1, transport=transport)
@@ -226,7 +226,7 @@ def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed)
     assert [] == target.different_tensors
 
 
-@over_all_transports
+@each_transport
 def test_targets_of_one_layout_read_from_each_other(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
@@ -308,7 +308,7 @@ def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartSharde
     assert "the weights were changed without notice: chunk 0" in accusation
 
 
-@over_live_transports
+@each_live_transport
 @pytest.mark.parametrize("corrupt", [SeedProcess.corrupt_weights, SeedProcess.corrupt_copies])
 def test_wrong_bytes_are_refused(
     planner: str,
@@ -331,7 +331,7 @@ def test_wrong_bytes_are_refused(
     assert "SourceCorrupt" in accusation
 
 
-@over_all_transports
+@each_transport
 def test_weights_are_updated_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
@@ -351,7 +351,7 @@ def test_weights_are_updated_during_the_fork(
     assert [] == later.different_tensors
 
 
-@over_all_transports
+@each_transport
 def test_a_source_is_killed_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:

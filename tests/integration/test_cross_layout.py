@@ -49,7 +49,7 @@ OTHER_TRANSPORTS: Mapping[str, Sequence[pytest.MarkDecorator]] = {
 }
 
 
-def over_each_transport(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+def with_each_transport(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
     """Run a test over each transport of host memory. `marks`: of all transports but http."""
     others = [pytest.param(name, marks=(*own, *marks)) for name, own in OTHER_TRANSPORTS.items()]
     return pytest.mark.parametrize("transport", ["http", *others])
@@ -199,7 +199,7 @@ def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedS
     assert [] == target.different_tensors
 
 
-@over_each_transport()
+@with_each_transport()
 def test_boxes_in_place(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
     """Sources without memory for copies serve boxes that are contiguous in their tensors."""
     start_seed(0, 2, "--without-copies", transport=transport)
@@ -209,7 +209,7 @@ def test_boxes_in_place(planner: str, start_seed: StartShardedSeed, transport: T
     assert [] == target.different_tensors
 
 
-@over_each_transport()
+@with_each_transport()
 def test_copied_boxes(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
     """Columns of a source's tensors are read from host memory, and rows where they are, as one image."""
     start_seed(0, 1, transport=transport)
@@ -230,7 +230,7 @@ def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed)
     assert [] == target.different_tensors
 
 
-@over_each_transport(pytest.mark.slow)
+@with_each_transport(pytest.mark.slow)
 def test_targets_of_one_layout_read_from_each_other(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
@@ -312,7 +312,7 @@ def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartSharde
     assert "the weights were changed without notice: chunk 0" in accusation
 
 
-@over_each_transport()
+@with_each_transport()
 @pytest.mark.parametrize("corrupt", [SeedProcess.corrupt_weights, SeedProcess.corrupt_copies])
 def test_wrong_bytes_are_refused(
     planner: str,
@@ -335,7 +335,7 @@ def test_wrong_bytes_are_refused(
     assert "SourceCorrupt" in accusation
 
 
-@over_each_transport(pytest.mark.slow)
+@with_each_transport(pytest.mark.slow)
 def test_weights_are_updated_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
@@ -355,7 +355,7 @@ def test_weights_are_updated_during_the_fork(
     assert [] == later.different_tensors
 
 
-@over_each_transport()
+@with_each_transport()
 def test_a_source_is_killed_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:

@@ -17,6 +17,7 @@ from rfork.errors import (
     RforkError,
     SourceError,
     SourceWeightsChanged,
+    TransportUnavailable,
 )
 from rfork.peer.base import BOX_IDLE_S, BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
@@ -149,7 +150,9 @@ class BoxAssignment:
         A part is fetched again once if another instance of its layout may serve it. After that, its layout gets no
         further part.
         """
-        if isinstance(error, SourceError | NetworkError | ForkFailed) and part not in self._repeated:
+        is_refused = isinstance(error, TransportUnavailable)
+        may_work = isinstance(error, SourceError | NetworkError | ForkFailed) and not is_refused
+        if may_work and part not in self._repeated:
             self._repeated.append(part)
             return [part]
         self.in_flight.remove(part)

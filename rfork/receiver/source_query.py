@@ -2,14 +2,14 @@
 
 The planner chooses the instances, as for a fork; their leases authorize the requests. An instance that fails is
 reported with the next plan request, so that the planner names others, and is queried again after them. One that refuses
-the request (LayoutMismatch) is reported as well, which is no accusation.
+the request (`Refusal`) is reported as well, which is no accusation.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from rfork.errors import LayoutMismatch, NetworkError, NoSource, RforkError, SourceError
+from rfork.errors import LayoutMismatch, NetworkError, NoSource, RforkError, SourceError, TransportUnavailable
 from rfork.receiver.machine import MAX_FAULT_DETAIL
 from rfork.schema import ForkRequest, InstanceReport, Placement, Plan, Route, SourceFault
 
@@ -17,6 +17,8 @@ QUERY_RETRY_S: Final = 0.5
 """Pause between plan requests if no instance can answer yet."""
 QueryFailure = LayoutMismatch | SourceError | NetworkError
 """Failure of one instance, after which the next one is queried."""
+Refusal = LayoutMismatch | TransportUnavailable
+"""Failure that an instance would repeat: it does not have what is requested, or no transport for it."""
 
 
 class SourceQuery:
@@ -87,7 +89,7 @@ class SourceQuery:
         self.request = self.request.model_copy(update={"faults": tuple(self._faults)})
         if self._untried:
             return 0.0
-        if isinstance(self._failure, LayoutMismatch):
+        if isinstance(self._failure, Refusal):
             may_work = plan.retry_after_s is not None  # another instance is busy; this one would refuse again
         else:
             may_work = bool(plan.routes) or plan.retry_after_s is not None

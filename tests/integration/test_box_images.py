@@ -25,6 +25,7 @@ from rfork.errors import (
     SourceTimeout,
     SourceUnavailable,
     SourceWeightsChanged,
+    TransportUnavailable,
 )
 from rfork.image.capture import image_from_tensors
 from rfork.peer import codec, servicer
@@ -42,6 +43,8 @@ from rfork.source import box_images
 from rfork.source.box_images import ServedBoxes
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
+from rfork.transport.collective.gloo import GlooBackend
+from rfork.transport.collective.nccl import NcclBackend
 from tests.conftest import StartRfork
 from tests.integration.box_seeds import BOXES, MEMORY_BYTES, MODEL, SIZE, BoxSeed, box, checkpoint, elements, rank_image
 from tests.integration.peer_service.seeds import SOON_S, client, soon, token
@@ -691,6 +694,27 @@ def test_closing_ends_a_gather(rank: BoxSeed, gathers: Gathers) -> None:
     assert "draining" in str(gathers.failure())
     closing.join()
     assert 1 == gathers.count
+
+
+def test_copies_over_a_transport_for_gpus_are_refused(
+    start_seed: StartBoxSeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nccl serves no image in host memory. The refusal has the reason, and no memory is kept."""
+    rank = start_seed(InstanceSettings(transports=("gloo",)))
+    monkeypatch.setattr(GlooBackend, "device", NcclBackend.device)
+    with pytest.raises(TransportUnavailable, match=r"nccl serves the memory of one GPU.*cpu"):
+        open_boxes(rank, box("q", columns=HALF))
+    assert {} == rank.images._images
+
+
+def test_copies_are_served_over_another_transport_than_those_for_gpus(
+    start_seed: StartBoxSeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one of those that the instance names."""
+    rank = start_seed(InstanceSettings(transports=("gloo", "http")))
+    monkeypatch.setattr(GlooBackend, "device", NcclBackend.device)
+    open_boxes(rank, box("q", columns=HALF))
+    assert ("http",) == opened_seed(rank).report().transports
 
 
 def test_boxes_share_the_egress_limit(start_seed: StartBoxSeed) -> None:

@@ -1,20 +1,24 @@
-"""Forks across layouts between real processes: a planner, seeds of several layouts, and this process as the target."""
+"""Forks across layouts between real processes: a planner, seeds of several layouts, and this process as the target.
+
+With ``rfork[nixl]``, run this file alone; see `tests.integration.test_nixl`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel, random_weights
+from benchmarks.reshard.sharded_model import ShardedEngine, ShardedModel
 from rfork.cli.app import app
 from rfork.engines.relocation import tensors_of
 from rfork.errors import NoSource, SlowSources
@@ -23,14 +27,32 @@ from rfork.receiver.box_fork import BoxFork
 from rfork.receiver.own_load import OwnLoad
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings, TransportName
+from rfork.source.box_images import MODEL_SUFFIX
+from rfork.transport.nixl.library import library_state
 from tests.conftest import StartRfork
-from tests.integration.sharded_seed import MODEL, SHAPE
+from tests.integration.sharded_seed import COMMANDS, MODEL, SHAPE, UPDATED_VERSION, SeedProcess, weights_of
 from tests.processes import RforkProcess
 
 SLOW_BYTES_PER_S = 400_000
 DEADLINE_S = 120.0
+BOXES = f"{MODEL}{MODEL_SUFFIX}"
+SHARED_HOST = "host"
 
 StartShardedSeed = Callable[..., RforkProcess]
+NIXL = library_state()
+needs_nixl = pytest.mark.skipif(bool(NIXL.error), reason=f"{NIXL.error} ({NIXL.hint})")
+OTHER_TRANSPORTS: Mapping[str, Sequence[pytest.MarkDecorator]] = {
+    "shared_memory": (),
+    "transfer_engine": (),
+    "gloo": (),
+    "nixl": (needs_nixl,),
+}
+
+
+def with_each_transport(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Run a test over each transport of host memory. `marks`: of all transports but http."""
+    others = [pytest.param(name, marks=(*own, *marks)) for name, own in OTHER_TRANSPORTS.items()]
+    return pytest.mark.parametrize("transport", ["http", *others])
 
 
 @pytest.fixture
@@ -61,7 +83,7 @@ def start_seed(planner: str) -> Iterator[StartShardedSeed]:
             "RFORK_PLANNER": planner,
             "RFORK_TRANSPORTS": transport,
             "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
-            "RFORK_NODE_NAME": f"source-{len(started)}",
+            "RFORK_NODE_NAME": SHARED_HOST if transport == "shared_memory" else f"source-{len(started)}",
         }
         if bytes_per_s is not None:
             environment["RFORK_MAX_EGRESS_BYTES_PER_S"] = str(bytes_per_s)
@@ -78,12 +100,12 @@ def start_seed(planner: str) -> Iterator[StartShardedSeed]:
 
 
 def settings_of(planner: str, transport: TransportName = "http") -> InstanceSettings:
-    """Return the target's settings. Over shared memory, it is on the host of the first source."""
+    """Return the target's settings. Over shared memory, it is on the host of the sources."""
     return InstanceSettings(
         planner=planner,
         transports=(transport,),
         allow_unauthenticated_tcp=True,
-        node_name="source-0" if transport == "shared_memory" else "target",
+        node_name=SHARED_HOST if transport == "shared_memory" else "target",
         source_idle_timeout_s=2,
         no_source_timeout_s=1,
         min_source_bytes_per_s=1000,
@@ -112,12 +134,50 @@ class Target:
     @property
     def different_tensors(self) -> list[str]:
         """Tensors that differ from an own load."""
-        expected = self.engine.load_from(lambda _: random_weights(SHAPE))
-        return [name for name in expected.tensors if not _equal(self.module, expected, name)]
+        own, expected = digests(self.module), digests(self.engine.load_from(lambda _: weights_of(self.weights.version)))
+        return [name for name in expected if own[name] != expected[name]]
+
+    @property
+    def transports(self) -> set[str]:
+        """Transports over which boxes were read."""
+        return {share.transport for part in self.weights.parts for share in part.report.sources}
 
 
-def _equal(one: ShardedModel, other: ShardedModel, name: str) -> bool:
-    return torch.equal(one.tensors[name].view(torch.int16), other.tensors[name].view(torch.int16))
+def digests(model: ShardedModel) -> dict[str, str]:
+    """Return the SHA-256 of each tensor."""
+    return {
+        name: hashlib.sha256(tensor.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in model.tensors.items()
+    }
+
+
+def run_command(seed: RforkProcess, command: Callable[[SeedProcess], None]) -> None:
+    """Let a seed run a command, and wait until it has."""
+    (number,) = [number for number, each in COMMANDS.items() if each is command]
+    seed.signal(number)
+    seed.wait_for(f"^{command.__name__}$")
+
+
+def wait_for_progress(planner: str) -> None:
+    """Wait until a target has received some chunks."""
+    polls = threading.Event()
+    with PlannerClient.of(settings_of(planner)) as client:
+        while not any(fork.progress is not None for fork in client.forks(state="running")):
+            polls.wait(0.05)
+
+
+def wait_for_instances(planner: str, model: str, count: int) -> None:
+    """Wait until the planner knows this number of instances of a model."""
+    polls = threading.Event()
+    with PlannerClient.of(settings_of(planner)) as client:
+        while len(client.instances(model=model)) != count:
+            polls.wait(0.05)
+
+
+def accusations(planner: str, model: str) -> list[str]:
+    """Return the reasons for which instances of a model are accused."""
+    with PlannerClient.of(settings_of(planner)) as client:
+        return [info.accused for info in client.instances(model=model) if info.accused is not None]
 
 
 def test_a_rank_of_two_from_a_complete_model(planner: str, start_seed: StartShardedSeed) -> None:
@@ -139,12 +199,23 @@ def test_a_complete_model_from_two_ranks(planner: str, start_seed: StartShardedS
     assert [] == target.different_tensors
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "transfer_engine"])
-def test_boxes_over_other_transports(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
-    """Both boxes in a source's tensors and copied ones are read over each transport that serves images."""
+@with_each_transport()
+def test_boxes_in_place(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
+    """Sources without memory for copies serve boxes that are contiguous in their tensors."""
+    start_seed(0, 2, "--without-copies", transport=transport)
+    start_seed(1, 2, "--without-copies", transport=transport)
+    target = Target(planner, 0, 1, transport=transport)
+    assert {transport} == target.transports
+    assert [] == target.different_tensors
+
+
+@with_each_transport()
+def test_copied_boxes(planner: str, start_seed: StartShardedSeed, transport: TransportName) -> None:
+    """Columns of a source's tensors are read from host memory, and rows where they are, as one image."""
     start_seed(0, 1, transport=transport)
     target = Target(planner, 1, 2, transport=transport)
-    assert {transport} == {share.transport for part in target.weights.parts for share in part.report.sources}
+    assert {transport} == target.transports
+    assert {True, False} == {box.is_contiguous for part in target.weights.parts for box in part.boxes}
     assert [] == target.different_tensors
 
 
@@ -159,11 +230,14 @@ def test_two_layouts_fill_one_target(planner: str, start_seed: StartShardedSeed)
     assert [] == target.different_tensors
 
 
-def test_targets_of_one_layout_read_from_each_other(planner: str, start_seed: StartShardedSeed) -> None:
+@with_each_transport(pytest.mark.slow)
+def test_targets_of_one_layout_read_from_each_other(
+    planner: str, start_seed: StartShardedSeed, transport: TransportName
+) -> None:
     """The source sends each byte once to two targets that begin together."""
-    start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S)
+    start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
     with ThreadPoolExecutor(2) as pool:
-        targets = list(pool.map(lambda _: Target(planner, 0, 2), range(2)))
+        targets = list(pool.map(lambda _: Target(planner, 0, 2, transport=transport), range(2)))
     shares = [share for target in targets for part in target.weights.parts for share in part.report.sources]
     instances = {part.report.instance_id for target in targets for part in target.weights.parts}
     assert instances & {share.source_id for share in shares}
@@ -228,29 +302,70 @@ def test_other_versions_are_never_mixed(planner: str, start_seed: StartShardedSe
 
 def test_wrong_bytes_of_a_source_are_found(planner: str, start_seed: StartShardedSeed) -> None:
     """A source whose memory changed unnoticed sends nothing; other layouts replace it."""
-    start_seed(0, 1, "--corrupt")
+    run_command(start_seed(0, 1), SeedProcess.corrupt_weights)
     start_seed(0, 2)
     start_seed(1, 2)
     target = Target(planner, 0, 1)
     assert {"tp0of2", "tp1of2"} == target.sources
     assert [] == target.different_tensors
-    with PlannerClient.of(settings_of(planner)) as client:
-        accusations = [info.accused for info in client.instances(model=MODEL) if info.accused is not None]
-    (accusation,) = accusations
+    (accusation,) = accusations(planner, MODEL)
     assert "the weights were changed without notice: chunk 0" in accusation
 
 
-def test_a_source_is_killed_during_the_fork(planner: str, start_seed: StartShardedSeed) -> None:
+@with_each_transport()
+@pytest.mark.parametrize("corrupt", [SeedProcess.corrupt_weights, SeedProcess.corrupt_copies])
+def test_wrong_bytes_are_refused(
+    planner: str,
+    start_seed: StartShardedSeed,
+    transport: TransportName,
+    corrupt: Callable[[SeedProcess], None],
+) -> None:
+    """Boxes that change unnoticed after their digests are known are not used; other layouts replace their source."""
+    source = start_seed(0, 1, transport=transport)
+    first = Target(planner, 0, 2, transport=transport)
+    first.weights.release(0.0)
+    wait_for_instances(planner, BOXES, 1)
+    run_command(source, corrupt)
+    start_seed(0, 4, transport=transport)
+    start_seed(1, 4, transport=transport)
+    target = Target(planner, 0, 2, transport=transport)
+    assert {"tp0of4", "tp1of4"} == target.sources
+    assert [] == target.different_tensors
+    (accusation,) = accusations(planner, BOXES)
+    assert "SourceCorrupt" in accusation
+
+
+@with_each_transport(pytest.mark.slow)
+def test_weights_are_updated_during_the_fork(
+    planner: str, start_seed: StartShardedSeed, transport: TransportName
+) -> None:
+    """The target gets the version that it began with from other layouts; a later one gets the new version."""
+    updated = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
+    start_seed(0, 2, transport=transport)
+    start_seed(1, 2, transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(Target, planner, 0, 1, transport=transport)
+        wait_for_progress(planner)
+        run_command(updated, SeedProcess.update)
+        target = fetching.result()
+    assert {"tp0of2", "tp1of2"} == target.sources
+    assert [] == target.different_tensors
+    assert [] == accusations(planner, MODEL) + accusations(planner, BOXES)
+    later = Target(planner, 0, 4, UPDATED_VERSION, transport=transport)
+    assert [] == later.different_tensors
+
+
+@with_each_transport()
+def test_a_source_is_killed_during_the_fork(
+    planner: str, start_seed: StartShardedSeed, transport: TransportName
+) -> None:
     """Instances with other layouts replace it."""
-    killed = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S)
-    start_seed(0, 2)
-    start_seed(1, 2)
-    with ThreadPoolExecutor(1) as pool, PlannerClient.of(settings_of(planner)) as client:
-        fetching = pool.submit(Target, planner, 0, 1)
-        polls = threading.Event()
-        while not any(fork.progress is not None for fork in client.forks(state="running")):
-            assert not fetching.done()
-            polls.wait(0.05)
+    killed = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
+    start_seed(0, 2, transport=transport)
+    start_seed(1, 2, transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(Target, planner, 0, 1, transport=transport)
+        wait_for_progress(planner)
         killed.signal(signal.SIGKILL)
         target = fetching.result()
     assert {"tp0of2", "tp1of2"} == target.sources

@@ -30,8 +30,13 @@ from rfork.errors import (
     TransportUnavailable,
     VersionMismatch,
 )
+from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
+from rfork.peer.control_stream import serve_control_stream
+from rfork.placement.box_tensors import allocate_boxes
+from rfork.planner_client.lease import LeaseClaims, decode_key, sign
 from rfork.settings import InstanceSettings
+from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
 from rfork.transport.bpf_filter import listening_ports
 from rfork.transport.nixl import NixlTransport
@@ -41,6 +46,7 @@ from rfork.transport.nixl.protocol import AgentDescription, PagedDescription
 from rfork.transport.nixl.reader import NixlReader
 from rfork.transport.same_host.connection import decode, encode
 from tests.integration.bad_peer_node import accepts_connections
+from tests.integration.box_seeds import SIZE, BoxSeed, box, checkpoint, elements, rank_image
 from tests.integration.nixl_node import (
     SETTINGS,
     NixlNode,
@@ -50,6 +56,7 @@ from tests.integration.nixl_node import (
     shared_image,
     stream_opener,
 )
+from tests.integration.peer_service.seeds import KEY, SOON_S
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, image_of, soon
 
 STATE = library_state()
@@ -339,6 +346,49 @@ def test_closing_ends_reads(start_node: StartNode, tmp_path: Path) -> None:
         reader.read(0, 1, soon())
     assert SourceUnavailable is type(error)
     assert 0 == int(tensors[0].sum())
+
+
+@pytest.mark.parametrize("columns", [SIZE, SIZE // 2], ids=["in place", "copied"])
+def test_an_update_ends_access_to_boxes(columns: int) -> None:
+    """Before the weights change, a reader of their boxes loses its access, also without a grant.
+
+    Within a host it may read until UCX has noticed, milliseconds later, that the source's agent is destroyed.
+    """
+    rank = BoxSeed(SETTINGS.model_copy(update={"transports": ("nixl",)}))
+    part = box("v", columns=(0, columns))
+    rank.images.open((part,))
+    (served,) = rank.images._images.values()
+    served.gathered.result(SOON_S)
+    seed = served.opened.result()
+    seed.set_lease_keys([KEY])
+    layout_id = seed.image.layout.layout_id
+    lease = LeaseClaims("fork", seed.identity.instance_id, layout_id, None, seed.generation, time.time() + SOON_S)
+    channel, endpoint = seed.open_channel("fork", layout_id, ["nixl"], "127.0.0.1")
+
+    def opener() -> ControlStream:
+        near, far = stream_pair()
+        threading.Thread(target=serve_control_stream, args=(seed, channel, far), daemon=True).start()
+        return near
+
+    tensor = allocate_boxes((part,))[part.name]
+    transport, token = NixlTransport(SETTINGS), sign(lease, decode_key(KEY))
+    reader = transport.connect(endpoint, image_from_tensors({part.name: tensor}), lambda: token, soon(), opener)
+    reader.read(0, part.byte_count, soon())
+    received = tensor.clone()
+    tensor.zero_()
+    with rank.seed.updating("v2"):
+        until, address = soon(), endpoint.segments[0].address
+        while read_without_grant(reader, tensor.data_ptr(), address) is not NixlReadState.FAILED:
+            assert time.monotonic() < until
+        with pytest.raises(SourceUnavailable):
+            reader.read(0, part.byte_count, soon())
+        tensor.zero_()
+        for name, own in rank_image(2)[0].items():
+            rank.own[name].copy_(own)
+    reader.close()
+    rank.seed.close()
+    assert torch.equal(elements(checkpoint()["v"], part), received)
+    assert 0 == int(tensor.count_nonzero())
 
 
 class MalformedSource:

@@ -20,6 +20,7 @@ from rfork.errors import (
     SourceUnavailable,
     SourceUnreachable,
     SourceWeightsChanged,
+    TransportUnavailable,
 )
 from rfork.peer.base import BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
@@ -101,7 +102,9 @@ def test_a_part_is_fetched_again_once_from_another_instance_of_its_layout(error:
     assert (0, 1) == (part.layout, replacement.layout)
 
 
-@pytest.mark.parametrize("error", [LayoutMismatch("another one"), DeadlineExceeded("late")])
+@pytest.mark.parametrize(
+    "error", [LayoutMismatch("another one"), DeadlineExceeded("late"), TransportUnavailable("none for host memory")]
+)
 def test_a_part_that_no_instance_can_serve_is_not_fetched_again(error: RforkError) -> None:
     """Each instance of the layout would fail in the same way."""
     assignment, (part,) = start([COMPLETE, COMPLETE])

@@ -51,10 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
         providers._get_local_constants = lambda: providers._local_constants
 
 
-def pytest_collection_finish() -> None:
-    """Exempt all that was imported from garbage collection: tests that collect garbage would traverse it each time."""
+def _exempt_from_collection() -> None:
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection: tests that collect garbage would traverse it each time."""
+    _exempt_from_collection()
 
 
 if TYPE_CHECKING:
@@ -104,6 +108,13 @@ def _sigint_not_ignored() -> None:
     """Restore SIGINT: a shell that runs the tests in the background makes them and their children ignore it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collection_is_fast() -> Iterator[None]:
+    """Exempt what a test module leaves, and what its tests made subject to collection again."""
+    yield
+    _exempt_from_collection()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,9 @@ from tests.integration.test_fork_pretrained import wait_until_closed
 @pytest.fixture
 def settings(rfork_process: StartRfork) -> InstanceSettings:
     """Settings of instances that take part in forks across layouts, with a planner of their own."""
-    process = rfork_process("planner", "--port", "0", "--json")
+    # Until it expects a heartbeat of each instance, a planner without records plans no fork of a rank.
+    environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.1"}
+    process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
     return InstanceSettings(
         planner=cast(dict[str, str], json.loads(line))["url"],

@@ -21,6 +21,7 @@ from rfork.errors import SettingsError
 from rfork.receiver.fallback import OTHER_LAYOUTS
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
+from tests.fork_server import PythonProcess
 from tests.integration.pretrained.tensor_parallel_node import SIZE
 from tests.integration.pretrained.test_pretrained_layouts import different_tensors, seed_of
 from tests.integration.test_fork_pretrained import logits, report, without_weights
@@ -96,7 +97,7 @@ def ranks(folder: Path, settings: InstanceSettings, tmp_path: Path, *, complete:
         processes = []
         for rank in range(SIZE):
             paths = map(str, (folder, complete or folder, store))
-            process = subprocess.Popen(
+            process = PythonProcess[str](
                 [sys.executable, "-m", "tests.integration.pretrained.tensor_parallel_node", str(rank), *paths,
                  settings.model_dump_json()],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,

@@ -33,8 +33,10 @@ from rfork.tracing import TraceContext, current_context, use_context
 
 log = logger(__name__)
 
-LAYOUT_DIFF_TIMEOUT_S = 1.0
-"""Maximum time to find out why no seed fits, while other instances wait for this instance's storage."""
+LAYOUT_DIFF_TIMEOUT_S: Final = 2.0
+"""Maximum time to find out why no seed fits: an instance that still loads does not answer, and this one could load its
+own files meanwhile, for which others may wait.
+"""
 MAX_PLANNER_OUTAGE_S: Final = 2.0
 """Maximum planner outage before the first plan, limited by `InstanceSettings.no_source_timeout_s`. Without a
 planner, this delays the fallback, plus the duration of the last call: none if connections are refused, up to
@@ -178,12 +180,8 @@ class PlanRequester:
         if other is None or (reads and other.source_id in self._compared):
             return
         self._compared.add(other.source_id)
-        timeout_s = (
-            min(LAYOUT_DIFF_TIMEOUT_S, self._settings.source_idle_timeout_s)
-            if reads
-            else self._settings.source_idle_timeout_s
-        )
-        timeout_s = min(timeout_s, max(0.0, self._timer.deadline - time.monotonic()))
+        remaining_s = max(0.0, self._timer.deadline - time.monotonic())
+        timeout_s = min(LAYOUT_DIFF_TIMEOUT_S, self._settings.source_idle_timeout_s, remaining_s)
         difference = explain_layout_mismatch(other, self._seed.image.layout, self._dial, timeout_s)
         if not reads:
             raise difference

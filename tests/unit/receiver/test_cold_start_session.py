@@ -218,10 +218,11 @@ def test_a_reader_of_a_loader_that_makes_no_seed_replans_immediately(fleet: Flee
     assert ["SourceWeightsChanged"] == [error for _, _, error in follower.script.faults]
 
 
-def test_the_elected_instance_waits_briefly_for_a_layout_diff(
-    fleet: Fleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_elected", "outcome"), [(True, "forked"), (False, "fallback")])
+def test_a_target_waits_briefly_for_a_layout_diff(
+    fleet: Fleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_elected: bool, outcome: str
 ) -> None:
-    """A silent peer with another layout delays the read by the layout diff timeout at most."""
+    """A silent peer with another layout delays its own load, elected or not, by the layout diff timeout at most."""
     timeouts: list[float] = []
 
     class UnresponsivePeer(InMemoryPeer):
@@ -231,9 +232,10 @@ def test_the_elected_instance_waits_briefly_for_a_layout_diff(
 
     seed = fleet.source("seed", capture(nn.Linear(600, 600)))
     monkeypatch.setattr(fleet.peers, "dial", lambda address, token: UnresponsivePeer(fleet.peers, address, token))
-    chosen = storage_plan("checkpoint", checkpoint.as_uri()).model_copy(update={"mismatched_source": route(seed)})
-    report = run_fork(fleet, Model(1.0), scripted_planner(NO_SOURCE_PLAN, chosen), [checkpoint_fallback(checkpoint)])
-    assert "forked" == report.outcome
+    chosen = storage_plan("checkpoint", checkpoint.as_uri()) if is_elected else plan(reason="no seed fits")
+    planner = scripted_planner(NO_SOURCE_PLAN, chosen.model_copy(update={"mismatched_source": route(seed)}))
+    report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
+    assert outcome == report.outcome
     assert [True] == [seconds <= LAYOUT_DIFF_TIMEOUT_S for seconds in timeouts]
 
 

@@ -49,7 +49,13 @@ class CallerPool:
         return [self._send(self._heartbeats[part::connections]) for part in range(connections)]
 
     def request_all(self) -> Caller:
-        """Return callers that start every target's first fork and bring it half way."""
+        """Return callers that start every target's first fork and bring it half way.
+
+        A planner that has just started plans nothing until it expects the first heartbeat of each instance.
+        """
+        early = _encode_fork_request(self.fleet.fork_request(self._targets[0], 0))
+        while not Plan.model_validate_json((yield Call(PLAN, early))).routes:
+            time.sleep(RETRY_S)
         for number in self._targets:
             yield from self._begin(number)
 
@@ -128,6 +134,7 @@ CHUNKS, CHUNK_BYTES = 64, 256 << 20
 HALF = ((0, CHUNKS // 2),)
 READERS = 4
 HOSTS_A_RACK, RACKS_A_ZONE = 32, 64
+RETRY_S = 0.1
 MAX_TARGETS = 300
 """Running forks of a large fleet; of a small one, three tenths of the ranks."""
 

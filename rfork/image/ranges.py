@@ -49,8 +49,10 @@ def count(ranges: Iterable[Range]) -> int:
 def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, ...]:
     """Return the integers in `ranges` that are not in `removed`."""
     kept, holes = normalise(ranges), normalise(removed)
-    if not holes or kept == holes:
-        return () if holes else kept
+    if not holes:
+        return kept
+    if kept == holes:
+        return ()
     left: list[Range] = []
     first = 0
     for begin, end in kept:

@@ -150,9 +150,8 @@ class BoxAssignment:
         A part is fetched again once if another instance of its layout may serve it. After that, its layout gets no
         further part.
         """
-        is_refused = isinstance(error, TransportUnavailable)
-        may_work = isinstance(error, SourceError | NetworkError | ForkFailed) and not is_refused
-        if may_work and part not in self._repeated:
+        is_final = isinstance(error, TransportUnavailable) or part in self._repeated
+        if isinstance(error, SourceError | NetworkError | ForkFailed) and not is_final:
             self._repeated.append(part)
             return [part]
         self.in_flight.remove(part)

@@ -174,6 +174,20 @@ def wait_for_instances(planner: str, model: str, count: int) -> None:
             polls.wait(0.05)
 
 
+def target_of_disturbed_fork(
+    planner: str, start_seed: StartShardedSeed, transport: TransportName, disturb: Callable[[RforkProcess], None]
+) -> Target:
+    """Return a target whose first source was disturbed in mid-fork, while others have the same bytes."""
+    source = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
+    start_seed(0, 2, transport=transport)
+    start_seed(1, 2, transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(Target, planner, 0, 1, transport=transport)
+        wait_for_progress(planner)
+        disturb(source)
+        return fetching.result()
+
+
 def accusations(planner: str, model: str) -> list[str]:
     """Return the reasons for which instances of a model are accused."""
     with PlannerClient.of(settings_of(planner)) as client:
@@ -340,14 +354,9 @@ def test_weights_are_updated_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
     """The target gets the version that it began with from other layouts; a later one gets the new version."""
-    updated = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
-    start_seed(0, 2, transport=transport)
-    start_seed(1, 2, transport=transport)
-    with ThreadPoolExecutor(1) as pool:
-        fetching = pool.submit(Target, planner, 0, 1, transport=transport)
-        wait_for_progress(planner)
-        run_command(updated, SeedProcess.update)
-        target = fetching.result()
+    target = target_of_disturbed_fork(
+        planner, start_seed, transport, lambda source: run_command(source, SeedProcess.update)
+    )
     assert {"tp0of2", "tp1of2"} == target.sources
     assert [] == target.different_tensors
     assert [] == accusations(planner, MODEL) + accusations(planner, BOXES)
@@ -360,13 +369,6 @@ def test_a_source_is_killed_during_the_fork(
     planner: str, start_seed: StartShardedSeed, transport: TransportName
 ) -> None:
     """Instances with other layouts replace it."""
-    killed = start_seed(0, 1, bytes_per_s=SLOW_BYTES_PER_S, transport=transport)
-    start_seed(0, 2, transport=transport)
-    start_seed(1, 2, transport=transport)
-    with ThreadPoolExecutor(1) as pool:
-        fetching = pool.submit(Target, planner, 0, 1, transport=transport)
-        wait_for_progress(planner)
-        killed.signal(signal.SIGKILL)
-        target = fetching.result()
+    target = target_of_disturbed_fork(planner, start_seed, transport, lambda source: source.signal(signal.SIGKILL))
     assert {"tp0of2", "tp1of2"} == target.sources
     assert [] == target.different_tensors

@@ -296,15 +296,16 @@ def test_a_holder_gets_the_weights_before_the_containers_start(
     fleet: Installation, served: ServedDeployment, plane: ControlPlane, namespace: str
 ) -> None:
     """As soon as the Pod is bound, the holder of its node is to keep them, and no other holder."""
+    # Nodes of its own: the controller watches all namespaces, and that of an earlier test may still be deleted.
     fleet.start("controller")
     start_first_pod(served)
-    assert [] == served.wanted("node-7")
+    assert [] == served.wanted("node-9")
     (second,) = served.scale_and_wait(2)
     until(lambda: served.expected() == 1, "an announced replica")
-    assert [] == served.wanted("node-7")
-    bind(plane, namespace, served.pods()[second], "node-7")
-    until(lambda: served.wanted("node-7") == [("llama", "announced")], "the weights to be wanted on the Pod's node")
-    assert [] == served.wanted("node-8")
+    assert [] == served.wanted("node-9")
+    bind(plane, namespace, served.pods()[second], "node-9")
+    until(lambda: served.wanted("node-9") == [("llama", "announced")], "the weights to be wanted on the Pod's node")
+    assert [] == served.wanted("node-10")
     served.request_fork(second)
     until(lambda: served.expected() == 0, "the Pod to arrive")
 

@@ -17,6 +17,7 @@ from rfork.schema import Rank
 from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
 from tests.draft_models import EagleDraft, Main
+from tests.processes import START_S
 
 WIDTH, VOCABULARY = 64, 256
 READY = r'"event": ?"ready"'
@@ -98,8 +99,11 @@ def test_a_draft_without_files_is_forked_with_what_it_has_of_its_own(
     settings = InstanceSettings(planner=planner, transports=("http",), drain_timeout_s=0.0, version="one")
     source_engine, target_engine = Toy(files), Toy(None)
     source = load_or_fork(source_engine, lambda: identity, settings)
+    first = served_model(source)
+    assert first is not None
+    assert first.seed.wait_registered(START_S)  # the target learns from the planner which layouts are served
     target = load_or_fork(target_engine, lambda: identity, settings)
-    served = [served_model(module) for module in (source, target)]
+    served = [first, served_model(target)]
     for each in served:
         if each is not None:
             each.close(0.0)

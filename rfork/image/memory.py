@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate
@@ -365,18 +365,18 @@ class Image:
         """
         chunks = self.layout.chunks
         digests: list[bytes] = []
-        for (begin, end), digest in zip(chunks, self.digests(range(len(chunks)), threads), strict=True):
-            digests.append(digest)
-            if progress is not None:
-                progress(end - begin)
+        with self.digest_pool(threads) as pool:
+            for (begin, end), digest in zip(chunks, pool.map(self.digest, range(len(chunks))), strict=True):
+                digests.append(digest)
+                if progress is not None:
+                    progress(end - begin)
         return Manifest(self.layout, tuple(digests))
 
-    def digests(self, chunks: Sequence[int], threads: int | None = None) -> Iterator[bytes]:
-        """Yield the digests of these chunks, in their order; `threads` as for `manifest`."""
+    def digest_pool(self, threads: int | None = None) -> Executor:
+        """Return threads that digest chunks; `threads` as for `manifest`."""
         min_threads = MIN_CUDA_DIGEST_THREADS if self.gpus else 1
         threads = threads or max(min_threads, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
-        with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
-            yield from pool.map(self.digest, chunks)
+        return ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest")
 
     def release(self, keep: Collection[int] = ()) -> None:
         """Return the memory to its allocators even if tensors still refer to it; they become empty.

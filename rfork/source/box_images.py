@@ -19,7 +19,7 @@ import time
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -336,12 +336,12 @@ class BoxImages:
         read, written = self._spans_of(copies, box_image)
         steps = gather_steps(read, written, image.layout.chunks, box_image.layout.chunks)
         names = copies.target_tensors
-        with _on_copy_streams(image.gpus):
+        with _on_copy_streams(image.gpus), image.digest_pool() as pool:
             for step in steps:
                 self._acquire(sum(written[index][1] - written[index][0] for index in step.copies), generation)
                 gather(copies.part([each for each in step.copies if names[each] not in in_place]), sources, tensors)
-                self._verify(image, manifest, step.verified, generation)
-                for chunk, digest in zip(step.served, box_image.digests(step.served), strict=True):
+                self._verify(image, pool, manifest, step.verified, generation)
+                for chunk, digest in zip(step.served, pool.map(box_image.digest, step.served), strict=True):
                     box_seed.chunk_state.mark_verified(chunk, digest)
         self._check(generation)
         digests = box_seed.chunk_state.digests
@@ -361,9 +361,9 @@ class BoxImages:
             written.append((begin, begin + _extent(shape, copy.copy_type.target_strides, itemsize)))
         return read, written
 
-    def _verify(self, image: Image, manifest: Manifest, chunks: Sequence[int], generation: int) -> None:
+    def _verify(self, image: Image, pool: Executor, manifest: Manifest, chunks: Sequence[int], generation: int) -> None:
         """Raise SourceCorrupt unless these chunks still have the digests of the manifest."""
-        for chunk, digest in zip(chunks, image.digests(chunks), strict=True):
+        for chunk, digest in zip(chunks, pool.map(image.digest, chunks), strict=True):
             if digest != manifest.digests[chunk]:
                 self._check(generation)
                 begin, end = image.layout.chunks[chunk]

@@ -126,7 +126,7 @@ class LoadBench:
     """The contenders, their rows, and the measurements of each round."""
 
     def __init__(self, *, quick: bool) -> None:
-        self.calls, self.seconds = 20, 1.0 if quick else 5.0
+        self.calls, self.seconds = 20, 1.0 if quick else 2.5
         self.slices = 3 if quick else 10
         self.sequential: dict[str, Contender] = {}
         """Contenders with one call at a time, in short slices, so that other load on the machine affects all

@@ -64,6 +64,7 @@ class PlannerApp(FastAPI):
             lifespan=lambda _: lifespan(service),
             docs_url=None,  # `page_routes` serves it without internet access
             redoc_url=None,
+            telemetry={"tracing": False, "metrics": False, "logs": False},  # the planner has its own
         )
         self.events = EventBus(service.state)
         self.broadcaster = Broadcaster(service, heartbeat_s=heartbeat_s)
@@ -158,7 +159,7 @@ def create_app(
     if hosts is not None and not auth.guarded:
         app.add_middleware(OriginGuard, hosts=hosts, on_refused=metrics.request_refused)
     app.add_middleware(RequestLog)
-    for router in (
+    routers = (
         instances_router(service),
         forks_router(service),
         models_router(service),
@@ -169,8 +170,10 @@ def create_app(
         health_router(service, metrics),
         ascend_router(service),
         feed_router(app.broadcaster),
-    ):
-        # Not `include_router`: FastAPI searches an included router twice for each request.
-        app.router.routes.extend(router.routes)
+    )
+    # Not `include_router`: FastAPI searches an included router twice for each request. Routes are searched in order:
+    # those with a body come first, because instances call them all the time.
+    routes = [route for router in routers for route in router.routes]
+    app.router.routes.extend(sorted(routes, key=lambda route: getattr(route, "body_field", None) is None))
     app.router.routes.extend(page_routes())
     return app

@@ -293,9 +293,8 @@ class PlanService:
         A choice that depends on other instances is committed before anything is planned: if two requests
         reach two replicas of the planner, one of them must see the other's choice. Raises ProblemError.
         """
-        report, key = request.instance, GroupKey(request.instance.model, "", "")
+        report = request.instance
         for _ in range(ATTEMPTS):
-            changes = self.store.version(key)
             try:
                 resolution = requests.resolve_version(self.state, request)
             except ReplicaConflict as error:
@@ -304,8 +303,10 @@ class PlanService:
             if requests.is_settled(self.state, report, resolution.version):
                 return resolution
             record = requests.record_report(self.state, report, owner, self.now(), self._settings, resolution.version)
+            key = GroupKey(report.model, "", "")
+            change = StoreChange(instances=(record,), group=key, version=self.store.version(key))
             try:
-                await self.store.commit(StoreChange(instances=(record,), group=key, version=changes))
+                await self.store.commit(change)
             except CommitConflict:
                 self._metrics.store_conflict()
                 continue

@@ -10,13 +10,13 @@ first fork of a process.
 
 from __future__ import annotations
 
-import json as jsonlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from json import JSONEncoder
 from typing import TextIO
 
 # Loggers of libraries that report each request or their start, which rfork logs itself; botocore's contain
@@ -33,6 +33,7 @@ RESET, DIM, BOLD = "\x1b[0m", "\x1b[2m", "\x1b[1m"
 RED, GREEN, YELLOW, MAGENTA, CYAN = (f"\x1b[{code}m" for code in (31, 32, 33, 35, 36))
 LEVEL_COLOURS = {"debug": GREEN, "info": GREEN, "warning": YELLOW, "error": RED, "critical": RED}
 
+_encode_json = JSONEncoder(default=repr).encode
 _context_fields: ContextVar[Mapping[str, object]] = ContextVar("rfork_log_fields")
 
 
@@ -81,16 +82,25 @@ class Logger:
             return
         exc_info = fields.pop("exc_info", None)
         fields = {**_context_fields.get({}), **self._fields, **fields}
-        line = " ".join([event, *(f"{name}={value}" for name, value in fields.items())])
         # 3: the caller of `info`, so that the record names its file and line.
         self._logger.log(
             level,
-            "%s",
-            line,
+            _Message(event, fields),
             exc_info=exc_info,  # type: ignore[arg-type]  # whatever the standard library accepts
             extra={FIELDS: {"event": event, **fields}},
             stacklevel=3,
         )
+
+
+class _Message:
+    """Message of a record, for handlers that are not rfork's: formatted only where one shows it."""
+
+    def __init__(self, event: str, fields: Mapping[str, object]) -> None:
+        self._event = event
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return " ".join([self._event, *(f"{name}={value}" for name, value in self._fields.items())])
 
 
 def logger(name: str) -> Logger:
@@ -139,7 +149,7 @@ class JsonFormatter(logging.Formatter):
         entry: dict[str, object] = {**head, **_event_and_fields(record), **head}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return jsonlib.dumps(entry, default=repr)
+        return _encode_json(entry)
 
 
 class TextFormatter(logging.Formatter):

@@ -96,6 +96,8 @@ class InProcessPlanner:
 
 
 CONNECTIONS = 16
+SLICES = 10
+"""Slices of each contender with one call at a time, in a round."""
 FORKS_A_SECOND = 5.0
 HEARTBEAT_S = 5.0
 """Seconds between two heartbeats of one rank: the planner's default."""
@@ -126,8 +128,7 @@ class LoadBench:
     """The contenders, their rows, and the measurements of each round."""
 
     def __init__(self, *, quick: bool) -> None:
-        self.calls, self.seconds = 20, 1.0 if quick else 5.0
-        self.slices = 3 if quick else 10
+        self.calls, self.seconds = 20, 1.0 if quick else 2.5
         self.sequential: dict[str, Contender] = {}
         """Contenders with one call at a time, in short slices, so that other load on the machine affects all
         alike.
@@ -139,7 +140,7 @@ class LoadBench:
 
     def measure(self, rounds: int) -> None:
         """Run all contenders; a round of the sequential ones is many slices."""
-        harness.interleave(self.sequential, rounds * self.slices)
+        harness.interleave(self.sequential, rounds * SLICES)
         harness.interleave(self.concurrent, rounds)
 
     def contender(self, name: str, measure: Callable[[], LoadRun], *rows: LoadRow) -> Contender:

@@ -54,7 +54,9 @@ class CallerPool:
         A planner that has just started plans nothing until it expects the first heartbeat of each instance.
         """
         early = _encode_fork_request(self.fleet.fork_request(self._targets[0], 0))
-        while not Plan.model_validate_json((yield Call(PLAN, early))).routes:
+        for _ in range(MAX_RETRIES):
+            if Plan.model_validate_json((yield Call(PLAN, early))).routes:
+                break
             time.sleep(RETRY_S)
         for number in self._targets:
             yield from self._begin(number)
@@ -129,19 +131,24 @@ def _planned(body: bytes) -> Plan:
 
 
 MODEL = "meta-llama/Llama-3.1-70B-Instruct"
+VERSION = "files:9f86d081884c7d659a2feaa0c55ad015"
 FILES = "file:///models/llama-70b"
 CHUNKS, CHUNK_BYTES = 64, 256 << 20
 HALF = ((0, CHUNKS // 2),)
 READERS = 4
 HOSTS_A_RACK, RACKS_A_ZONE = 32, 64
-RETRY_S = 0.1
+RETRY_S, MAX_RETRIES = 0.1, 100
 MAX_TARGETS = 300
 """Running forks of a large fleet; of a small one, three tenths of the ranks."""
 
 
 @dataclass(frozen=True)
 class LoadFleet:
-    """Ranks that one planner knows; with `keys` = 1 all share one group."""
+    """Ranks that one planner knows; with `keys` = 1 all share one group.
+
+    A rank that is a complete model states no version: the planner derives it from the weights. A part of a model has to
+    state one.
+    """
 
     ranks: int
     keys: int = 1
@@ -192,6 +199,7 @@ class LoadFleet:
         return InstanceReport(
             instance_id=f"llama-70b-{number // self.keys:05d}-rank-{number % self.keys}",
             model=MODEL,
+            version=VERSION if self.keys > 1 else None,
             rank=rank,
             layout_id=_hex("layout", rank.key),
             weights_id=_hex("weights", rank.key) if serving else None,

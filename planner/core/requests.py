@@ -142,7 +142,9 @@ def resolve_version(state: PlannerState, request: ForkRequest) -> VersionResolut
         # A draft's version may depend on the replica of each member.
         few = state.representatives_of(report.model, role, own_id) if role == "main" else None
         members += state.members_of(report.model) if few is None else few
-    return resolve(report, members, ranks, mains, loading=_storage_readers(state, request))
+    # Only whether a target keeps the version that it adopted earlier depends on them.
+    loading = _storage_readers(state, request) if report.version is not None else ()
+    return resolve(report, members, ranks, mains, loading=loading)
 
 
 def is_settled(state: PlannerState, report: InstanceReport, version: str) -> bool:

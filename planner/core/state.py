@@ -294,11 +294,13 @@ class PlannerState:
             self._first(group, other_than, _serves_as_engine) or self._first(group, other_than, _serves)
             for group in groups
         ]
+        no_group_serves = not any(serving)
         for group, found in zip(groups, serving, strict=True):
             complete = found or self._first(group, other_than, _is_complete)
-            begun = None if any(serving) else self._first(group, other_than, self._has_begun)
-            names = dict.fromkeys((complete, begun, *group.storage_readers))
-            yield from (self._instances[name] for name in names if name is not None and name != other_than)
+            begun = self._first(group, other_than, self._has_begun) if no_group_serves else None
+            for name in dict.fromkeys((complete, begun, *group.storage_readers)):
+                if name is not None and name != other_than:
+                    yield self._instances[name]
 
     def _role_of(self, group: GroupIndex) -> str:
         return self._instances[next(iter(group.sources))].report.rank.role
@@ -310,7 +312,10 @@ class PlannerState:
     @staticmethod
     def _first(group: GroupIndex, other_than: str, condition: Callable[[Source], bool]) -> str | None:
         """Return the first member, other than one, that meets a condition."""
-        return next((name for name, each in group.sources.items() if name != other_than and condition(each)), None)
+        for name, source in group.sources.items():
+            if name != other_than and condition(source):
+                return name
+        return None
 
     def ranks_of(self, replica: str) -> Iterator[InstanceRecord]:
         """Return the records of all ranks of one replica."""

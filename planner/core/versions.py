@@ -127,9 +127,13 @@ def _served(records: Sequence[InstanceRecord]) -> set[str]:
 
     Holders keep an earlier version for a while, which must not make the choice ambiguous during a rollout.
     """
-    complete = [record for record in records if record.source.complete and record.source.state != "draining"]
-    engines = [record for record in complete if record.report.holder is None]
-    served = {record.version for record in engines or complete}
+    engines: set[str] = set()
+    holders: set[str] = set()
+    for record in records:
+        source = record.source
+        if source.complete and source.state != "draining":
+            (engines if source.holder is None else holders).add(record.version)
+    served = engines or holders
     return (served or {record.version for record in records if record.plan_requested or record.resolved_version}) - {""}
 
 

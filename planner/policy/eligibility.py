@@ -24,12 +24,13 @@ def source_sort_key(
     has_begun = bool(target.verified) or excluded
     kernels, leaves_host = transport_cost(source, target)
     complete, watermark = source.complete, source.watermark
+    load = state.load(source, target)
     return (
         source.slow and not complete,
         kernels,
         distance_key > 0,
         leaves_host,
-        round(state.load(source, target), 1),
+        round(load, 1) if load else 0.0,  # most are idle, and rounding takes longer than the rest of the key
         distance_key,
         has_begun and watermark < target.watermark,
         not complete and not has_begun,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from planner.policy.chunk_split import cut
 from planner.policy.plan_state import IDLE_LOAD
@@ -20,8 +19,7 @@ MIN_USEFUL_SHARE: Final = 0.75
 """Fraction of a target's required speed that a single source must have to spare."""
 
 
-@dataclass(frozen=True)
-class SourceOption:
+class SourceOption(NamedTuple):
     """A source that can be read from, the requested chunks that it can serve, and its spare egress (0 to 1)."""
 
     source: Source

@@ -9,7 +9,7 @@ from collections.abc import Collection, Container, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 from rfork.image.ranges import Range, count
 from rfork.schema import InstanceState, StorageType
@@ -40,8 +40,7 @@ class Storage:
     """Known in advance for a snapshot, from its manifest."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkShare:
+class ChunkShare(NamedTuple):
     """Chunks that a target reads from one source; its own instance_id means its own storage."""
 
     source_id: str
@@ -105,8 +104,7 @@ class Source:
         return self.weights_id is not None and self.watermark == self.chunk_count
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class ContentCount:
+class ContentCount(NamedTuple):
     """Number of instances with one content that can be read from; the greater value is preferred."""
 
     seeds: int = 0
@@ -176,8 +174,7 @@ class ForkDemand:
     """True if an earlier plan elected it to read its own storage: other targets may wait for it."""
 
 
-@dataclass(frozen=True)
-class RouteAssignment:
+class RouteAssignment(NamedTuple):
     """Chunks to read from one source, over the transports that both support, in the target's order of
     preference.
     """

@@ -18,8 +18,7 @@ import hmac
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from rfork.errors import LeaseRejected
 
@@ -31,11 +30,11 @@ MAX_LEASE_S: Final = 86_400.0
 MAX_TIME: Final = 2**53
 """Largest integer that a float represents exactly; JSON also allows larger numbers, infinity and NaN."""
 
+URL_SAFE: Final = bytes.maketrans(b"+/", b"-_")
 _quoted: Final = json.encoder.encode_basestring_ascii
 
 
-@dataclass(frozen=True)
-class LeaseClaims:
+class LeaseClaims(NamedTuple):
     """The content of a token: `fork_id` may read this image from `source_id` until `expires_at`."""
 
     fork_id: str
@@ -110,7 +109,7 @@ def verify(
 
 def _base64url(data: bytes) -> bytes:
     """Encode without padding, as in a JWT (RFC 7515, section 2)."""
-    return base64.urlsafe_b64encode(data).rstrip(b"=")
+    return binascii.b2a_base64(data, newline=False).translate(URL_SAFE).rstrip(b"=")
 
 
 def _signed_payload(token: str, keys: Iterable[bytes]) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -75,7 +74,7 @@ class ChannelHarness:
         )
 
     def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
-        self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0, None)
+        self.leases.check(sign(CLAIMS._replace(fork_id=fork_id), KEY), 0, None)
         return self.channels.open(fork_id, "fake", address)[0]
 
 
@@ -145,7 +144,7 @@ def test_sweeping_continues_after_a_callback_error() -> None:
     channels.start()
     harness.now = 1030.0
     first = first_call.wait(60)
-    harness.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0, None)
+    harness.leases.check(sign(CLAIMS._replace(fork_id="fork-2", expires_at=1060.0), KEY), 0, None)
     channels.open("fork-2", "fake", "10.0.0.2")
     harness.now = 1060.0
     second = second_call.wait(60)

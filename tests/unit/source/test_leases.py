@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceWeightsChanged
@@ -30,7 +28,7 @@ def build_verifier(clock: Clock | None = None, *, keys: str = "a", max_readers: 
 
 
 def token(fork_id: str = "fork-1", *, key: str = "a", expires_at: float = 1030.0) -> str:
-    return sign(replace(CLAIMS, fork_id=fork_id, expires_at=expires_at), KEYS[key])
+    return sign(CLAIMS._replace(fork_id=fork_id, expires_at=expires_at), KEYS[key])
 
 
 def test_a_valid_token_returns_its_claims() -> None:
@@ -46,8 +44,8 @@ def test_a_valid_token_returns_its_claims() -> None:
         ("not-a-token", "malformed"),
         (token(key="b"), "forged"),
         (token(expires_at=1000.0), "expired"),
-        (sign(replace(CLAIMS, source_id="seed-2"), KEYS["a"]), "another source"),
-        (sign(replace(CLAIMS, layout_id="f" * 32), KEYS["a"]), f"for layout {'f' * 32}, but the source has {'0' * 32}"),
+        (sign(CLAIMS._replace(source_id="seed-2"), KEYS["a"]), "another source"),
+        (sign(CLAIMS._replace(layout_id="f" * 32), KEYS["a"]), f"for layout {'f' * 32}, but the source has {'0' * 32}"),
     ],
     ids=["none", "malformed", "forged", "expired", "other source", "other layout"],
 )
@@ -226,19 +224,19 @@ THESE_WEIGHTS, OTHER_WEIGHTS = "1" * 32, "2" * 32
 def test_a_lease_for_other_weights_is_refused(weights_id: str | None) -> None:
     """They are rejected also while the source does not know yet which weights it receives."""
     with pytest.raises(SourceWeightsChanged, match=f"for weights {THESE_WEIGHTS}"):
-        build_verifier().check(sign(replace(CLAIMS, weights_id=THESE_WEIGHTS), KEYS["a"]), 0, weights_id)
+        build_verifier().check(sign(CLAIMS._replace(weights_id=THESE_WEIGHTS), KEYS["a"]), 0, weights_id)
 
 
 @pytest.mark.parametrize("weights_id", [THESE_WEIGHTS, None])
 def test_a_lease_for_these_weights_is_valid(weights_id: str | None) -> None:
     """A lease issued before the weights were known names none, and is valid too."""
-    claims = replace(CLAIMS, weights_id=weights_id)
+    claims = CLAIMS._replace(weights_id=weights_id)
     assert claims == build_verifier().check(sign(claims, KEYS["a"]), 0, THESE_WEIGHTS)
 
 
 def test_a_lease_is_checked_each_time_it_is_presented() -> None:
     """The weights may have changed since."""
-    leases, presented_token = build_verifier(), sign(replace(CLAIMS, weights_id=THESE_WEIGHTS), KEYS["a"])
+    leases, presented_token = build_verifier(), sign(CLAIMS._replace(weights_id=THESE_WEIGHTS), KEYS["a"])
     leases.check(presented_token, 0, THESE_WEIGHTS)
     with pytest.raises(SourceWeightsChanged):
         leases.check(presented_token, 0, OTHER_WEIGHTS)

@@ -540,8 +540,8 @@ class PreviewRequest(WireModel):
     rack: Label | None = Field(None, description="rack of the replicas; null: no known rack")
     zone: Label | None = Field(None, description="zone of the replicas; null: no known zone")
     cold: bool = Field(False, description="assume that no instance has the weights")
-    link_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="link speed of a host in one direction; null: the fastest measured by forks, or 10 Gbit/s")
-    storage_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="storage speed per reader; null: as measured, or 1 GB/s")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, ge=1, description="link speed of a host in one direction; null: the fastest measured by forks, or 10 Gbit/s")
+    storage_bytes_per_s: BytesPerSecond | None = Field(None, ge=1, description="storage speed per reader; null: as measured, or 1 GB/s")
 
 
 class PreviewTarget(WireModel):

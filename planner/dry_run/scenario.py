@@ -17,6 +17,8 @@ from rfork.schema import SAME_HOST_TRANSPORTS, ForkProgress, PreviewRequest, sou
 DEFAULT_LINK_RATE: Final = 1.25e9
 """Assumed link speed of a host in bytes per second, if unknown: 10 Gbit/s."""
 DEFAULT_STORAGE_RATE: Final = 1e9
+MIN_RATE: Final = 1.0
+"""Lower rates in bytes per second, which an instance may report, would make a duration infinite."""
 UNKNOWN_ORIGIN: Final = "0" * 32
 """Stands for the files of a checkpoint, and for the weights of a snapshot that was never read completely."""
 
@@ -95,7 +97,7 @@ def build_scenario(group_snapshot: GroupSnapshot) -> Scenario:
     measured_rate = _max_throughput(sources, forks)
     storage_rate = DEFAULT_STORAGE_RATE
     if group_snapshot.storage_s:
-        storage_rate = group_snapshot.image_bytes / group_snapshot.storage_s
+        storage_rate = max(MIN_RATE, group_snapshot.image_bytes / group_snapshot.storage_s)
     return Scenario(
         group=group,
         demands=tuple(_demand(template, request, number) for number in range(request.targets)),
@@ -173,7 +175,8 @@ def _max_throughput(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) 
             from_peers = origin_of(last) == "peers"
         if from_peers:
             rates.append(last.link_bytes_per_s)
-    return max(rates, default=0.0) or None
+    fastest = max(rates, default=0.0)
+    return fastest if fastest >= MIN_RATE else None
 
 
 def _storage_candidates(

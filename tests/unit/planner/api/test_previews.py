@@ -111,6 +111,7 @@ INVALID_FIELDS = [
     ("targets", 1025),
     ("per_host", 0),
     ("link_bytes_per_s", 0),
+    ("storage_bytes_per_s", 5e-324),
     ("model", ""),
     ("more", 1),
 ]

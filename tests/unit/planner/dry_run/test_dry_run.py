@@ -291,6 +291,15 @@ async def test_the_link_rate_is_the_fastest_measured_one(service: PlanService) -
     assert not configured.measured
 
 
+async def test_a_rate_of_almost_nothing_is_not_a_measured_one(service: PlanService) -> None:
+    """With the smallest positive rate, which an instance may report, durations would be infinite."""
+    await service.report(seed_report("s"))
+    await service.plan(fork_request("a"))
+    finish = ForkResult(outcome="forked", seconds=1.0, bytes_read=IMAGE, sources={"s": IMAGE}, link_bytes_per_s=5e-324)
+    await service.finish("fork-a", finish)
+    assert not dry_run(service, link_bytes_per_s=None).measured
+
+
 async def test_replicas_resemble_the_layout_with_the_most_seeds(service: PlanService) -> None:
     """Loading instances do not count."""
     await service.report(seed_report("s"))

@@ -8,10 +8,12 @@ BIN := .venv/bin
 PIP := $(BIN)/pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
-# On two cores a third worker runs while others wait for processes. A file's tests run on one worker, since they share
+# On two cores, two more workers run while others wait for processes. A file's tests run on one worker, since they share
 # fixtures.
-WORKERS ?= 3
+WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile
+# Otherwise each worker and each process of a test would compile all modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## list the targets

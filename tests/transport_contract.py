@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
 from rfork.errors import LeaseRejected, SourceBusy, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
-from rfork.image.host_memory import MIN_MAPPED_BYTES, separate_mappings
+from rfork.image.host_memory import MIN_MAPPED_BYTES, host_view, separate_mappings
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.memory import Image
 from rfork.transport.base import Exporter, Reader, Transport
-from rfork.transport.shared_memory.page_remapper import ReplaceableMemory
+from rfork.transport.shared_memory.page_remapper import has_private_mapping
 
 TOKEN = "a-valid-token"
 MIXED = (3 * MIB + 17, 5, 4096, *(1000 + index for index in range(1500)), MIB)
@@ -28,16 +29,17 @@ MAX_FREE_BLOCKS = 64
 
 def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
     """Return an image of separately allocated byte tensors: random, or zeros without a seed."""
-    generator = torch.Generator()
+    length = sum(sizes)
+    if seed is None:
+        values = torch.zeros(1, dtype=torch.uint8).expand(length)
+    else:
+        values = torch.from_numpy(np.random.SFC64(seed).random_raw(length // 8 + 1).view(np.uint8))
     regions: list[torch.Tensor] = []
     specs: list[TensorSpec] = []
     offset = 0
     for index, size in enumerate(sizes):
         region = allocate(size)
-        if seed is None:
-            region.zero_()
-        else:
-            region.random_(0, 256, generator=generator.manual_seed(seed + index))
+        region.copy_(values[offset : offset + size])
         regions.append(region)
         specs.append(TensorSpec(f"tensor.{index}", "uint8", (size,), (1,), offset))
         offset += size
@@ -46,20 +48,21 @@ def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
 
 def allocate(size: int) -> torch.Tensor:
     """Return a byte tensor that has a mapping of its own if it is large, whatever this process has freed before."""
+    if size < MIN_MAPPED_BYTES:
+        return torch.empty(size, dtype=torch.uint8)
     blocks: list[torch.Tensor] = []  # free blocks of the heap, which malloc prefers to a new mapping
     with separate_mappings():
         for _ in range(MAX_FREE_BLOCKS):
             blocks.append(torch.empty(size, dtype=torch.uint8))
-            if size < MIN_MAPPED_BYTES or has_own_mapping(blocks[-1]):
+            if has_own_mapping(blocks[-1]):
                 break
     return blocks[-1]
 
 
 def has_own_mapping(region: torch.Tensor) -> bool:
     """Return True if the C library has mapped this memory alone, so that its pages can be replaced."""
-    size = region.nbytes
-    image = Image(Layout((TensorSpec("tensor", "uint8", (size,), (1,), 0),), size), [region])
-    return bool(ReplaceableMemory(image).remappable_ranges(0, size))
+    before, rest = host_view(region.data_ptr() - 16, 16).cast("Q")
+    return has_private_mapping(region.data_ptr(), region.nbytes, before, rest)
 
 
 def content(image: Image, begin: int = 0, end: int | None = None) -> bytes:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 # These need their extra, or gRPC.
 NEED_EXTRAS = ("planner.store.redis", "planner.integrations.kubernetes.", "planner.integrations.keda.")
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
         needs_extra = module.name.startswith(NEED_EXTRAS) and name == "planner"
         if not module.name.endswith(".__main__") and not needs_extra:
             importlib.import_module(module.name)
-print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
+print(json.dumps(sorted(sys.modules)))
 """
 PLANNER_PACKAGES = ["fastapi", "prometheus_client", "starlette", "uvicorn"]
 OPTIONAL = ["boto3", "gguf", "mooncake", "nixl", "redis", "sglang", "transformers", "vllm"]
 
 
-def imported_with(packages: list[str], watched: list[str]) -> list[str]:
-    """Return the modules of `watched` that a fresh interpreter has loaded after it imports every module of
-    `packages`.
-    """
+@cache
+def modules_of(*packages: str) -> frozenset[str]:
+    """Return the modules that a fresh interpreter has loaded after it imports every module of `packages`."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT_ALL, json.dumps(watched), *packages],
+        [sys.executable, "-W", "error", "-c", IMPORT_ALL, *packages],
         capture_output=True,
         text=True,
         check=False,
@@ -35,8 +35,12 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
     )
     assert "" == done.stderr
     assert 0 == done.returncode
-    imported: list[str] = json.loads(done.stdout)
-    return imported
+    return frozenset(json.loads(done.stdout))
+
+
+def imported_with(packages: list[str], watched: list[str]) -> list[str]:
+    """Return the modules of `watched` that are loaded with `packages`."""
+    return sorted(modules_of(*packages) & set(watched))
 
 
 def test_planner_runs_without_torch() -> None:

@@ -150,7 +150,7 @@ def test_targets_of_a_fenced_seed_fall_back(fleet: WeightsFleet) -> None:
 
 def test_an_update_under_a_reader_that_opens_its_channel(fleet: WeightsFleet) -> None:
     """A target that has a plan for the old weights but no bytes yet gets the new ones."""
-    seed, _ = fleet.seed(**SLOW)
+    seed, _ = fleet.seed(RFORK_MAX_EGRESS_BYTES_PER_S=str(6 << 20))  # 2 s: the update is the seed's next request
     target = fleet.node()
     target.request("id")  # the seed is up now: the planner expires silent instances only after a long start-up
     seed.signal(signal.SIGSTOP)

@@ -370,7 +370,8 @@ def test_the_command_publishes_serves_and_deregisters(planner: str, rfork_proces
     with FakeSglangServer() as engine, FakeSglangServer(ranks=0, healthy=False) as loading:
         seed = rfork_process("sidecar", "--engine", engine.url, "--planner", planner, until="sidecar ready")
         command = ("sidecar", "--client-of-model", MODEL, "--engine", loading.url, "--port", "0", "--json")
-        client = rfork_process(*command, "--planner", planner, until='"event": "ready"')
+        environment = {"RFORK_NO_SOURCE_TIMEOUT_S": "0.2"}
+        client = rfork_process(*command, "--planner", planner, until='"event": "ready"', environment=environment)
         address = json.loads(client.wait_for('"event": "ready"').string)["clients"]
         published(planner, 1)
         response = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)

@@ -41,7 +41,7 @@ def test_a_seed_replays_its_world(world: type[World]) -> None:
 
 def test_worlds_with_several_layouts_read_boxes() -> None:
     """Targets read boxes from one rank and from two, from other targets, and after a source failed."""
-    worlds = [LayoutsWorld(seed) for seed in range(60)]
+    worlds = [LayoutsWorld(seed) for seed in range(30)]
     for world in worlds:
         world.run()
     forks = [fork for world in worlds for target in world.layout_targets() for fork in target.box_forks]

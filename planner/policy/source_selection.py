@@ -63,7 +63,8 @@ def split_among(
             with_spare.append(option)
     if sum(option.spare_egress for option in with_spare) >= MIN_USEFUL_SHARE * required:
         return _split_by_capacity(target, unassigned, with_spare)
-    return [(first.source, unassigned)]
+    # Of its current sources, the target uses the egress already.
+    return [(max(complete_options, key=lambda option: option.spare_egress).source, unassigned)]
 
 
 def _split_by_capacity(

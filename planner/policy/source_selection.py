@@ -16,7 +16,7 @@ MAX_STRIPES: Final = 4
 """Maximum number of sources that one fork reads from concurrently by choice."""
 MAX_SOURCES: Final = 8
 """Maximum number of sources per fork if none has everything."""
-MIN_USEFUL_SHARE: Final = 0.75
+MIN_USEFUL_SHARE: Final = 0.65
 """Fraction of a target's required speed that a single source must have to spare."""
 
 

@@ -13,10 +13,8 @@ from rfork.image.ranges import count, intersect, subtract
 
 MIN_BACKLOG: Final = 1 / 32
 """Fraction of the image by which a slow target is behind its sources, while it follows its first plan."""
-MIN_BACKLOG_REPLANNED: Final = 1 / 16
-"""The same for a target with another plan: it begins behind its new sources."""
-MIN_BACKLOG_ONCE_FAST: Final = 1 / 6
-"""The same for a target that has read faster before."""
+MIN_BACKLOG_LATER: Final = 1 / 6
+"""The same for a target that has another plan, because it began behind its sources, or that has read faster before."""
 MAX_READ: Final = 0.55
 """A slow target has read at most this fraction of what its sources could send since its first plan."""
 SLOW_RATE: Final = 0.35
@@ -65,14 +63,14 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
     if not rates:
         return frozenset()
     link = rates[int(LINK_QUANTILE * len(rates))]
-    behind = {
+    delayed = {
         target.instance_id
         for target in targets
-        if _follows_first_plan(group, target) and _is_behind(progress[target.instance_id], 1)
+        if _follows_first_plan(group, target) and _has_backlog(progress[target.instance_id], 1)
     }
     lagging: dict[str, frozenset[str]] = {}
     for target in targets:
-        parts = [part for part in progress[target.instance_id] if part.source_id not in behind]
+        parts = [part for part in progress[target.instance_id] if part.source_id not in delayed]
         if not target.slow and (ahead := _sources_ahead(group, target, parts, link)):
             lagging[target.instance_id] = ahead
     found: set[str] = set()
@@ -152,7 +150,7 @@ def _follows_first_plan(group: GroupView, target: Source) -> bool:
     return sum(count(share.chunks) for share in group.shares[target.instance_id]) == target.chunk_count
 
 
-def _is_behind(parts: Sequence[SourceProgress], min_backlog: float) -> bool:
+def _has_backlog(parts: Sequence[SourceProgress], min_backlog: float) -> bool:
     """Return True if the target has read a part only of what some of its sources offered."""
     late = [part for part in parts if part.backlog]
     read, offered = sum(part.read for part in late), sum(part.offered for part in late)
@@ -165,19 +163,17 @@ def _sources_ahead(group: GroupView, target: Source, parts: Sequence[SourceProgr
     """
     if target.read_rate is None or not target.verified:
         return frozenset()
-    once_fast = (target.ingress_rate or 0.0) >= FAST_RATE * link
     if (
-        not once_fast
+        (target.ingress_rate or 0.0) < FAST_RATE * link
         and target.read_rate < FAST_RATE * _link_share(parts) * link
         and _follows_first_plan(group, target)
-        and _is_behind(parts, MIN_BACKLOG * target.chunk_count)
+        and _has_backlog(parts, MIN_BACKLOG * target.chunk_count)
     ):
         return frozenset(part.source_id for part in parts if part.backlog)
     late = [part for part in parts if part.waiting > 1]
-    min_backlog = MIN_BACKLOG_ONCE_FAST if once_fast else MIN_BACKLOG_REPLANNED
     if (
         target.read_rate >= SLOW_RATE * _link_share(late) * link
-        or sum(part.waiting - 1 for part in late) < min_backlog * target.chunk_count
+        or sum(part.waiting - 1 for part in late) < MIN_BACKLOG_LATER * target.chunk_count
     ):
         return frozenset()
     return frozenset(part.source_id for part in late)

@@ -17,7 +17,7 @@ MAX_STRIPES: Final = 4
 MAX_SOURCES: Final = 8
 """Maximum number of sources per fork if none has everything."""
 MIN_USEFUL_SHARE: Final = 0.65
-"""Fraction of a target's required speed that a single source must have to spare."""
+"""Fraction of a target's required speed that a single source must have to spare: one with a slow reader has 0.7."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
     behind it, and behind no other, the source is the slow one.
     """
     targets, readers = _targets_and_readers(group, now)
+    if not any(target.read_rate for target in targets):
+        return frozenset()
     furthest = _furthest_readers(group, targets)
     progress = {target.instance_id: _progress(group, target, readers, furthest) for target in targets}
     rates = sorted(

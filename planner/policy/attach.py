@@ -7,7 +7,8 @@ they are good. For the rest, sources are preferred in this order: no kernels on 
 target's host, so that a node receives each byte over its NIC once, and there over a same-host transport;
 least loaded, so that targets that arrive one by one form a chain; nearest; complete; most progress. Several
 idle seeds at the same distance share the work, and so do sources with spare egress; if no source has
-everything, each serves what it has.
+everything, each serves what it has. A target that lost a source prefers those near the seed, because other targets
+wait for it, and replaces each lost source separately.
 
 Two targets leave good sources: one that is found to be slow moves below other slow ones, so that its readers can
 take its position (`_source_for_slow_target`), and one that its sources delay moves to a seed that became
@@ -48,10 +49,15 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     ineligible_reasons: dict[str, str] = {}
     total = count(missing)
     kept_ids = {source.instance_id: count(chunks) / total for source, chunks in kept}
-    options, no_free_slot = (
-        _source_options(state, demand, unassigned, candidates, kept_ids, ineligible_reasons) if unassigned else ([], ())
-    )
-    chosen = split_among(target, unassigned, count(unassigned) / total, options) if unassigned else []
+    chosen: list[tuple[Source, tuple[Range, ...]]] = []
+    no_free_slot: tuple[Range, ...] = ()
+    for lost in _lost_parts(demand, unassigned):
+        options, occupied = _source_options(state, demand, lost, candidates, kept_ids, ineligible_reasons)
+        parts = split_among(target, lost, count(lost) / total, options)
+        for source, chunks in parts:
+            kept_ids[source.instance_id] = kept_ids.get(source.instance_id, 0.0) + count(chunks) / total
+        chosen += parts
+        no_free_slot = normalise((*no_free_slot, *occupied))
     unassigned = subtract(unassigned, [each for _, chunks in chosen for each in chunks])
     uncovered = subtract(unassigned, no_free_slot)
     leaves_storage = bool(uncovered) and state.leaves_storage(target)
@@ -85,6 +91,19 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
     )
 
 
+def _lost_parts(demand: ForkDemand, unassigned: tuple[Range, ...]) -> list[tuple[Range, ...]]:
+    """Divide the chunks that need a source by the source that the target read them from, and the others.
+
+    Each part is replaced separately: chunks of two sources in one queue would delay those that others wait for.
+    """
+    parts: list[tuple[Range, ...]] = []
+    for share in demand.current_shares:
+        if part := intersect(share.chunks, unassigned):
+            parts.append(part)
+            unassigned = subtract(unassigned, part)
+    return [*parts, unassigned] if unassigned else parts
+
+
 def _keep_from_storage(
     demand: ForkDemand, missing: tuple[Range, ...]
 ) -> tuple[ForkDemand, tuple[tuple[Storage, tuple[Range, ...]], ...]]:
@@ -116,7 +135,7 @@ def _keep_from_peers(
             or not state.free_slots(source, target)
         ):
             continue
-        if (_is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
+        if (is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
             continue
         if not weights_compatible(source, target):
             continue
@@ -193,14 +212,11 @@ def _source_for_slow_target(
 ) -> Source | None:
     """Return the source to which a slow target moves, so that its sources can serve the targets that read from it.
 
-    Preferably another slow target that has more, otherwise a source with spare egress, but the one with the
-    least progress, because few wait for it. None if it has moved before, or no such source exists.
+    Preferably another slow target with few readers, otherwise a source with spare egress, but the one with the least
+    progress, because few wait for it. None if it has moved before, or no such source exists.
     """
     target = demand.target
-    if not target.slow or not unassigned or not demand.current_shares:
-        return None
-    current = [state.source(share.source_id) for share in demand.current_shares]
-    if any(source is not None and (source.slow or source.complete) for source in current):
+    if not unassigned or not leaves_busy_source(state, demand):
         return None
     current_ids = {share.source_id for share in demand.current_shares}
     found = [
@@ -208,25 +224,35 @@ def _source_for_slow_target(
         for source in candidates
         if source.instance_id not in current_ids
         and source.instance_id != target.instance_id
-        and (
-            (source.watermark, source.instance_id) > (target.watermark, target.instance_id)
-            if _is_slow_relay(source)
-            else state.spare_egress(source, target) >= SLOW_FRACTION
-        )
+        and (is_slow_relay(source) or state.spare_egress(source, target) >= SLOW_FRACTION)
         and state.free_slots(source, target)
         and not ineligible_reason(state, source, demand)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
 
     def key(source: Source) -> tuple[bool, int, int, str]:
-        is_slow = _is_slow_relay(source)
+        is_slow = is_slow_relay(source)
         progress = -source.watermark if is_slow else source.watermark
         return not is_slow, len(state.readers(source.instance_id)), progress, source.instance_id
 
     return min(found, key=key, default=None)
 
 
-def _is_slow_relay(source: Source) -> bool:
+def leaves_busy_source(state: PlanState, demand: ForkDemand) -> bool:
+    """Return True for a slow target that reads from sources that others need, so that it moves elsewhere."""
+    if not demand.target.slow or not demand.current_shares:
+        return False
+    current = [state.source(share.source_id) for share in demand.current_shares]
+    return any(
+        source is not None
+        and not is_slow_relay(source)
+        and not (source.complete and state.readers(source.instance_id).keys() <= {demand.fork_id})
+        for source in current
+    )
+
+
+def is_slow_relay(source: Source) -> bool:
+    """Return True for a source that delays its readers: a complete one waits for no other."""
     return source.slow and not source.complete
 
 
@@ -269,7 +295,10 @@ def _source_options(
     left = unassigned
     excluded = bool(demand.excluded or demand.current_shares)
     have_everything = 0
-    for source in sorted(candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded)):
+    chunk = unassigned[-1][1] - 1 if demand.current_shares else None
+    for source in sorted(
+        candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded, chunk=chunk)
+    ):
         if source.instance_id == target.instance_id:
             continue
         if have_everything == MAX_STRIPES or (not left and len(options) > MAX_SOURCES):

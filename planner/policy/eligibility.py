@@ -13,12 +13,13 @@ YIELDS: Final = "would delay engines: this fork is a prefetch"
 
 
 def source_sort_key(
-    state: PlanState, source: Source, target: Source, *, excluded: bool = False
-) -> tuple[bool, bool, bool, bool, float, int, bool, bool, int, str]:
+    state: PlanState, source: Source, target: Source, *, excluded: bool = False, chunk: int | None = None
+) -> tuple[bool, bool, bool, bool, float, int, int, bool, bool, int, str]:
     """Return the sort key of a source; the lowest is read from first.
 
     A target that begins prefers the sources with the most progress. A target that lost its source only needs
-    one that is ahead of it, and leaves the others to targets that need them.
+    one that is ahead of it, and leaves the others to targets that need them. With `chunk`, it prefers sources that
+    receive this chunk over few links.
     """
     distance_key = distance(source.location, target.location)
     has_begun = bool(target.verified) or excluded
@@ -32,6 +33,7 @@ def source_sort_key(
         leaves_host,
         round(load, 1) if load else 0.0,  # most are idle, and rounding takes longer than the rest of the key
         distance_key,
+        0 if chunk is None else state.links(source, chunk),
         has_begun and watermark < target.watermark,
         not complete and not has_begun,
         watermark if has_begun else -watermark,

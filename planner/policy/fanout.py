@@ -22,10 +22,12 @@ from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_STRIPES
 from planner.policy.transports import transport_cost
 from planner.policy.types import ForkDemand, PlanDecision, Source, Storage, link_fraction
-from rfork.image.ranges import Range
+from rfork.image.ranges import Range, subtract
 
 CHAIN_CHUNK_RATIO: Final = 10
 """A chain is used while the number of targets is at most a tenth of the chunks."""
+LAST_CHUNK_SLOTS: Final = 4
+"""Free slots of a target that also sends a last chunk: for two children, a target on its node, and this reader."""
 MIN_TREE_FEED: Final = 0.45
 """Fraction of a link that feeds one of the two trees at full speed."""
 BURST_START: Final = range(16, 65)
@@ -154,12 +156,24 @@ def two_trees(
         keep_depth=not below_relays,
     )
     feeds = _feeds_by_half(state, feeds[:2], halves)
+    last_chunks = [((half[-1][1] - 1, half[-1][1]),) for half in halves]
+    last_parents = [
+        {
+            child: parent
+            for child, parent in trees.last_chunk_parents(tree, other).items()
+            if state.free_slots(line[parent].target) >= LAST_CHUNK_SLOTS
+        }
+        for tree, other in zip(both, reversed(both), strict=True)
+    ]
     for position, demand in enumerate(line):
         shares: list[tuple[Source, tuple[Range, ...]]] = []
         storage: list[tuple[Storage, tuple[Range, ...]]] = []
         for tree, half in enumerate(halves):
             parent = both[tree][position]
-            if parent != trees.ROOT:
+            if (last_parent := last_parents[tree].get(position)) is not None:
+                shares.append((line[parent].target, subtract(half, last_chunks[tree])))
+                shares.append((line[last_parent].target, last_chunks[tree]))
+            elif parent != trees.ROOT:
                 shares.append((line[parent].target, half))
             elif able is not None:
                 storage.append((able[demand.fork_id], half))

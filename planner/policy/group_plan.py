@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.policy import reasons
-from planner.policy.attach import attach
+from planner.policy.attach import attach, is_slow_relay, leaves_busy_source
 from planner.policy.cold_start import elect_storage_readers
 from planner.policy.eligibility import YIELDS, ineligible_reason
 from planner.policy.fanout import plan_fanout
@@ -40,12 +40,15 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
     """Return a decision for each demand, by fork_id. Demands planned in one call share one plan.
 
     Every missing chunk is assigned to at most one source: an eligible peer that will have it, or the target's
-    own storage. A decision without either has a reason. Targets that already have chunks come first:
-    others may wait for them.
+    own storage. A decision without either has a reason.
     """
     if len(demands) > 1:
-        demands = sorted(demands, key=_planning_order)
+        demands = sorted(demands, key=lambda demand: demand.fork_id)
     state = PlanState(group, demands, now)
+    if len(demands) > 1:
+        demands = sorted(demands, key=lambda demand: _planning_order(state, demand))
+        for demand in [each for each in demands if leaves_busy_source(state, each)]:
+            state.release(demand)  # no other target counts on what it would have received
     demands_by_key: dict[PlanningKey, list[ForkDemand]] = {}
     for demand in demands:
         target = demand.target
@@ -115,16 +118,36 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
         _plan_single(state, demand)
 
 
-def _planning_order(demand: ForkDemand) -> tuple[bool, bool, bool, int, str]:
-    """Sort engines first, then storage readers, then targets by progress: others may wait for them."""
+def _planning_order(state: PlanState, demand: ForkDemand) -> tuple[bool, bool, bool, int, int, str]:
+    """Sort engines first, then storage readers, then targets by progress: others may wait for them.
+
+    Of the targets that lost a source, those nearest to the seed choose first. Slow ones come last: the first of them
+    stays where it delays few, and the others read from one another.
+    """
     own = demand.target.instance_id
+    leaves = leaves_busy_source(state, demand)
+    depth = _depth(state, demand, leaves)
     return (
         demand.target.background,
         all(share.source_id != own for share in demand.current_shares),
-        not (demand.target.slow and demand.current_shares),
+        demand.target.slow,
+        -depth if leaves else depth,
         -demand.target.watermark,
         demand.fork_id,
     )
+
+
+def _depth(state: PlanState, demand: ForkDemand, leaves: bool) -> int:
+    """Return the minimum number of links through which the target received what it lost; 0 if it lost nothing.
+
+    `leaves`: it leaves all of its sources.
+    """
+    lost = [
+        share.chunks[-1][1] - 1
+        for share in demand.current_shares
+        if share.chunks and (leaves or (source := state.source(share.source_id)) is None or is_slow_relay(source))
+    ]
+    return min((state.links(demand.target, chunk) for chunk in lost), default=0)
 
 
 def _candidates(state: PlanState, target: Source, own: str | None) -> tuple[list[Source], list[Source]]:

@@ -15,8 +15,8 @@ MAX_STRIPES: Final = 4
 """Maximum number of sources that one fork reads from concurrently by choice."""
 MAX_SOURCES: Final = 8
 """Maximum number of sources per fork if none has everything."""
-MIN_USEFUL_SHARE: Final = 0.75
-"""Fraction of a target's required speed that a single source must have to spare."""
+MIN_USEFUL_SHARE: Final = 0.65
+"""Fraction of a target's required speed that a single source must have to spare: one with a slow reader has 0.7."""
 
 
 class SourceOption(NamedTuple):
@@ -61,7 +61,8 @@ def split_among(
             with_spare.append(option)
     if sum(option.spare_egress for option in with_spare) >= MIN_USEFUL_SHARE * required:
         return _split_by_capacity(target, unassigned, with_spare)
-    return [(first.source, unassigned)]
+    # Of its current sources, the target uses the egress already.
+    return [(max(complete_options, key=lambda option: option.spare_egress).source, unassigned)]
 
 
 def _split_by_capacity(

@@ -70,15 +70,24 @@ def test_a_longer_line_is_two_trees() -> None:
 
 
 @pytest.mark.parametrize("number", [7, 15, 31, 32, 33, 100, 257])
-def test_in_two_trees_no_member_sends_more_than_one_image(number: int) -> None:
-    """Each has at most two children, for one half only, and the depth is logarithmic."""
+def test_in_two_trees_no_member_sends_more_than_one_image_and_a_chunk(number: int) -> None:
+    """Each has at most two children, for one half only, and one reader of a last chunk; the depth is logarithmic."""
     reads = plan_reads(group(source("s")), wide(number))
-    assert max(loads(reads).values()) <= 1.0
+    assert max(loads(reads).values()) <= 1.0 + 1 / CHUNK_COUNT
     for name in ("s", *reads):
-        halves = [chunks for parts in reads.values() for parent, chunks in parts.items() if parent == name]
+        parts_read = [chunks for parts in reads.values() for parent, chunks in parts.items() if parent == name]
+        halves = [chunks for chunks in parts_read if count(chunks) > 1]
         assert len(halves) <= 2
-        assert name == "s" or len(set(halves)) <= 1
+        assert len(parts_read) <= len(halves) + 1
+        assert name == "s" or len({chunks[0][0] for chunks in halves}) <= 1
     assert max(depth(reads, name, chunk) for name in reads for chunk in (0, 63)) <= ceil(log2(number)) + 2
+
+
+def test_a_last_chunk_needs_a_fourth_reader_slot() -> None:
+    """With three slots, two children and a target on the same node leave none."""
+    for max_readers, expected in ((3, 0), (4, 14)):
+        reads = plan_reads(group(source("s")), wide(72, max_readers=max_readers))
+        assert expected == sum(count(chunks) == 1 for parts in reads.values() for chunks in parts.values())
 
 
 def test_racks_stay_together() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.policy.group_plan import plan, stragglers
-from planner.policy.types import ChunkShare, ForkDemand, Source
+from planner.policy.types import ChunkShare, ForkDemand, GroupView, Source
 from tests.unit.planner.builders import NOW, Reads, decide, group, loading, routes, seed
 
 ALL = ((0, 12),)
@@ -15,6 +15,12 @@ def member(name: str, chunks: int, rate: float | None = FAST, **changes: object)
     """Return a target with this number of chunks that reads at this rate, and has not read faster."""
     verified = [(0, chunks)] if chunks else []
     return loading(name, *verified, **({"read_rate": rate, "ingress_rate": rate} | changes))
+
+
+def replan(fleet: GroupView, name: str) -> ForkDemand:
+    """Return the demand of a member for another plan."""
+    current = tuple(ChunkShare(share.source_id, share.chunks) for share in fleet.shares[name])
+    return ForkDemand(f"fork-{name}", fleet.sources[name], {}, current)
 
 
 def line(slow: str = "", **chunks: int) -> frozenset[str]:
@@ -33,9 +39,38 @@ def test_a_lagging_relay_is_found() -> None:
     assert {"c"} == line(slow="cde", a=10, b=9, c=3, d=2, e=1)
 
 
-def test_a_slow_relay_is_found_after_the_first_chunk() -> None:
-    """One more chunk at its source is enough, though the image has twelve."""
-    assert {"c"} == line(slow="c", a=4, b=3, c=2, d=2, e=2)
+def test_a_slow_relay_is_found_after_the_first_chunks() -> None:
+    """One more chunk than the next at its source is enough, though the image has twelve."""
+    assert {"c"} == line(slow="c", a=5, b=4, c=2, d=2, e=2)
+
+
+def test_a_relay_that_lacks_only_the_next_chunk_is_no_straggler() -> None:
+    """That chunk is on its way."""
+    assert frozenset() == line(slow="c", a=4, b=3, c=2, d=2, e=2)
+
+
+def test_the_readers_of_a_straggler_are_none() -> None:
+    """They also read slowly and lack chunks that it has, but it is behind its own source."""
+    assert {"b"} == line(slow="bcd", a=9, b=4, c=2, d=1, e=1)
+
+
+def test_a_slow_root_is_found_by_the_progress_of_the_other_root() -> None:
+    """The seed has everything from the beginning, and each root gets half of its link."""
+    low, high = ((0, 6),), ((6, 12),)
+    reads: Reads = {"a": {"s": low, "d": high}, "b": {"s": high, "c": low}, "c": {"a": low}, "d": {"b": high}}
+    slow = member("a", 2, FAST / 4)
+    fast = loading("b", (6, 11), read_rate=FAST / 2, ingress_rate=FAST / 2)
+    assert {"a"} == stragglers(group(seed("s"), slow, fast, loading("c"), loading("d"), reads=reads), NOW)
+
+
+def test_two_slow_readers_do_not_make_their_source_slow() -> None:
+    """They have received nothing from their other sources yet, so nothing shows that their links are fast."""
+    low, high = ((0, 6),), ((6, 12),)
+    reads: Reads = {"a": {"s": ALL}, "b": {"a": low, "z": high}, "c": {"a": low, "z": high}, "d": {"b": low, "c": high},
+                    "f": {"s": ALL}, "z": {"f": ALL}}  # fmt: skip
+    slow = [member(name, 1, FAST / 8) for name in "bc"]
+    fleet = group(seed("s"), member("a", 6), *slow, loading("d"), member("f", 1), loading("z"), reads=reads)
+    assert {"b", "c"} == stragglers(fleet, NOW)
 
 
 def test_a_slow_reader_of_a_seed_is_found() -> None:
@@ -113,7 +148,7 @@ def test_a_slow_target_yields_its_sources() -> None:
     members = [
         member("a", 10), member("b", 3, SLOW, slow=True), member("c", 3), member("x", 4, SLOW, slow=True),
     ]  # fmt: skip
-    fleet = group(seed("s"), *members, reads=reads)
+    fleet = group(seed("s", max_readers=1), *members, reads=reads)
     demands = [
         ForkDemand(f"fork-{name}", fleet.sources[name], {}, (ChunkShare(*next(iter(reads[name].items()))),))
         for name in "bc"
@@ -137,3 +172,33 @@ def test_a_slow_target_moves_once() -> None:
     members = [member("a", 10), member("x", 4, SLOW, slow=True), member("b", 3, SLOW, slow=True), member("e", 9)]
     fleet = group(seed("s"), *members, reads={**reads, "e": {"a": ALL}})
     assert {"x": ((3, 12),)} == routes(decide(fleet, fleet.sources["b"]))
+
+
+def test_a_slow_root_leaves_the_seed_to_its_readers() -> None:
+    """All others received its half through it, so they are planned before it, and it moves behind one of them."""
+    low, high = ((0, 6),), ((6, 12),)
+    reads: Reads = {"a": {"s": low}, "b": {"s": high}, "c": {"a": low, "b": high}, "d": {"b": high, "c": low}}
+    members = [member("a", 2, SLOW, slow=True), loading("b", (6, 11)), member("c", 1), member("d", 1)]
+    fleet = group(seed("s"), *members, reads=reads)
+    demands = [replan(fleet, name) for name in "ac"]
+    decisions = plan(fleet, demands, NOW)
+    assert {"s": ((1, 6),), "b": ((6, 12),)} == routes(decisions["fork-c"])
+    assert "s" not in routes(decisions["fork-a"])
+
+
+def test_each_lost_source_is_replaced_by_another() -> None:
+    """Chunks of both halves in one queue would delay the readers of the second one."""
+    low, high = ((0, 6),), ((6, 12),)
+    reads: Reads = {"a": {"s": low}, "b": {"s": high}, "c": {"a": low, "b": high}}
+    members = [loading(name, slow=True) for name in "ab"] + [loading("c")]
+    seeds = [seed(name, max_readers=4) for name in "xy"]
+    fleet = group(seed("s"), *seeds, *members, reads={**reads, **{f"{name}0": {name: low} for name in "xy"}})
+    assert {"x": low, "y": high} == routes(plan(fleet, [replan(fleet, "c")], NOW)["fork-c"])
+
+
+def test_a_target_that_lost_its_source_moves_near_the_seed() -> None:
+    """Of two relays with as many readers it chooses the one that receives its chunks over fewer links."""
+    reads: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}, "d": {"x": ALL}, "x": {"a": ALL}}
+    members = [member("a", 6, max_readers=2), member("b", 5), member("c", 4), member("x", 2, slow=True), member("d", 1)]
+    fleet = group(seed("s", max_readers=1), *members, reads=reads)
+    assert {"c": ((1, 12),)} == routes(plan(fleet, [replan(fleet, "d")], NOW)["fork-d"])

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from planner.policy.trees import ROOT, two_trees
+from planner.policy.trees import ROOT, last_chunk_parents, two_trees
 
 LENGTHS = [*range(1, 40), 64, 100, 127, 128, 255, 1000]
 
@@ -83,7 +83,7 @@ def test_the_last_of_an_odd_number_is_inserted_between_others(length: int) -> No
     assert max(depth(parents, position) for parents in (first, second) for position in range(length)) <= levels
 
 
-SPARE_DEPTHS = [(16, 1), (30, 4), (32, 1), (1000, 6), (10_000, 2)]
+SPARE_DEPTHS = [(16, 2), (30, 4), (32, 2), (1000, 6), (10_000, 3), (11_500, 2)]
 
 
 @pytest.mark.parametrize(("length", "expected"), SPARE_DEPTHS)
@@ -94,6 +94,36 @@ def test_spare_capacity_is_as_near_to_the_top_as_the_depth_allows(length: int, e
     assert 1 == second.count(length - 1)
     assert expected == depth(first, 0)
     assert expected == depth(second, length - 1)
+
+
+LAST_CHUNKS = [(7, 0), (9, 1), (16, 2), (31, 0), (64, 8), (100, 0), (1000, 0), (1200, 152), (10_000, 1416)]
+
+
+@pytest.mark.parametrize(("length", "expected"), LAST_CHUNKS)
+def test_on_a_sparse_last_level_one_of_two_children_reads_its_last_chunk_elsewhere(length: int, expected: int) -> None:
+    """The other one keeps the parent to itself; if not all pairs find another parent, none does."""
+    first, second = two_trees(length)
+    for parents, other in ((first, second), (second, first)):
+        depths = [depth(parents, position) for position in range(length)]
+        found = last_chunk_parents(parents, other)
+        pairs = Counter(parent for position, parent in enumerate(parents) if depths[position] == max(depths))
+        assert expected == len(found)
+        assert not found or len(found) == [*pairs.values()].count(2)
+        assert len({parents[child] for child in found}) == len(found)
+
+
+@pytest.mark.parametrize("length", [length for length, expected in LAST_CHUNKS if expected])
+def test_who_sends_a_last_chunk_has_nothing_else_to_send_by_then(length: int) -> None:
+    """It serves one such target, receives the chunk when their parents do, and its own readers end a link earlier."""
+    first, second = two_trees(length)
+    for parents, other in ((first, second), (second, first)):
+        last = max(depth(parents, position) for position in range(length))
+        found = last_chunk_parents(parents, other)
+        assert len(set(found.values())) == len(found)
+        for parent in found.values():
+            assert parent not in parents
+            assert last - 1 == depth(parents, parent)
+            assert depth(other, parent) < last - 1
 
 
 @pytest.mark.parametrize("length", [length for length in LENGTHS if length > 1 and length % 2])

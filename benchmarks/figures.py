@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-RECORDED: Final = tuple(Path(__file__).parent / "results" / name for name in ("xeon-2core", "epyc-2core"))
+RECORDED: Final = tuple(Path(__file__).parent / "results" / name for name in ("epyc-2core", "xeon-2core"))
 """Folders of recorded results: each figure is that of the first folder with its benchmark."""
 Verdict = Literal["met", "missed", "not measured"]
 

@@ -55,13 +55,14 @@ class JsonRoute(APIRoute):
             if header(scope, CONTENT_TYPE) != JSON_HEADER:
                 await general(scope, receive, send)
                 return
-            body = await _read(receive)
+            request = Request(scope, receive)
+            body = await request.body()
             found = arguments(scope["path_params"], body)
             if found is None:
                 await general(scope, _replay(body, receive), send)
                 return
             if request_name is not None:
-                found[request_name] = Request(scope, receive)
+                found[request_name] = request
             result = await endpoint(**found)
             if result is None:
                 response = Response(status_code=status)
@@ -70,17 +71,6 @@ class JsonRoute(APIRoute):
             await response(scope, receive, send)
 
         return serve
-
-
-async def _read(receive: Receive) -> bytes:
-    """Return the body; `BodyLimit` has limited its size and its time."""
-    pieces: list[bytes] = []
-    more = True
-    while more:
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(pieces)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -127,7 +127,7 @@ def availability_tier(source: Source, free: int, *, has_data: bool, missing: boo
         return 3
     if not free:
         return 2
-    return 1 if (source.slow and not source.complete) or has_only_gpu_kernels(source.transports) else 0
+    return 1 if source.is_slow_relay or has_only_gpu_kernels(source.transports) else 0
 
 
 def is_engine_seed(source: Source) -> bool:

@@ -135,7 +135,7 @@ def _keep_from_peers(
             or not state.free_slots(source, target)
         ):
             continue
-        if (is_slow_relay(source) and not target.slow) or source.instance_id == target.instance_id:
+        if (source.is_slow_relay and not target.slow) or source.instance_id == target.instance_id:
             continue
         if not weights_compatible(source, target):
             continue
@@ -224,14 +224,14 @@ def _source_for_slow_target(
         for source in candidates
         if source.instance_id not in current_ids
         and source.instance_id != target.instance_id
-        and (is_slow_relay(source) or state.spare_egress(source, target) >= SLOW_FRACTION)
+        and (source.is_slow_relay or state.spare_egress(source, target) >= SLOW_FRACTION)
         and state.free_slots(source, target)
         and not ineligible_reason(state, source, demand)
         and state.available_chunks(source, unassigned, target) == unassigned
     ]
 
     def key(source: Source) -> tuple[bool, int, int, str]:
-        is_slow = is_slow_relay(source)
+        is_slow = source.is_slow_relay
         progress = -source.watermark if is_slow else source.watermark
         return not is_slow, len(state.readers(source.instance_id)), progress, source.instance_id
 
@@ -245,15 +245,10 @@ def leaves_busy_source(state: PlanState, demand: ForkDemand) -> bool:
     current = [state.source(share.source_id) for share in demand.current_shares]
     return any(
         source is not None
-        and not is_slow_relay(source)
+        and not source.is_slow_relay
         and not (source.complete and state.readers(source.instance_id).keys() <= {demand.fork_id})
         for source in current
     )
-
-
-def is_slow_relay(source: Source) -> bool:
-    """Return True for a source that delays its readers: a complete one waits for no other."""
-    return source.slow and not source.complete
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:

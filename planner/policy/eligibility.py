@@ -27,7 +27,7 @@ def source_sort_key(
     complete, watermark = source.complete, source.watermark
     load = state.load(source, target)
     return (
-        source.slow and not complete,
+        source.is_slow_relay,
         kernels,
         distance_key > 0,
         leaves_host,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.policy import reasons
-from planner.policy.attach import attach, is_slow_relay, leaves_busy_source
+from planner.policy.attach import attach, leaves_busy_source
 from planner.policy.cold_start import elect_storage_readers
 from planner.policy.eligibility import YIELDS, ineligible_reason
 from planner.policy.fanout import plan_fanout
@@ -145,7 +145,7 @@ def _depth(state: PlanState, demand: ForkDemand, leaves: bool) -> int:
     lost = [
         share.chunks[-1][1] - 1
         for share in demand.current_shares
-        if share.chunks and (leaves or (source := state.source(share.source_id)) is None or is_slow_relay(source))
+        if share.chunks and (leaves or (source := state.source(share.source_id)) is None or source.is_slow_relay)
     ]
     return min((state.links(demand.target, chunk) for chunk in lost), default=0)
 

@@ -127,7 +127,7 @@ def _progress(
     found: list[SourceProgress] = []
     for share in group.shares[target.instance_id]:
         source = group.sources.get(share.source_id)
-        if source is None or source is target or (source.slow and not source.complete):
+        if source is None or source is target or source.is_slow_relay:
             continue
         available = intersect(share.chunks, source.verified)
         found.append(

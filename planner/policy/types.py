@@ -103,6 +103,11 @@ class Source:
         """True if it has every chunk of final weights, so that it waits for no source."""
         return self.weights_id is not None and self.watermark == self.chunk_count
 
+    @property
+    def is_slow_relay(self) -> bool:
+        """True if it delays its readers: a complete source waits for no other."""
+        return self.slow and not self.complete
+
 
 class ContentCount(NamedTuple):
     """Number of instances with one content that can be read from; the greater value is preferred."""

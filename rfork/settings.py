@@ -260,7 +260,7 @@ class InstanceSettings(Settings):
 
     # Source.
     max_egress_bytes_per_s: int | None = Field(None, gt=0, description="maximum rate at which this instance sends weights, over all readers; unset: unlimited")
-    max_latency_ratio: float = Field(1.03, ge=0, le=100, description="send more slowly while the engine's own steps take longer than this multiple of their undisturbed time; 0: never")
+    max_latency_ratio: float = Field(1.05, ge=0, le=100, description="send more slowly while the engine's own steps take longer than this multiple of their undisturbed time; 0: never")
     max_readers: int = Field(4, ge=1, le=1 << 16, description="maximum number of forks that read from this instance concurrently")
     max_box_bytes: int = Field(64 << 30, ge=1, json_schema_extra=ADVANCED, description="maximum host memory for copies of the weights that instances with other layouts read; see `cross_layout`")
     drain_timeout_s: float = Field(30.0, ge=0, description="time that a closing instance waits for its readers to finish")

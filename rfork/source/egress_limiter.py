@@ -25,7 +25,7 @@ POLL_INTERVAL_S = 0.05
 """Waiting readers check this often whether the rate has changed."""
 MIN_DECREASE, MIN_INCREASE = 0.9, 1.25
 """Smaller relative changes of the rate are not sent."""
-INCREASE_INTERVAL_S = 0.2
+INCREASE_INTERVAL_S = 0.05
 """Minimum interval between increases of the rate; decreases are sent immediately."""
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from rfork.net.token_bucket import SLICE_S
 from rfork.source.egress_limiter import MIN_GRANT, EgressLimiter
-from rfork.source.latency_controller import FIRST_RATE, LatencyController
+from rfork.source.latency_controller import LatencyController
+from rfork.source.rate_search import FIRST_RATE
 from tests.unit.fake_clock import FakeClock
 
 

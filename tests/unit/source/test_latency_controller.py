@@ -1,35 +1,20 @@
-"""The latency controller as a table: step durations in, rates out."""
+"""The latency controller as a table: step durations and rate requests in, limits out."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import threading
 from collections.abc import Sequence
 
 import pytest
 
 from rfork.image.chunks import MIB
-from rfork.source.latency_controller import (
-    FIRST_PAUSE_S,
-    FIRST_RATE,
-    IDLE_S,
-    MAX_GAIN,
-    MAX_RATE,
-    MAX_RATIO,
-    MIN_GAIN,
-    MIN_STEPS,
-    RECENT_STEPS,
-    REST_SHARE,
-    LatencyBaseline,
-    LatencyController,
-)
+from rfork.source.latency_controller import EGRESS_IDLE_S, EGRESS_S, FORGET_S, IDLE_S, UNDISTURBED_S, LatencyController
+from rfork.source.rate_search import FIRST_RATE, MIN_STEPS
 from tests.unit.fake_clock import FakeClock
 
 FLOOR = 8 * MIB
 STEP_S = 0.01
-IN_TIME, LATE = STEP_S, STEP_S * 1.2
 
 
 def build_controller(clock: FakeClock, max_ratio: float = 1.05, *, steps: int = 20) -> LatencyController:
@@ -65,113 +50,60 @@ def test_setpoint_zero_turns_it_off() -> None:
     """No recorded step results in a limit."""
     clock = FakeClock()
     controller = build_controller(clock, max_ratio=0)
-    assert [None] * 3 == record_steps(controller, clock, [LATE] * 3, has_readers=True)
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([IN_TIME], FIRST_RATE * math.exp(MAX_GAIN * 0.05)),
-        ([LATE], FIRST_RATE * math.exp(-MAX_GAIN * 0.15)),
-        ([LATE, LATE], FIRST_RATE * math.exp(-MAX_GAIN * 0.3)),
-        ([LATE, IN_TIME, IN_TIME, IN_TIME], FIRST_RATE),
-        ([STEP_S * 1.05], FIRST_RATE),
-        ([STEP_S * MAX_RATIO], FIRST_RATE / 2),
-        ([0.3] * 5, FLOOR),
-        ([0.0], FIRST_RATE * math.exp(MAX_GAIN * 1.05)),
-    ],
-    ids=[
-        "in time",
-        "late",
-        "two late",
-        "balanced",
-        "at the setpoint",
-        "at the maximum ratio",
-        "far too late",
-        "none",
-    ],
-)
-def test_each_step_changes_the_rate(steps: list[float], expected: float) -> None:
-    """Late steps lower the rate and others raise it, by their distance from the setpoint; the floor is the
-    minimum.
-    """
-    clock = FakeClock()
-    controller = build_controller(clock)
-    controller.rate(active=True)
-    assert pytest.approx(expected, rel=1e-6) == record_steps(controller, clock, steps, has_readers=True)[-1]
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [([0.01] * 20, MAX_GAIN), ([0.008, 0.012] * 10, 0.125), ([0.001, 0.019] * 10, MIN_GAIN)],
-)
-def test_the_gain_decreases_with_the_variance(steps: list[float], expected: float) -> None:
-    """The gain is NOISE divided by the variance (relative to the mean), within bounds."""
-    baseline = LatencyBaseline()
-    for index, seconds in enumerate(steps):
-        baseline.add(float(index), seconds, resting=False)
-    baseline.measure(0.0)
-    assert pytest.approx([0.01, expected]) == [baseline.mean, baseline.gain]
-
-
-@pytest.mark.parametrize("concurrent_steps", [1, 2, 8])
-def test_concurrent_steps_count_as_one(concurrent_steps: int) -> None:
-    """A late batch lowers the rate as much as one late step."""
-    clock = FakeClock()
-    controller = build_controller(clock)
-    controller.rate(active=True)
-    clock.now += LATE
-    for _ in range(concurrent_steps):
-        controller.record_step(LATE)
-    assert pytest.approx(FIRST_RATE * math.exp(-MAX_GAIN * 0.15), rel=1e-6) == controller.rate(active=True)
-
-
-def test_the_rate_is_bounded_above() -> None:
-    """The rate does not grow without bound while it limits no reader."""
-    clock = FakeClock()
-    controller = build_controller(clock)
-    rates = record_steps(controller, clock, [IN_TIME] * 1000, has_readers=True)
-    assert MAX_RATE == max(rate for rate in rates if rate is not None)
+    assert [None] * 3 == record_steps(controller, clock, [1.2 * STEP_S] * 3, has_readers=True)
 
 
 def test_steps_without_readers_do_not_change_the_rate() -> None:
     """Their durations, late or not, do not show the effect of egress."""
     clock = FakeClock()
     controller = build_controller(clock)
-    record_steps(controller, clock, [LATE, IN_TIME, IN_TIME] * 5)
+    record_steps(controller, clock, [1.2 * STEP_S, STEP_S, STEP_S] * 5)
     assert FIRST_RATE == controller.rate(active=True)
 
 
-def test_long_transfers_pause_for_a_tenth_of_the_time() -> None:
-    """In a pause only the floor is sent; the steps during it are the baseline."""
+@pytest.mark.parametrize(
+    ("steps", "pause_s", "expected"),
+    [(MIN_STEPS, 0.0, FIRST_RATE), (MIN_STEPS - 1, 0.0, FLOOR), (MIN_STEPS, UNDISTURBED_S, FLOOR), (0, 0.0, FLOOR)],
+)
+def test_it_begins_with_a_rest_unless_enough_steps_ended_recently(steps: int, pause_s: float, expected: int) -> None:
+    """Steps before the first reader are a comparison only if there are enough, and for two seconds."""
+    clock = FakeClock()
+    controller = build_controller(clock, steps=steps)
+    clock.now += pause_s
+    with controller.measure_step():
+        assert expected == controller.rate(active=True)
+
+
+@pytest.mark.parametrize(("gap_s", "is_undisturbed"), [(EGRESS_IDLE_S + 0.01, True), (EGRESS_IDLE_S - 0.3, False)])
+def test_steps_just_after_a_rate_request_are_not_undisturbed(gap_s: float, is_undisturbed: bool) -> None:
+    """A sender that the engine blocks makes no request: only after a second without one do steps count."""
     clock = FakeClock()
     controller = build_controller(clock)
-    rates = record_steps(controller, clock, [STEP_S] * 10_000, has_readers=True)
-    pause_share = sum(rate == FLOOR for rate in rates) / len(rates)
-    assert pytest.approx(REST_SHARE, rel=0.1) == pause_share
+    controller.rate(active=True)
+    clock.now += gap_s
+    record_steps(controller, clock, [STEP_S] * MIN_STEPS)
+    assert (MIN_STEPS if is_undisturbed else 0) == len(controller._undisturbed)
 
 
-def test_without_a_baseline_it_pauses_first() -> None:
-    """If an engine begins to serve while it has readers, the rate is the floor until enough steps are known."""
+def test_steps_while_no_bytes_are_sent_do_not_count_as_disturbed() -> None:
+    """Steps that began after the last bytes were sent do not change the rate."""
     clock = FakeClock()
-    controller = LatencyController(1.05, floor=lambda: FLOOR, clock=clock)
-    rates = record_steps(controller, clock, [STEP_S] * 30, has_readers=True)
-    first_known = next(index for index, rate in enumerate(rates) if rate != FLOOR)
-    assert MIN_STEPS <= first_known + 1 <= 2 * MIN_STEPS
-    assert FIRST_RATE == rates[first_known]
+    controller = build_controller(clock)
+    controller.rate(active=True)
+    clock.now += EGRESS_S + 0.01
+    record_steps(controller, clock, [50 * STEP_S] * 3)
+    assert FIRST_RATE == controller.rate(active=False)
 
 
-def test_the_first_pause_is_bounded() -> None:
-    """If a step is too long to provide a baseline, the rate becomes the first rate."""
+@pytest.mark.parametrize(("pause_s", "is_known"), [(FORGET_S - 1, True), (FORGET_S + 1, False)])
+def test_the_rate_is_known_for_a_while(pause_s: float, is_known: bool) -> None:
+    """The next reader starts at the rate of the last one, unless that is long past."""
     clock = FakeClock()
-    controller = LatencyController(1.05, floor=lambda: FLOOR, clock=clock)
-    with controller.measure_step():
-        rates = []
-        for _ in range(round(FIRST_PAUSE_S / 0.1) + 2):
-            rates.append(controller.rate(active=True))
-            clock.now += 0.1
-    assert FLOOR == rates[0]
-    assert FIRST_RATE == rates[-1]
+    controller = build_controller(clock)
+    record_steps(controller, clock, [STEP_S] * 500, has_readers=True)
+    assert controller.rate(active=False) is None
+    record_steps(controller, clock, [STEP_S] * round(pause_s / STEP_S))
+    assert (None if is_known else FIRST_RATE) == controller.rate(active=True)
 
 
 def test_a_running_step_counts_as_serving() -> None:
@@ -189,41 +121,6 @@ def test_a_running_step_counts_as_serving() -> None:
     assert [True, False, False, True] == [rate is None for rate in rates]
 
 
-def test_a_late_step_lowers_the_rate_before_it_ends() -> None:
-    """Past the maximum ratio it lowers the rate while it runs, and does not lower it again when it ends."""
-    clock = FakeClock()
-    controller = build_controller(clock)
-    rates = [controller.rate(active=True)]
-    with controller.measure_step():
-        for _ in range(3):
-            clock.now += MAX_RATIO * STEP_S * 0.51
-            rates.append(controller.rate(active=True))
-    rates.append(controller.rate(active=True))
-    halved, lowered = FIRST_RATE // 2, rates[3] or 0
-    assert [FIRST_RATE, FIRST_RATE, halved, lowered, lowered] == rates
-    assert lowered < halved
-
-
-def test_a_hanging_step_does_not_outweigh_normal_steps() -> None:
-    """However often the rate is read, steps that end in time raise it as they would without the hanging one."""
-    rates = []
-    for has_hung_step in (False, True):
-        clock = FakeClock()
-        controller = build_controller(clock)
-        controller.rate(active=True)
-        with contextlib.ExitStack() as hung_step:
-            if has_hung_step:
-                hung_step.enter_context(controller.measure_step())
-            for _ in range(800):
-                for _ in range(10):
-                    clock.now += STEP_S / 10
-                    rate = controller.rate(active=True)
-                controller.record_step(STEP_S)
-        rates.append(rate or 0)
-    assert rates[0] > FIRST_RATE
-    assert rates[1] > rates[0] / 2
-
-
 def test_a_failed_step_is_ignored() -> None:
     """A step that raises after a minute does not change the rate."""
     clock = FakeClock()
@@ -236,7 +133,7 @@ def test_a_failed_step_is_ignored() -> None:
 
     with pytest.raises(ValueError, match="failed"):
         fail()
-    record_steps(controller, clock, [STEP_S])
+    record_steps(controller, clock, [STEP_S] * MIN_STEPS)
     assert FIRST_RATE == controller.rate(active=True)
 
 
@@ -277,16 +174,3 @@ def test_steps_are_recorded_from_many_threads() -> None:
     done.set()
     poll_thread.join(30)
     assert controller.rate(active=True) is not None
-
-
-@pytest.mark.parametrize(("pause_steps", "expected"), [(RECENT_STEPS - 1, 0.02), (RECENT_STEPS, 0.01)])
-def test_steps_during_pauses_are_preferred_as_baseline(pause_steps: int, expected: float) -> None:
-    """With enough of them, steps from before the first reader no longer count."""
-    baseline = LatencyBaseline()
-    other_count = 2 * RECENT_STEPS
-    for _ in range(other_count):
-        baseline.add(0.0, 0.02 + 0.01 * pause_steps / other_count * (pause_steps < RECENT_STEPS), resting=False)
-    for _ in range(pause_steps):
-        baseline.add(0.0, 0.01, resting=True)
-    baseline.measure(0.0)
-    assert pytest.approx(expected) == baseline.mean

@@ -15,13 +15,16 @@ from rfork.source.latency_controller import LatencyController
 from tests.unit.fake_clock import FakeClock
 
 FLOOR = 8 * MIB
+ALLOWED = 0.05
+DRIFT_S = 2.0
 
 
 class Engine:
     """A seed that runs one step after the other; egress during a step slows it down.
 
     A step of `base` seconds, which varies by `jitter`, takes `1 + rate / full` times as long while `rate` is
-    sent. Readers read as fast as they are allowed, up to `link` bytes per second.
+    sent. The speed of the host drifts by `drift` within `DRIFT_S` seconds. Readers read as fast as they are allowed,
+    up to `link` bytes per second.
     """
 
     def __init__(
@@ -31,14 +34,16 @@ class Engine:
         full: float = 3e9,
         link: float = 2.5e9,
         jitter: float = 0.03,
+        drift: float = 0.0,
         seed: int = 1,
     ) -> None:
         self.base = base
         self.clock = FakeClock()
-        self.controller = LatencyController(1.05, floor=lambda: FLOOR, clock=self.clock)
+        self.controller = LatencyController(1 + ALLOWED, floor=lambda: FLOOR, clock=self.clock)
         self._full = full
         self._link = link
         self._jitter = jitter
+        self._drift, self._level = drift, 0.0
         self._random = random.Random(seed)
 
     def run(self, seconds: float, *, reads: bool, serves: bool = True) -> tuple[list[float], float]:
@@ -56,7 +61,9 @@ class Engine:
 
     def _run_step(self, reads: bool) -> float:
         started_at, self._served_bytes = self.clock.now, 0.0
-        work = self.base * self._random.lognormvariate(0, self._jitter)
+        pace = self.base / DRIFT_S
+        self._level += -pace * self._level + math.sqrt(2 * pace) * self._random.gauss(0, self._drift)
+        work = self.base * math.exp(self._level) * self._random.lognormvariate(0, self._jitter)
         tick = self.base / 10
         with self.controller.measure_step():
             while work > 0:
@@ -122,6 +129,22 @@ def test_harmless_egress_is_not_limited() -> None:
     engine.run(10, reads=True)
     _, rate = engine.run(20, reads=True)
     assert rate >= 0.85 * 2.5e9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_speed_of_a_noisy_host_is_not_an_effect(seed: int) -> None:
+    """Steps vary by a quarter, and the host's speed by 15 % within seconds: readers soon use most of the link all
+    the same, and if egress does slow the engine down, by about the allowed slowdown.
+    """
+    harmless = Engine(base=0.002, full=1e15, jitter=0.25, drift=0.15, seed=seed)
+    harmless.run(3, reads=False)
+    harmless.run(20, reads=True)
+    _, rate = harmless.run(20, reads=True)
+    assert rate >= 0.5 * 2.5e9
+    harmful = Engine(base=0.002, jitter=0.25, drift=0.15, seed=seed)
+    harmful.run(3, reads=False)
+    _, rate = harmful.run(40, reads=True)
+    assert 0.3 * ALLOWED <= rate / 3e9 <= 1.5 * ALLOWED
 
 
 def test_the_limit_ends_with_the_load() -> None:

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from rfork.source.egress_limiter import INCREASE_INTERVAL_S, EgressLimiter, ReaderRateAdvisor
-from rfork.source.latency_controller import FIRST_RATE, LatencyController
+from rfork.source.latency_controller import LatencyController
+from rfork.source.rate_search import FIRST_RATE
 from tests.unit.fake_clock import FakeClock
 
 
@@ -42,7 +43,7 @@ def test_readers_share_the_rate(cap: int | None, readers: int, expected: int | N
         (1000, 500, 0.0, True),
         (1000, 1200, 9.0, False),
         (1000, 2000, INCREASE_INTERVAL_S / 2, False),
-        (1000, 2000, INCREASE_INTERVAL_S, True),
+        (1000, 2000, 2 * INCREASE_INTERVAL_S, True),
         (1000, None, 0.0, True),
         (None, 1000, 0.0, True),
         (None, None, 9.0, False),

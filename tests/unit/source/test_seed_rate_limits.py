@@ -16,7 +16,8 @@ from rfork.image.memory import compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
 from rfork.source import latency_controller
-from rfork.source.latency_controller import FIRST_RATE, MIN_RATE
+from rfork.source.latency_controller import MIN_RATE
+from rfork.source.rate_search import FIRST_RATE
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.testing.peers import InMemoryPeers
 from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
@@ -130,7 +131,7 @@ def test_a_busy_seed_grants_small_amounts() -> None:
 
 def test_the_rate_limit_is_reported_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the fixed cap, and less while the seed serves requests and readers."""
-    monkeypatch.setattr(latency_controller, "SETTLE_S", 60.0)  # bytes granted a moment ago still count as being sent
+    monkeypatch.setattr(latency_controller, "EGRESS_S", 60.0)  # bytes granted a moment ago still count as being sent
     with seed_with_reader(max_egress_bytes_per_s=1 << 40) as seed:
         egress_rates = [seed.report().egress_rate]
         record_steps(seed)

@@ -19,7 +19,8 @@ speed.
   readers' cores. The interpreter's lock is still shared between steps: a sender that is descheduled while it owns the
   lock delays the next step, above all if there are only two cores. Ratios are to the idle slot of this seed.
 - "the seed idles": the seed processes no request, so only the transfer speed counts; "limit: bare socket" sends the
-  same tensors over one connection without a protocol or verification.
+  same tensors over one connection without a protocol or verification. Their CPU time for each GB is the limit of
+  what a seed with one core can send: if steps may be slower by 5 %, it can send for 5 % of the time at most.
 
 Times are per request unless labelled as per token; quantiles are over the pooled rounds, which are
 interleaved.
@@ -34,8 +35,9 @@ from benchmarks.disturb.cases import DisturbCase, ReaderTransport, SlotResult, q
 from benchmarks.disturb.runner import MAX_READERS, DisturbRunner, SlotSize, start_processes
 from benchmarks.disturb.workers import other_cores, seed_cores
 from benchmarks.harness import GB, Options, Row
-from rfork import logs
+from rfork import logs, settings
 from rfork.errors import RforkError
+from rfork.settings import InstanceSettings
 from rfork.transport.mooncake.library import library_state
 
 IDLE = (DisturbCase("idle", slot=1), DisturbCase("idle", slot=2))
@@ -49,7 +51,7 @@ def main() -> None:
     logs.configure(json=False, level="error")
     cases = cases_of(options)
     results = {case.name: SlotResult() for case in cases}
-    slot = SlotSize(120, 8, idle_s=0.7) if options.quick else SlotSize(250, 8, idle_s=2.0)
+    slot = SlotSize(300, 8, idle_s=1.0 if options.quick else 2.0)
     with start_processes() as (seed, readers):
         run = DisturbRunner(seed, readers, slot)
         results[SOCKET] = SlotResult()
@@ -110,7 +112,14 @@ def rows(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> lis
     lines += [result_row(case.name, results[case.name], idle_of(case, results)) for case in cases]
     for name, slots in results.items():
         if not slots.requests:
-            lines.append({"contender": name, "requests": 0, "GB/s": slots.bytes_per_s / GB})
+            lines.append(
+                {
+                    "contender": name,
+                    "requests": 0,
+                    "GB/s": slots.bytes_per_s / GB,
+                    "core s/GB": slots.core_s_per_byte * GB,
+                }
+            )
     return lines
 
 
@@ -163,6 +172,7 @@ def figures(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> 
         "disturb_one_reader_speed": min(shared.values()),
         "disturb_other_core_speed": min(other.values()),
         "disturb_speed_governed": min(speeds.values()),
+        "disturb_one_reader_limit": min(one_reader_limit(results).values()),
         **found,
     }
 
@@ -175,6 +185,17 @@ def governed_speeds(results: Mapping[str, SlotResult], cases: Sequence[DisturbCa
         for (transport, governed), speed in speeds.items()
         if governed and (transport, False) in speeds
     }
+
+
+def one_reader_limit(results: Mapping[str, SlotResult]) -> dict[str, float]:
+    """Return the speed that a busy seed can have at most with the governor relative to that without it, by transport.
+
+    The allowed slowdown is the share of the seed's only core that sending may use; a bare socket uses the least.
+    """
+    allowed = settings.load(InstanceSettings).max_latency_ratio - 1
+    bytes_per_s = allowed / results[SOCKET].core_s_per_byte
+    cases = [DisturbCase(transport, 1, governed=False) for transport in ("http", "transfer_engine")]
+    return {case.transport: bytes_per_s / results[case.name].bytes_per_s for case in cases if case.name in results}
 
 
 if __name__ == "__main__":

@@ -39,12 +39,16 @@ class DisturbCase:
 
 @dataclass
 class SlotResult:
-    """Pooled results of the slots of one case: seconds of each request and each token, and bytes read."""
+    """Pooled results of the slots of one case: seconds of each request and each token, and bytes read.
+
+    `cpu_s`: CPU time of the seed's process, measured only while it idles.
+    """
 
     requests: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     seconds: float = 0.0
     bytes_read: int = 0
+    cpu_s: float = 0.0
 
     def add(self, other: SlotResult) -> None:
         """Pool another slot of the same case."""
@@ -52,11 +56,17 @@ class SlotResult:
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.bytes_read += other.bytes_read
+        self.cpu_s += other.cpu_s
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second that the seed generated."""
         return len(self.tokens) / self.seconds
+
+    @property
+    def core_s_per_byte(self) -> float:
+        """Seconds of a core that the seed needed for each byte while it idled."""
+        return self.cpu_s / self.bytes_read
 
     @property
     def bytes_per_s(self) -> float:

@@ -68,8 +68,9 @@ class SeedServer:
             case "serve":
                 return self._serve(order.requests, order.tokens)
             case "idle":
+                cpu_s = time.process_time()
                 time.sleep(order.seconds)
-                return SlotResult(seconds=order.seconds)
+                return SlotResult(seconds=order.seconds, cpu_s=time.process_time() - cpu_s)
             case "socket":
                 return self._listen()
             case _:

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rfork.net.token_bucket import SLICE_S, TokenBucket
+from rfork.net.token_bucket import TokenBucket
 from rfork.source.latency_controller import LatencyController
 
+GRANT_S = 0.1
+"""Seconds of budget in one grant at low rates: each grant costs about half a millisecond of a busy core."""
 MIN_GRANT = 16 << 10
 """Minimum size of a grant in bytes, unless less is requested: smaller grants cost more than they transfer."""
 MAX_GRANT = 2 << 20
@@ -66,8 +68,8 @@ class EgressLimiter:
         """Block until some of `max_bytes` bytes may be sent, or the limiter is closed; return how many.
 
         Waiting forks get one grant each in turn, regardless of their number of connections. Under a rate, a
-        grant is worth a fiftieth of a second: short enough for concurrent work, and each of many readers is
-        served often enough not to consider the source stalled.
+        grant is small: concurrent work soon gets the core back, and each of many readers is served often enough
+        not to consider the source stalled.
         """
         if self.rate(active=True) is None:
             return max_bytes
@@ -124,7 +126,7 @@ class EgressLimiter:
 
 
 def _slice(rate: int, max_bytes: int) -> int:
-    return min(max_bytes, MAX_GRANT, max(MIN_GRANT, int(rate * SLICE_S)))
+    return min(max_bytes, MAX_GRANT, max(MIN_GRANT, int(rate * GRANT_S)))
 
 
 class ReaderRateAdvisor:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rfork.net.token_bucket import SLICE_S
-from rfork.source.egress_limiter import MIN_GRANT, EgressLimiter
+from rfork.source.egress_limiter import GRANT_S, MAX_GRANT, MIN_GRANT, EgressLimiter
 from rfork.source.latency_controller import LatencyController
 from rfork.source.rate_search import FIRST_RATE
 from tests.unit.fake_clock import FakeClock
@@ -30,13 +29,14 @@ def serving_controller(clock: FakeClock, floor: int = 1000) -> LatencyController
     ("rate", "max_bytes", "expected"),
     [
         (None, 1 << 30, 1 << 30),
-        (100_000_000, 1 << 30, 2_000_000),
+        (10_000_000, 1 << 30, 1_000_000),
+        (100_000_000, 1 << 30, MAX_GRANT),
         (100_000_000, 5, 5),
         (1000, 1 << 30, MIN_GRANT),
     ],
 )
 def test_a_grant_under_a_rate_is_small(rate: int | None, max_bytes: int, expected: int) -> None:
-    """A grant covers at most a fiftieth of a second, so that concurrent work soon gets the core back."""
+    """A grant covers at most a tenth of a second and 2 MiB, so that concurrent work soon gets the core back."""
     assert expected == EgressLimiter(rate, clock=FakeClock()).grant(max_bytes, "fork-1")
 
 
@@ -48,7 +48,7 @@ def test_the_lower_rate_applies(cap: int | None, expected: int) -> None:
     clock = FakeClock()
     limiter = EgressLimiter(cap, serving_controller(clock), clock=clock)
     assert expected == limiter.rate(active=True)
-    assert int(expected * SLICE_S) == limiter.grant(1 << 40, "fork-1")
+    assert min(MAX_GRANT, int(expected * GRANT_S)) == limiter.grant(1 << 40, "fork-1")
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_forks_are_served_in_turn_however_many_connections_they_have() -> None:
     assert 0 == limiter.waiter_count()
 
 
-@pytest.mark.parametrize(("part", "expected"), [(1.0, 2_000_000), (0.25, 500_000)])
+@pytest.mark.parametrize(("part", "expected"), [(1.0, 1_000_000), (0.25, 250_000)])
 def test_one_sided_reads_reduce_the_grants(part: float, expected: int) -> None:
     """The rate applies to all readers together: the share of one-sided readers, which request no grants, is
     deducted.
     """
-    assert expected == EgressLimiter(100_000_000, part=lambda: part, clock=FakeClock()).grant(1 << 40, "fork-1")
+    assert expected == EgressLimiter(10_000_000, part=lambda: part, clock=FakeClock()).grant(1 << 40, "fork-1")
 
 
 def test_closing_wakes_waiting_readers() -> None:

@@ -65,6 +65,8 @@ class PageRemapper:
         All pages are populated when this returns, so no page faults occur later (except before Linux 5.14).
         Raises OSError; the memory is then unchanged or, if the kernel failed halfway, zeroed.
         """
+        # Otherwise the move frees the old pages, while no other thread can change the memory map.
+        self._madvise(address, length, mmap.MADV_DONTNEED)
         mapped = self._mmap(None, length, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, descriptor, offset)
         if mapped == _FAILED:
             raise _error("mmap")

@@ -37,7 +37,7 @@ MIN_STEPS: Final = 8
 """Steps after which a short window may end."""
 MIN_WINDOW_S, MAX_WINDOW_S = 0.1, 2.0
 """Minimum and maximum seconds of a short window."""
-MIN_SENDING_RATIO, MAX_SENDING_RATIO = 2.0, 15.0
+MIN_SENDING_RATIO, MAX_SENDING_RATIO = 2.0, 25.0
 """Seconds of sending per second of rest: while the estimate is uncertain; once it is certain, or there is no limit."""
 MAX_RAMP_WINDOWS: Final = 4
 """Maximum sending windows without a rest between them."""

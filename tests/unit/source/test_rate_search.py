@@ -87,7 +87,7 @@ def test_the_rate_rises_without_a_rest_while_it_is_certainly_harmless() -> None:
 
 
 def test_harmless_egress_is_not_limited_and_rests_seldom() -> None:
-    """The share of rests is the minimum; with their settling, they cost a sixteenth of the time."""
+    """The share of rests is the minimum."""
     driver = SearchDriver(harmless).run(2.0)
     driver.windows.clear()
     driver.run(30.0)

@@ -6,6 +6,7 @@ dead node notice its death, after `detect`, and report it to the planner when th
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Final, TypeVar
 
 from benchmarks.simulate.fleet import SimFleet, SimHost, SimNode
 from benchmarks.simulate.planner import IMAGE_SECONDS, SimPlanner, SimPlanRequest
-from planner.core.batch_queue import window_s
+from planner.core.batch_queue import replan_window_s, window_s
 from rfork.errors import RforkError, SettingsError
 
 MAX_TIME: Final = 100.0
@@ -42,6 +43,9 @@ class SimScenario:
     latency: float = _option(0.0, "latency of each chunk before its first byte (S/B)")
     heartbeat: float = _option(0.1, "interval between a target's progress reports (S/B)")
     detect: float = _option(0.01, "time until the readers of a dead node notice (S/B)")
+    report_spread: float = _option(
+        0.0, "part of the heartbeat over which the responses to the targets' reports are spread"
+    )
     batch: float = _option(
         0.0,
         "time that the first request waits for others (S/B); 0: one plan per instant",
@@ -71,6 +75,8 @@ class SimScenario:
                 raise SettingsError(f"--{name.replace('_', '-')} must be greater than 0")
         if self.hosts < 0 or (self.hosts and self.stragglers):
             raise SettingsError("--hosts must be at least 0, and cannot be combined with --stragglers")
+        if not 0 <= self.report_spread <= 1:
+            raise SettingsError("--report-spread is a part of the heartbeat: it must be between 0 and 1")
         for name in ("deaths", "stragglers", "late"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingsError(f"--{name} is a share of the targets: it must be at least 0 and less than 1")
@@ -100,6 +106,14 @@ class SimOutcome:
     """Wall time of straggler detection, once per heartbeat."""
 
 
+@dataclass
+class SimBatch:
+    """Targets that wait for a plan, with the dead sources that each reports."""
+
+    requests: dict[SimNode, set[str]] = field(default_factory=dict)
+    due_at: float = math.inf
+
+
 class SimulationStuck(RforkError):
     """A simulated target never received all of its chunks."""
 
@@ -119,7 +133,10 @@ class SimRun:
         self._hosts = [SimHost(1.0) for _ in range(scenario.hosts)]
         self._planner = SimPlanner(scenario.chunks, heartbeat=scenario.heartbeat)
         self._network = self.fleet.network
-        self._pending_requests: dict[SimNode, set[str]] = {}
+        self._arrivals = SimBatch()
+        self._replans = SimBatch()
+        self._report_delay: dict[SimNode, float] = {}
+        """Time from a heartbeat until the response to a target's report."""
         self._reading: dict[SimNode, None] = {}
         self._waiting = scenario.targets
         self._plans = 0
@@ -154,7 +171,7 @@ class SimRun:
 
     def _create_nodes(self) -> None:
         scenario = self.scenario
-        rng = random.Random(scenario.draw)
+        rng, delays = random.Random(scenario.draw), random.Random(scenario.draw)
         for number in range(scenario.seeds):
             self._planner.join(self.fleet.seed(f"seed-{number}").name, complete=True)
         numbers = range(scenario.targets)
@@ -167,6 +184,7 @@ class SimRun:
             host = self._hosts[number % scenario.hosts] if scenario.hosts else None
             target = self.fleet.target(f"target-{number:05}", rate, host)
             targets.append(target)
+            self._report_delay[target] = scenario.heartbeat * (1 - scenario.report_spread * delays.random())
             if number in slow:
                 self._slow.add(target)
             if number in late:
@@ -196,25 +214,39 @@ class SimRun:
     def _request_plan(self, target: SimNode, blamed: str | None = None) -> None:
         if not target.alive or target.done_at is not None:
             return
-        if not self._pending_requests:
-            self._network.call(self._network.now + self._window(), self._plan)
-        faults = self._pending_requests.setdefault(target, set())
+        is_replan = blamed is not None or bool(target.chunks or target.routes)
+        batch = self._replans if is_replan else self._arrivals
+        faults = batch.requests.setdefault(target, set())
         if blamed is not None:
             faults.add(blamed)
+        due_at = self._network.now + self._window(target, is_replan=is_replan, has_fault=blamed is not None)
+        if due_at < batch.due_at:
+            batch.due_at = due_at
+            self._network.call(due_at, partial(self._plan, batch))
 
-    def _window(self) -> float:
+    def _window(self, target: SimNode, *, is_replan: bool, has_fault: bool) -> float:
         """Return how long the planner waits for others; targets arrive within one rush."""
-        if not self.scenario.batch:
+        min_wait_s = self.scenario.batch * IMAGE_SECONDS
+        if is_replan:
+            reads_on = not has_fault and self._has_all_sources(target)
+            return replan_window_s(min_wait_s, reads_on=reads_on) / IMAGE_SECONDS
+        if not min_wait_s:
             return 0.0
-        return window_s(self._network.now * IMAGE_SECONDS, self.scenario.batch * IMAGE_SECONDS) / IMAGE_SECONDS
+        return window_s(self._network.now * IMAGE_SECONDS, min_wait_s) / IMAGE_SECONDS
 
-    def _plan(self) -> None:
+    def _has_all_sources(self, target: SimNode) -> bool:
+        """Return True if the target's sources serve all that it is missing."""
+        return target.chunks | sum(self.fleet.shares(target).values()) == self.fleet.every_chunk
+
+    def _plan(self, batch: SimBatch) -> None:
+        if self._network.now < batch.due_at:
+            return  # planned earlier, because of a request that could not wait
+        pending, batch.requests, batch.due_at = batch.requests, {}, math.inf
         requests = {
             target.name: SimPlanRequest(target.name, target.chunks, frozenset(blamed), self.fleet.shares(target))
-            for target, blamed in self._pending_requests.items()
+            for target, blamed in pending.items()
             if target.alive and target.done_at is None
         }
-        self._pending_requests.clear()
         if not requests:
             return
         self._plans += len(requests)
@@ -224,8 +256,7 @@ class SimRun:
             for source in response.shares:
                 if not self.fleet.nodes[source].alive:
                     self._on_death_detected(self.fleet.nodes[source], [target])
-            reading = self.fleet.shares(target).values()
-            if response.replan_suggested or target.chunks | sum(reading) != self.fleet.every_chunk:
+            if response.replan_suggested or not self._has_all_sources(target):
                 self._network.call(self._network.now + self.scenario.retry, partial(self._request_plan, target))
 
     # -- faults and reports -------------------------------------------------------------------------
@@ -251,13 +282,15 @@ class SimRun:
         for target in self._reading:
             self._planner.progress(target.name, target.chunks, self._network.now)
         for name in self._planner.stragglers(self._network.now):
-            self._network.call(then, partial(self._on_stragglers, self.fleet.nodes[name]))
+            slow = self.fleet.nodes[name]
+            for target in (slow, *(route.target for route in slow.readers)):
+                delay = self._report_delay[target]
+                self._network.call(self._network.now + delay, partial(self._suggest_replan, target, slow))
         for name in self._planner.starving():
             self._request_plan(self.fleet.nodes[name])
         self._network.call(then, self._heartbeat)
 
-    def _on_stragglers(self, slow: SimNode) -> None:
-        """Suggest a new plan to it and to its readers with the response to their next reports."""
-        self._request_plan(slow)
-        for route in slow.readers:
-            self._request_plan(route.target)
+    def _suggest_replan(self, target: SimNode, slow: SimNode) -> None:
+        """Suggest a new plan to a slow target, or to one that still reads from it, with the response to its report."""
+        if target is slow or slow in target.routes:
+            self._request_plan(target)

@@ -5,6 +5,11 @@ many batches. While several requests keep arriving, the window grows with the ti
 fork should not wait: if there was no recent request and no other arrives after a moment, it is planned
 immediately.
 
+Replans are planned together too, separately from first plans: the readers of a dead or slow source replan at
+the same time, and the order in which they are planned decides who waits for whom. One that lost a source waits
+for the minimum window at most, and hardly if it is the only one; one whose sources still work reads on meanwhile
+and waits longer.
+
 The requests of an announced scale-up (`planner.core.scaleups`) are known in advance: the first waits until
 all have arrived, and then none waits any longer. Requests that arrive at two planner replicas are planned in
 two batches, the later on top of the earlier.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final
 
 from planner.core.records import GroupKey
@@ -35,10 +41,28 @@ costs the last target 2 % more of a transfer, 1.0 saves it 3 %).
 SOLO_WINDOW_S: Final = 0.002
 """Requests that were sent together all arrive within this time of the first."""
 
+REPLAN_WINDOW_S: Final = 0.05
+"""Window of replans whose targets read on meanwhile: short against the interval of progress reports (1 s), whose
+responses suggest these replans, because a target has only one request at a time and may lose a source meanwhile.
+"""
+
 
 def window_s(age_s: float, min_wait_s: float) -> float:
     """Return how long a batch waits for more requests, in a burst of age `age_s`."""
     return max(min_wait_s, min(WINDOW_GROWTH * age_s, MAX_WINDOW_S))
+
+
+def replan_window_s(min_wait_s: float, *, reads_on: bool) -> float:
+    """Return how long a replan waits for others; `reads_on`: its sources serve all that its target is missing."""
+    return max(min_wait_s, REPLAN_WINDOW_S) if reads_on else min_wait_s
+
+
+class BatchPurpose(Enum):
+    """Type of the requests of a batch: only those of one type are planned together."""
+
+    ARRIVALS = "arrivals"
+    SCALEUP = "scaleup"
+    REPLANS = "replans"
 
 
 @dataclass(eq=False)
@@ -46,14 +70,19 @@ class Batch:
     """Requests of one group that are planned together."""
 
     group: GroupKey
+    purpose: BatchPurpose
     opened_at: float
     due_at: float
     """When it is planned at the latest."""
     solo_due_at: float
     """When it is planned if it has only one request by then."""
-    is_scaleup: bool = False
     requests: dict[str, PlanContext] = field(default_factory=dict)
     """By instance_id: if an instance sends requests under two ids, the later one counts."""
+
+    @property
+    def is_scaleup(self) -> bool:
+        """True if it waits for announced replicas."""
+        return self.purpose is BatchPurpose.SCALEUP
 
 
 @dataclass
@@ -70,17 +99,16 @@ class _Burst:
 
 
 class BatchQueue:
-    """Requests that wait for others of their group. Replans, which have lost a source, must not wait."""
+    """Requests that wait for others of their group."""
 
     def __init__(self, state: PlannerState, min_wait_s: float, scaleup_wait_s: float) -> None:
-        """`min_wait_s`: window of the first batch of a burst; 0: only announced scale-ups wait.
+        """`min_wait_s`: window of the first batch of a burst, and of replans; 0: only announced scale-ups wait.
         `scaleup_wait_s`: maximum wait for announced replicas; 0: their requests are planned like any others.
         """
         self._state = state
         self._min_wait_s = min_wait_s
         self._scaleup_wait_s = scaleup_wait_s
-        self._open: dict[tuple[GroupKey, bool], Batch] = {}
-        """By group and whether they wait for a scale-up."""
+        self._open: dict[tuple[GroupKey, BatchPurpose], Batch] = {}
         self._full: list[Batch] = []
         self._bursts: dict[GroupKey, _Burst] = {}
 
@@ -89,17 +117,20 @@ class BatchQueue:
 
         A holder's fork waits for no other: it is planned again anyway when an engine needs its sources.
         """
-        if request.is_replan or request.target.report.holder is not None:
+        if request.target.report.holder is not None:
             return None
-        is_scaleup = self._scaleup_wait_s > 0 and self._is_expected(request, store_now)
-        if not is_scaleup and self._min_wait_s <= 0:
+        purpose = self._purpose_of(request, store_now)
+        if purpose is not BatchPurpose.SCALEUP and self._min_wait_s <= 0:
             return None
-        key = request.group, is_scaleup
+        key = request.group, purpose
         batch = self._open.get(key)
         if batch is None or len(batch.requests) >= MAX_BATCH:
             if batch is not None:
                 self._full.append(batch)
-            batch = self._open[key] = self._new_batch(request, is_scaleup, now)
+            batch = self._open[key] = self._new_batch(request, purpose, now)
+        if purpose is BatchPurpose.REPLANS:
+            batch.due_at = min(batch.due_at, now + self._replan_window_s(request))
+            batch.solo_due_at = min(batch.solo_due_at, batch.due_at)
         batch.requests[request.instance_id] = request
         return batch
 
@@ -118,9 +149,10 @@ class BatchQueue:
             if batch in self._full:
                 self._full.remove(batch)
             else:
-                del self._open[batch.group, batch.is_scaleup]
+                del self._open[batch.group, batch.purpose]
             burst = self._bursts.get(batch.group)
-            if burst is not None and len(batch.requests) == 1 and not batch.is_scaleup:
+            is_single = len(batch.requests) == 1 and batch.purpose is BatchPurpose.ARRIVALS
+            if burst is not None and is_single:
                 burst.single_since = now
         return due
 
@@ -133,20 +165,30 @@ class BatchQueue:
     @property
     def awaits_scaleup(self) -> bool:
         """True if a batch waits for announced replicas."""
-        return any(is_scaleup for _, is_scaleup in self._open)
+        return any(purpose is BatchPurpose.SCALEUP for _, purpose in self._open)
+
+    def _purpose_of(self, request: PlanContext, store_now: float) -> BatchPurpose:
+        if request.is_replan:
+            return BatchPurpose.REPLANS
+        is_expected = self._scaleup_wait_s > 0 and self._is_expected(request, store_now)
+        return BatchPurpose.SCALEUP if is_expected else BatchPurpose.ARRIVALS
 
     def _is_expected(self, request: PlanContext, store_now: float) -> bool:
         """Return True if the request is expected by a scale-up, or repeats one that is waiting."""
-        waiting = self._open.get((request.group, True))
+        waiting = self._open.get((request.group, BatchPurpose.SCALEUP))
         if waiting is not None and request.instance_id in waiting.requests:
             return True
         return request.is_scaleup_arrival and self._state.scaleups.is_expected(request.target, store_now)
 
-    def _new_batch(self, request: PlanContext, is_scaleup: bool, now: float) -> Batch:
+    def _new_batch(self, request: PlanContext, purpose: BatchPurpose, now: float) -> Batch:
         group = request.group
-        if is_scaleup:
+        if purpose is BatchPurpose.SCALEUP:
             due_at = now + self._scaleup_wait_s
-            return Batch(group, now, due_at, due_at, is_scaleup=True)
+            return Batch(group, purpose, now, due_at, due_at)
+        if purpose is BatchPurpose.REPLANS:
+            wait_s = self._replan_window_s(request)
+            solo_window_s = wait_s if request.has_all_sources else min(SOLO_WINDOW_S, wait_s)
+            return Batch(group, purpose, now, now + wait_s, now + solo_window_s)
         burst = self._bursts.get(group)
         first = burst is None or now > burst.expires_at
         if burst is None or first:
@@ -159,7 +201,10 @@ class BatchQueue:
         burst.expires_at = now + wait_s + MAX_WINDOW_S
         # Requests that would read storage together gain more by sharing the read than they lose by waiting.
         solo_window_s = min(SOLO_WINDOW_S, wait_s) if first and not request.target.report.storage else wait_s
-        return Batch(group, now, now + wait_s, now + solo_window_s)
+        return Batch(group, purpose, now, now + wait_s, now + solo_window_s)
+
+    def _replan_window_s(self, request: PlanContext) -> float:
+        return replan_window_s(self._min_wait_s, reads_on=request.has_all_sources)
 
     def _is_due(self, batch: Batch, now: float, store_now: float) -> bool:
         if now >= (batch.due_at if len(batch.requests) > 1 else batch.solo_due_at):

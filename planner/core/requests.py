@@ -22,6 +22,7 @@ from planner.core.records import (
 from planner.core.state import PlannerState
 from planner.core.versions import VersionResolution, resolve
 from rfork import weights_version
+from rfork.image.ranges import normalise, subtract
 from rfork.schema import ForkRequest, InstanceReport, StorageAssignment
 from rfork.settings import PlannerSettings
 from rfork.tracing import TraceContext
@@ -68,8 +69,15 @@ class PlanContext:
 
     @property
     def is_replan(self) -> bool:
-        """True if it lost a source or has already begun, so that it must not wait for other requests."""
+        """True if it lost a source or has already begun, so that it must not wait long for other requests."""
         return bool(self.request.faults or self.request.current_assignments or self.target.report.verified)
+
+    @property
+    def has_all_sources(self) -> bool:
+        """True if its current sources serve all chunks that it is missing, so that it loses nothing by waiting."""
+        report, current = self.target.report, self.request.current_assignments
+        known = normalise([*report.verified, *(chunks for share in current for chunks in share.chunks)])
+        return not self.request.faults and not subtract([(0, report.chunk_count)], known)
 
 
 def record_report(

@@ -213,6 +213,7 @@ def test_no_plan_beats_the_floor(targets: int) -> None:
         SimScenario(targets=40, deaths=0.1),
         SimScenario(targets=40, deaths=0.5, detect=0.2, draw=1),
         SimScenario(targets=40, stragglers=0.1),
+        SimScenario(targets=40, stragglers=0.1, report_spread=1.0, batch=0.001),
         SimScenario(targets=40, stragglers=0.1, measured=True),
         SimScenario(targets=40, late=0.25, spread=0.1, batch=0.01),
         SimScenario(targets=40, latency=0.002, window=2),
@@ -235,11 +236,13 @@ def test_equal_seeds_produce_equal_runs() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("wrong", [{"targets": 0}, {"seeds": 0}, {"deaths": 1.0}, {"late": -0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"targets": 0}, {"seeds": 0}, {"deaths": 1.0}, {"late": -0.1}, {"report_spread": 2.0}]
+)
 def test_an_impossible_scenario_is_an_error(wrong: dict[str, float]) -> None:
     """A scenario without targets, sources or survivors is an error that names the option."""
     name = next(iter(wrong))
-    with pytest.raises(SettingsError, match=f"--{name}"):
+    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')}"):
         replace(SimScenario(), **wrong)  # type: ignore[arg-type]  # one table of integers and floats
 
 

@@ -11,16 +11,30 @@ from planner.core.records import InstanceRecord, StoreChange
 from planner.core.requests import PlanContext
 from planner.core.state import PlannerState
 from planner.policy.types import Storage
-from tests.unit.planner.builders import SNAPSHOT, fault, fork_request, storage_candidates
+from rfork.image.ranges import Range
+from rfork.schema import ChunkAssignment
+from tests.unit.planner.builders import CHUNKS, SNAPSHOT, fault, fork_request, storage_candidates
 from tests.unit.planner.records import GROUP, scaleup
 
+ALL: tuple[Range, ...] = ((0, CHUNKS),)
+PART: tuple[Range, ...] = ((0, CHUNKS - 1),)
 NO_FAULTS = FaultAssessment({}, {}, (), {})
 
 
-def context(name: str, *storage: Storage, is_replan: bool = False, is_arrival: bool = False) -> PlanContext:
-    """Return a validated request of `fork-NAME`."""
-    faults = (fault("x", "SourceUnavailable"),) if is_replan else ()
-    request = fork_request(name, storage=storage_candidates(*storage), faults=faults)
+def context(
+    name: str,
+    *storage: Storage,
+    is_replan: bool = False,
+    is_arrival: bool = False,
+    current: tuple[Range, ...] = (),
+    **changes: object,
+) -> PlanContext:
+    """Return a validated request of `fork-NAME`; a replan has lost a source, unless it reads `current` from one."""
+    faults = (fault("x", "SourceUnavailable"),) if is_replan and not current else ()
+    request = fork_request(name, storage=storage_candidates(*storage), faults=faults, **changes)
+    if current:
+        share = ChunkAssignment(source_id="s", chunks=current)
+        request = request.model_copy(update={"current_assignments": (share,)})
     target = InstanceRecord(request.instance, seen_at=0.0, ttl_s=10.0, plan_requested=True)
     return PlanContext(request, target, False, None, NO_FAULTS, is_scaleup_arrival=is_arrival)
 
@@ -72,10 +86,81 @@ def test_the_window_is_bounded() -> None:
 
 
 def test_requests_that_must_not_wait_are_not_queued() -> None:
-    """Replans never wait, and without a window no request does."""
-    assert queue().add(context("a", is_replan=True), 0.0, 0.0) is None
+    """Without a window no request waits, nor does a holder's with one."""
+    assert queue().add(context("a", holder="h"), 0.0, 0.0) is None
+    assert queue().add(context("a", is_replan=True, holder="h"), 0.0, 0.0) is None
+    assert queue(min_wait_s=0).add(context("a", is_replan=True), 0.0, 0.0) is None
     assert queue(min_wait_s=0).add(context("a"), 0.0, 0.0) is None
     assert queue(min_wait_s=0, replicas=2).add(context("a"), 0.0, 0.0) is None
+
+
+REPLANS = [
+    ("one that lost its source", [None], [0.002]),
+    ("several that lost theirs", [None, None], [0.01]),
+    ("one that reads on", [ALL], [0.05]),
+    ("several that read on", [ALL, ALL], [0.05]),
+    ("one that lacks a source for some chunks", [PART], [0.002]),
+    ("one that reads on, and one that lost its source", [ALL, None], [0.01]),
+    ("the same, the other order", [None, ALL], [0.01]),
+]
+
+
+@pytest.mark.parametrize(("current", "expected"), [row[1:] for row in REPLANS], ids=[row[0] for row in REPLANS])
+def test_replans_wait_as_long_as_their_targets_lose_little(
+    current: list[tuple[Range, ...] | None], expected: list[float]
+) -> None:
+    """A single target without a source hardly waits, and one that reads on waits longest."""
+    waiting = queue(min_wait_s=0.01)
+    for number, chunks in enumerate(current):
+        waiting.add(context(f"t{number}", is_replan=True, current=chunks or ()), 0.0, 0.0)
+    assert expected == drain(waiting, 0.0)
+
+
+def test_a_lost_source_ends_the_wait_of_those_that_read_on() -> None:
+    """They are planned together, at the time at which it is due; a later one is not planned earlier than that."""
+    waiting = queue(min_wait_s=0.01)
+    batch = waiting.add(context("a", is_replan=True, current=ALL), 0.0, 0.0)
+    waiting.add(context("b", is_replan=True), 0.03, 0.0)
+    waiting.add(context("c", is_replan=True), 0.035, 0.0)
+    assert [] == waiting.pop_due(0.039, 0.0)
+    assert [batch] == waiting.pop_due(0.04, 0.0)
+
+
+def test_a_replan_that_stays_alone_is_planned_at_its_own_time() -> None:
+    """It does not wait for the window of the one that ended."""
+    waiting = queue(min_wait_s=0.01)
+    waiting.add(context("a", is_replan=True, current=ALL), 0.0, 0.0)
+    waiting.add(context("b", is_replan=True), 0.02, 0.0)
+    waiting.remove("fork-a")
+    assert 0.03 == pytest.approx(waiting.wake_at(0.02, 0.0))
+
+
+def test_replans_and_first_plans_are_separate_batches() -> None:
+    """First plans may wait for up to a second."""
+    waiting = queue()
+    arrivals = waiting.add(context("a"), 0.0, 0.0)
+    replans = waiting.add(context("b", is_replan=True), 0.0, 0.0)
+    assert arrivals is not replans
+    assert replans is waiting.add(context("c", is_replan=True), 0.0, 0.0)
+
+
+def test_replans_do_not_prolong_the_window_of_arrivals() -> None:
+    """A burst consists of first plans."""
+    waiting = queue()
+    for moment in range(4):
+        for name in "ab":
+            waiting.add(context(name, is_replan=True), moment * 0.5, 0.0)
+        drain(waiting, moment * 0.5)
+    waiting.add(context("c"), 2.0, 0.0)
+    assert [0.002] == drain(waiting, 2.0)
+
+
+def test_a_replan_waits_for_no_scale_up() -> None:
+    """Not even that of an announced replica."""
+    waiting = queue(min_wait_s=0.01, replicas=2)
+    waiting.add(context("a", is_replan=True, is_arrival=True), 0.0, 0.0)
+    assert not waiting.awaits_scaleup
+    assert [0.002] == drain(waiting, 0.0)
 
 
 def test_a_second_request_prolongs_the_wait_of_the_first() -> None:

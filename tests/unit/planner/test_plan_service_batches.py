@@ -115,16 +115,13 @@ async def test_groups_do_not_wait_for_one_another(service: PlanService, store: F
     assert [1, 1] == store.plans
 
 
-async def test_replans_and_started_forks_do_not_wait(service: PlanService, store: FlakyStore) -> None:
-    """They are planned before the window of the first request has closed."""
+async def test_replans_of_one_moment_share_one_plan(service: PlanService, store: FlakyStore) -> None:
+    """A first plan that waits at the same time is made separately."""
     await service.report(seed_report("s", max_readers=4))
-    first = asyncio.create_task(service.plan(fork_request("a")))
-    await service.plan(fork_request("b", (0, 3)))
-    await service.plan(fork_request("c", faults=(fault("x", "SourceUnavailable"),)))
-    waiting = not first.done()
-    await first
-    assert waiting
-    assert [1, 1, 1] == store.plans
+    lost = (fault("x", "SourceUnavailable"),)
+    requests = fork_request("a"), fork_request("b", (0, 3)), fork_request("c", faults=lost)
+    await asyncio.gather(*(service.plan(request) for request in requests))
+    assert [1, 2] == sorted(store.plans)
 
 
 async def test_a_disconnected_caller_does_not_cancel_the_others_plan(service: PlanService) -> None:

@@ -40,7 +40,6 @@ from planner.core.records import (
 )
 from planner.core.requests import PlanContext
 from planner.core.scaleups import ExpectedReplicas, scaleup_info
-from planner.core.state import PlannerState
 from planner.core.versions import ReplicaConflict, VersionResolution
 from planner.metrics import Metrics
 from planner.ownership import PLANNER, Claimant
@@ -101,6 +100,8 @@ class PlanService:
         tracer: Tracer = NOOP_TRACER,
     ) -> None:
         self.store = store
+        self.state = store.state
+        """All records known to this replica."""
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
@@ -119,11 +120,6 @@ class PlanService:
         self._warm_at: float | None = None
         """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.plan_service")
-
-    @property
-    def state(self) -> PlannerState:
-        """All records known to this replica."""
-        return self.store.state
 
     def now(self) -> float:
         """Return the store's time in seconds."""

@@ -222,7 +222,7 @@ class SimRun:
         due_at = self._network.now + self._window(target, is_replan=is_replan, has_fault=blamed is not None)
         if due_at < batch.due_at:
             batch.due_at = due_at
-            self._network.call(due_at, partial(self._plan, batch))
+            self._network.call(due_at, partial(self._plan, batch, due_at))
 
     def _window(self, target: SimNode, *, is_replan: bool, has_fault: bool) -> float:
         """Return how long the planner waits for others; targets arrive within one rush."""
@@ -238,8 +238,8 @@ class SimRun:
         """Return True if the target's sources serve all that it is missing."""
         return target.chunks | sum(self.fleet.shares(target).values()) == self.fleet.every_chunk
 
-    def _plan(self, batch: SimBatch) -> None:
-        if self._network.now < batch.due_at:
+    def _plan(self, batch: SimBatch, due_at: float) -> None:
+        if batch.due_at != due_at:
             return  # planned earlier, because of a request that could not wait
         pending, batch.requests, batch.due_at = batch.requests, {}, math.inf
         requests = {

@@ -58,6 +58,6 @@ def test_the_simulation_finds_known_defects(defect: Defect) -> None:
     """Each defect that is put back into production code breaks a promise in one of few worlds."""
     with defect():
         # Some show only in a few worlds of the simplest type, which is a minority of all.
-        worlds = (world for seed in range(1, MAX_WORLDS_FOR_A_DEFECT) for world in (world_of(seed), World(seed)))
+        worlds = (make(seed) for seed in range(1, MAX_WORLDS_FOR_A_DEFECT) for make in (world_of, World))
         found = next((world.seed for world in worlds if run_world(world) is not None), None)
     assert found is not None

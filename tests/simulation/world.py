@@ -16,6 +16,7 @@ Invariants, checked during the run and at its end:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -345,19 +346,19 @@ class World:
         self.versions: dict[str, list[tuple[bytes, ...]]] = {
             version: [content_of(version, self.chunks, self.shared_chunks)] for version in ("v1", "v2")
         }
-        self._populate()
-        self._watch()
-        try:
-            self.loop.run_forever()
-        except Deadlock:
-            pass
-        finally:
-            self.ended = True
-            for task in list(self._tasks):
-                task.cancel()
-            if self._tasks:
-                self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self.loop.close()
+        with contextlib.closing(self.loop):
+            self._populate()
+            self._watch()
+            try:
+                self.loop.run_forever()
+            except Deadlock:
+                pass
+            finally:
+                self.ended = True
+                for task in list(self._tasks):
+                    task.cancel()
+                if self._tasks:
+                    self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
         if self._error is not None:
             raise self._error
         self._check_end()

@@ -195,7 +195,7 @@ class RateSearch:
             self._sending_s = rested_s * self._sending_ratio()
 
     def _sending_ratio(self) -> float:
-        if self.rate >= MAX_RATE:
+        if self.rate >= MAX_RATE or not self._rest.count:  # no limit, or steps too long for a comparison
             return MAX_SENDING_RATIO
         if not self._weight_sum:
             return MIN_SENDING_RATIO

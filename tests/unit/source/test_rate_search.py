@@ -122,6 +122,18 @@ def test_a_short_window_is_bounded() -> None:
     assert FIRST_RATE == rates[round(MAX_WINDOW_S / 0.1) + 1]
 
 
+def test_steps_that_are_too_long_to_compare_cost_no_long_rests() -> None:
+    """Of a request of a minute nothing can be measured: the rate stays, and rests seldom."""
+    search = RateSearch(ALLOWED)
+    search.start(0.0, [])
+    limits = []
+    for tick in range(6000):
+        search.advance(tick * 0.1, tick * 0.1 - 30.0, FLOOR)
+        limits.append(search.limit(FLOOR))
+    assert {FLOOR, FIRST_RATE} == set(limits)
+    assert limits.count(FLOOR) < 0.1 * len(limits)
+
+
 def test_a_running_step_counts_with_its_time_so_far() -> None:
     """Steps that begin with egress and do not end until the next rest lower the rate."""
     driver = SearchDriver(lambda rate: STEP_S if rate <= FLOOR else 10 * MAX_WINDOW_S)

@@ -23,6 +23,8 @@ MIN_GRANT = 16 << 10
 """Minimum size of a grant in bytes, unless less is requested: smaller grants cost more than they transfer."""
 MAX_GRANT = 2 << 20
 """Maximum size of a grant in bytes under a rate: a grant is sent regardless of the next rate."""
+MAX_UNLIMITED_GRANT = 16 << 20
+"""Maximum size of a grant without a rate: it has been sent soon after the latency controller lowers the rate."""
 POLL_INTERVAL_S = 0.05
 """Waiting readers check this often whether the rate has changed."""
 MIN_DECREASE, MIN_INCREASE = 0.9, 1.25
@@ -34,7 +36,7 @@ INCREASE_INTERVAL_S = 0.05
 class EgressLimiter:
     """Budget of one instance. `cap` is in bytes per second; None: only `latency` limits, if given.
 
-    Without any limit, every request is granted. `part` is the fraction of the rate granted here, above 0 and
+    Without any limit, no request waits. `part` is the fraction of the rate granted here, above 0 and
     at most 1: the rest is for readers that need no grants.
     """
 
@@ -72,7 +74,7 @@ class EgressLimiter:
         not to consider the source stalled.
         """
         if self.rate(active=True) is None:
-            return max_bytes
+            return max_bytes if self._latency is None else min(max_bytes, MAX_UNLIMITED_GRANT)
         with self._next_waiter(fork_id):
             while True:
                 rate = self._granted_rate()

@@ -27,8 +27,10 @@ from rfork.source.step_sequence import StepSequence
 MIN_RATE: Final = 8 * MIB
 MAX_PENDING_STEPS: Final = 1024
 
-IDLE_S: Final = 0.5
-"""Seconds since the last step, and a few times its usual duration, after which the engine counts as idle."""
+IDLE_S, MAX_IDLE_S = 0.5, 10.0
+"""Minimum and maximum seconds since the last step after which the engine counts as idle; between them, four times the
+usual duration of a step.
+"""
 EGRESS_S: Final = 0.1
 """Seconds after a rate request during which bytes are being sent."""
 EGRESS_IDLE_S: Final = 1.0
@@ -109,7 +111,7 @@ class LatencyController:
             return self._search.sending_limit(self._floor())
 
     def _is_serving(self, now: float) -> bool:
-        return bool(self._running) or now - self._last_end < max(IDLE_S, 4 * self._search.usual)
+        return bool(self._running) or now - self._last_end < min(MAX_IDLE_S, max(IDLE_S, 4 * self._search.usual))
 
     def _add_steps(self) -> None:
         """Process the steps that have ended. One that may or may not have overlapped with egress is no sample."""

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 import pytest
 
 from rfork.image.chunks import MIB
-from rfork.source.latency_controller import EGRESS_IDLE_S, EGRESS_S, FORGET_S, IDLE_S, UNDISTURBED_S, LatencyController
+from rfork.source.latency_controller import (
+    EGRESS_IDLE_S,
+    EGRESS_S,
+    FORGET_S,
+    IDLE_S,
+    MAX_IDLE_S,
+    UNDISTURBED_S,
+    LatencyController,
+)
 from rfork.source.rate_search import FIRST_RATE, MIN_STEPS
 from tests.unit.fake_clock import FakeClock
 
@@ -104,6 +112,17 @@ def test_the_rate_is_known_for_a_while(pause_s: float, is_known: bool) -> None:
     assert controller.rate(active=False) is None
     record_steps(controller, clock, [STEP_S] * round(pause_s / STEP_S))
     assert (None if is_known else FIRST_RATE) == controller.rate(active=True)
+
+
+def test_one_long_step_does_not_keep_the_engine_busy() -> None:
+    """After a first step of a minute, as for a compilation, the engine counts as idle ten seconds later."""
+    clock = FakeClock()
+    controller = LatencyController(1.05, floor=lambda: FLOOR, clock=clock)
+    record_steps(controller, clock, [60.0])
+    clock.now += MAX_IDLE_S - 0.01
+    limits = [controller.rate(active=True)]
+    clock.now += 0.02
+    assert [FLOOR, None] == [*limits, controller.rate(active=True)]
 
 
 def test_a_running_step_counts_as_serving() -> None:

@@ -16,7 +16,7 @@ from rfork.image.memory import compute_manifest
 from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.settings import InstanceSettings
 from rfork.source import latency_controller
-from rfork.source.egress_limiter import MAX_GRANT
+from rfork.source.egress_limiter import MAX_GRANT, MAX_UNLIMITED_GRANT
 from rfork.source.latency_controller import MIN_RATE
 from rfork.source.rate_search import FIRST_RATE
 from rfork.source.seed import Connections, InstanceIdentity, Seed
@@ -120,13 +120,13 @@ def test_one_sided_readers_are_advised_the_floor_while_the_seed_works() -> None:
 
 
 def test_a_busy_seed_grants_small_amounts() -> None:
-    """An idle seed grants everything that is requested; a busy one a small amount."""
+    """An idle seed grants much at once; a busy one a small amount."""
     with seed_with_reader() as idle_seed, seed_with_reader() as busy_seed:
         idle = idle_seed.acquire_bytes(1 << 40, "fork-1")
         record_steps(busy_seed)
         with busy_seed.measure_step():
             busy = busy_seed.acquire_bytes(1 << 40, "fork-1")
-    assert 1 << 40 == idle
+    assert MAX_UNLIMITED_GRANT == idle
     assert MAX_GRANT == busy
 
 
@@ -143,12 +143,12 @@ def test_the_rate_limit_is_reported_to_the_planner(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_setpoint_of_zero_limits_nothing() -> None:
-    """Neither grants nor advised rates are limited."""
+    """Grants are as large as those of an idle seed, and readers are advised no rate."""
     with seed_with_reader(one_sided=True, max_latency_ratio=0) as seed:
         record_steps(seed)
         with seed.measure_step():
             assert seed.progress_since(()).rate is None
-            assert 1 << 40 == seed.acquire_bytes(1 << 40, "fork-1")
+            assert MAX_UNLIMITED_GRANT == seed.acquire_bytes(1 << 40, "fork-1")
 
 
 def test_a_closed_seed_leaves_no_thread() -> None:

@@ -138,7 +138,7 @@ class RateSearch:
 
         `running_since`: start of the oldest step that has not ended. `floor`: bytes per second during rests.
         """
-        if not self._is_due(now - self._began, floor):
+        if not self._is_due(now - self._began):
             return
         if running_since is not None and running_since >= self._began and now - running_since > self.usual:
             self._steps.add(self._cap(now - running_since))  # otherwise the latest steps would be in no window
@@ -156,13 +156,13 @@ class RateSearch:
         """Return the rate of the sending windows, in bytes per second; None: no limit."""
         return None if self.rate >= MAX_RATE else max(floor, int(self.rate))
 
-    def _is_due(self, elapsed: float, floor: int) -> bool:
+    def _is_due(self, elapsed: float) -> bool:
         count = self._steps.count
         if self._is_resting or not self._sending_s:
             return (count >= MIN_STEPS and elapsed >= SETTLE_S + MIN_WINDOW_S) or elapsed >= MAX_WINDOW_S
-        return elapsed >= self._sending_s or (count >= MIN_STEPS and self._is_harmful(floor))
+        return elapsed >= self._sending_s or (count >= MIN_STEPS and self._is_harmful())
 
-    def _is_harmful(self, floor: int) -> bool:
+    def _is_harmful(self) -> bool:
         """Return whether the current window shows a slowdown far above the allowed one."""
         effect, weight = self._compare(self._steps, self._rest)
         return bool(weight) and effect - 2 * math.sqrt(self._variance / weight) > 2 * self._allowed

@@ -7,6 +7,7 @@ at a time in each direction.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from functools import partial
 
@@ -48,11 +49,12 @@ class BackgroundWorld(World):
 
     def run(self) -> None:
         """See `World`; runs the world without holders first."""
-        if self.has_holders:
-            without = BackgroundWorld(self.seed, has_holders=False)
-            without.run()
-            self.seconds_without_holders = {each.instance.name: seconds_of(each) for each in without.targets}
-        super().run()
+        with contextlib.closing(self.loop):  # also if the world without holders fails
+            if self.has_holders:
+                without = BackgroundWorld(self.seed, has_holders=False)
+                without.run()
+                self.seconds_without_holders = {each.instance.name: seconds_of(each) for each in without.targets}
+            super().run()
 
     def transfer_s(self, source: Instance, target: Instance) -> float:
         """See `World`; a link carries one chunk after the other."""

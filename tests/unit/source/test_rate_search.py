@@ -62,6 +62,13 @@ class SearchDriver:
                 began, rate = self.now, self.rate
         return self
 
+    def run_until_sending(self) -> None:
+        """Run steps until a rest has ended."""
+        while self.rate != FLOOR:
+            self.run(STEP_S)
+        while self.rate == FLOOR:
+            self.run(STEP_S)
+
     @property
     def rate(self) -> float:
         """Bytes per second at this moment; infinite: no limit."""
@@ -110,6 +117,18 @@ def test_it_begins_with_a_rest_if_no_undisturbed_steps_are_known() -> None:
     assert pytest.approx(SHORT_S, abs=2 * STEP_S) == windows[0][1]
 
 
+@pytest.mark.parametrize(("began", "counts"), [(SETTLE_S - 0.001, False), (SETTLE_S, True)])
+def test_steps_at_the_start_of_a_window_do_not_count(began: float, counts: bool) -> None:
+    """Bytes of the window before are still being sent; the window lasts until enough later steps have ended."""
+    search = RateSearch(ALLOWED)
+    search.start(0.0, [])
+    for _ in range(MIN_STEPS):
+        search.record(STEP_S)
+        search.add(began, began + STEP_S)
+    search.advance(SHORT_S, None, FLOOR)
+    assert (FIRST_RATE if counts else FLOOR) == search.limit(FLOOR)
+
+
 def test_a_short_window_is_bounded() -> None:
     """A step that does not end keeps neither a rest nor sending windows open."""
     search = RateSearch(ALLOWED)
@@ -150,10 +169,7 @@ def test_a_running_step_counts_with_its_time_so_far() -> None:
 def test_a_sending_window_ends_early_if_it_is_clearly_harmful() -> None:
     """A load that egress slows down begins within a long sending window: it ends after a few steps."""
     driver = SearchDriver(harmless).run(5.0)
-    while driver.rate != FLOOR:
-        driver.run(STEP_S)
-    while driver.rate == FLOOR:
-        driver.run(STEP_S)
+    driver.run_until_sending()
     driver.duration = slowed_by(0.4)
     began = driver.now
     while driver.rate != FLOOR:
@@ -206,6 +222,18 @@ def test_an_uncertain_estimate_lets_the_rate_rise_by_a_small_factor_only() -> No
     assert all(after <= CAUTIOUS_GROWTH * before * 1.001 for before, after in itertools.pairwise(rates))
 
 
+@pytest.mark.parametrize(("steps_per_level", "second_window_rests"), [(1, False), (8, True)])
+def test_a_drift_before_the_first_reader_makes_the_estimate_uncertain(
+    steps_per_level: int, second_window_rests: bool
+) -> None:
+    """If the means of consecutive steps differ, as little is certain as they differ; single steps may vary as much."""
+    driver = SearchDriver(harmless)
+    levels = [STEP_S * (0.97 if index // steps_per_level % 2 else 1.03) for index in range(64)]
+    driver.search.start(driver.now, levels)
+    windows = driver.run(0.5).windows
+    assert second_window_rests == (windows[1][0] == FLOOR)
+
+
 def test_uncertain_windows_are_short() -> None:
     """While the estimate is uncertain, at least a quarter of the time is rest, so that more windows are compared."""
     windows = SearchDriver(noisy_steps()).run(2.0).windows
@@ -243,13 +271,10 @@ def test_statistics_of_a_window(durations: list[float], mean: float, variance: f
 def test_one_late_step_has_a_bounded_weight() -> None:
     """A pause of an hour during egress counts as one step of a few times the usual duration."""
     driver = SearchDriver(harmless).run(5.0)
-    while driver.rate != FLOOR:
-        driver.run(STEP_S)
-    while driver.rate == FLOOR:
-        driver.run(STEP_S)
+    driver.run_until_sending()
     driver.run(2 * SETTLE_S)
     driver.now += 3600.0
     driver.search.record(3600.0)
     driver.search.add(driver.now - 3600.0, driver.now)
-    driver.run(3.0)
-    assert driver.search.rate > FIRST_RATE
+    driver.run(60.0)
+    assert driver.search.rate == MAX_RATE

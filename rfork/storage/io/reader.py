@@ -25,7 +25,7 @@ __all__ = ["Extent", "fill"]
 
 MIN_STREAMS = 2
 SAMPLE_BYTES = 64 << 10
-"""Bytes at the beginning and end of a file's ranges that are looked up in the page cache."""
+"""Bytes at the beginning, middle and end of a file's ranges that are looked up in the page cache."""
 GRACE_S = 1.0
 """Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
@@ -64,9 +64,15 @@ def _max_streams(extents: ExtentTable, concurrency: int) -> int:
     for number, blob in enumerate(extents.blobs):
         if not isinstance(blob, LocalFile):
             return concurrency
-        offsets = extents.offsets[(extents.blob_of == number) & (extents.lengths > 0)]
-        for offset in (offsets.min(), offsets.max()) if len(offsets) else ():
-            if not blob.cached(int(offset), min(SAMPLE_BYTES, blob.size - int(offset))):
+        requested = (extents.blob_of == number) & (extents.lengths > 0)
+        if not requested.any():
+            continue
+        begin = int(extents.offsets[requested].min())
+        end = int((extents.offsets + extents.lengths)[requested].max())
+        length = min(SAMPLE_BYTES, end - begin)
+        # The beginning alone proves nothing: reading a file's header also caches what follows it.
+        for offset in (begin, (begin + end - length) // 2, end - length):
+            if not blob.cached(offset, length):
                 return concurrency
     return max(processors, MIN_STREAMS)
 

@@ -318,6 +318,22 @@ def test_cached_files_are_read_by_as_many_threads_as_processors(
         assert expected == reader._max_streams(table, 8)
 
 
+@pytest.mark.parametrize("cached", [(0,), (0, 1), (0, 2)], ids=["beginning", "all but the end", "all but the middle"])
+def test_a_partly_cached_file_is_read_by_all_threads(
+    cached: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a header caches the beginning of the data, which may be one extent."""
+    part = 1 << 20
+    (tmp_path / "file").write_bytes(bytes(3 * part))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(
+        direct_io, "resident", lambda descriptor, offset, length: length if offset // part in cached else 0
+    )
+    with closing(LocalFile(tmp_path / "file", SETTINGS)) as file:
+        table = ExtentTable.of([Extent(file, 0, torch.empty(3 * part, dtype=torch.uint8))])
+        assert 8 == reader._max_streams(table, 8)
+
+
 def test_remote_blobs_are_read_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request takes a round trip, whatever the number of processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})

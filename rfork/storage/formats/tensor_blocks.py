@@ -16,7 +16,8 @@ from rfork.image.staging import allocate_host
 from rfork.settings import StorageSettings
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.io.prefetch import POLL_INTERVAL_S
-from rfork.storage.io.reader import GRACE_S, Extent, fill
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.io.reader_threads import GRACE_S
 
 MAX_ITEM_SIZE = 16
 """Largest item size in bytes."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 
-from rfork.errors import StorageError
 from rfork.image.staging import CPU, BufferPool, CudaCopier
 from rfork.settings import StorageSettings
 from rfork.storage.io.device_writer import DeviceWriter
 from rfork.storage.io.extents import Extent, ExtentTable, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.gds import DirectStorage
-from rfork.storage.io.prefetch import POLL_INTERVAL_S
+from rfork.storage.io.reader_threads import ReaderThreads
 from rfork.storage.local import LocalFile
 
 __all__ = ["Extent", "fill"]
@@ -26,8 +24,6 @@ __all__ = ["Extent", "fill"]
 MIN_STREAMS = 2
 SAMPLE_BYTES = 64 << 10
 """Bytes at the beginning, middle and end of a file's ranges that are looked up in the page cache."""
-GRACE_S = 1.0
-"""Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
 
 def fill(
@@ -45,11 +41,8 @@ def fill(
     `settings.staging_bytes` bytes of staging, plus what stores allocate themselves (a local folder the same
     amount again, for direct reads).
 
-    Raises the errors of the blobs and callbacks, after the reads in progress have ended. If, after a
-    StorageError, reads of other blocks continue for long (they retry or hang), their blobs are closed, which
-    ends all but reads from a disk that hangs: those are waited for until an interrupt. An interrupt is always
-    raised within seconds: a read that hangs then keeps its memory, no callback is called for it, and the
-    blobs are closed.
+    Raises the errors of the blobs and callbacks, after the reads in progress have ended; see `ReaderThreads` for reads
+    that hang, and for interrupts. No callback is called for a read that still runs when an interrupt is raised.
     """
     _FillJob(extents, settings, on_filled, progress).run()
 
@@ -102,95 +95,23 @@ class _FillJob:
         if self._copier is not None and self._direct_storage is not None:
             self._copier.finish_earlier_work()  # GPUDirect Storage does not synchronise with streams
         self._plan = ReadPlan(table, size)
-        self._blocks = self._plan.blocks()
-        self._planning = threading.Lock()
+        self._threads = ReaderThreads(self._plan.blocks(), table.blobs)
         self._progress_lock = threading.Lock()
         self._left: dict[int, int] = {}
         """Missing bytes of extents that span several blocks."""
-        self._changed = threading.Condition()
-        self._running = self._ended = 0
-        self._stopping = self._abandoned_reads = self._released = False
-        self._errors: list[BaseException] = []
 
     def run(self) -> None:
         if self._on_filled is not None:
             for index in (self._extents.lengths == 0).nonzero()[0].tolist():
                 self._on_filled(index)
-        try:
-            for _ in range(self._streams):
-                # Daemon threads: a disk that hangs must not prevent an interrupted process from exiting.
-                threading.Thread(target=self._serve, name="rfork-read", daemon=True).start()
-            self._wait(lambda: self._stopping or self._ended == self._streams)
-            self._stop(None)
-        except BaseException:  # raised by a signal handler: wait for nothing that may hang
-            self._stop(GRACE_S)
-            raise
-        finally:
-            with self._changed:
-                self._abandoned_reads = True
-            self._release()
-        if self._errors:
-            raise self._errors[0]
-
-    def _stop(self, timeout_s: float | None) -> None:
-        """Start no more reads, and wait for those in progress, at most `timeout_s` seconds (None: forever)."""
-        with self._changed:
-            self._stopping = True
-        # Threads are not joined, because an interrupt may come while one is being started. A thread like that
-        # exits immediately.
-        if self._wait(self._is_idle, GRACE_S):
-            return
-        if timeout_s is not None or any(isinstance(error, StorageError) for error in self._errors):
-            for blob in self._extents.blobs:
-                blob.close()
-        self._wait(self._is_idle, timeout_s)
-
-    def _is_idle(self) -> bool:
-        return self._running == 0
-
-    def _wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until `done`, at most `timeout_s` seconds; return whether it is."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not done():
-                # A signal that arrives just before an unbounded wait would not be handled.
-                left = POLL_INTERVAL_S if until is None else until - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, POLL_INTERVAL_S))
-        return True
+        self._threads.run(self._streams, self._work, self._release)
 
     def _release(self) -> None:
-        """Release the resources of the reads, once, when none is in progress."""
-        with self._changed:
-            if self._running or self._released:
-                return
-            self._released = True
+        """Release the resources of the reads."""
         if self._staging is not None:
             self._staging.close()
         if self._direct_storage is not None:
             self._direct_storage.close()
-
-    def _serve(self) -> None:
-        with self._changed:
-            if self._stopping:
-                return
-            self._running += 1
-        error: BaseException | None = None
-        try:
-            self._work()
-        except BaseException as raised:  # re-raised by `run`
-            error = raised
-        with self._changed:
-            if error is not None:
-                self._errors.append(error)
-                self._stopping = True
-            self._running -= 1
-            self._ended += 1
-            self._changed.notify_all()
-            abandoned_reads = self._abandoned_reads
-        if abandoned_reads:
-            self._release()
 
     def _work(self) -> None:
         landing = None
@@ -199,24 +120,20 @@ class _FillJob:
                 self._plan, self._extents, self._staging, self._copier, self._direct_storage, self._filled
             )
         try:
-            while (block := self._next()) is not None:
+            while (block := self._threads.next()) is not None:
                 if landing is not None and block.device.type != "cpu":
                     landing.load(block)
                 else:
                     block.blob.read(block.begin, self._plan.host_views(block))
                     self._filled(block)
-            if landing is not None and not self._stopping:
+            if landing is not None and not self._threads.stopping:
                 landing.flush()
         finally:
             if landing is not None:
                 landing.cancel()
 
-    def _next(self) -> ReadBlock | None:
-        with self._planning:
-            return None if self._stopping else next(self._blocks, None)
-
     def _filled(self, block: ReadBlock) -> None:
-        if self._abandoned_reads:
+        if self._threads.abandoned:
             return
         if self._progress is not None:
             with self._progress_lock:

@@ -18,7 +18,7 @@ from rfork.settings import StorageSettings
 from rfork.storage.formats import tensor_blocks
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.formats.tensor_blocks import TensorBlock
-from rfork.storage.io import reader
+from rfork.storage.io import reader_threads
 from rfork.storage.io.extents import MAX_GAP_BYTES
 from rfork.storage.io.reader import Extent, fill
 
@@ -79,7 +79,7 @@ def interrupted_in(blob: HangingBlob) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for no read that does not end immediately."""
-    monkeypatch.setattr(reader, "GRACE_S", 0.01)
+    monkeypatch.setattr(reader_threads, "GRACE_S", 0.01)
 
 
 def read_threads() -> list[threading.Thread]:

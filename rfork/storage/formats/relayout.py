@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from rfork.image.host_memory import host_view
 from rfork.image.layout import contiguous_stride
+from rfork.image.staging import BUFFER_ALIGNMENT, BufferPool, allocate_host
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
 from rfork.storage.formats.safetensors_file import TensorLocation
-from rfork.storage.io import reader
-from rfork.storage.io.reader import Extent
+from rfork.storage.io.reader_threads import ReaderThreads
+from rfork.storage.local import LocalFile
 
 RUN_BYTES = 4 << 20
-"""Bytes to read before converting them; several threads work on one run each."""
+"""Bytes that a thread reads before it converts them: they are still in its cache then."""
 MIN_MEMORY = 16 << 20
-MAX_ITEM_SIZE = 16
-"""Largest item size in bytes. Runs have this alignment in the file and in memory."""
 
 
 def is_bytewise(location: TensorLocation, dtype: torch.dtype, tensor: torch.Tensor) -> bool:
@@ -31,24 +32,18 @@ def is_bytewise(location: TensorLocation, dtype: torch.dtype, tensor: torch.Tens
 
 
 def fill_converted(
-    pairs: Iterable[tuple[TensorLocation, torch.Tensor]],
+    pairs: Sequence[tuple[TensorLocation, torch.Tensor]],
     gap: int,
     settings: StorageSettings,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Fill tensors of the stored shape, sorted by blob and offset, each as its bytes arrive.
 
-    Uses half of `settings.staging_bytes`, or more if a non-contiguous stored tensor is larger. Raises the
-    same errors as `rfork.storage.io.reader.fill`.
+    Uses at most half of `settings.staging_bytes`, and more for each non-contiguous stored tensor that is larger than
+    `RUN_BYTES`. Raises the same errors as `rfork.storage.io.reader.fill`.
     """
-    half = max(MIN_MEMORY, settings.staging_bytes // 2)
-    halved = settings.model_copy(update={"staging_bytes": half})
-    scratch = torch.empty(0, dtype=torch.uint8)
-    for batch in _batches(_runs(_pieces(pairs, min(RUN_BYTES, half)), gap, min(RUN_BYTES, half)), half):
-        needed = sum(_scratch_bytes(run) for run in batch)
-        if scratch.numel() < needed:
-            scratch = torch.empty(needed, dtype=torch.uint8)
-        _read(batch, scratch, halved, progress)
+    if pairs:
+        _ConvertJob(pairs, gap, settings, progress).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +71,17 @@ class _FileRun:
     begin: int
     end: int
     pieces: list[_ConvertPiece]
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Read the run into a buffer with `BUFFER_ALIGNMENT`, and return the part of the buffer with its bytes."""
+        blob, first = self.pieces[0].blob, self.begin % BUFFER_ALIGNMENT
+        if isinstance(blob, LocalFile):
+            # Complete pages: a direct read of parts of them needs two more reads.
+            begin, end = self.begin - first, min(-(-self.end // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT, blob.size)
+        else:
+            begin, end = self.begin, self.end
+        blob.read(begin, [host_view(buffer.data_ptr() + begin % BUFFER_ALIGNMENT, end - begin)])
+        return buffer[first : first + self.end - self.begin]
 
 
 def _pieces(pairs: Iterable[tuple[TensorLocation, torch.Tensor]], max_bytes: int) -> Iterator[_ConvertPiece]:
@@ -124,43 +130,42 @@ def _runs(pieces: Iterable[_ConvertPiece], gap: int, max_bytes: int) -> Iterator
         yield run
 
 
-def _batches(runs: Iterable[_FileRun], max_bytes: int) -> Iterator[list[_FileRun]]:
-    batch: list[_FileRun] = []
-    used = 0
-    for run in runs:
-        if batch and used + _scratch_bytes(run) > max_bytes:
-            yield batch
-            batch, used = [], 0
-        batch.append(run)
-        used += _scratch_bytes(run)
-    if batch:
-        yield batch
+class _ConvertJob:
+    """State of one `fill_converted` call."""
 
+    def __init__(
+        self,
+        pairs: Sequence[tuple[TensorLocation, torch.Tensor]],
+        gap: int,
+        settings: StorageSettings,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        memory = max(MIN_MEMORY, settings.staging_bytes // 2)
+        self._buffers = BufferPool(memory, RUN_BYTES + 2 * BUFFER_ALIGNMENT)
+        self._streams = min(settings.concurrency, memory // self._buffers.buffer_bytes)
+        self._progress = progress
+        self._progress_lock = threading.Lock()
+        blobs = {id(location.blob): location.blob for location, _ in pairs}
+        self._threads = ReaderThreads(_runs(_pieces(pairs, RUN_BYTES), gap, RUN_BYTES), blobs.values())
 
-def _scratch_bytes(run: _FileRun) -> int:
-    """Return the scratch memory for a run in bytes, including its alignment shift."""
-    return -(-(run.end - run.begin) // MAX_ITEM_SIZE) * MAX_ITEM_SIZE + MAX_ITEM_SIZE
+    def run(self) -> None:
+        self._threads.run(self._streams, self._work, self._buffers.close)
 
+    def _work(self) -> None:
+        with self._buffers.lease() as buffer:
+            while (run := self._threads.next()) is not None:
+                fits = run.end - run.begin <= RUN_BYTES
+                self._convert(run, buffer if fits else allocate_host(run.end - run.begin + 2 * BUFFER_ALIGNMENT))
 
-def _read(
-    batch: Sequence[_FileRun],
-    scratch: torch.Tensor,
-    settings: StorageSettings,
-    progress: Callable[[int], None] | None,
-) -> None:
-    extents: list[Extent] = []
-    at = 0
-    for run in batch:
-        first = at + run.begin % MAX_ITEM_SIZE
-        extents.append(Extent(run.pieces[0].blob, run.begin, scratch[first : first + run.end - run.begin]))
-        at += _scratch_bytes(run)
-
-    def convert(index: int) -> None:
-        run, memory = batch[index], extents[index].into
+    def _convert(self, run: _FileRun, buffer: torch.Tensor) -> None:
+        memory = run.read(buffer)
+        if self._threads.abandoned:
+            return
         # Parameters are written in place, inference tensors too, on the calling engine's thread.
         with torch.inference_mode():
             for piece in run.pieces:
                 first = piece.offset - run.begin
                 piece.copy(memory[first : first + piece.nbytes])
-
-    reader.fill(extents, settings, on_filled=convert, progress=progress)
+        if self._progress is not None:
+            with self._progress_lock:
+                self._progress(sum(piece.nbytes for piece in run.pieces))

@@ -129,27 +129,6 @@ def test_tensors_are_converted() -> None:
     assert sum(tensor.nbytes for tensor in stored.values()) == sum(progress_bytes)
 
 
-def test_conversion_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor larger than the allowed memory is converted in parts."""
-    stored = {"large": torch.randn(3, 5 << 20), "line": torch.randn(2 << 20)}
-    into = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in stored.items()}
-    source, blobs = source_of(save(stored))
-    scratch_bytes: list[int] = []
-    empty = torch.empty
-
-    def counted(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        scratch_bytes.append(shape[0] * dtype.itemsize)
-        return empty(*shape, dtype=dtype)
-
-    monkeypatch.setattr("rfork.storage.formats.relayout.torch.empty", counted)
-    with closing(source):
-        source.read_into(into)
-    monkeypatch.undo()
-    assert [True, True] == [torch.equal(stored[name].bfloat16(), into[name]) for name in stored]
-    assert max(scratch_bytes) <= SMALL.staging_bytes
-    assert 68 << 20 == blobs[0].read_bytes
-
-
 def test_only_requested_names_are_read() -> None:
     """Large gaps between tensors are skipped; small ones are read as well."""
     stored = {

@@ -16,6 +16,7 @@ import torch
 from rfork.errors import StorageChanged, StorageError
 from rfork.settings import StorageSettings
 from rfork.storage.formats import tensor_blocks
+from rfork.storage.formats.relayout import fill_converted
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.formats.tensor_blocks import TensorBlock
 from rfork.storage.io import reader_threads
@@ -180,3 +181,16 @@ def test_an_interrupt_ends_a_hanging_stream(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     blob.resumed.set()
     assert all_ended(threads)
+
+
+def test_an_interrupt_ends_a_conversion() -> None:
+    """Bytes that arrive after the interrupt are not converted into the tensor, which belongs to the caller."""
+    blob, target = HangingBlob(), torch.zeros(SIZE)
+    location = TensorLocation("a", blob, 0, SIZE, torch.uint8, (SIZE,))
+    with interrupted_in(blob), pytest.raises(KeyboardInterrupt):
+        fill_converted([(location, target)], 0, SETTINGS)
+    threads = read_threads()
+    blob.resumed.set()
+    assert all_ended(threads)
+    assert blob.closed.is_set()
+    assert not target.any()

@@ -19,12 +19,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from rfork.errors import UnsupportedTensor
+from rfork.errors import LayoutMismatch, UnsupportedTensor
 from rfork.gc_pause import gc_paused
 from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
 from rfork.image.leaf_plan import Column
 from rfork.image.memory import Image, StorageTable
-from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
+from rfork.image.module_tensors import BASE_TENSOR_TYPES, Attributes, state_of_module
 from rfork.image.ranges import normalise
 
 MAX_ALIGNMENT = 16
@@ -84,6 +84,34 @@ def capture(
         if excluded_tensors:
             _refuse_interleaved(tensors, excluded_tensors)
         return image
+
+
+def plain_values(module: nn.Module, exclude: Sequence[str] = ()) -> Attributes:
+    """Return the plain values of a module; see `capture`."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
+        return state_of_module(module, _matcher(exclude)).attributes
+
+
+def recapture(
+    module: nn.Module,
+    layout: Layout,
+    *,
+    exclude: Sequence[str] = (),
+    wrappers: Sequence[str] = (),
+    values: Attributes | None = None,
+) -> Image:
+    """Return an image of the tensors of `layout` where they are now, without tensors attached to the module since.
+
+    The parameters are those of `capture`; `values`, if given, are the module's `plain_values` when the layout was
+    captured. Raises LayoutMismatch if a tensor is missing or has another type, or if one of the values has changed,
+    and UnsupportedTensor.
+    """
+    if values is not None and (change := plain_values(module, exclude).change_since(values, _matcher(exclude))):
+        raise LayoutMismatch(change)
+    image = capture(module, exclude=exclude, like=layout, wrappers=wrappers)
+    if difference := layout.first_difference(image.layout):
+        raise LayoutMismatch(difference)
+    return image
 
 
 def _named_like(names: Container[str], found: Mapping[str, _Value], wrappers: Container[str]) -> dict[str, _Value]:

@@ -82,6 +82,7 @@ MAX_TEXT = 80
 """Maximum characters of a value; a longer value is cut and identified by its digest."""
 MAX_VALUES = 256
 """Maximum number of values listed per attribute."""
+_INTEGER = re.compile(r"-?\d+")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that nn.Module itself keeps on every module: registries, hooks and compiled code."""
@@ -164,6 +165,20 @@ class Attributes:
         """Add one attribute of a module or of an object attached to it, unless the attribute is process-specific."""
         if is_compared(key, _is_scale(value)) and not _is_location(value):
             self._owners.setdefault(f"{key}={_text(value)}", []).append(owner)
+
+    def change_since(self, older: Attributes, excluded: Callable[[str], object] | None = None) -> str | None:
+        """Return the first attribute that has another value than in `older`, or None.
+
+        Integers may change: modules count calls and updates. Attributes may be added: a first call creates tables.
+        """
+        for line, owners in older._owners.items():
+            key, _, value = line.partition("=")
+            if _INTEGER.fullmatch(value):
+                continue
+            for owner in sorted(set(owners).difference(self._owners.get(line, ()))):
+                if excluded is None or not excluded(_name(owner, key)):
+                    return f"attribute {key} of {owner or 'the module'} was {value} when the seed was made"
+        return None
 
     def lines(self, excluded: Callable[[str], object] | None = None) -> tuple[str, ...]:
         """Return one line for each value of each attribute, without owners whose attribute is `excluded`."""

@@ -84,10 +84,13 @@ MAX_VALUES = 256
 """Maximum number of values listed per attribute."""
 _INTEGER = re.compile(r"-?\d+")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""Attributes that nn.Module itself keeps on every module: registries, hooks and compiled code."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weight_refs"}
+"""Attributes that torch itself keeps on modules: registries, hooks, compiled code, weak references of recurrent layers
+to their parameters.
+"""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Registries of hooks that compute with a module's inputs and outputs."""
+PROXIES = frozenset(weakref.ProxyTypes)
 BASE_TENSOR_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset, np.ndarray)
 MAX_DEPTH = 100
@@ -402,7 +405,7 @@ class _TensorWalker:
 
     def _attribute(self, owner: str, key: str, value: object, *, compare: bool) -> None:
         """Collect one attribute of a module, an object or a tensor."""
-        if type(value) in weakref.ProxyTypes:
+        if type(value) in PROXIES:
             return  # refers to an owner of this object, and fails once that is gone
         if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
             if compare:
@@ -478,7 +481,7 @@ class _TensorWalker:
         elif isinstance(value, set | frozenset):
             if not all(map(is_plain, value)):
                 self._without_names(name, value)
-            elif compare and value:
+            elif compare:
                 self._scalars(name, sorted(filter(None, map(_literal, value))))
         elif isinstance(value, np.ndarray):
             self._array(name, value, compare)
@@ -517,7 +520,7 @@ class _TensorWalker:
 
     def _sequence(self, name: str, items: list[object] | tuple[object, ...] | deque[object], compare: bool) -> None:
         if PLAIN_VALUES.issuperset(map(type, items)):
-            if compare and items:
+            if compare:
                 self._scalars(name, [item for item in items if type(item) is not torch.device])
             return
         for index, item in enumerate(items):

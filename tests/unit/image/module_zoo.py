@@ -829,6 +829,8 @@ module_case(
     lambda m: [m.attribute[0](X)],
     "attribute alpha",
 )
+module_case("module: table of addresses", lambda v: addresses(), lambda m: [], "'table'.*addresses of the module's own")
+module_case("module: table of large numbers", lambda v: large_numbers(v), lambda m: [m.table])
 module_case("module: slots", SlottedModule, lambda m: [m.table])
 module_case("module: extra state", ExtraState, lambda m: [m.weight], "_extra_state.*get_extra_state")
 module_case("module: hook with a closure", lambda v: hooked(filled(v, 3)), lambda m: [m(X)])
@@ -859,6 +861,20 @@ module_case(
     lambda m: [m.embed.weight, m.head.weight],
     "weight",
 )
+
+
+def addresses() -> nn.Module:
+    """Return a module with the addresses of its parameters, as for a grouped kernel."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("table", torch.tensor([module.weight.data_ptr(), module.bias.data_ptr() + 4]))
+    return module
+
+
+def large_numbers(value: int) -> nn.Module:
+    """Return a module with integers that are no addresses of it."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("table", torch.tensor([value, -value, 2**62, 0]))
+    return module
 
 
 class Scaled(nn.Linear):
@@ -1066,6 +1082,7 @@ scalar("list of many numbers", lambda v: [0.5 * v] * 1000)
 scalar("dict of many numbers", lambda v: {f"layer{index}": 0.5 * v for index in range(1000)})
 scalar("set of many numbers", lambda v: set(range(v, v + 1000)))
 scalar("set of tuples", lambda v: {(v, 1)})
+scalar("empty list or another", lambda v: [] if v == 1 else ["merged"])
 scalar("list with a device", lambda v: [torch.device("cpu"), 0.5 * v])
 scalar("range", lambda v: range(v, 9))
 scalar("slice", lambda v: slice(v, 9), "attribute start")
@@ -1112,6 +1129,11 @@ module_case(
 module_case(
     "value: of the process",
     lambda v: Scalars(device_id=v, cache_path=f"/tmp/{v}", folder="x" * v, rank=v),
+    lambda m: [m.weight],
+)
+module_case(
+    "value: annotations of torch.compile",
+    lambda v: Scalars(_torchdynamo_wrapper_id=v, _dynamo_static_input_type=f"type {v}"),
     lambda m: [m.weight],
 )
 module_case("value: mode", lambda v: nn.Linear(2, 2).train(v == 1), lambda m: [m.weight])

@@ -54,6 +54,18 @@ def test_a_changed_flag_is_rejected_by_name() -> None:
         recaptured(module, capture(module))
 
 
+def test_a_list_that_was_empty_is_rejected_by_name() -> None:
+    """Adapters list those that were merged into the weights."""
+    module = Adapted()
+    vars(module)["merged_adapters"] = []
+    before, values = capture(module), plain_values(module)
+    vars(module)["merged_adapters"].append("default")
+    with pytest.raises(
+        LayoutMismatch, match=r"attribute merged_adapters of the module was \(\) when the seed was made"
+    ):
+        recapture(module, before.layout, values=values)
+
+
 def test_a_changed_value_that_is_excluded_is_accepted() -> None:
     """The target sets it itself."""
     module, exclude = Adapted(), ("merged", "scaling")

@@ -21,9 +21,9 @@ from rfork.engines.arguments import (
 )
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
-from rfork.image.capture import capture
-from rfork.image.layout import Manifest
-from rfork.image.memory import compute_manifest
+from rfork.image.capture import capture, plain_values, recapture
+from rfork.image.layout import Layout, Manifest
+from rfork.image.memory import Image, compute_manifest
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.receiver.planner_requests import OnProgress
 from rfork.receiver.report import ForkReport
@@ -96,7 +96,7 @@ def fork(
         files = partial(version_of_files, checkpoint, settings=storage)
     if loader is not None:
         fallbacks.append(loader_fallback(loader))
-    return fork_with_fallbacks(
+    report = fork_with_fallbacks(
         module,
         model=model,
         rank=rank,
@@ -107,6 +107,9 @@ def fork(
         settings=resolve_settings(settings, planner=planner, deadline_s=deadline, version=version, replica=replica),
         on_progress=on_progress,
     )
+    if report.seed is not None:
+        report.seed.recapture = _recapture_of(module, report.seed.image.layout, exclude)
+    return report
 
 
 def fork_with_fallbacks(
@@ -213,7 +216,12 @@ def seed(
         Connections.of(chosen),
         manifest=manifest,
     ) as served_seed:
+        served_seed.recapture = _recapture_of(module, image.layout, exclude)
         yield served_seed
+
+
+def _recapture_of(module: nn.Module, layout: Layout, exclude: Sequence[str]) -> Callable[[], Image]:
+    return partial(recapture, module, layout, exclude=exclude, values=plain_values(module, exclude))
 
 
 def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:

@@ -16,7 +16,7 @@ from rfork.cuda.device import current_work
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.update_agreement import UpdateAgreement
 from rfork.errors import LayoutMismatch, RforkError
-from rfork.image.capture import capture
+from rfork.image.capture import recapture
 from rfork.image.layout import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -126,11 +126,7 @@ class ServedModel:
         Layers may have been wrapped for LoRA since. Raises LayoutMismatch if a tensor is missing or has changed,
         and UnsupportedTensor.
         """
-        served_layout = self.seed.image.layout
-        image = capture(self._module, exclude=self._exclude, like=served_layout, wrappers=WRAPPERS)
-        if difference := served_layout.first_difference(image.layout):
-            raise LayoutMismatch(difference)
-        return image
+        return recapture(self._module, self.seed.image.layout, exclude=self._exclude, wrappers=WRAPPERS)
 
     def close(self, drain_s: float | None = None) -> None:
         """Stop serving. Current readers have `drain_s` seconds to finish (default: the setting `drain_timeout_s`)."""

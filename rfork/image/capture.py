@@ -19,16 +19,19 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from rfork.errors import UnsupportedTensor
+from rfork.errors import LayoutMismatch, UnsupportedTensor
 from rfork.gc_pause import gc_paused
 from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
 from rfork.image.leaf_plan import Column
 from rfork.image.memory import Image, StorageTable
-from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
+from rfork.image.module_tensors import BASE_TENSOR_TYPES, Attributes, state_of_module
 from rfork.image.ranges import normalise
 
 MAX_ALIGNMENT = 16
 _Value = TypeVar("_Value")
+ADDRESS_TYPES = frozenset({torch.int64, torch.uint64})
+MAX_ADDRESSES = 1 << 16
+"""Maximum elements of a tensor that may be a table of addresses."""
 WILDCARDS = frozenset("*?[")
 """Characters with a meaning in patterns of `fnmatch`."""
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
@@ -56,8 +59,8 @@ def capture(
 
     Raises UnsupportedTensor, with the name, for a tensor that has no plain bytes in CPU or CUDA memory (meta,
     fake, sparse, quantized, nested, lazy), or whose values are not its bytes (conjugate and negative views);
-    for state outside tensors (packed weights, extra state, tensors in sets); and for an excluded tensor that
-    lies between the rows of an included one.
+    for state outside tensors (packed weights, extra state, tensors in sets); for tables of addresses; and for an
+    excluded tensor that lies between the rows of an included one.
     """
     # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
@@ -81,9 +84,39 @@ def capture(
             name, reason = next(iter(refused.items()))
             raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
         image = image_from_tensors(tensors, attributes)
+        if like is None:
+            _refuse_addresses(tensors, image)
         if excluded_tensors:
             _refuse_interleaved(tensors, excluded_tensors)
         return image
+
+
+def plain_values(module: nn.Module, exclude: Sequence[str] = ()) -> Attributes:
+    """Return the plain values of a module; see `capture`."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
+        return state_of_module(module, _matcher(exclude)).attributes
+
+
+def recapture(
+    module: nn.Module,
+    layout: Layout,
+    *,
+    exclude: Sequence[str] = (),
+    wrappers: Sequence[str] = (),
+    values: Attributes | None = None,
+) -> Image:
+    """Return an image of the tensors of `layout` where they are now, without tensors attached to the module since.
+
+    The parameters are those of `capture`; `values`, if given, are the module's `plain_values` when the layout was
+    captured. Raises LayoutMismatch if a tensor is missing or has another type, or if one of the values has changed,
+    and UnsupportedTensor.
+    """
+    if values is not None and (change := plain_values(module, exclude).change_since(values, _matcher(exclude))):
+        raise LayoutMismatch(change)
+    image = capture(module, exclude=exclude, like=layout, wrappers=wrappers)
+    if difference := layout.first_difference(image.layout):
+        raise LayoutMismatch(difference)
+    return image
 
 
 def _named_like(names: Container[str], found: Mapping[str, _Value], wrappers: Container[str]) -> dict[str, _Value]:
@@ -271,6 +304,27 @@ def _refuse_interleaved(kept: Mapping[str, torch.Tensor], excluded: Mapping[str,
                 name,
                 f"it is excluded, but lies between the elements of {kept_name!r}, which is not",
                 hint=f"exclude both or neither, or make {kept_name!r} contiguous",
+            )
+
+
+def _refuse_addresses(tensors: Mapping[str, torch.Tensor], image: Image) -> None:
+    """Raise UnsupportedTensor for a table of addresses of the image, such as the arguments of a grouped kernel.
+
+    The addresses of the source are wrong in the target. Tables in GPU memory are not read.
+    """
+    begins = np.array(image.runs.addresses, np.uint64)
+    order = np.argsort(begins)
+    begins, ends = begins[order], (begins + np.array(image.runs.lengths, np.uint64))[order]
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ADDRESS_TYPES or not tensor.is_cpu or not 0 < tensor.numel() <= MAX_ADDRESSES:
+            continue
+        values = tensor.detach().reshape(-1).numpy().view(np.uint64)
+        runs = np.searchsorted(begins, values, side="right").astype(np.int64) - 1
+        if np.any((runs >= 0) & (values < ends[np.maximum(runs, 0)])):
+            raise UnsupportedTensor(
+                name,
+                "it contains addresses of the module's own memory, which are others in each process",
+                hint=_exclusion_hint(name),
             )
 
 

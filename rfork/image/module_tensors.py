@@ -12,14 +12,16 @@ layouts can then report the attribute in which they differ.
 from __future__ import annotations
 
 import functools
+import io
 import re
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
 from functools import cache, cached_property
 from hashlib import sha256
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -30,9 +32,11 @@ from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.layout import ATTRIBUTE as MARKED
 from rfork.image.object_types import (
+    LIBRARIES,
     PLAIN_VALUES,
     SCALARS,
     ObjectType,
+    buffer_reason,
     extension_state_reason,
     function_state,
     hidden_state_reason,
@@ -44,6 +48,7 @@ from rfork.image.object_types import (
     own_attributes,
     registered_modules,
     script_state,
+    script_values,
     tensor_of,
 )
 
@@ -68,24 +73,34 @@ PROCESS_NAMES = frozenset(
     }
 )
 """Attribute names with the same meaning, and annotations that libraries put on loaded objects."""
+COMPILER_PREFIXES = ("_dynamo_", "_torchdynamo_")
+"""Prefixes of the names of annotations that torch.compile puts on modules and parameters."""
+CLOCK_WORDS = frozenset({"time", "timestamp", "seen"})
+"""Words in names of floats that refer to a process. Other floats are scales of the model, whatever their names."""
 _BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
 MAX_TEXT = 80
 """Maximum characters of a value; a longer value is cut and identified by its digest."""
 MAX_VALUES = 256
 """Maximum number of values listed per attribute."""
+_INTEGER = re.compile(r"-?\d+")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""Attributes that nn.Module itself keeps on every module: registries, hooks and compiled code."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weight_refs"}
+"""Attributes that torch itself keeps on modules: registries, hooks, compiled code, weak references of recurrent layers
+to their parameters.
+"""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Registries of hooks that compute with a module's inputs and outputs."""
+PROXIES = frozenset(weakref.ProxyTypes)
 BASE_TENSOR_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset, np.ndarray)
 MAX_DEPTH = 100
 """Maximum nesting of containers and objects."""
 MAX_OBJECTS = 1_000_000
 """Maximum containers and objects of one module: more are a data set, not a model."""
-MAX_SEQUENCE = 64
-"""Maximum plain values of one list or tuple that are compared: longer ones are data."""
+MAX_ENTRIES = 64
+"""Maximum entries of a dict whose plain values are listed by key; those of a larger one are one attribute."""
+MAX_INTEGER_BITS = 4096
+"""Maximum size of an integer that is shown in decimal: Python limits the digits."""
 Excluded = Callable[[str], object]
 """True for names that the caller excludes."""
 
@@ -109,8 +124,13 @@ def _literal(key: object) -> str | None:
         return repr(key)
     if isinstance(key, _BY_TEXT):
         return str(key)
+    if isinstance(key, np.generic):
+        return f"{type(key).__name__}({key.item()!r})"
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
+    if isinstance(key, frozenset):
+        elements = [_literal(item) for item in key]
+        return None if None in elements else f"frozenset({', '.join(sorted(filter(None, elements)))})"
     if isinstance(key, tuple):
         items = [_literal(item) for item in key]
         if None not in items:
@@ -146,8 +166,22 @@ class Attributes:
 
     def add(self, owner: str, key: str, value: object) -> None:
         """Add one attribute of a module or of an object attached to it, unless the attribute is process-specific."""
-        if is_compared(key) and not _is_location(value):
+        if is_compared(key, _is_scale(value)) and not _is_location(value):
             self._owners.setdefault(f"{key}={_text(value)}", []).append(owner)
+
+    def change_since(self, older: Attributes, excluded: Callable[[str], object] | None = None) -> str | None:
+        """Return the first attribute that has another value than in `older`, or None.
+
+        Integers may change: modules count calls and updates. Attributes may be added: a first call creates tables.
+        """
+        for line, owners in older._owners.items():
+            key, _, value = line.partition("=")
+            if _INTEGER.fullmatch(value):
+                continue
+            for owner in sorted(set(owners).difference(self._owners.get(line, ()))):
+                if excluded is None or not excluded(_name(owner, key)):
+                    return f"attribute {key} of {owner or 'the module'} was {value} when the seed was made"
+        return None
 
     def lines(self, excluded: Callable[[str], object] | None = None) -> tuple[str, ...]:
         """Return one line for each value of each attribute, without owners whose attribute is `excluded`."""
@@ -168,11 +202,18 @@ class Attributes:
 
 
 @cache
-def is_compared(key: str) -> bool:
+def is_compared(key: str, is_scale: bool = False) -> bool:
     """Return whether an attribute of this name belongs to the model rather than to a process that runs it."""
-    if key in PROCESS_NAMES:
+    if key in PROCESS_NAMES or key.startswith(COMPILER_PREFIXES):
         return False
-    return PROCESS_WORDS.isdisjoint(word.lower() for word in _WORDS.findall(key))
+    return (CLOCK_WORDS if is_scale else PROCESS_WORDS).isdisjoint(word.lower() for word in _WORDS.findall(key))
+
+
+def _is_scale(value: object) -> bool:
+    """Return whether a value is a floating-point number, or several."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(type(each) is float for each in value)
+    return isinstance(value, float | np.floating)
 
 
 def _owners_text(owners: Sequence[str]) -> str:
@@ -188,15 +229,16 @@ def _name(owner: str, key: str) -> str:
     return f"{owner}.{key}" if owner else key
 
 
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     if type(value) not in _BASES and isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, np.generic):
         value = value.item()
-    base = type(value)
+    base: Any = type(value)
     if base not in _BASES:  # reduce a subclass to its base type
         base = next((each for each in _BASES if isinstance(value, each)), base)
-    text = str(base.__repr__(value))
+    is_long = base is int and value.bit_length() > MAX_INTEGER_BITS
+    text = hex(value) if is_long else str(base.__repr__(value))
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
@@ -276,6 +318,12 @@ class _TensorWalker:
         """Visited objects and referenced modules; kept alive, because ids are unique only while objects
         exist.
         """
+        self._scripts: dict[int, nn.Module] = {}
+        """Visited script modules and their descendants; kept alive like visited objects."""
+        self._compared: set[int] = set()
+        """Ids of visited objects whose plain values are compared."""
+        self._only_values = 0
+        """Nesting of objects that were visited before, without comparing their plain values."""
         self._path: set[int] = set()
         self._classes: dict[type, ObjectType] = {}
         self._module_classes: dict[type[nn.Module], _ModuleClass] = {}
@@ -317,16 +365,16 @@ class _TensorWalker:
                 for key in sorted(attributes.keys() - OWN_ATTRIBUTES):
                     value = attributes[key]
                     if type(value) in SCALARS:
-                        if (self._compare or type(value) is bool) and type_info.compares(key):
+                        if (self._compare or type(value) is bool) and type_info.compares(key, value):
                             self.state.attributes.add(name, key, value)
                     elif value is not None:
-                        self._attribute(name, key, value, compare=self._compare and type_info.compares(key))
-            if type_info.slots or type_info.class_attributes:
+                        self._attribute(name, key, value, compare=self._compare and type_info.compares(key, value))
+            if type_info.slots or type_info.class_attributes or type_info.class_floats:
                 self._class_attributes(name, module, type_info, attributes, compare=self._compare)
             for key in HOOKS:
                 if hooks := attributes.get(key):
                     for index, hook in enumerate(hooks.values()):
-                        self._value(f"{prefix}{key}.{index}", hook, compare=False)
+                        self._value(f"{prefix}{key}.{index}", hook, compare=self._compare)
         if has_extra_state:
             self.state.refused[f"{prefix}_extra_state"] = (
                 f"{module_class.__name__}.get_extra_state keeps state outside tensors"
@@ -344,19 +392,26 @@ class _TensorWalker:
 
     def _script(self, name: str, module: nn.Module) -> None:
         """Check a script module for state other than parameters and buffers, which is in its code."""
-        if id(module) in self._seen or not hasattr(module, "_c"):
+        if id(module) in self._scripts or not hasattr(module, "_c"):
             return
-        self._seen.update((id(each), each) for each in module.modules())
+        self._scripts.update((id(each), each) for each in module.modules())
         if reason := script_state(module):
             self.state.refused[name or ALL_TENSORS] = reason
+        self._script_values(name, module)
+
+    def _script_values(self, name: str, script: object) -> None:
+        for path, key, value in script_values(script) if self._compare else ():
+            self._attribute(_join(name, path) if path else name, key, value, compare=True)
 
     def _attribute(self, owner: str, key: str, value: object, *, compare: bool) -> None:
         """Collect one attribute of a module, an object or a tensor."""
+        if type(value) in PROXIES:
+            return  # refers to an owner of this object, and fails once that is gone
         if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
             if compare:
                 self.state.attributes.add(owner, key, value)
         elif type(value) not in PLAIN_VALUES:
-            self._value(_join(owner, key), value, compare=compare and is_compared(key))
+            self._value(_join(owner, key), value, compare=compare and is_compared(key, _is_scale(value)))
 
     def _class_attributes(
         self, owner: str, value: object, type_info: ObjectType, own: dict[str, object], *, compare: bool
@@ -366,10 +421,20 @@ class _TensorWalker:
                 member = slot.__get__(value)
             except AttributeError:  # not set
                 continue
-            self._attribute(owner, key, member, compare=compare)
+            self._attribute(owner, key, member, compare=compare and not key.startswith("__"))
         for key, member in type_info.class_attributes:
             if key not in own:
-                self._value(_join(owner, key), member, compare=False)
+                self._value(_join(owner, key), member, compare=compare and isinstance(member, FunctionType))
+        for key, number in type_info.class_floats:
+            if compare and key not in own:
+                self.state.attributes.add(owner, key, number)
+
+    def _class(self, name: str, cls: type) -> None:
+        """Collect the tensors in the attributes of a class that an object refers to."""
+        if id(cls) not in self._seen and module_of(cls).partition(".")[0] not in LIBRARIES:
+            self._seen[id(cls)] = cls
+            for key, member in object_type(cls).class_attributes:
+                self._value(_join(name, key), member, compare=False)
 
     def _value(self, name: str, value: object, *, compare: bool) -> None:
         """Collect the state of an attribute value of any type."""
@@ -384,7 +449,9 @@ class _TensorWalker:
                 self._unregistered += 1
                 self.walk_module(name, value)
                 self._unregistered -= 1
-        elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
+        elif not ordinary and isinstance(value, type):
+            self._class(name, value)
+        elif (ordinary or not isinstance(value, ModuleType)) and self._enter(name, value):
             self._depth += 1
             self._contents(name, value, compare)
             self._depth -= 1
@@ -414,10 +481,26 @@ class _TensorWalker:
         elif isinstance(value, set | frozenset):
             if not all(map(is_plain, value)):
                 self._without_names(name, value)
-            elif compare and 0 < len(value) <= MAX_SEQUENCE:
-                self._scalars(name, sorted(map(repr, filter(is_scalar, value))))
+            elif compare:
+                self._scalars(name, sorted(filter(None, map(_literal, value))))
         elif isinstance(value, np.ndarray):
-            self._array(name, value)
+            self._array(name, value, compare)
+        elif isinstance(value, MappingProxyType | weakref.WeakKeyDictionary):
+            self._entries(name, dict(value), compare)
+            return
+        elif isinstance(value, weakref.WeakValueDictionary):
+            self._entries(name, {key: each for key, each in value.items() if _is_array(each)}, compare=False)
+            return
+        elif isinstance(value, weakref.ref):
+            if _is_array(referent := value()):
+                self._value(name, referent, compare=False)
+            return
+        elif isinstance(value, slice):
+            self._entries(name, {"start": value.start, "stop": value.stop, "step": value.step}, compare)
+            return
+        elif isinstance(value, io.BytesIO | io.StringIO):
+            if compare:
+                self._scalars(name, [value.getvalue()])
         elif isinstance(value, torch.UntypedStorage):
             self._add(name, torch.empty(0, dtype=torch.uint8, device=value.device).set_(value))
             return
@@ -437,8 +520,8 @@ class _TensorWalker:
 
     def _sequence(self, name: str, items: list[object] | tuple[object, ...] | deque[object], compare: bool) -> None:
         if PLAIN_VALUES.issuperset(map(type, items)):
-            if compare and 0 < len(items) <= MAX_SEQUENCE and torch.device not in map(type, items):
-                self._scalars(name, items)
+            if compare:
+                self._scalars(name, [item for item in items if type(item) is not torch.device])
             return
         for index, item in enumerate(items):
             self._attribute(name, str(index), item, compare=compare)
@@ -449,15 +532,20 @@ class _TensorWalker:
         self.state.attributes.add(owner, key, (*values,))
 
     def _entries(self, name: str, entries: dict[Any, object], compare: bool) -> None:
-        compare = compare and len(entries) <= MAX_SEQUENCE
+        many: list[str] | None = [] if len(entries) > MAX_ENTRIES else None
         for key, value in dict.items(entries):
             if type(value) in PLAIN_VALUES and not compare:
                 continue
             part = key_name(key)
-            if part is not None:
+            if part is not None and many is not None and type(value) in SCALARS:
+                if is_compared(part, _is_scale(value)):
+                    many.append(f"{part}={_text(value)}")
+            elif part is not None:
                 self._attribute(name, part, value, compare=compare)
             elif not is_plain(value) or not is_plain(key):
                 self._without_names(name, (key, value))
+        if many:
+            self._scalars(name, sorted(many))
 
     def _without_names(self, name: str, items: Iterable[object]) -> None:
         """Reject tensors without a stable name. The objects that contain them are visited like any other."""
@@ -467,9 +555,9 @@ class _TensorWalker:
         if probe.state.tensors or probe.state.refused:
             self.state.refused[name] = "it contains tensors in a set or under dict keys without a stable name"
 
-    def _array(self, name: str, array: np.ndarray) -> None:
+    def _array(self, name: str, array: np.ndarray, compare: bool) -> None:
         if array.dtype.hasobject:
-            self._sequence(name, list(array.flat), compare=False)
+            self._sequence(name, list(array.flat), compare)
             return
         try:
             self._add(name, tensor_of(array))
@@ -479,28 +567,52 @@ class _TensorWalker:
     def _object(self, name: str, value: object, compare: bool) -> None:
         """Collect the attributes, slots and class attributes of an object, once, under its first name."""
         cls = type(value)
-        if id(value) in self._seen or cls in _CONTAINERS:
+        if cls in _CONTAINERS:
             return
+        if id(value) in self._seen:
+            if not compare or id(value) in self._compared:
+                return
+            # Found first where plain values are not compared: its tensors have their names already.
+            self._only_values += 1
+            self._object_attributes(name, value, compare)
+            self._only_values -= 1
+            return
+        self._object_attributes(name, value, compare)
+
+    def _object_attributes(self, name: str, value: object, compare: bool) -> None:
+        cls = type(value)
         self._seen[id(value)] = value
+        if compare:
+            self._compared.add(id(value))
         type_info = self._classes.get(cls)
         if type_info is None:
             type_info = self._classes[cls] = object_type(cls)
         attributes = own_attributes(value)
         if isinstance(value, torch.jit.ScriptFunction) and (reason := script_state(value)):
             self.state.refused[name] = reason
+        if isinstance(value, torch.jit.ScriptFunction):
+            self._script_values(name, value)
         if not type_info.followed:
             return
-        if not (attributes or type_info.slots or isinstance(value, _CONTAINERS)):
-            reason = hidden_state_reason(value) or (extension_state_reason(value) if self._compare else None)
-            if reason is not None:
-                self.state.refused[name] = reason
+        if reason := self._hidden_state_reason(value, has_attributes=bool(attributes or type_info.slots)):
+            self.state.refused[name] = reason
         compare = compare and type_info.compared
         for key in sorted(attributes):
             self._attribute(name, key, attributes[key], compare=compare)
-        if type_info.slots or type_info.class_attributes:
+        if type_info.slots or type_info.class_attributes or type_info.class_floats:
             self._class_attributes(name, value, type_info, attributes, compare=compare)
 
+    def _hidden_state_reason(self, value: object, *, has_attributes: bool) -> str | None:
+        if isinstance(value, _CONTAINERS):
+            return None
+        if has_attributes:
+            return buffer_reason(value)
+        reason = hidden_state_reason(value)
+        return reason or (extension_state_reason(value) if self._compare else None)
+
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if self._only_values:
+            return
         tensor_attributes = vars(tensor)
         if not tensor_attributes and type(tensor) in BASE_TENSOR_TYPES:
             if self._unregistered or self.state.tensors.setdefault(name, tensor) is not tensor:
@@ -511,8 +623,15 @@ class _TensorWalker:
         self._path.add(id(tensor))
         wraps: bool = is_traceable_wrapper_subclass(tensor)
         if wraps:
-            for key, value in inner_tensors(tensor):
+            try:
+                inner = list(inner_tensors(tensor))
+            except AttributeError as error:
+                self.state.refused[name] = f"its __tensor_flatten__ lists a tensor that it does not have: {error}"
+                inner = []
+            for key, value in inner:
                 self._tensor(_join(name, key), value)
+            if self._compare:
+                self.state.attributes.add(name, "dtype", tensor.dtype)
         else:
             self._add(name, tensor)
         for key, value in tensor_attributes.items():
@@ -520,10 +639,16 @@ class _TensorWalker:
         self._path.discard(id(tensor))
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._only_values:
+            return
         if self._unregistered and tensor.is_meta and not self._compare:
             return  # an engine keeps a layer that it does not compute with, such as the head of an embedding model
         if self.state.tensors.setdefault(name, tensor) is not tensor:
             self.state.refused[name] = "another tensor has the same name"
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
 
 
 def _join(prefix: str, key: str) -> str:

@@ -7,15 +7,19 @@ compiled code).
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import sys
 from collections import deque
 from collections.abc import Iterator
+from decimal import Decimal
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from operator import itemgetter
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -26,7 +30,7 @@ IGNORED_PACKAGES = (
     *("importlib", "inspect", "io", "logging", "multiprocessing", "pathlib", "random", "re", "selectors"),
     *("socket", "subprocess", "tempfile", "threading", "typing", "uuid", "weakref", "zipfile"),
     *("torch._C", "torch._dynamo", "torch._higher_order_ops", "torch._inductor", "torch._library"),
-    *("torch._ops", "torch._subclasses", "torch.autograd", "torch.cuda", "torch.export", "torch.fx"),
+    *("torch._ops", "torch._subclasses", "torch.autograd", "torch.cuda", "torch.fx"),
     *("torch.jit", "torch.library", "torch.multiprocessing", "torch.profiler", "torch.random"),
     *("torch.utils.hooks", "torch.utils.weak", "triton.compiler", "triton.runtime", "rfork", "grpc", "ray"),
     *(
@@ -41,6 +45,8 @@ IGNORED_PACKAGES = (
     *("sglang.srt.configs", "sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.server_args"),
 )
 """Packages and modules whose objects contain no weights or lead away from the model."""
+SCRIPT_VALUES = frozenset({"bool", "int", "float", "complex", "str", "List", "Dict", "Tuple", "Optional"})
+"""Types of the attributes of scripts that are compared."""
 IGNORED_COMPONENTS = frozenset({"distributed"})
 """Components of module names with the same effect: process groups and communicators of any package."""
 CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationConfig"})
@@ -50,12 +56,20 @@ MAX_REFERENTS = 10_000
 """Maximum number of objects searched below an object without attributes."""
 MAX_CLASS_DEPTH = 8
 """Maximum nesting of containers searched in a class attribute; the traversal has its own limits."""
+LIBRARIES = frozenset({"torch", "numpy", "transformers", "vllm", "sglang", "rfork", *sys.stdlib_module_names})
+"""Packages whose functions and classes refer to no state of a model through globals, closures and class attributes."""
 HEAP_TYPE = 1 << 9
 """Flag of types created by Python code or by extensions through the type API."""
 
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes, torch.dtype})
 """Types of values that are compared instead of transferred."""
+_SCALAR_TYPES = (
+    *(int, float, complex, str, bytes, range, Decimal, Enum, np.generic, np.dtype),
+    *(torch.dtype, torch.layout, torch.memory_format),
+)
+_GLOBAL_TYPES = (torch.Tensor, np.ndarray, nn.Module, list, tuple, dict)
+"""Types of globals that may be part of a model."""
 PLAIN_VALUES = SCALARS | {type(None), torch.device}
 """Types of most attributes of modules other than tensors."""
 
@@ -69,15 +83,19 @@ class ObjectType(NamedTuple):
     """Plain attribute values affect what the module computes."""
     slots: tuple[tuple[str, MemberDescriptorType], ...]
     class_attributes: tuple[tuple[str, object], ...]
-    """Class attributes that may contain tensors."""
+    """Class attributes that may contain tensors, and functions of the class that refer to some."""
+    class_floats: tuple[tuple[str, float], ...]
+    """Class attributes that may be scales of the model."""
     ignores_private: bool
     """Private attributes only describe how the object was created, as in transformers' models."""
     computed_attributes: frozenset[str]
     """Cached properties: they are derived from other state and exist only after first use."""
 
-    def compares(self, key: str) -> bool:
-        """Return whether an attribute of this name is compared for modules of this class."""
-        return key not in self.computed_attributes and not (self.ignores_private and key.startswith("_"))
+    def compares(self, key: str, value: object) -> bool:
+        """Return whether an attribute is compared for modules of this class."""
+        if key in self.computed_attributes:
+            return False
+        return not (self.ignores_private and key.startswith("_")) or isinstance(value, float)
 
 
 def object_type(cls: type, root: type = object) -> ObjectType:
@@ -88,17 +106,25 @@ def object_type(cls: type, root: type = object) -> ObjectType:
     followed = root is not object or not (configuration or is_ignored(module_of(cls)))
     slots: dict[str, MemberDescriptorType] = {}
     class_attributes: dict[str, object] = {}
+    class_floats: dict[str, float] = {}
     computed_attributes = set()
     for base in reversed(own) if followed else ():
         if not base.__flags__ & HEAP_TYPE:
             continue
+        is_library = module_of(base).partition(".")[0] in LIBRARIES
         for key, value in vars(base).items():
-            if key.startswith("__"):
-                continue
+            function = _function_of(value)
             if type(value) is MemberDescriptorType:
                 slots[key] = value
+            elif key.startswith("__") and function is None:
+                continue
             elif isinstance(value, cached_property):
                 computed_attributes.add(key)
+            elif function is not None:
+                if not is_library and _refers_to_state(function):
+                    class_attributes[key] = function
+            elif isinstance(value, float) and not is_library:
+                class_floats[key] = value
             elif _may_contain_tensors(value):
                 class_attributes[key] = value
     compared = not cls.__name__.endswith("Config")
@@ -107,6 +133,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
         compared,
         tuple(sorted(slots.items(), key=itemgetter(0))),
         tuple(sorted(class_attributes.items(), key=itemgetter(0))),
+        tuple(sorted(class_floats.items(), key=itemgetter(0))),
         any(base.__name__ == "PreTrainedModel" for base in own),
         frozenset(computed_attributes),
     )
@@ -131,12 +158,18 @@ def _may_contain_tensors(value: object, depth: int = 0) -> bool:
     """Return whether a class attribute may contain tensors: containers of plain values, code and descriptors do not."""
     if depth > MAX_CLASS_DEPTH:
         return True
+    if type(value) in ProxyTypes:
+        return False
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
         return True
     if isinstance(value, list | tuple | set | frozenset | deque):
         return any(_may_contain_tensors(item, depth + 1) for item in value)
     if isinstance(value, dict):
         return any(_may_contain_tensors(item, depth + 1) for item in value.values())
+    if isinstance(value, functools.partial):
+        return any(_may_contain_tensors(item, depth + 1) for item in (value.args, value.keywords))
+    if callable(value) and module_of(type(value)).partition(".")[0] not in LIBRARIES:
+        return any(isinstance(each, torch.Tensor | np.ndarray) for each in own_attributes(value).values())
     return (
         bool(own_attributes(value))
         and not isinstance(value, type | FunctionType)
@@ -177,11 +210,56 @@ def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
             continue
     yield from ((f"defaults.{index}", value) for index, value in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
+    yield from _function_globals(function)
+
+
+def _function_globals(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the globals that a function uses and that may contain tensors, or that are functions of its module."""
+    if module_of(function).partition(".")[0] in LIBRARIES:
+        return
+    for key in sorted(_global_names(function.__code__)):
+        value = function.__globals__.get(key)
+        if isinstance(value, FunctionType):
+            if value is not function and value.__module__ == function.__module__:
+                yield key, value
+        elif isinstance(value, _GLOBAL_TYPES) and _may_contain_tensors(value):
+            yield key, value
+
+
+@lru_cache(maxsize=10_000)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Return the names of the globals that a function's code reads. `co_names` has those of attributes, too."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    nested = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(found).union(*map(_global_names, nested))
+
+
+def _function_of(member: object) -> FunctionType | None:
+    """Return the function of a class member: a method, a static or class method, or a property."""
+    if isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    return member if isinstance(member, FunctionType) else None
+
+
+def _refers_to_state(function: FunctionType, known: set[int] | None = None) -> bool:
+    """Return whether a function computes with tensors or scales besides its arguments, directly or in functions."""
+    known = set() if known is None else known
+    known.add(id(function))
+    closure = {id(value) for key, value in function_state(function) if key in function.__code__.co_freevars}
+    for _, value in function_state(function):
+        if isinstance(value, FunctionType):
+            if id(value) not in known and _refers_to_state(value, known):
+                return True
+        elif (isinstance(value, float) and id(value) in closure) or _may_contain_tensors(value):
+            return True
+    return False
 
 
 def is_scalar(value: object) -> bool:
     """Return whether a value is a number, text, flag or enum, including subclasses."""
-    return isinstance(value, int | float | complex | str | bytes | torch.dtype | Enum | np.generic)
+    return isinstance(value, _SCALAR_TYPES)
 
 
 def is_plain(value: object) -> bool:
@@ -206,9 +284,20 @@ def hidden_state_reason(value: object) -> str | None:
         return f"it is a {_script_name(value)}, which packs tensors in an opaque object"
     if not isinstance(value, FunctionType) and _refers_to_tensors(value):
         return f"it is a {name} of tensors without names"
-    if _writable_bytes(value):
-        return f"it is a {name}, whose bytes belong to no tensor"
-    return None
+    return buffer_reason(value)
+
+
+def buffer_reason(value: object) -> str | None:
+    """Return why the bytes of an object cannot be captured, or None if it has none of its own."""
+    try:
+        with memoryview(value) as view:  # type: ignore[arg-type]
+            if not view.nbytes:
+                return None
+    except (TypeError, ValueError, BufferError):
+        return None
+    value_class = type(value)
+    name = f"{module_of(value_class)}.{value_class.__qualname__}".removeprefix("builtins.")
+    return f"it is a {name}, whose bytes belong to no tensor"
 
 
 def _refers_to_tensors(value: object) -> bool:
@@ -244,24 +333,12 @@ def _script_name(value: Any) -> str:
         return "ScriptObject"
 
 
-def _writable_bytes(value: object) -> bool:
-    try:
-        with memoryview(value) as view:  # type: ignore[arg-type]
-            return view.nbytes > 0 and not view.readonly
-    except (TypeError, ValueError, BufferError):
-        return False
-
-
 def script_state(script: Any) -> str | None:
     """Return why a script module or function has tensors besides parameters and buffers, or None."""
     known: set[str] = set()
-    graphs = [script]
     if isinstance(script, nn.Module):
         known = {name.rpartition(".")[2] for name, _ in (*script.named_parameters(), *script.named_buffers())}
-        code: Any = script._c
-        graphs = [code._get_method(name) for name in code._method_names()]
-    for each in graphs:
-        graph = each.inlined_graph  # keep a reference: the nodes do not keep the graph alive
+    for graph in _script_graphs(script):
         for node in graph.findAllNodes("prim::Constant"):
             if node.hasAttribute("value") and node.kindOf("value") in ("t", "ts"):
                 return "it is a frozen or traced script, which keeps tensors as constants of its code"
@@ -269,3 +346,36 @@ def script_state(script: Any) -> str | None:
             if "Tensor" in str(node.output().type()) and node.s("name") not in known:
                 return f"it is a script with tensors in the attribute {node.s('name')!r}"
     return None
+
+
+def script_values(script: Any) -> Iterator[tuple[str, str, object]]:
+    """Yield the plain values that a script computes with: the path of the module, the attribute's name and its value.
+
+    Numbers that are constants of its code are one value, named ``constants``.
+    """
+    constants: list[float] = []
+    names: set[str] = set()
+    for graph in _script_graphs(script):
+        for node in graph.findAllNodes("prim::Constant"):
+            if node.hasAttribute("value") and node.kindOf("value") == "f":
+                constants.append(node.f("value"))
+        for node in graph.findAllNodes("prim::GetAttr"):
+            if str(node.output().type()).partition("[")[0] in SCRIPT_VALUES:
+                names.add(node.s("name"))
+    if constants:
+        yield "", "constants", (*constants,)
+    for path, module in script.named_modules() if isinstance(script, nn.Module) else ():
+        code = getattr(module, "_c", None)
+        for name in sorted(names - {"training"}):
+            if code is not None and code.hasattr(name):
+                yield path, name, code.getattr(name)
+
+
+def _script_graphs(script: Any) -> Iterator[Any]:
+    """Yield the graphs of a script's methods. Keep a reference to each: its nodes do not keep it alive."""
+    if not isinstance(script, nn.Module):
+        yield script.inlined_graph
+        return
+    code: Any = script._c
+    for name in code._method_names():
+        yield code._get_method(name).inlined_graph

@@ -137,6 +137,10 @@ class Seed:
         """True if a reader has opened a channel over a same-host transport."""
         self.boxes: BoxService | None = None
         """Serves targets with other layouts. Set once the image is complete; `close` closes it."""
+        self.recapture: Callable[[], Image] | None = None
+        """Returns the image of the served tensors where they are now; None: they are never replaced. Raises
+        LayoutMismatch if the module has changed otherwise. Called after each update.
+        """
         self.no_boxes_reason = "none was recorded for its model"
         """Reason if `boxes` is None, for targets."""
         self._served = ServedImage(
@@ -449,7 +453,12 @@ class Seed:
 
     @contextmanager
     def updating(self, version: str | None = None) -> Iterator[None]:
-        """Change the weights in place inside the block: fences before it, and publishes after it.
+        """Change the weights inside the block: fences before it, and publishes after it.
+
+        Tensors of a module may also be replaced by tensors of the same shape, dtype and strides, as by
+        ``load_state_dict(…, assign=True)``. Raises LayoutMismatch after the block, and stays fenced, if a tensor is
+        missing or has another shape or dtype, or if a compared number, flag or text has changed, which a fork would not
+        receive: such a module needs a new seed. Integers may change, because modules count their updates.
 
         `version` names the new weights; by default they get a version that no other weights have. Concurrent
         updates of several threads are serialized; do not nest blocks. If the block raises, the weights are
@@ -460,7 +469,11 @@ class Seed:
             self._update_count += 1
             choose = self.version_after_update(version, self._update_count)
             yield
-            self.publish(version=choose)
+            image = self.image if self.recapture is None or self.suspended else self.recapture()
+            if image.shares_memory_with(self.image):
+                self.publish(version=choose)
+            else:
+                self._serve_moved(image, None, choose)
 
     def suspend(self) -> None:
         """Release the weights because the engine is about to free or move them (sleep mode, offloading).
@@ -513,17 +526,21 @@ class Seed:
                 if self._served.manifest is None or not self.chunk_state.complete:
                     self.publish(generation, version)
                 return
-            if self._suspend() and generation is not None:
-                generation += 1
-            self.image = image
-            try:
-                self._exports.open(image, self)
-            except BaseException:
-                self.image = Image.without_memory(image.layout)
-                raise
-            with self._changing:
-                self._served.resume()
-            self.publish(generation, version)
+            self._serve_moved(image, generation, version)
+
+    def _serve_moved(self, image: Image, generation: int | None, version: VersionOf | None) -> None:
+        """Serve an image of the same layout in other memory."""
+        if self._suspend() and generation is not None:
+            generation += 1
+        self.image = image
+        try:
+            self._exports.open(image, self)
+        except BaseException:
+            self.image = Image.without_memory(image.layout)
+            raise
+        with self._changing:
+            self._served.resume()
+        self.publish(generation, version)
 
     def release_memory(self) -> None:
         """Release the memory because the weights are about to be loaded into other memory.

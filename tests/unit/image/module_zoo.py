@@ -14,9 +14,11 @@ import json
 import pickle
 import sys
 import warnings
+import weakref
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -188,6 +190,10 @@ class DictSubclass(dict):  # type: ignore[type-arg]
     """A dict with attributes."""
 
 
+class BytesSubclass(bytearray):
+    """Bytes with attributes."""
+
+
 Pair = namedtuple("Pair", "one two")
 
 
@@ -229,6 +235,94 @@ class HelperClass:
     """An object whose class refers to the tensor."""
 
     table = torch.zeros(3)
+
+
+class ClassPartial(nn.Module):
+    """The same in a function with arguments."""
+
+    scaled: functools.partial[torch.Tensor]
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        setattr(type(self), "scaled", functools.partial(torch.mul, filled(value, 4)))  # noqa: B010
+
+
+class ClassFloat(nn.Module):
+    """A scale of all modules of the class."""
+
+    scale = 1.0
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2))
+        type(self).scale = 0.5 * value
+
+
+TABLE = torch.zeros(4)
+TABLES = {"a": torch.zeros(4)}
+ALIVE: list[object] = []
+"""Objects that the cases only refer to weakly."""
+
+
+class GlobalTable(nn.Module):
+    """Tensors in globals of the Python module."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        set_tables(value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use both, one of them in another function."""
+        return x * TABLE + second_table()
+
+
+def second_table() -> torch.Tensor:
+    """Return a tensor of a global dict."""
+    return TABLES["a"]
+
+
+def set_tables(value: int) -> None:
+    """Replace the tensors in globals."""
+    global TABLE
+    TABLE, TABLES["a"] = filled(value, 4), filled(value, 4)
+
+
+def global_table(value: int) -> Callable[[], torch.Tensor]:
+    """Return a function that uses a global tensor."""
+    set_tables(value)
+    return lambda: TABLE
+
+
+def kept_alive(value: Any) -> Any:
+    """Return the value, which lives as long as the process."""
+    ALIVE.append(value)
+    return value
+
+
+def changed_class(value: int) -> type[HelperClass]:
+    """Return a class with a tensor."""
+    HelperClass.table = filled(value)
+    return HelperClass
+
+
+def local_class(state: Any) -> nn.Module:
+    """Return a module whose methods close over the state."""
+
+    class Local(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * state  # type: ignore[no-any-return]
+
+    return Local(4, 3)
+
+
+def default_of_method(tensor: torch.Tensor) -> nn.Module:
+    """Return a module with a tensor as a default of its method."""
+
+    class Local(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor = tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    return Local(4, 3)
 
 
 class SlottedModule(nn.Module):
@@ -286,6 +380,28 @@ class Opaque(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Apply the function to the wrapped tensor."""
         return func(*(vars(each)["wrapped"] if isinstance(each, Opaque) else each for each in args), **(kwargs or {}))
+
+
+class Typed(Opaque):
+    """A wrapper that reports the wrapped tensor, and has a dtype of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor | None, dtype: torch.dtype) -> Typed:
+        """Create it without storage."""
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=dtype)
+
+    def __init__(self, inner: torch.Tensor | None, dtype: torch.dtype) -> None:
+        if inner is not None:
+            vars(self)["packed"] = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        """Return the name of the wrapped tensor."""
+        return ["packed"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: object, size: object, stride: object) -> Typed:
+        """Not used."""
+        raise NotImplementedError
 
 
 class Subclass(torch.Tensor):
@@ -485,7 +601,30 @@ attribute_case("ordered dict", lambda v: OrderedDict(a=filled(v)), lambda it: it
 attribute_case("default dict", lambda v: defaultdict(list, a=[filled(v)]), lambda it: it["a"])
 attribute_case("user dict", lambda v: UserDict(a=filled(v)), lambda it: it.values())
 attribute_case("chain map", lambda v: ChainMap({"a": filled(v)}, {"b": filled(v)}), lambda it: [it["a"], it["b"]])
-attribute_case("mapping proxy", lambda v: MappingProxyType({"a": filled(v)}), lambda it: it.values(), "without names")
+attribute_case("mapping proxy", lambda v: MappingProxyType({"a": filled(v)}), lambda it: it.values())
+attribute_case("dict of numpy numbers as keys", lambda v: {np.int64(1): filled(v)}, lambda it: it.values())
+attribute_case("dict of frozen sets as keys", lambda v: {frozenset({1, 2}): filled(v)}, lambda it: it.values())
+attribute_case("class", lambda v: changed_class(v), lambda it: [it.table])
+attribute_case("weak reference", lambda v: weakref.ref(kept_alive(filled(v))), lambda it: [it()])
+attribute_case(
+    "weak values",
+    lambda v: weakref.WeakValueDictionary(a=kept_alive(filled(v))),
+    lambda it: it.values(),
+)
+attribute_case(
+    "weak keys",
+    lambda v: weakref.WeakKeyDictionary({kept_alive(Plain()): filled(v)}),
+    lambda it: it.values(),
+    "without a stable name",
+)
+attribute_case("function that uses a global", lambda v: global_table(v), lambda it: [it()])
+attribute_case("exported program", lambda v: torch.export.export(nn.Linear(4, 3), (X,)), lambda it: [it.module()(X)])
+attribute_case(
+    "frozen script in a list",
+    lambda v: [torch.jit.freeze(torch.jit.script(nn.Linear(4, 3).eval()))],
+    lambda it: [],
+    "frozen or traced",
+)
 attribute_case("set", lambda v: {filled(v), filled(v)}, lambda it: sorted(it, key=torch.sum), "in a set")
 attribute_case("frozen set", lambda v: frozenset([filled(v)]), list, "in a set")
 attribute_case(
@@ -566,6 +705,13 @@ attribute_case(
 attribute_case("numpy array of text", lambda v: np.array([str(v)]), lambda it: [str(it)], "cannot become a tensor")
 attribute_case("bytearray", lambda v: bytearray([v] * 4), lambda it: [bytes(it)], "bytes belong to no tensor")
 attribute_case("array", lambda v: array.array("f", [v]), lambda it: [it.tolist()], "bytes belong to no tensor")
+attribute_case(
+    "bytearray subclass with attributes",
+    lambda v: with_attribute(BytesSubclass([v] * 4), v),
+    lambda it: [bytes(it)],
+    "bytes belong to no tensor",
+)
+attribute_case("read-only memoryview", lambda v: memoryview(bytes([v])), lambda it: [bytes(it)], "belong to no tensor")
 attribute_case("memoryview", lambda v: memoryview(bytearray([v])), lambda it: [bytes(it)], "bytes belong to no tensor")
 attribute_case(
     "script object",
@@ -662,6 +808,29 @@ module_case(
 module_case("parameter: set on it", lambda v: on_parameter({filled(v)}), lambda m: [], "in a set")
 module_case("module: class attribute", ClassAttribute, lambda m: [m.table])
 module_case("module: list as class attribute", ClassList, lambda m: [*m.tables])
+module_case("module: function as class attribute", ClassPartial, lambda m: [type(m).scaled(X)])
+module_case("module: float as class attribute", ClassFloat, lambda m: [m.scale], "attribute scale")
+module_case("module: globals", GlobalTable, lambda m: [m(X)])
+module_case("module: method that closes over a tensor", lambda v: local_class(filled(v)), lambda m: [m(X)])
+module_case("module: method that closes over a float", lambda v: local_class(0.5 * v), lambda m: [], "attribute state")
+module_case("module: method with a tensor as default", lambda v: default_of_method(filled(v)), lambda m: [m(X)])
+module_case("module: weak proxy of its parent", lambda v: parent_by_proxy(), lambda m: [m.child.weight])
+module_case("module: weak proxy of an object that is gone", lambda v: dead_proxy(), lambda m: [m.weight])
+module_case("module: script with a number", lambda v: torch.jit.script(Scaled(v)), lambda m: [m(X)], "attribute alpha")
+module_case(
+    "module: script with a constant number",
+    lambda v: torch.jit.script(Constant(v)),
+    lambda m: [m(X)],
+    "attribute constants",
+)
+module_case(
+    "module: script with a number, in a list",
+    lambda v: LayerWithAttribute([torch.jit.script(Scaled(v))]),
+    lambda m: [m.attribute[0](X)],
+    "attribute alpha",
+)
+module_case("module: table of addresses", lambda v: addresses(), lambda m: [], "'table'.*addresses of the module's own")
+module_case("module: table of large numbers", lambda v: large_numbers(v), lambda m: [m.table])
 module_case("module: slots", SlottedModule, lambda m: [m.table])
 module_case("module: extra state", ExtraState, lambda m: [m.weight], "_extra_state.*get_extra_state")
 module_case("module: hook with a closure", lambda v: hooked(filled(v, 3)), lambda m: [m(X)])
@@ -694,7 +863,54 @@ module_case(
 )
 
 
-def hooked(tensor: torch.Tensor) -> nn.Module:
+def addresses() -> nn.Module:
+    """Return a module with the addresses of its parameters, as for a grouped kernel."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("table", torch.tensor([module.weight.data_ptr(), module.bias.data_ptr() + 4]))
+    return module
+
+
+def large_numbers(value: int) -> nn.Module:
+    """Return a module with integers that are no addresses of it."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("table", torch.tensor([value, -value, 2**62, 0]))
+    return module
+
+
+class Scaled(nn.Linear):
+    """A layer with a number in an attribute."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(4, 3)
+        self.alpha = 0.5 * value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale the result."""
+        return nn.functional.linear(x, self.weight, self.bias) * self.alpha
+
+
+class Constant(Scaled):
+    """The same, compiled into the code of a script."""
+
+    __constants__ = ["alpha"]  # noqa: RUF012
+
+
+def parent_by_proxy() -> Any:
+    """Return a module whose child refers to it weakly."""
+    module = nn.Module()
+    module.child = nn.Linear(2, 2)
+    vars(module.child)["parent"] = weakref.proxy(module)
+    return module
+
+
+def dead_proxy() -> nn.Module:
+    """Return a module with a weak reference to an object that does not exist any more."""
+    module = nn.Linear(2, 2)
+    vars(module)["owner"] = weakref.proxy(Plain())
+    return module
+
+
+def hooked(tensor: torch.Tensor | float) -> nn.Module:
     """Return a module with a hook that computes."""
     module = nn.Linear(4, 3)
     module.register_forward_hook(lambda _module, _inputs, output: output * tensor)
@@ -746,6 +962,15 @@ def tied() -> Any:
 # Tensors of other types and forms.
 attribute_case("tensor subclass", lambda v: filled(v).as_subclass(Subclass), lambda it: [it.as_subclass(torch.Tensor)])
 attribute_case("traceable wrapper", lambda v: TwoTensor(filled(v), filled(v)), lambda it: [it.a, it.b])
+attribute_case(
+    "traceable wrapper of another type",
+    lambda v: Typed(torch.full((3,), v, dtype=torch.int8), torch.float32 if v == 1 else torch.float64),
+    lambda it: [],
+    "attribute dtype",
+)
+attribute_case(
+    "traceable wrapper without a tensor that it lists", lambda v: Typed(None, torch.float32), lambda it: [], "packed"
+)
 attribute_case("opaque wrapper", lambda v: Opaque(filled(v)), lambda it: [it.wrapped], "without an address")
 attribute_case(
     "masked tensor",
@@ -853,6 +1078,47 @@ scalar(
     "attribute gamma",
 )
 scalar("in a closure", lambda v: lambda: v, "attribute v")
+scalar("list of many numbers", lambda v: [0.5 * v] * 1000)
+scalar("dict of many numbers", lambda v: {f"layer{index}": 0.5 * v for index in range(1000)})
+scalar("set of many numbers", lambda v: set(range(v, v + 1000)))
+scalar("set of tuples", lambda v: {(v, 1)})
+scalar("empty list or another", lambda v: [] if v == 1 else ["merged"])
+scalar("list with a device", lambda v: [torch.device("cpu"), 0.5 * v])
+scalar("range", lambda v: range(v, 9))
+scalar("slice", lambda v: slice(v, 9), "attribute start")
+scalar("decimal number", Decimal)
+module_case("value: integer of many digits", lambda v: Scalars(alpha=10**5000 + v), lambda m: [], "attribute alpha")
+scalar("type of numpy numbers", lambda v: np.dtype("f4" if v == 1 else "f2"))
+scalar("memory format", lambda v: torch.channels_last if v == 1 else torch.contiguous_format)
+scalar("bytes of a file in memory", lambda v: io.BytesIO(bytes([v])))
+scalar("in a mapping proxy", lambda v: MappingProxyType({"beta": v}), "attribute beta")
+scalar("in a numpy array of objects", lambda v: np.array([v, None], dtype=object))
+scalar("under a numpy number", lambda v: {np.int64(1): 0.5 * v}, "attribute .int64.1")
+module_case(
+    "value: in a hook",
+    lambda v: hooked(0.5 * v),
+    lambda m: [m(X)],
+    "attribute tensor",
+)
+module_case(
+    "value: float whose name has a word of the process",
+    lambda v: Scalars(kv_cache_scale=0.5 * v),
+    lambda m: [m.kv_cache_scale],
+    "attribute kv_cache_scale",
+)
+module_case(
+    "value: in an object that is found first under a name of the process",
+    lambda v: helper_twice(SimpleNamespace(alpha=0.5 * v)),
+    lambda m: [m.helper.alpha],
+    "attribute alpha: here .* at helper",
+)
+
+
+def helper_twice(helper: object) -> nn.Module:
+    """Return a module with the helper under two names."""
+    return Scalars(cache_helper=helper, helper=helper)
+
+
 scalar("on the parameter", lambda v: 1, "")
 module_case(
     "value: on a parameter",
@@ -863,6 +1129,11 @@ module_case(
 module_case(
     "value: of the process",
     lambda v: Scalars(device_id=v, cache_path=f"/tmp/{v}", folder="x" * v, rank=v),
+    lambda m: [m.weight],
+)
+module_case(
+    "value: annotations of torch.compile",
+    lambda v: Scalars(_torchdynamo_wrapper_id=v, _dynamo_static_input_type=f"type {v}"),
     lambda m: [m.weight],
 )
 module_case("value: mode", lambda v: nn.Linear(2, 2).train(v == 1), lambda m: [m.weight])

@@ -214,7 +214,7 @@ def test_views_of_a_filled_buffer_equal_the_captured_tensors(recipe: Recipe) -> 
     """They are equal and have the same layout."""
     image = capture(build(recipe, 1))
     buffer, tensors = allocate_buffer(image.layout)
-    buffer_image = image_from_tensors(tensors)
+    buffer_image = image_from_tensors(tensors, image.layout.attributes)
     assert image.layout == buffer_image.layout
     size = image.layout.image_bytes
     with image.readable(0, size) as views:

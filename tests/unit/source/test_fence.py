@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rfork.errors import SourceBusy, SourceWeightsChanged
+from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged
 from rfork.image.capture import image_from_tensors
 from rfork.image.chunks import MIB, ChunkState
 from rfork.image.layout import Manifest
@@ -158,6 +158,33 @@ def test_an_update_serves_the_new_bytes() -> None:
     assert inside.weights_id is None
     assert "serving" == after.state
     assert 1 == inside.generation == after.generation
+
+
+def test_an_update_that_replaces_tensors_serves_the_new_memory() -> None:
+    """The seed serves what its module computes with now, not the tensors that it had."""
+    image = image_from_tensors({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
+    replaced = image_from_tensors({"a": torch.ones(2 * MIB, dtype=torch.uint8)})
+    with build_seed(seed_image=image) as seed:
+        seed.recapture = lambda: replaced
+        with seed.updating():
+            pass
+        after = seed.report()
+        assert seed.image is replaced
+    assert "serving" == after.state
+    assert compute_manifest(replaced).weights_id == after.weights_id
+
+
+def test_an_update_that_changes_the_layout_leaves_the_seed_fenced() -> None:
+    """The caller gets the reason, and no reader gets bytes."""
+
+    def recapture() -> Image:
+        raise LayoutMismatch("another dtype")
+
+    with build_seed() as seed:
+        seed.recapture = recapture
+        with pytest.raises(LayoutMismatch, match="another dtype"), seed.updating():
+            pass
+        assert "loading" == seed.report().state
 
 
 def test_a_failed_update_leaves_the_seed_fenced() -> None:

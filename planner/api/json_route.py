@@ -55,14 +55,13 @@ class JsonRoute(APIRoute):
             if header(scope, CONTENT_TYPE) != JSON_HEADER:
                 await general(scope, receive, send)
                 return
-            request = Request(scope, receive)
-            body = await request.body()
+            body = await _read_body(receive)
             found = arguments(scope["path_params"], body)
             if found is None:
                 await general(scope, _replay(body, receive), send)
                 return
             if request_name is not None:
-                found[request_name] = request
+                found[request_name] = Request(scope)
             result = await endpoint(**found)
             if result is None:
                 response = Response(status_code=status)
@@ -71,6 +70,16 @@ class JsonRoute(APIRoute):
             await response(scope, receive, send)
 
         return serve
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """Return the body, which is one message behind `BodyLimit`."""
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    while message.get("more_body", False):
+        message = await receive()
+        body += message.get("body", b"")
+    return body
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

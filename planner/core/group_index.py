@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from planner.core.group_history import GroupHistory
@@ -79,12 +80,13 @@ class SourceBuckets:
         buckets = self.scopes.get(scope)
         if buckets is None:
             return
+        left = limit
         for bucket in sorted(buckets):
-            for instance_id in buckets[bucket]:
-                yield instance_id
-                limit -= 1
-                if not limit:
-                    return
+            members = buckets[bucket]
+            yield from islice(members, left)
+            left -= len(members)
+            if left <= 0:
+                return
 
 
 def localities(location: HostLocation) -> tuple[Scope, ...]:
@@ -105,7 +107,7 @@ def bucket_key(source: Source, *, free: int, load: float, has_data: bool, missin
 
     `has_data`: its plan has sources; `missing`: a reader could not reach it.
     """
-    quarters = min(MAX_LOAD_LEVEL, math.ceil(4 * load / source.egress_share - 0.01))
+    quarters = min(MAX_LOAD_LEVEL, math.ceil(4 * load / source.egress_share - 0.01)) if load else 0
     missing_quarters = 0 if source.complete else 8 - 8 * source.watermark // max(1, source.chunk_count)
     return (
         availability_tier(source, free, has_data=has_data, missing=missing),

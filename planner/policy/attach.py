@@ -45,7 +45,8 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
         kept = [(yielded_to, unassigned)]
     kept = _move_to_idle_seed(state, demand, kept, candidates)
     kept += _held_on_host(state, demand, kept, unassigned, candidates)
-    unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
+    if kept:
+        unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
     ineligible_reasons: dict[str, str] = {}
     total = count(missing)
     kept_ids = {source.instance_id: count(chunks) / total for source, chunks in kept}
@@ -162,8 +163,8 @@ def _held_on_host(
     It has paused, so the other chunks come from elsewhere.
     """
     target = demand.target
-    if state.plans_background:
-        return []
+    if state.plans_background or target.location.host not in state.group.shared_hosts:
+        return []  # nearly always
     holders = [each for each in candidates if each.background and not each.complete and is_same_host_read(each, target)]
     if holders:
         unassigned = subtract(unassigned, [chunk for _, chunks in kept for chunk in chunks])

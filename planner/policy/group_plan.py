@@ -158,7 +158,8 @@ def _candidates(state: PlanState, target: Source, own: str | None) -> tuple[list
     named = group.sources if group.candidates is None else group.candidates
     same_layout: list[Source] = []
     others: list[Source] = []
-    for name in dict.fromkeys((*named, *state.planned())):
+    planned = state.planned()
+    for name in dict.fromkeys((*named, *planned)) if planned else named:
         if name == own or (source := state.source(name)) is None:
             continue
         is_same = source.layout_id == target.layout_id and source.chunk_count == target.chunk_count

@@ -89,6 +89,8 @@ class PlanState:
         stay on the host. Background forks count only for one another: they yield to others. A holder's image and an
         engine on one host share its link.
         """
+        if not self.readers(source.instance_id) and not self.group.shared_hosts:
+            return 0.0  # nearly every source of a large group
         if target is not None and is_same_host_read(source, target):
             return self._load(source.instance_id, same_host=True) / source.egress_share
         names = self.group.shared_hosts.get(source.location.host)

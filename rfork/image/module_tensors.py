@@ -69,7 +69,7 @@ PROCESS_NAMES = frozenset(
         *("step", "steps", "_step", "_steps", "global_step", "epoch", "iteration", "_version"),
         # From torch's buffers, accelerate and transformers: how a model was created or is trained.
         *("_is_buffer", "persistent", "_hf_hook", "_old_forward", "_is_hf_initialized", "hf_quantizer"),
-        *("gradient_checkpointing", "is_quantized"),
+        *("gradient_checkpointing", "_gradient_checkpointing_func", "is_quantized"),
     }
 )
 """Attribute names with the same meaning, and annotations that libraries put on loaded objects."""

@@ -40,7 +40,10 @@ VLLM = {
     "tensor": ("vllm.distributed.parallel_state.GroupCoordinator",),
     "pipeline": ("vllm.distributed.parallel_state.GroupCoordinator",),
     "experts": ("vllm.distributed.parallel_state.GroupCoordinator",),
-    "method": ("vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase",),
+    "method": (
+        "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+    ),
     "envs": ("vllm.envs",),
     "custom_ops": ("vllm._custom_ops",),
     "layer_utils": ("vllm.model_executor.layers.utils",),

@@ -30,6 +30,7 @@ from torch import nn
 from torch.masked import masked_tensor
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from rfork.errors import UnsupportedTensor
 from rfork.image.capture import capture
@@ -1134,6 +1135,17 @@ module_case(
 module_case(
     "value: annotations of torch.compile",
     lambda v: Scalars(_torchdynamo_wrapper_id=v, _dynamo_static_input_type=f"type {v}"),
+    lambda m: [m.weight],
+)
+module_case(
+    "value: gradient checkpointing of a trainer",
+    lambda v: (
+        Scalars(
+            gradient_checkpointing=True, _gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False)
+        )
+        if v == 1
+        else Scalars(gradient_checkpointing=False)
+    ),
     lambda m: [m.weight],
 )
 module_case("value: mode", lambda v: nn.Linear(2, 2).train(v == 1), lambda m: [m.weight])

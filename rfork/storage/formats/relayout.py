@@ -142,7 +142,8 @@ class _ConvertJob:
     ) -> None:
         memory = max(MIN_MEMORY, settings.staging_bytes // 2)
         self._buffers = BufferPool(memory, RUN_BYTES + 2 * BUFFER_ALIGNMENT)
-        self._streams = min(settings.concurrency, memory // self._buffers.buffer_bytes)
+        max_runs = len(pairs) + sum(location.nbytes for location, _ in pairs) // RUN_BYTES
+        self._streams = min(settings.concurrency, memory // self._buffers.buffer_bytes, max_runs)
         self._progress = progress
         self._progress_lock = threading.Lock()
         blobs = {id(location.blob): location.blob for location, _ in pairs}

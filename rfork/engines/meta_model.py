@@ -6,11 +6,13 @@ everything except reading is done: dtypes, tied weights, computed buffers (rotar
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 
 SAFETENSORS = "*.safetensors"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_FILES = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Names that transformers reads weights from: the first that exists."""
 
 
 @contextmanager
@@ -86,24 +91,52 @@ def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
 def dtype_of(requested: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Return the dtype of `from_pretrained`: the requested one, else the config's, else that of the first weight."""
     if requested == "auto":
-        requested = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
+        requested = config.dtype or _stored_dtype(folder, config) or torch.get_default_dtype()
     found = getattr(torch, requested.removeprefix("torch."), None) if isinstance(requested, str) else requested
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{requested!r} is not a dtype")
     return found
 
 
-def _stored_dtype(folder: Path) -> torch.dtype | None:
-    for path in sorted(folder.glob(SAFETENSORS))[:1]:
-        try:
-            with safe_open(path, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118  # it is no mapping
-                    dtype: torch.dtype = weights.get_slice(name)[:0].dtype
-                    if dtype.is_floating_point:
-                        return dtype
-        except (SafetensorError, IndexError):
-            return None
-    return None
+def weights_file(folder: Path, config: PreTrainedConfig) -> Path | None:
+    """Return the file in a folder, or the index of files, that transformers reads weights from; None without one."""
+    named: str | None = getattr(config, "transformers_weights", None)
+    names = WEIGHT_FILES if named is None else (named,)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _stored_dtype(folder: Path, config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype that transformers derives from the weights; None if they cannot be read."""
+    path = weights_file(folder, config)
+    if path is None:
+        return None
+    try:
+        if path.suffix == ".json":
+            index = json.loads(path.read_bytes())
+            declared = index.get("metadata", {}).get("dtype")
+            if declared is not None:
+                return cast("torch.dtype", getattr(torch, declared))
+            path = folder / min(index["weight_map"].values())
+        return next(filter(_may_be_default, _dtypes_in(path)), None)
+    # The loader that reads the file names the problem.
+    except (SafetensorError, UnpicklingError, OSError, EOFError, ValueError, LookupError, AttributeError, RuntimeError):
+        return None
+
+
+def _dtypes_in(path: Path) -> Iterator[torch.dtype]:
+    if path.suffix != ".safetensors":
+        for value in torch.load(path, map_location="meta", weights_only=True).values():
+            yield value.dtype
+        return
+    with safe_open(path, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  # it is no mapping
+            part = weights.get_slice(name)
+            yield (part[:0] if part.get_shape() else part[...]).dtype  # a scalar has no empty slice
+
+
+def _may_be_default(dtype: torch.dtype) -> bool:
+    """Return True if a model can be built in a dtype."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 MAIN = "main"
@@ -182,6 +215,13 @@ class MetaModel:
 
         has_weights = any(True for pattern in WEIGHTS for _ in self.folder.glob(pattern))
         return has_weights or not (Path(self.source).is_dir() or HF_HUB_OFFLINE)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True if transformers reads the same safetensors files of the folder as rfork, which prefers an index."""
+        folder = self.folder
+        preferred = next((folder / name for name in (INDEX, SINGLE) if (folder / name).is_file()), None)
+        return preferred is not None and preferred == weights_file(folder, self.config)
 
     def empty(self) -> PreTrainedModel:
         """Return the model in eval mode with its weights allocated, but neither read nor initialised.

@@ -16,7 +16,7 @@ from torch import nn
 from rfork import settings as options
 from rfork._api import fork_with_fallbacks, resolve_settings
 from rfork.engines.arguments import canonical_model_name, check_tensor_parallel
-from rfork.engines.meta_model import SAFETENSORS, MetaModel, collective_load_reason, stores_each_once
+from rfork.engines.meta_model import MetaModel, collective_load_reason, stores_each_once
 from rfork.engines.tensor_parallel import TensorParallel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
@@ -205,7 +205,7 @@ def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], 
     folder = blueprint.folder
     if (
         blueprint.parallel is None
-        and any(folder.glob(SAFETENSORS))
+        and blueprint.has_checkpoint
         and blueprint.loads_as_stored(model)
         and stores_each_once(folder, model)
     ):

@@ -117,7 +117,8 @@ def _runs(pieces: Iterable[_ConvertPiece], gap: int, max_bytes: int) -> Iterator
         end = piece.offset + piece.nbytes
         if run is not None and (
             piece.blob is run.pieces[0].blob
-            and piece.offset <= run.end + gap
+            # A tied tensor begins again before the last run of the one with the same bytes.
+            and run.begin <= piece.offset <= run.end + gap
             and max(end, run.end) - run.begin <= max_bytes
         ):
             run.pieces.append(piece)

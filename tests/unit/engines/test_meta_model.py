@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -152,12 +153,70 @@ def test_a_requested_dtype_is_that_of_from_pretrained(tmp_path: Path, dtype: str
 def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path: Path) -> None:
     """It is that of the weights if there are any, else float32."""
     save_model(tmp_path / "model", "tied", torch.bfloat16)
-    config = tmp_path / "model" / "config.json"
-    config_values = json.loads(config.read_text())
-    del config_values["dtype"]
-    config.write_text(json.dumps(config_values))
+    without_dtype(tmp_path / "model")
     found = [MetaModel.of(folder).dtype for folder in (tmp_path / "model", without_weights(tmp_path / "model"))]
     assert [torch.bfloat16, torch.float32] == found
+
+
+def without_dtype(folder: Path) -> None:
+    """Remove the dtype from a config."""
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "dtype"})
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_the_dtype_of_the_weights_is_that_of_the_file_that_transformers_reads(tmp_path: Path, file: str) -> None:
+    """Adapters and other files in the folder do not count."""
+    save_model(tmp_path, "tied", torch.bfloat16)
+    without_dtype(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if file == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(weights, tmp_path / file)
+    save_file({"lora": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    assert AutoModel.from_pretrained(tmp_path, dtype="auto").dtype is torch.bfloat16
+    assert MetaModel.of(tmp_path).dtype is torch.bfloat16
+
+
+def test_the_dtype_of_a_sharded_model_is_that_of_its_first_shard(tmp_path: Path) -> None:
+    """Transformers compares no shards."""
+    save_model(tmp_path, "tied", torch.float16)
+    without_dtype(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"b": torch.ones(2, dtype=torch.float8_e4m3fn), "c": torch.ones(2).half()}, tmp_path / "1.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "2.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert MetaModel.of(tmp_path).dtype is torch.float16
+
+
+def test_files_that_transformers_does_not_read_are_no_checkpoint(tmp_path: Path) -> None:
+    """A variant is read only on request, and `pytorch_model.bin` otherwise."""
+    save_model(tmp_path, "tied")
+    assert MetaModel.of(tmp_path).has_checkpoint
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
+    assert not MetaModel.of(tmp_path).has_checkpoint
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert not MetaModel.of(tmp_path).has_checkpoint
+
+
+def test_a_file_with_precedence_over_an_index_is_not_loaded_by_it(tmp_path: Path) -> None:
+    """Transformers prefers the file, and rfork the index."""
+    save_model(tmp_path, "tied")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert not MetaModel.of(tmp_path).has_checkpoint
+
+
+def test_weights_that_the_config_names_are_no_checkpoint(tmp_path: Path) -> None:
+    """Transformers reads the named file instead of `model.safetensors`."""
+    save_model(tmp_path, "tied")
+    (tmp_path / "other.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    assert not MetaModel.of(tmp_path).has_checkpoint
 
 
 def test_a_requested_attention_implementation_is_used(tmp_path: Path) -> None:

@@ -54,6 +54,23 @@ def test_a_stored_tensor_with_gaps_gets_memory_of_its_size(monkeypatch: pytest.M
     assert torch.equal(base.t().double(), target)
 
 
+def test_overlapping_tensors_are_converted_from_their_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied tensors, or one that is a part of another, may begin before the last run of the larger one."""
+    monkeypatch.setattr(relayout, "RUN_BYTES", 1 << 10)
+    base = torch.arange(1 << 10, dtype=torch.float32).reshape(32, 32)
+    blob = RecordingBlob("file:///f/0", base.numpy().tobytes())
+    parts = {"all": slice(0, 32), "tied": slice(0, 32), "part": slice(22, 24)}
+    into = {name: torch.zeros(len(base[rows]), 32, dtype=torch.float64) for name, rows in parts.items()}
+    locations = [
+        TensorLocation(name, blob, rows.start * 128, len(base[rows]) * 128, torch.float32, (len(base[rows]), 32))
+        for name, rows in parts.items()
+    ]
+    relayout.fill_converted([(location, into[location.name]) for location in locations], 0, SETTINGS)
+    assert torch.equal(base.double(), into["all"])
+    assert torch.equal(base.double(), into["tied"])
+    assert torch.equal(base[22:24].double(), into["part"])
+
+
 def test_local_files_are_read_in_complete_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A direct read of a part of a page would need a second one; the last page may be incomplete."""
     stored = {name: torch.randn(700 + 999 * index) for index, name in enumerate("abc")}

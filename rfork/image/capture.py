@@ -310,7 +310,8 @@ def _refuse_interleaved(kept: Mapping[str, torch.Tensor], excluded: Mapping[str,
 def _refuse_addresses(tensors: Mapping[str, torch.Tensor], image: Image) -> None:
     """Raise UnsupportedTensor for a table of addresses of the image, such as the arguments of a grouped kernel.
 
-    The addresses of the source are wrong in the target. Tables in GPU memory are not read.
+    The addresses of the source are wrong in the target. Tables in GPU memory are not read. A table contains nothing
+    else, and the beginning of a tensor: single addresses are also left over in uninitialised memory.
     """
     begins = np.array(image.runs.addresses, np.uint64)
     order = np.argsort(begins)
@@ -319,8 +320,11 @@ def _refuse_addresses(tensors: Mapping[str, torch.Tensor], image: Image) -> None
         if tensor.dtype not in ADDRESS_TYPES or not tensor.is_cpu or not 0 < tensor.numel() <= MAX_ADDRESSES:
             continue
         values = tensor.detach().reshape(-1).numpy().view(np.uint64)
+        values = values[values != 0]
         runs = np.searchsorted(begins, values, side="right").astype(np.int64) - 1
-        if np.any((runs >= 0) & (values < ends[np.maximum(runs, 0)])):
+        if not values.size or np.any((runs < 0) | (values >= ends[np.maximum(runs, 0)])):
+            continue
+        if any(each.data_ptr() in values for each in tensors.values()):
             raise UnsupportedTensor(
                 name,
                 "it contains addresses of the module's own memory, which are others in each process",

@@ -830,7 +830,7 @@ module_case(
     lambda m: [m.attribute[0](X)],
     "attribute alpha",
 )
-module_case("module: integers and left over addresses", lambda v: left_over(), lambda m: [m.ids])
+module_case("module: integers and left over addresses", lambda v: stale_addresses(), lambda m: [m.ids])
 module_case("module: table of addresses", lambda v: addresses(), lambda m: [], "'table'.*addresses of the module's own")
 module_case("module: table of large numbers", lambda v: large_numbers(v), lambda m: [m.table])
 module_case("module: slots", SlottedModule, lambda m: [m.table])
@@ -872,7 +872,7 @@ def addresses() -> nn.Module:
     return module
 
 
-def left_over() -> nn.Module:
+def stale_addresses() -> nn.Module:
     """Return a module with uninitialised integers: addresses of earlier objects, and others."""
     module = nn.Linear(4, 4)
     module.register_buffer("ids", torch.tensor([module.weight.data_ptr() - 16, module.weight.data_ptr(), 7]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planner.core import batch_queue
 from planner.core.records import StoreChange
 from planner.plan_service import PlanService
 from planner.policy import group_plan
@@ -72,9 +73,10 @@ def store(time: FakeTime) -> FlakyStore:
 
 
 @pytest.fixture
-def service(time: FakeTime, store: FlakyStore) -> PlanService:
-    """A service in which the first request waits for others."""
-    return make_service(time, store, batch_window_s=0.02)
+def service(time: FakeTime, store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> PlanService:
+    """A service in which the first request waits for others, however slowly this machine creates them."""
+    monkeypatch.setattr(batch_queue, "SOLO_WINDOW_S", 0.2)
+    return make_service(time, store, batch_window_s=0.2)
 
 
 def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -305,8 +305,8 @@ class FakeGpu:
         """Raise AssertionError if the program broke a rule, copied pageable host memory more often than
         `max_pageable_copies`, or created a context on a device without memory of this instance.
         """
-        assert [] == self.violations
-        assert [] == self.forbidden_calls
+        assert [] == self.violations, self.violations
+        assert [] == self.forbidden_calls, self.forbidden_calls
         assert self.max_pageable_copies >= self.pageable_copies
         assert set() == self.contexts - self._devices
 

@@ -101,7 +101,7 @@ struct CUevent_st {
     struct CUevent_st *next;
 };
 
-enum operation_type { COPY, RECORD, WAIT };
+enum operation_type { COPY, RECORD, WAIT, DROPPED };
 
 struct operation {
     enum operation_type type;
@@ -394,18 +394,27 @@ static bool copy(const struct operation *one, int device, bool dry_run) {
     return true;
 }
 
+/* No more work runs on a device after such an error: its queued copies are dropped, and use no memory any more. */
+static void fail_device(int device) {
+    sticky_errors[device] = CUDA_ERROR_ILLEGAL_ADDRESS;
+    for (struct CUstream_st *stream = streams; stream; stream = stream->next)
+        for (struct operation *one = stream->device == device ? stream->first : NULL; one; one = one->next)
+            if (one->type == COPY) {
+                one->type = DROPPED;
+                queued_copies--;
+            }
+}
+
 static void run(struct CUstream_st *stream, struct operation *one) {
     if (one->type == RECORD && one->event->completed < one->number) one->event->completed = one->number;
     if (one->type != COPY) return;
-    queued_copies--;
-    if (settings.fail_copies == 2) sticky_errors[stream->device] = CUDA_ERROR_ILLEGAL_ADDRESS;
-    if (sticky_errors[stream->device]) return;
-    if (copy(one, stream->device, true) && copy(one, stream->device, false)) {
-        completed_copies++;
-        copied_bytes += (long)one->length;
-    } else {
-        sticky_errors[stream->device] = CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (settings.fail_copies == 2 || !copy(one, stream->device, true) || !copy(one, stream->device, false)) {
+        fail_device(stream->device);
+        return;
     }
+    queued_copies--;
+    completed_copies++;
+    copied_bytes += (long)one->length;
 }
 
 static uint64_t next_random(void) {
@@ -420,7 +429,7 @@ static bool is_runnable(const struct CUstream_st *stream) {
     const struct operation *one = stream->first;
     if (!one) return false;
     if (one->type == COPY) return !settings.paused;
-    return one->type == RECORD || one->event->completed >= one->number;
+    return one->type != WAIT || one->event->completed >= one->number;
 }
 
 /* Return a random stream whose first operation can run; NULL if there is none. */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from rfork.engines.arguments import (
 from rfork.engines.identity import CurrentVersion, choose_version, replica_of
 from rfork.errors import ALL_TENSORS, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture, plain_values, recapture
-from rfork.image.layout import Layout, Manifest
+from rfork.image.layout import Manifest
 from rfork.image.memory import Image, compute_manifest
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.receiver.planner_requests import OnProgress
@@ -108,7 +109,7 @@ def fork(
         on_progress=on_progress,
     )
     if report.seed is not None:
-        report.seed.recapture = _recapture_of(module, report.seed.image.layout, exclude)
+        find_replaced_tensors(report.seed, module, exclude)
     return report
 
 
@@ -216,12 +217,22 @@ def seed(
         Connections.of(chosen),
         manifest=manifest,
     ) as served_seed:
-        served_seed.recapture = _recapture_of(module, image.layout, exclude)
+        find_replaced_tensors(served_seed, module, exclude)
         yield served_seed
 
 
-def _recapture_of(module: nn.Module, layout: Layout, exclude: Sequence[str]) -> Callable[[], Image]:
-    return partial(recapture, module, layout, exclude=exclude, values=plain_values(module, exclude))
+def find_replaced_tensors(seed: Seed, module: nn.Module, exclude: Sequence[str]) -> None:
+    """Let a seed find, after each update, the tensors that were replaced in its module, and other changes.
+
+    The seed does not keep the module alive: without it, nothing can have been replaced.
+    """
+    module_ref, values = weakref.ref(module), plain_values(module, exclude)
+
+    def recaptured() -> Image:
+        found, image = module_ref(), seed.image
+        return image if found is None else recapture(found, image.layout, exclude=exclude, values=values)
+
+    seed.recapture = recaptured
 
 
 def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:

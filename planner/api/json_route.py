@@ -55,7 +55,7 @@ class JsonRoute(APIRoute):
             if header(scope, CONTENT_TYPE) != JSON_HEADER:
                 await general(scope, receive, send)
                 return
-            body = await _read_body(receive)
+            body: bytes = (await receive()).get("body", b"")  # all of it: `BodyLimit` has read the body
             found = arguments(scope["path_params"], body)
             if found is None:
                 await general(scope, _replay(body, receive), send)
@@ -70,16 +70,6 @@ class JsonRoute(APIRoute):
             await response(scope, receive, send)
 
         return serve
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """Return the body, which is one message behind `BodyLimit`."""
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    while message.get("more_body", False):
-        message = await receive()
-        body += message.get("body", b"")
-    return body
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

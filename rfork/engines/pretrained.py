@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork._api import fork_with_fallbacks, resolve_settings
+from rfork._api import find_replaced_tensors, fork_with_fallbacks, resolve_settings
 from rfork.engines.arguments import canonical_model_name, check_tensor_parallel
 from rfork.engines.meta_model import MetaModel, collective_load_reason, stores_each_once
 from rfork.engines.tensor_parallel import TensorParallel
@@ -146,7 +146,7 @@ def fork_pretrained(
     model = loaded[-1] if loaded else model
     if cross_layout is not None and report.seed is not None:
         cross_layout.serve(model, report.seed)
-    _attach_seed(model, report)
+    _attach_seed(model, report, exclude)
     return model
 
 
@@ -223,12 +223,13 @@ class _ForkedState:
         return _ForkedState, ()
 
 
-def _attach_seed(model: nn.Module, report: ForkReport) -> None:
-    """Close the seed when the model is deleted or the process ends."""
+def _attach_seed(model: nn.Module, report: ForkReport, exclude: Sequence[str]) -> None:
+    """Let the seed follow updates of the model, and close it when the model is deleted or the process ends."""
     setattr(model, ATTRIBUTE, _ForkedState(report))
     seed = report.seed
     if seed is None:
         return
+    find_replaced_tensors(seed, model, exclude)
     atexit.register(seed.close)
     weakref.finalize(model, _close_seed_async, seed).atexit = False
 

@@ -8,7 +8,8 @@ section of one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import translate
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from rfork.gc_pause import gc_paused
 from rfork.image.layout import Layout, SpecType, TensorSpecTable, byte_extent, contiguous_stride
 from rfork.image.leaf_plan import Column
 from rfork.image.memory import Image, StorageTable
-from rfork.image.module_tensors import BASE_TENSOR_TYPES, Attributes, state_of_module
+from rfork.image.module_tensors import BASE_TENSOR_TYPES, Attributes, ModuleTensors, state_of_module
 from rfork.image.ranges import normalise
 
 MAX_ALIGNMENT = 16
@@ -62,38 +63,13 @@ def capture(
     for state outside tensors (packed weights, extra state, tensors in sets); for tables of addresses; and for an
     excluded tensor that lies between the rows of an included one.
     """
-    # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
-        is_excluded = _matcher(exclude)
-        state = state_of_module(module, is_excluded)
-        excluded_tensors: dict[str, torch.Tensor] = {}
-        if like is not None:
-            names = {spec.name for spec in like.tensors}
-            tensors = _named_like(names, state.tensors, wrappers)
-            refused = _named_like(names, state.refused, wrappers)
-            attributes = like.attributes
-        else:
-            refused = state.refused
-            tensors = state.tensors
-            if is_excluded is not None:
-                tensors = {name: tensor for name, tensor in tensors.items() if not is_excluded(name)}
-                excluded_tensors = {name: tensor for name, tensor in state.tensors.items() if name not in tensors}
-                refused = {name: reason for name, reason in refused.items() if not is_excluded(name)}
-            attributes = state.attributes.lines(is_excluded)
-        if refused:
-            name, reason = next(iter(refused.items()))
-            raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
-        image = image_from_tensors(tensors, attributes)
-        if like is None:
-            _refuse_addresses(tensors, image)
-        if excluded_tensors:
-            _refuse_interleaved(tensors, excluded_tensors)
-        return image
+    with _reading_modules():
+        return _image_of(state_of_module(module, _matcher(exclude)), exclude, like, wrappers)
 
 
 def plain_values(module: nn.Module, exclude: Sequence[str] = ()) -> Attributes:
     """Return the plain values of a module; see `capture`."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
+    with _reading_modules():
         return state_of_module(module, _matcher(exclude)).attributes
 
 
@@ -111,11 +87,48 @@ def recapture(
     captured. Raises LayoutMismatch if a tensor is missing or has another type, or if one of the values has changed,
     and UnsupportedTensor.
     """
-    if values is not None and (change := plain_values(module, exclude).change_since(values, _matcher(exclude))):
-        raise LayoutMismatch(change)
-    image = capture(module, exclude=exclude, like=layout, wrappers=wrappers)
+    with _reading_modules():
+        state = state_of_module(module, _matcher(exclude))
+        if values is not None and (change := state.attributes.change_since(values, _matcher(exclude))):
+            raise LayoutMismatch(change)
+        image = _image_of(state, exclude, layout, wrappers)
     if difference := layout.first_difference(image.layout):
         raise LayoutMismatch(difference)
+    return image
+
+
+@contextmanager
+def _reading_modules() -> Iterator[None]:
+    # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), gc_paused():
+        yield
+
+
+def _image_of(state: ModuleTensors, exclude: Sequence[str], like: Layout | None, wrappers: Sequence[str]) -> Image:
+    """Return the image of a module's state; see `capture`."""
+    is_excluded = _matcher(exclude)
+    excluded_tensors: dict[str, torch.Tensor] = {}
+    if like is not None:
+        names = {spec.name for spec in like.tensors}
+        tensors = _named_like(names, state.tensors, wrappers)
+        refused = _named_like(names, state.refused, wrappers)
+        attributes = like.attributes
+    else:
+        refused = state.refused
+        tensors = state.tensors
+        if is_excluded is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if not is_excluded(name)}
+            excluded_tensors = {name: tensor for name, tensor in state.tensors.items() if name not in tensors}
+            refused = {name: reason for name, reason in refused.items() if not is_excluded(name)}
+        attributes = state.attributes.lines(is_excluded)
+    if refused:
+        name, reason = next(iter(refused.items()))
+        raise UnsupportedTensor(name, reason, hint=_exclusion_hint(name))
+    image = image_from_tensors(tensors, attributes)
+    if like is None:
+        _refuse_addresses(tensors, image)
+    if excluded_tensors:
+        _refuse_interleaved(tensors, excluded_tensors)
     return image
 
 

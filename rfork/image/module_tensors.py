@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_
 from rfork.errors import ALL_TENSORS, UnsupportedTensor
 from rfork.image.layout import ATTRIBUTE as MARKED
 from rfork.image.object_types import (
-    LIBRARIES,
     PLAIN_VALUES,
     SCALARS,
     ObjectType,
@@ -41,6 +40,7 @@ from rfork.image.object_types import (
     function_state,
     hidden_state_reason,
     is_ignored,
+    is_in_library,
     is_plain,
     is_scalar,
     module_of,
@@ -431,7 +431,7 @@ class _TensorWalker:
 
     def _class(self, name: str, cls: type) -> None:
         """Collect the tensors in the attributes of a class that an object refers to."""
-        if id(cls) not in self._seen and module_of(cls).partition(".")[0] not in LIBRARIES:
+        if id(cls) not in self._seen and not is_in_library(cls):
             self._seen[id(cls)] = cls
             for key, member in object_type(cls).class_attributes:
                 self._value(_join(name, key), member, compare=False)

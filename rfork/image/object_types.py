@@ -111,7 +111,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
     for base in reversed(own) if followed else ():
         if not base.__flags__ & HEAP_TYPE:
             continue
-        is_library = module_of(base).partition(".")[0] in LIBRARIES
+        is_library = is_in_library(base)
         for key, value in vars(base).items():
             function = _function_of(value)
             if type(value) is MemberDescriptorType:
@@ -154,6 +154,11 @@ def is_ignored(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in IGNORED_PACKAGES)
 
 
+def is_in_library(value: object) -> bool:
+    """Return whether one of `LIBRARIES` defines a class or function."""
+    return module_of(value).partition(".")[0] in LIBRARIES
+
+
 def _may_contain_tensors(value: object, depth: int = 0) -> bool:
     """Return whether a class attribute may contain tensors: containers of plain values, code and descriptors do not."""
     if depth > MAX_CLASS_DEPTH:
@@ -162,13 +167,15 @@ def _may_contain_tensors(value: object, depth: int = 0) -> bool:
         return False
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
         return True
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return any(_may_contain_tensors(item, depth + 1) for item in value)
-    if isinstance(value, dict):
-        return any(_may_contain_tensors(item, depth + 1) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque | dict):
+        items = value.values() if isinstance(value, dict) else value
+        # Vocabularies have a million entries.
+        return not PLAIN_VALUES.issuperset(map(type, items)) and any(
+            _may_contain_tensors(item, depth + 1) for item in items
+        )
     if isinstance(value, functools.partial):
         return any(_may_contain_tensors(item, depth + 1) for item in (value.args, value.keywords))
-    if callable(value) and module_of(type(value)).partition(".")[0] not in LIBRARIES:
+    if callable(value) and not is_in_library(type(value)):
         return any(isinstance(each, torch.Tensor | np.ndarray) for each in own_attributes(value).values())
     return (
         bool(own_attributes(value))
@@ -215,7 +222,7 @@ def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 def _function_globals(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Yield the globals that a function uses and that may contain tensors, or that are functions of its module."""
-    if module_of(function).partition(".")[0] in LIBRARIES:
+    if is_in_library(function):
         return
     for key in sorted(_global_names(function.__code__)):
         value = function.__globals__.get(key)
@@ -247,12 +254,12 @@ def _refers_to_state(function: FunctionType, known: set[int] | None = None) -> b
     """Return whether a function computes with tensors or scales besides its arguments, directly or in functions."""
     known = set() if known is None else known
     known.add(id(function))
-    closure = {id(value) for key, value in function_state(function) if key in function.__code__.co_freevars}
-    for _, value in function_state(function):
+    closure = frozenset(function.__code__.co_freevars)
+    for key, value in function_state(function):
         if isinstance(value, FunctionType):
             if id(value) not in known and _refers_to_state(value, known):
                 return True
-        elif (isinstance(value, float) and id(value) in closure) or _may_contain_tensors(value):
+        elif (isinstance(value, float) and key in closure) or _may_contain_tensors(value):
             return True
     return False
 

@@ -197,6 +197,21 @@ def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: P
         rfork.fork_pretrained(folder, settings=settings.model_copy(update={"fail_if_not_forked": True}))
 
 
+def test_tensors_that_an_update_replaces_are_served(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
+    """`assign=True` puts other tensors into the model, so that the ones that were forked are no longer its weights."""
+    first = rfork.fork_pretrained(llama, settings=settings)
+    seed = report(first).seed
+    assert seed is not None
+    before = model_checksum(first)
+    with seed.updating():
+        replaced = {name: torch.full_like(tensor, 0.5) for name, tensor in first.state_dict().items()}
+        first.load_state_dict(replaced, assign=True)
+    second = rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
+    assert [seed.identity.instance_id] == [share.source_id for share in report(second).sources]
+    assert before != model_checksum(second)
+    assert model_checksum(first) == model_checksum(second)
+
+
 def test_the_seed_ends_with_the_model(settings: InstanceSettings, llama: Path) -> None:
     """A deleted model is no longer served: the planner no longer lists it."""
     model = rfork.fork_pretrained(llama, settings=settings)

@@ -206,6 +206,7 @@ def test_tensors_that_an_update_replaces_are_served(settings: InstanceSettings, 
     with seed.updating():
         replaced = {name: torch.full_like(tensor, 0.5) for name, tensor in first.state_dict().items()}
         first.load_state_dict(replaced, assign=True)
+    assert seed.wait_report_acked(30)
     second = rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
     assert [seed.identity.instance_id] == [share.source_id for share in report(second).sources]
     assert before != model_checksum(second)

@@ -481,6 +481,8 @@ class PlanService:
                 reported_missing=False,
                 ingress_rate=fastest,
                 read_rate=None if same_host_read or is_older_than_plan else progress.bytes_per_s,
+                active_rate=None if same_host_read else progress.active_bytes_per_s,
+                source_rates={} if same_host_read else progress.source_active_bytes_per_s,
             )
             instances = (target, *others)
         try:

@@ -338,6 +338,8 @@ class ForkProgress(WireModel):
     bytes_per_s: BytesPerSecond = Field(description="current rate in bytes per second: over the last second, at first the mean so far")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: instance id, or `KIND:URI` of storage")
     source_bytes_per_s: SourceRates = Field(default_factory=dict, description="current rate of each source in verified bytes per second; only the 64 fastest active sources")
+    active_bytes_per_s: BytesPerSecond | None = Field(None, description="current rate over the network while chunks were being read from peers: time spent waiting for sources does not count; null: unknown")
+    source_active_bytes_per_s: SourceRates = Field(default_factory=dict, description="same as `active_bytes_per_s`, by peer: an upper bound until its first chunk arrives; only the 64 fastest peers")
     link_bytes_per_s: BytesPerSecond | None = Field(None, description="peak rate in bytes per second, the estimate of the link's speed; null: unknown")
     transports: SourceTransports = Field(default_factory=dict, description="last transport used for each source; storage has none")
     phases: Phases = Field(default_factory=dict, description="seconds in each phase so far, in order; the last phase is still running")

@@ -9,8 +9,15 @@ integers. Times and sizes are those of `benchmarks.simulate.network`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from benchmarks.simulate.network import Flow, Link, Network
+from rfork.receiver.source_reads import ActiveRates, SourceReads
+
+LINK_BYTES_PER_S: Final = 10e9
+IMAGE_SECONDS: Final = 10.0
+"""S/B in seconds, for the policy and for rates, whose constants are in seconds."""
+IMAGE_BYTES: Final = int(LINK_BYTES_PER_S * IMAGE_SECONDS)
 
 
 class SimHost:
@@ -39,6 +46,7 @@ class SimNode:
         "local_ingress",
         "name",
         "readers",
+        "reads",
         "received",
         "routes",
     )  # fmt: skip
@@ -54,6 +62,7 @@ class SimNode:
         self.in_flight = 0
         self.received = 0
         self.routes: dict[SimNode, SimRoute] = {}
+        self.reads: SourceReads[int] = SourceReads()
         self.readers: dict[SimRoute, None] = {}
         self.alive = True
         self.arrived_at = 0.0
@@ -63,13 +72,14 @@ class SimNode:
 class SimRoute:
     """The chunks that one target still needs from one source, and those in flight."""
 
-    __slots__ = ("flows", "missing_chunks", "source", "target")
+    __slots__ = ("flows", "missing_chunks", "reads", "source", "target")
 
     def __init__(self, source: SimNode, target: SimNode) -> None:
         self.source = source
         self.target = target
         self.missing_chunks = 0
         self.flows: dict[Flow[SimRead], None] = {}
+        self.reads: SourceReads[int] = SourceReads()
 
 
 class SimRead:
@@ -98,6 +108,7 @@ class SimFleet:
         self.network: Network[SimRead] = Network(self._arrived, latency=latency)
         self.nodes: dict[str, SimNode] = {}
         self._chunk_size = 1 / chunk_count
+        self._chunk_bytes = IMAGE_BYTES // chunk_count
         self._window = window
         self._local_rate = local_rate
         self._finished = finished
@@ -144,6 +155,14 @@ class SimFleet:
             for source, route in target.routes.items()
         }
 
+    def active_rates(self, target: SimNode) -> ActiveRates:
+        """Return the target's rates while it was reading chunks, in bytes per second."""
+        now_s = self.network.now * IMAGE_SECONDS
+        rates = {source.name: route.reads.bytes_per_s(now_s) for source, route in target.routes.items()}
+        return ActiveRates(
+            target.reads.bytes_per_s(now_s), {name: rate for name, rate in rates.items() if rate is not None}
+        )
+
     def _add(self, node: SimNode) -> SimNode:
         self.nodes[node.name] = node
         return node
@@ -151,6 +170,7 @@ class SimFleet:
     def _drop(self, route: SimRoute) -> None:
         for flow in route.flows:
             route.target.in_flight &= ~flow.tag.chunk
+            route.target.reads.failed(flow.tag.chunk, self.network.now * IMAGE_SECONDS)
             self.network.cancel(flow)
         route.flows.clear()
         del route.target.routes[route.source], route.source.readers[route]
@@ -167,6 +187,10 @@ class SimFleet:
             target.in_flight ^= chunk
             target.received += 1
             del route.flows[flow]
+            now_s = self.network.now * IMAGE_SECONDS
+            seconds = now_s - route.reads.in_flight[chunk].began_at
+            route.reads.received(chunk, seconds, now_s)
+            target.reads.received(chunk, seconds, now_s)
             waiting_routes[route] = None
             for reader in target.readers:
                 if reader.missing_chunks & chunk:
@@ -197,6 +221,8 @@ class SimFleet:
                 links = source.egress, target.ingress
             flow = Flow(*links, self._chunk_size, SimRead(route, chunk))
             route.flows[flow] = None
+            route.reads.start(chunk, self._chunk_bytes, self.network.now * IMAGE_SECONDS)
+            target.reads.start(chunk, self._chunk_bytes, self.network.now * IMAGE_SECONDS)
             self.network.start(flow)
 
 

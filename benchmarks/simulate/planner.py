@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from benchmarks.simulate.fleet import IMAGE_BYTES, IMAGE_SECONDS, LINK_BYTES_PER_S
 from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord, GroupKey
 from planner.core.records import RouteRecord as PlannedRead
@@ -20,12 +21,10 @@ from planner.policy.starvation import is_starving
 from planner.policy.transports import is_same_host_route
 from planner.policy.types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
 from rfork.image.ranges import Range
+from rfork.receiver.source_reads import ActiveRates
 from rfork.schema import Rank
 
 LAYOUT, WEIGHTS, VERSION, RANK = "layout", "weights", "v1", Rank()
-LINK_BYTES_PER_S: Final = 10e9
-IMAGE_SECONDS: Final = 10.0
-"""S/B in seconds, for the policy, whose constants are in seconds."""
 MAX_READERS: Final = 4
 MIN_ELAPSED_S: Final = 0.1
 NEVER: Final = float("inf")
@@ -88,9 +87,9 @@ class SimPlanner:
         else:
             self._sources[name] = source  # joins the group once it has a plan
 
-    def progress(self, name: str, chunks: int, now: float) -> None:
-        """Report the chunks that a target has verified; its read rate since the last report, or at first since
-        its plan, is derived from them.
+    def progress(self, name: str, chunks: int, rates: ActiveRates, now: float) -> None:
+        """Report the chunks that a target has verified, and its rates while it read; its read rate since the last
+        report, or at first since its plan, is derived from the chunks.
         """
         source = self._sources[name]
         new_chunks = chunks.bit_count() - source.watermark
@@ -111,6 +110,8 @@ class SimPlanner:
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
                 # A rate of which a part is older than the plan shows nothing about the plan's sources.
                 read_rate=None if same_host_read or since_plan_s < elapsed_s else rate,
+                active_rate=None if same_host_read else rates.total,
+                source_rates={} if same_host_read else rates.by_source,
             )
         )
 
@@ -196,7 +197,7 @@ class SimPlanner:
             rank=RANK,
             version=VERSION,
             chunk_count=self._chunk_count,
-            image_bytes=int(LINK_BYTES_PER_S * IMAGE_SECONDS),
+            image_bytes=IMAGE_BYTES,
             requested_at=now * IMAGE_SECONDS,
             seen_at=now * IMAGE_SECONDS,
             planned_at=now * IMAGE_SECONDS,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from benchmarks.simulate.fleet import SimFleet, SimHost, SimNode
-from benchmarks.simulate.planner import IMAGE_SECONDS, SimPlanner, SimPlanRequest
+from benchmarks.simulate.fleet import IMAGE_SECONDS, SimFleet, SimHost, SimNode
+from benchmarks.simulate.planner import SimPlanner, SimPlanRequest
 from planner.core.batch_queue import replan_window_s, window_s
 from rfork.errors import RforkError, SettingsError
 
@@ -280,7 +280,7 @@ class SimRun:
     def _heartbeat(self) -> None:
         then = self._network.now + self.scenario.heartbeat
         for target in self._reading:
-            self._planner.progress(target.name, target.chunks, self._network.now)
+            self._planner.progress(target.name, target.chunks, self.fleet.active_rates(target), self._network.now)
         for name in self._planner.stragglers(self._network.now):
             slow = self.fleet.nodes[name]
             for target in (slow, *(route.target for route in slow.readers)):

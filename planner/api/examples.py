@@ -100,6 +100,8 @@ PROGRESS: Final = ForkProgress(
     bytes_per_s=1.1e9,
     sources={"seed-1": 125_829_120},
     source_bytes_per_s={"seed-1": 1.1e9},
+    active_bytes_per_s=1.1e9,
+    source_active_bytes_per_s={"seed-1": 1.1e9},
     transports={"seed-1": "http"},
     phases={"capture": 0.02, "plan": 0.004, "transfer": 0.11},
 )

@@ -111,6 +111,10 @@ class InstanceRecord:
     """Fastest observed read rate of its forks, in bytes per second."""
     read_rate: float | None = None
     """Read rate over the network by its fork's last report since its plan, in bytes per second."""
+    active_rate: float | None = None
+    """The same while chunks were being read; see `ForkProgress.active_bytes_per_s`."""
+    source_rates: Mapping[str, float] = field(default_factory=dict)
+    """The same by source, by instance_id."""
     slow_since: float | None = None
     """Time since which its fork falls behind its sources, if it does."""
     since: float = 0.0
@@ -164,6 +168,8 @@ class InstanceRecord:
             egress_rate=report.egress_rate,
             ingress_rate=self.ingress_rate,
             read_rate=self.read_rate,
+            active_rate=self.active_rate,
+            source_rates=self.source_rates,
             slow=self.slow_since is not None,
             quarantined_until=self.quarantined_until,
             quarantine=self.quarantine,

@@ -1,29 +1,47 @@
-"""Detection of relays that fall behind their own sources, so that no target waits for them."""
+"""Detection of targets with slow links, so that no target waits for them.
+
+A target whose reads are slow while its sources have chunks for it has a slow link, unless its sources do: that is
+known once a source receives, or sends to others, at the speed of a link. Until then, a target counts as slow if its
+first sources have offered it far more chunks than it has read.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from planner.policy.background import targets_waited_for
 from planner.policy.types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
-MIN_BACKLOG: Final = 1 / 32
-"""Fraction of the image by which a slow target is behind its sources, while it follows its first plan."""
-MIN_BACKLOG_LATER: Final = 1 / 6
-"""The same for a target that has another plan, because it began behind its sources, or that has read faster before."""
-MAX_READ: Final = 0.55
-"""A slow target has read at most this fraction of what its sources could send since its first plan."""
-SLOW_RATE: Final = 0.35
-"""A slow target reads at less than this fraction of what its sources could send it."""
-FAST_RATE: Final = 0.7
-"""A target that reads, or has read, at this fraction of a link does not have a slow one."""
 LINK_QUANTILE: Final = 0.6
-"""Quantile of the targets' rates, relative to their shares of their sources' links, that counts as the speed of a
-link."""
+"""Quantile of the sources' link rates, as their readers see them, that counts as the speed of a link."""
+FAST_READ: Final = 0.6
+"""A target does not have a slow link if it reads from some source at this fraction of its share of a link, or..."""
+FAST_READS: Final = 0.45
+"""...from all of its sources together at this fraction of a link."""
+FAST_LINK: Final = 0.8
+"""A source that sends, or receives, this fraction of what a link allows does not have a slow one."""
+MIN_BACKLOG: Final = 1 / 32
+"""Fraction of the image by which a slow target is behind its first sources."""
+MAX_READ: Final = 0.55
+"""A slow target has read at most this fraction of what they offered."""
+
+
+class ActiveRead(NamedTuple):
+    """Rate at which a target reads from a source while the source has chunks for it."""
+
+    bytes_per_s: float
+    link_share: float
+    """The target's share of the source's link."""
+
+    @property
+    def link_rate(self) -> float:
+        """Rate of the source's link, if all of its readers get the same."""
+        return self.bytes_per_s / self.link_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +52,6 @@ class SourceProgress:
     read: int
     offered: int
     """Chunks that the source has; of a complete source, those that its fastest reader has read."""
-    waiting: int
-    """Chunks that the source has and the target lacks."""
-    link_share: float
-    """The target's share of the source's link."""
 
     @property
     def backlog(self) -> int:
@@ -46,46 +60,101 @@ class SourceProgress:
 
 
 def stragglers(group: GroupView, now: float) -> frozenset[str]:
-    """Return relays with readers that fall behind their own sources, by the last reports; pure.
+    """Return relays with slow links that targets wait for, by the last reports; pure.
 
-    A target falls behind if chunks wait for it at its sources and it still reads slowly. Sources that are slow or
-    behind themselves do not count, nor do background forks, which yield to others. If all readers of one source fall
-    behind it, and behind no other, the source is the slow one.
+    Background forks do not count: they yield to others.
     """
     targets, readers = _targets_and_readers(group, now)
     if not any(target.read_rate for target in targets):
         return frozenset()
+    links = ReadRates(group, targets)
     furthest = _furthest_readers(group, targets)
-    progress = {target.instance_id: _progress(group, target, readers, furthest) for target in targets}
-    rates = sorted(
-        target.read_rate / share
-        for target in targets
-        if target.read_rate and (share := _link_share(progress[target.instance_id]))
-    )
-    if not rates:
-        return frozenset()
-    link = rates[int(LINK_QUANTILE * len(rates))]
-    delayed = {
-        target.instance_id
-        for target in targets
-        if _follows_first_plan(group, target) and _has_backlog(progress[target.instance_id], 1)
-    }
-    lagging: dict[str, frozenset[str]] = {}
-    for target in targets:
+    on_first_plan = [target for target in targets if _follows_first_plan(group, target)]
+    progress = {target.instance_id: _progress(group, target, furthest) for target in on_first_plan}
+    delayed = {name for name, parts in progress.items() if _has_backlog(parts, 1)}
+    found = links.slow_targets()
+    for target in on_first_plan:
         parts = [part for part in progress[target.instance_id] if part.source_id not in delayed]
-        if not target.slow and (ahead := _sources_ahead(group, target, parts, link)):
-            lagging[target.instance_id] = ahead
-    found: set[str] = set()
-    for target_id, ahead in lagging.items():
-        slow_sources = {
-            name
-            for name in ahead
-            if len(readers[name]) > 1
-            and sum(group.sources[reader].read_rate or 0.0 for reader in readers[name]) < SLOW_RATE * link
-            and all(_lags_only(name, lagging.get(reader), progress[reader]) for reader in readers[name])
-        }
-        found |= slow_sources or {target_id}
+        if (
+            target.read_rate is not None
+            and target.verified
+            and not target.slow
+            and not links.reads_fast(target)
+            and _has_backlog(parts, MIN_BACKLOG * target.chunk_count)
+        ):
+            found.add(target.instance_id)
     return frozenset(name for name in found if name in readers)
+
+
+class ReadRates:
+    """Rates of a group's reads, relative to the speed of a link."""
+
+    def __init__(self, group: GroupView, targets: Sequence[Source]) -> None:
+        """`targets` are those whose reports count."""
+        self._targets = targets
+        self._sources = group.sources
+        self._reads = _active_reads(group, targets)
+        self._readers: dict[str, list[str]] = {}
+        for target_id, reads in self._reads.items():
+            for source_id in reads:
+                self._readers.setdefault(source_id, []).append(target_id)
+        # The lowest of each target: a rate is an upper bound until the first chunk has arrived.
+        rates = sorted(
+            min(read.link_rate for read in self._reads[target.instance_id].values())
+            for target in targets
+            if target.verified and target.instance_id in self._reads
+        )
+        self._link = rates[int(LINK_QUANTILE * len(rates))] if rates else None
+
+    def reads_fast(self, target: Source) -> bool:
+        """Return True if a target reads about as fast as a link allows, while its sources have chunks for it."""
+        reads = self._reads.get(target.instance_id)
+        if reads is None or self._link is None:
+            return False
+        fastest = max(read.link_rate for read in reads.values())
+        return fastest >= FAST_READ * self._link or (target.active_rate or 0.0) >= FAST_READS * self._link
+
+    def slow_targets(self) -> set[str]:
+        """Return the targets that read slowly, after their last plan, from sources with fast links."""
+        return {
+            target.instance_id
+            for target in self._targets
+            if target.read_rate is not None
+            and (reads := self._reads.get(target.instance_id))
+            and not self.reads_fast(target)
+            and all(self._has_fast_link(source_id, target.instance_id) for source_id in reads)
+        }
+
+    def _has_fast_link(self, source_id: str, target_id: str) -> bool:
+        """Return True if a source receives, or sends to other targets than this one, at the speed of a link."""
+        source = self._sources[source_id]
+        if source.slow or self._link is None:
+            return False
+        own = self._reads.get(source_id)
+        if own is not None and source.verified:
+            share = min(1.0, sum(read.link_share for read in own.values()))
+            if (source.active_rate or 0.0) >= max(FAST_LINK * share, FAST_READS) * self._link:
+                return True
+        others = [self._reads[name][source_id] for name in self._readers[source_id] if name != target_id]
+        return any(read.link_rate >= FAST_LINK * self._link for read in others)
+
+
+def _active_reads(group: GroupView, targets: Sequence[Source]) -> dict[str, dict[str, ActiveRead]]:
+    """Return the reads of each target from its peers, by target and source."""
+    readers = Counter(
+        share.source_id
+        for target in targets
+        for share in group.shares[target.instance_id]
+        if subtract(share.chunks, target.verified)
+    )
+    found: dict[str, dict[str, ActiveRead]] = {}
+    for target in targets:
+        for share in group.shares[target.instance_id]:
+            rate = target.source_rates.get(share.source_id)
+            if rate is not None and share.source_id in group.sources:
+                read = ActiveRead(rate, 1 / max(1, readers[share.source_id]))
+                found.setdefault(target.instance_id, {})[share.source_id] = read
+    return found
 
 
 def _targets_and_readers(group: GroupView, now: float) -> tuple[list[Source], dict[str, list[str]]]:
@@ -120,9 +189,7 @@ def _furthest_readers(group: GroupView, targets: Sequence[Source]) -> dict[str, 
     return furthest
 
 
-def _progress(
-    group: GroupView, target: Source, readers: Mapping[str, Sequence[str]], furthest: Mapping[str, int]
-) -> list[SourceProgress]:
+def _progress(group: GroupView, target: Source, furthest: Mapping[str, int]) -> list[SourceProgress]:
     """Return the progress of a target with each of its sources, except slow relays."""
     found: list[SourceProgress] = []
     for share in group.shares[target.instance_id]:
@@ -135,16 +202,9 @@ def _progress(
                 source_id=share.source_id,
                 read=count(intersect(share.chunks, target.verified)),
                 offered=furthest[share.source_id] if source.complete else count(available),
-                waiting=count(subtract(available, target.verified)),
-                link_share=1 / len(readers[share.source_id]),
             )
         )
     return found
-
-
-def _link_share(parts: Sequence[SourceProgress]) -> float:
-    """Return the fraction of a link at which a target's sources can send what they have."""
-    return min(1.0, sum(part.link_share for part in parts if part.offered))
 
 
 def _follows_first_plan(group: GroupView, target: Source) -> bool:
@@ -157,31 +217,3 @@ def _has_backlog(parts: Sequence[SourceProgress], min_backlog: float) -> bool:
     late = [part for part in parts if part.backlog]
     read, offered = sum(part.read for part in late), sum(part.offered for part in late)
     return sum(part.backlog for part in late) >= min_backlog and read <= MAX_READ * offered
-
-
-def _sources_ahead(group: GroupView, target: Source, parts: Sequence[SourceProgress], link: float) -> frozenset[str]:
-    """Return the sources that the target falls behind; none if it reads as fast as they can send, or has only
-    begun.
-    """
-    if target.read_rate is None or not target.verified:
-        return frozenset()
-    if (
-        (target.ingress_rate or 0.0) < FAST_RATE * link
-        and target.read_rate < FAST_RATE * _link_share(parts) * link
-        and _follows_first_plan(group, target)
-        and _has_backlog(parts, MIN_BACKLOG * target.chunk_count)
-    ):
-        return frozenset(part.source_id for part in parts if part.backlog)
-    late = [part for part in parts if part.waiting > 1]
-    if (
-        target.read_rate >= SLOW_RATE * _link_share(late) * link
-        or sum(part.waiting - 1 for part in late) < MIN_BACKLOG_LATER * target.chunk_count
-    ):
-        return frozenset()
-    return frozenset(part.source_id for part in late)
-
-
-def _lags_only(name: str, ahead: frozenset[str] | None, parts: Sequence[SourceProgress]) -> bool:
-    """Return True if a reader of this source falls behind it alone, and reads from its other sources, if any."""
-    others = [part for part in parts if part.source_id != name]
-    return ahead == frozenset({name}) and (not others or any(part.read for part in others))

@@ -80,6 +80,10 @@ class Source:
     """Fastest observed read rate, if any."""
     read_rate: float | None = None
     """Read rate over the network by its fork's last report since its plan, if any."""
+    active_rate: float | None = None
+    """The same while chunks were being read: time in which it waited for its sources does not count."""
+    source_rates: Mapping[str, float] = field(default_factory=dict)
+    """The same by source."""
     slow: bool = False
     """It falls behind its own sources: no target should wait for it."""
     quarantined_until: float = 0.0

@@ -52,6 +52,7 @@ from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler, ReadConcur
 from rfork.receiver.events import Action, Event, SourceEvent
 from rfork.receiver.own_load import OwnLoadMonitor, StorageScope, is_overdue
 from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare, TransferStats, short_id
+from rfork.receiver.source_reads import ActiveRates, SourceReads
 from rfork.receiver.verifier import KEPT_SOURCE_ID, ChunkVerifier, WrongDigest
 from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssignment
 from rfork.settings import InstanceSettings
@@ -80,8 +81,6 @@ OWN_STORAGE_READS: Final = 2
 """Concurrent reads from own storage besides those from peers: one is digested while the next one arrives."""
 OWN_STORAGE_IDLE_TIMEOUT_S: Final = 2.0
 """Time without a block after which own storage is left again, as peers can serve its chunks."""
-CHUNK_TIME_ALPHA: Final = 0.3
-"""Weight of the newest read in the mean duration of a source's reads."""
 SLOW_SOURCES_HINT: Final = "find what slows the sources down (`rfork explain`)"
 MAX_FAULT_DETAIL: Final = 1000
 """Maximum characters of an error that are reported to the planner."""
@@ -115,16 +114,8 @@ class _Source:
     """Digests that its files were compared with."""
     is_joined: bool = False
     """True for own storage that is read besides peers, without a plan."""
-    reads: dict[int, float] = field(default_factory=dict)
-    """Start times of its reads in flight, by chunk."""
-    chunk_s: float | None = None
-    """Mean duration of its reads."""
-
-    def ended(self, chunk: int, seconds: float) -> None:
-        """Record that all bytes of a chunk have arrived."""
-        self.reads.pop(chunk, None)
-        mean = self.chunk_s
-        self.chunk_s = seconds if mean is None else mean + CHUNK_TIME_ALPHA * (seconds - mean)
+    reads: SourceReads[int] = field(default_factory=SourceReads)
+    """Its reads in flight, by chunk."""
 
 
 class _Spool:
@@ -196,6 +187,8 @@ class TransferMachine:
         """Faults that were not yet reported to the planner."""
         self._shares: dict[str, SourceShare] = {}
         self._storage_activity: tuple[float, bool] | None = None
+        self._peer_reads: SourceReads[tuple[int, int]] = SourceReads()
+        """Reads in flight from all peers, by connection and chunk."""
 
         self._own_load = OwnLoadMonitor(own_storage)
 
@@ -261,6 +254,15 @@ class TransferMachine:
             joined_storage=next((each.source_id for each in self._sources.values() if each.is_joined), None),
         )
 
+    def active_rates(self, now: float) -> ActiveRates:
+        """Return the rates of the open peers while chunks were being read from them."""
+        rates = {
+            source.source_id: source.reads.bytes_per_s(now) for source in self._active.values() if not source.is_storage
+        }
+        return ActiveRates(
+            self._peer_reads.bytes_per_s(now), {name: rate for name, rate in rates.items() if rate is not None}
+        )
+
     def _pop_actions(self) -> list[Action]:
         actions = self._actions.copy()
         self._actions.clear()
@@ -294,7 +296,8 @@ class TransferMachine:
                 self._chunk_digested(self._sources[connection], chunk, digest, now)
             case events.ReadFailed(connection, chunk, error):
                 source = self._sources[connection]
-                source.reads.pop(chunk, None)
+                source.reads.failed(chunk, now)
+                self._peer_reads.failed((connection, chunk), now)
                 self._scheduler.dropped(ChunkRead(source.source_id, chunk))
                 self._fail(source, error, now)
             case events.KeptChunkDigested(chunk, digest):
@@ -836,11 +839,7 @@ class TransferMachine:
 
     def _expected_in_flight(self, now: float) -> float:
         """Return the bytes of the chunks in flight that have arrived, if their reads take as long as others did."""
-        return sum(
-            self._size(chunk) * (1.0 if source.chunk_s is None else min(1.0, (now - began) / max(source.chunk_s, 1e-9)))
-            for source in self._active.values()
-            for chunk, began in source.reads.items()
-        )
+        return sum(source.reads.expected_bytes(now) for source in self._active.values())
 
     def _size(self, chunk: int) -> int:
         begin, end = self._chunks[chunk]
@@ -883,13 +882,14 @@ class TransferMachine:
         if self._scheduler.has_assigned(joined.source_id):
             return
         for source in list(self._active.values()):
-            if source.is_joined or not source.reads:
+            reads = source.reads.in_flight.values()
+            if source.is_joined or not reads:
                 continue
-            own_s = sum(map(self._size, source.reads)) / own.bytes_per_s
-            age_s = now - min(source.reads.values())
-            if is_overdue(age_s, source.chunk_s, own_s):
+            own_s = sum(read.chunk_bytes for read in reads) / own.bytes_per_s
+            age_s = now - min(read.began_at for read in reads)
+            if is_overdue(age_s, source.reads.chunk_s, own_s):
                 error = SlowSources(
-                    f"{source.address}: {len(source.reads)} chunks in flight for {age_s:.1f} s, read from {own.name}"
+                    f"{source.address}: {len(reads)} chunks in flight for {age_s:.1f} s, read from {own.name}"
                 )
                 log.info("source is slower than own storage", source=short_id(source.source_id), seconds=age_s)
                 self.reasons.append(error)
@@ -920,7 +920,9 @@ class TransferMachine:
         for read in reads:
             size, source = self._size(read.chunk), self._active[read.source_id]
             timeout_s = self._settings.source_idle_timeout_s + size / self._settings.min_source_bytes_per_s
-            source.reads[read.chunk] = now
+            source.reads.start(read.chunk, size, now)
+            if not source.is_storage:
+                self._peer_reads.start((source.connection, read.chunk), size, now)
             self._emit(events.ReadChunk(source.connection, read.chunk, min(now + timeout_s, self.deadline_at)))
 
     def _max_reads(self, source_id: str) -> int:
@@ -931,9 +933,11 @@ class TransferMachine:
     def _chunk_received(self, source: _Source, chunk: int, seconds: float, now: float) -> None:
         size = self._size(chunk)
         self.bytes_read += size
-        source.ended(chunk, seconds)
+        source.reads.received(chunk, seconds, now)
         if source.is_joined:
             return  # its rate does not limit how many reads a peer's link needs
+        if not source.is_storage:
+            self._peer_reads.received((source.connection, chunk), seconds, now)
         concurrent = self._scheduler.inflight_with(ChunkRead(source.source_id, chunk))
         if source.is_storage:
             # Storage is read ahead, so a chunk takes the time since the previous one.

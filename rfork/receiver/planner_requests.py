@@ -266,7 +266,7 @@ class ProgressReporter:
         while True:
             last = self._done.wait(POLL_INTERVAL_S)
             now = time.monotonic()
-            stats = self._transfer.stats
+            stats, active = self._transfer.stats, self._transfer.active_rates
             bytes_by_source = {share.source_id: share.verified_bytes for share in stats.shares}
             self.meter.add(now, stats.bytes_read - stats.loader_bytes, measurable_bytes(bytes_by_source))
             self._latest = progress = ForkProgress(
@@ -275,6 +275,8 @@ class ProgressReporter:
                 bytes_per_s=self.meter.bytes_per_s,
                 sources=bytes_by_source,
                 source_bytes_per_s=top_rates(self.meter.source_bytes_per_s),
+                active_bytes_per_s=None if active.total is None else round(active.total),
+                source_active_bytes_per_s=top_rates(active.by_source),
                 link_bytes_per_s=self.meter.max_bytes_per_s,
                 transports=transports_by_source(stats.shares),
                 phases={phase: round(seconds, 4) for phase, seconds in self._timer.phases.items()},

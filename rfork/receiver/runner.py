@@ -36,6 +36,7 @@ from rfork.receiver.events import Action, Event
 from rfork.receiver.machine import OWN_STORAGE_READS, TransferMachine
 from rfork.receiver.own_load import OwnLoad
 from rfork.receiver.report import TransferStats
+from rfork.receiver.source_reads import ActiveRates
 from rfork.receiver.sources import PeerSource, SourceFactory, StorageSource
 from rfork.receiver.spool import SpoolReader
 from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault, StorageAssignment
@@ -147,6 +148,12 @@ class Transfer:
         """Statistics so far, also of a failed transfer."""
         with self._lock:
             return self._machine.stats
+
+    @property
+    def active_rates(self) -> ActiveRates:
+        """Rates of the peers while chunks were being read from them."""
+        with self._lock:
+            return self._machine.active_rates(time.monotonic())
 
     @property
     def reasons(self) -> tuple[RforkError, ...]:

@@ -83,3 +83,6 @@ def test_reported_rates_match_each_source(planner: str) -> None:
     assert set(served_bytes) == {
         name for each in progress_reports if each is not None for name in each.source_bytes_per_s
     }
+    assert set(served_bytes) == {
+        name for each in progress_reports if each is not None for name in each.source_active_bytes_per_s
+    }

@@ -372,10 +372,13 @@ class Target:
 
     async def _progress(self) -> None:
         machine, instance = self.machine, self.instance
+        rates = machine.active_rates(self.world.now)
         progress = ForkProgress(
             verified=instance.served.chunk_state.verified,
             bytes_read=machine.bytes_read,
-            bytes_per_s=0,
+            bytes_per_s=machine.bytes_read / max(self.world.now - self.began_at, PROGRESS_INTERVAL_S),
+            active_bytes_per_s=rates.total,
+            source_active_bytes_per_s=dict(rates.by_source),
             sources={share.source_id: share.verified_bytes for share in machine.stats.shares},
         )
         try:

@@ -229,6 +229,16 @@ def test_every_surviving_target_ends_with_all_chunks(disturbed: SimScenario) -> 
     assert disturbed.targets - round(disturbed.deaths * disturbed.targets) + disturbed.seeds == len(alive)
 
 
+@pytest.mark.parametrize(
+    ("even", "max_total"),
+    [(SimScenario(targets=100, late=0.5), 1.6), (SimScenario(targets=100, window=4), 2.0)],
+    ids=["late", "concurrent reads"],
+)
+def test_no_target_is_slow_where_all_links_are_equal(even: SimScenario, max_total: float) -> None:
+    """A target that had to wait for its sources, or got several chunks at once, keeps its position."""
+    assert SimRun(even).run().total < max_total
+
+
 def test_equal_seeds_produce_equal_runs() -> None:
     """A run depends only on its scenario."""
     scenario = SimScenario(targets=40, deaths=0.1, spread=0.1, draw=3)

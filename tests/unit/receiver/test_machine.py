@@ -387,6 +387,46 @@ def test_bytes_that_arrive_count_even_if_they_are_wrong() -> None:
     assert MIB == harness.machine.stats.bytes_repeated
 
 
+def test_the_rate_of_a_peer_excludes_the_time_without_a_chunk_to_read() -> None:
+    """The second chunk is offered ten seconds after the first, and each takes a second."""
+    harness = following("a")
+    for chunk in (0, 1):
+        harness.offer("a", (chunk, chunk + 1))
+        harness.now += 1.0
+        harness.read("a", chunk)
+        harness.now += 10.0
+    rates = harness.machine.active_rates(harness.now)
+    assert pytest.approx(MIB) == rates.total
+    assert pytest.approx({"a": MIB}) == rates.by_source
+
+
+def test_reads_from_two_peers_at_once_have_one_rate_together() -> None:
+    """Each serves a chunk in the same second."""
+    harness = MachineHarness()
+    harness.plan(peer("a", (0, 1)), peer("b", (1, CHUNKS)))
+    harness.offer("a", (0, 1))
+    harness.offer("b", (1, 2))
+    harness.now += 1.0
+    harness.read("a", 0)
+    harness.read("b", 1)
+    rates = harness.machine.active_rates(harness.now)
+    assert pytest.approx(2 * MIB) == rates.total
+    assert pytest.approx({"a": MIB, "b": MIB}) == rates.by_source
+
+
+def test_the_rates_of_closed_peers_and_of_storage_are_not_reported() -> None:
+    """They show nothing about a link in use."""
+    harness = following("a")
+    harness.offer("a", (0, 1))
+    harness.now += 1.0
+    harness.fail_read("a", 0, SourceUnavailable("connection reset"))
+    harness.plan(storage=[FILES])
+    harness.open_storage(manifest=MANIFEST)
+    harness.now += 1.0
+    harness.read(name_of(FILES), 0)
+    assert {} == harness.machine.active_rates(harness.now).by_source
+
+
 # -- failures and blame ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.policy.group_plan import plan, stragglers
 from planner.policy.types import ChunkShare, ForkDemand, GroupView, Source
 from tests.unit.planner.builders import NOW, Reads, decide, group, loading, routes, seed
@@ -63,34 +65,14 @@ def test_a_slow_root_is_found_by_the_progress_of_the_other_root() -> None:
     assert {"a"} == stragglers(group(seed("s"), slow, fast, loading("c"), loading("d"), reads=reads), NOW)
 
 
-def test_two_slow_readers_do_not_make_their_source_slow() -> None:
-    """They have received nothing from their other sources yet, so nothing shows that their links are fast."""
-    low, high = ((0, 6),), ((6, 12),)
-    reads: Reads = {"a": {"s": ALL}, "b": {"a": low, "z": high}, "c": {"a": low, "z": high}, "d": {"b": low, "c": high},
-                    "f": {"s": ALL}, "z": {"f": ALL}}  # fmt: skip
-    slow = [member(name, 1, FAST / 8) for name in "bc"]
-    fleet = group(seed("s"), member("a", 6), *slow, loading("d"), member("f", 1), loading("z"), reads=reads)
-    assert {"b", "c"} == stragglers(fleet, NOW)
-
-
-def test_a_slow_reader_of_a_seed_is_found() -> None:
-    """The seed has everything, so that only its own link limits it."""
-    assert {"a"} == line(slow="a", a=1, b=1, c=1, d=1, e=1)
-
-
-def test_a_target_that_catches_up_is_no_straggler() -> None:
-    """Many chunks wait for a relay that has a new source, and it reads them at the speed of its link."""
-    assert frozenset() == line(a=10, b=9, c=3, d=2, e=1)
-
-
-def test_a_target_that_was_fast_needs_a_longer_backlog() -> None:
-    """Its rate may vary from one report to the next."""
-    found = []
-    for chunks in (8, 6):
-        members = [member("a", 10), member("b", 9), member("c", chunks, SLOW, ingress_rate=FAST), member("d", 1)]
-        reads: Reads = {name: LINE[name] for name in "abcd"}
-        found.append(stragglers(group(seed("s"), *members, reads=reads), NOW))
-    assert [frozenset(), {"c"}] == found
+def test_a_relay_that_has_read_most_of_what_its_source_has_is_no_straggler() -> None:
+    """It is seven chunks behind, of twenty."""
+    layout = {"chunk_count": 24}
+    complete: Reads = {name: dict.fromkeys(parts, ((0, 24),)) for name, parts in LINE.items()}
+    chunks = {"a": 21, "b": 20, "c": 13, "d": 12, "e": 11}
+    members = [member(name, number, SLOW, **layout) for name, number in chunks.items()]
+    fleet = group(seed("s", verified=((0, 24),), **layout), *members, reads=complete)
+    assert frozenset() == stragglers(fleet, NOW)
 
 
 def test_a_target_without_a_rate_since_its_plan_is_no_straggler() -> None:
@@ -111,13 +93,93 @@ def test_the_last_of_a_line_is_no_straggler() -> None:
     assert frozenset() == line(a=10, b=9, c=8, d=7, e=0)
 
 
-def test_if_all_readers_of_a_source_lag_the_source_is_slow() -> None:
-    """Two lagging relays of one source point to the source."""
-    reads: Reads = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"a": ALL}, "d": {"b": ALL}, "e": {"c": ALL},
-                    "f": {"d": ALL}, "g": {"e": ALL}}  # fmt: skip
-    chunks = {"a": 10, "b": 2, "c": 2, "d": 2, "e": 2, "f": 2, "g": 2}
-    members = [member(name, number, FAST / 10 if name in "bc" else FAST) for name, number in chunks.items()]
-    assert {"a"} == stragglers(group(seed("s"), *members, reads=reads), NOW)
+# -- rates while chunks are read ----------------------------------------------------------------------------
+
+TREE: Reads = {"a": {"s": ALL}, "b": {"s": ALL}, "c": {"a": ALL}, "d": {"a": ALL}, "e": {"c": ALL}, "f": {"d": ALL}}
+HALF = FAST / 2
+
+
+def tree(rates: Mapping[str, float | None], **changes: Mapping[str, object]) -> frozenset[str]:
+    """Return the stragglers of a tree in which s has two readers, as has a; e and f read from c and d.
+
+    `rates` are those at which each target reads from its source while that has chunks for it. All targets have two
+    chunks, so that no backlog shows anything.
+    """
+    members = []
+    for name, parts in TREE.items():
+        rate = rates.get(name, HALF if name in "abcd" else FAST)
+        by_source = {} if rate is None else dict.fromkeys(parts, rate)
+        reads: dict[str, object] = {"read_rate": FAST, "active_rate": rate, "source_rates": by_source}
+        members.append(loading(name, (0, 2), **(reads | dict(changes.get(name, {})))))
+    return stragglers(group(seed("s"), *members, reads=TREE), NOW)
+
+
+def test_a_tree_whose_reads_have_the_speed_of_their_shares_has_no_straggler() -> None:
+    """Two readers of one source get half of its link each."""
+    assert frozenset() == tree({})
+
+
+def test_a_slow_reader_of_a_source_with_a_fast_reader_is_found() -> None:
+    """The seed sends half of its link to the other reader, so it is not the slow one."""
+    assert {"a"} == tree({"a": FAST / 8})
+
+
+def test_a_slow_reader_of_a_relay_that_receives_fast_is_found() -> None:
+    """The relay receives half a link: what its own source has for it."""
+    assert {"c", "d"} == tree({"c": FAST / 8, "d": FAST / 8})
+
+
+def test_the_readers_of_a_slow_relay_are_none() -> None:
+    """Each gets half of its slow link, and it receives slowly too."""
+    assert {"a"} == tree({"a": FAST / 4, "c": FAST / 8, "d": FAST / 8})
+
+
+def test_a_relay_that_a_crowded_source_serves_slowly_proves_nothing() -> None:
+    """It receives a quarter of a link, which is all that its source has for it, and all that a slow link carries."""
+    reads: Reads = {**{name: {"s": ALL} for name in "abxy"}, "c": {"a": ALL}, "d": {"c": ALL}, "e": {"b": ALL}}
+    rates = dict.fromkeys("abxy", FAST / 4) | {"c": FAST / 4, "d": FAST, "e": FAST}
+    members = [
+        member(name, 2, active_rate=rate, source_rates=dict.fromkeys(reads[name], rate)) for name, rate in rates.items()
+    ]
+    assert frozenset() == stragglers(group(seed("s", max_readers=4), *members, reads=reads), NOW)
+
+
+def test_a_target_that_reads_fast_from_all_sources_together_is_no_straggler() -> None:
+    """Its own link limits the rate from each."""
+    reads: Reads = {**TREE, "e": {"c": ((0, 6),), "d": ((6, 12),)}}
+    members = [member(name, 2, active_rate=HALF, source_rates=dict.fromkeys(reads[name], HALF)) for name in "abcdf"]
+    both = member("e", 2, active_rate=HALF, source_rates={"c": FAST / 4, "d": FAST / 4})
+    assert frozenset() == stragglers(
+        group(seed("s"), *members, both, loading("g"), reads={**reads, "g": {"e": ALL}}), NOW
+    )
+
+
+def test_a_backlog_of_a_target_that_reads_fast_shows_nothing() -> None:
+    """Its source offered the chunks together, and it reads them at the speed of a link."""
+    chunks = {"a": 10, "b": 9, "c": 3, "d": 2, "e": 1}
+    for active, expected in ((FAST, frozenset()), (SLOW, {"c"})):
+        members = [
+            member(name, number, SLOW, active_rate=rate, source_rates=dict.fromkeys(LINE[name], rate))
+            for name, number in chunks.items()
+            for rate in [active if name == "c" else FAST]
+        ]
+        assert expected == stragglers(group(seed("s"), *members, reads=LINE), NOW)
+
+
+def test_a_target_that_reads_slowly_has_to_report_after_its_plan() -> None:
+    """The rate at which it read from its previous sources shows nothing about the next ones."""
+    assert frozenset() == tree({"a": FAST / 8}, a={"read_rate": None})
+
+
+def test_a_slow_relay_proves_nothing_about_its_readers() -> None:
+    """It is known to be slow, though it receives at half the speed of a link for a moment."""
+    relay = {"slow": True, "active_rate": HALF, "source_rates": {"s": SLOW}}
+    assert frozenset() == tree({"c": FAST / 8, "d": FAST / 8}, a=relay)
+
+
+def test_unknown_rates_show_nothing() -> None:
+    """A target that reads within its host reports none."""
+    assert frozenset() == tree(dict.fromkeys("abcdef"))
 
 
 def test_expired_and_complete_targets_do_not_count() -> None:

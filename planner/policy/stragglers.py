@@ -111,8 +111,9 @@ class ReadRates:
         reads = self._reads.get(target.instance_id)
         if reads is None or self._link is None:
             return False
-        fastest = max(read.link_rate for read in reads.values())
-        return fastest >= FAST_READ * self._link or (target.active_rate or 0.0) >= FAST_READS * self._link
+        return (target.active_rate or 0.0) >= FAST_READS * self._link or any(
+            read.link_rate >= FAST_READ * self._egress(source_id, self._link) for source_id, read in reads.items()
+        )
 
     def slow_targets(self) -> set[str]:
         """Return the targets that read slowly, after their last plan, from sources with fast links."""
@@ -136,7 +137,12 @@ class ReadRates:
             if (source.active_rate or 0.0) >= max(FAST_LINK * share, FAST_READS) * self._link:
                 return True
         others = [self._reads[name][source_id] for name in self._readers[source_id] if name != target_id]
-        return any(read.link_rate >= FAST_LINK * self._link for read in others)
+        return any(read.link_rate >= FAST_LINK * self._egress(source_id, self._link) for read in others)
+
+    def _egress(self, source_id: str, link: float) -> float:
+        """Return the rate at which a source sends over a fast link: its limit, if it has a lower one."""
+        limit = self._sources[source_id].egress_rate
+        return link if limit is None else min(link, limit)
 
 
 def _active_reads(group: GroupView, targets: Sequence[Source]) -> dict[str, dict[str, ActiveRead]]:

@@ -154,6 +154,11 @@ def test_a_target_that_reads_fast_from_all_sources_together_is_no_straggler() ->
     )
 
 
+def test_the_readers_of_a_source_with_a_lower_limit_are_no_stragglers() -> None:
+    """They read as fast as it may send, and it receives at the speed of a link."""
+    assert frozenset() == tree({"c": FAST / 8, "d": FAST / 8}, a={"egress_rate": FAST / 4})
+
+
 def test_a_backlog_of_a_target_that_reads_fast_shows_nothing() -> None:
     """Its source offered the chunks together, and it reads them at the speed of a link."""
     chunks = {"a": 10, "b": 9, "c": 3, "d": 2, "e": 1}

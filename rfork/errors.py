@@ -52,9 +52,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, TypeVar
 
 Fault = Literal["user", "target", "source", "network", "storage"]
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 ALL_TENSORS: Final = "(all)"
 """Name that an `UnsupportedTensor` has if it concerns the complete model."""
 _python_details: Final = re.compile(r"^\[Errno -?\d+\] |( \(_ssl\.c:\d+\))$")
@@ -314,3 +315,15 @@ class AllSourcesFailed(ForkFailed):
         self.reasons = tuple(reasons)
         if self.reasons:
             self.fault = self.reasons[-1].fault
+
+
+def without_frames(error: ErrorT) -> ErrorT:
+    """Remove the tracebacks of an error and of its causes; returns the error.
+
+    An error that is kept would otherwise keep the local variables of all callers, with a fork's module.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error

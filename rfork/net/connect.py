@@ -110,7 +110,10 @@ def open_connection(origin: HttpOrigin, context: ssl.SSLContext | None, timeout_
         except BaseException:
             connecting.close()
             raise
-    raise failed or OSError("the host name has no address")
+    try:
+        raise failed or OSError("the host name has no address")
+    finally:
+        del failed  # this frame would refer to the error, which refers to it and to its callers: to a fork's module
 
 
 def _wrap_stream(

@@ -32,6 +32,7 @@ from rfork.errors import (
     StorageError,
     UserError,
     WrongVersion,
+    without_frames,
 )
 from rfork.image.capture import capture
 from rfork.image.layout import Manifest
@@ -302,7 +303,7 @@ def run_fallbacks(
         except RforkError as error:
             # A fallback that could not be offered is tried anyway; it mostly fails the same way.
             failures = [one for one in failures if (one.kind, str(one)) != (error.kind, str(error))]
-            failures.append(error)
+            failures.append(without_frames(error))
         else:
             return fallback
     failure_text = (
@@ -395,7 +396,7 @@ class FallbackRunner:
                     log.info("no other layout can be read", reason=str(error))
                     continue
                 log.warning("this instance cannot read its storage", storage=fallback.name, reason=str(error))
-                self.reasons.append(error)
+                self.reasons.append(without_frames(error))
                 continue
             if storage is not None:
                 with self._closing:
@@ -576,7 +577,7 @@ class FallbackRunner:
             self._check_files()
         except (CheckpointError, StorageError) as error:
             log.warning("serving weights as a new version", reason=str(error))
-            self.reasons.append(error)
+            self.reasons.append(without_frames(error))
             return seed.version_by_content
         if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
             return None

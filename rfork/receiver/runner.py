@@ -27,6 +27,7 @@ from rfork.errors import (
     PlannerUnreachable,
     RforkError,
     TargetError,
+    without_frames,
 )
 from rfork.image.chunks import ChunkState
 from rfork.image.layout import Manifest
@@ -128,7 +129,7 @@ class Transfer:
             spool_records=spool.records if spool is not None else None,
             own_storage=source_factory.own_storage.scope,
         )
-        self._error: RforkError | None = None
+        self._error: BaseException | None = None
         self._sources: dict[int, PeerSource | StorageSource] = {}
         self._closed: set[int] = set()  # connections
         self._closing: list[threading.Thread] = []
@@ -193,8 +194,12 @@ class Transfer:
                 pass
         finally:
             self._stop()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # with it, this frame would keep the fork's memory; see `_stop`
         return self.stats
 
     def _run_task(self) -> bool:
@@ -208,7 +213,8 @@ class Transfer:
             self._handle(self._tick())
             return True
         if isinstance(task, BaseException):
-            raise task
+            self._error = task
+            return False
         if isinstance(task, events.Finish):
             self._error = task.error
             return False
@@ -376,6 +382,11 @@ class Transfer:
         if self._planning is not None:
             self._planning.join()
         self._serving_state.report_storage_activity(None)
+        # Sources and the frames of errors refer to this object. Without that, the target's memory would outlive the
+        # fork and its module until the garbage collector ran, which takes long in a process with many objects.
+        self._sources.clear()
+        for error in self._machine.reasons:
+            without_frames(error)
 
     # -- the planning thread ----------------------------------------------------------------------------
 
@@ -393,13 +404,13 @@ class Transfer:
             thread.join()
         try:
             with use_context(trace):
-                event: Event = events.PlanReceived(self._replan(request.faults, request.assignments))
+                plan = self._replan(request.faults, request.assignments)
         except (NoSource, PlannerUnreachable, PlannerRejected) as error:
-            event = events.PlanFailed(error)
+            self._handle(events.PlanFailed(error))
         except BaseException as error:  # raised on the caller's thread
             self._tasks.put(error)
-            return
-        self._handle(event)
+        else:
+            self._handle(events.PlanReceived(plan))
 
     # -- worker threads ---------------------------------------------------------------------------------
 

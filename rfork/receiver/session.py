@@ -32,6 +32,7 @@ from rfork.errors import (
     SourceError,
     SourceWeightsChanged,
     UnsupportedTensor,
+    without_frames,
 )
 from rfork.image.capture import capture
 from rfork.image.chunks import ChunkState
@@ -212,16 +213,14 @@ class ForkSession:
             return report
         except BaseException as error:
             ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt | ForkCancelled) else "failed"
-            known = error.reasons if isinstance(error, AllSourcesFailed) else ()
-            reported_error = error.error if isinstance(error, LoaderError) else error
             try:
-                self._finish(ended, known or (*local.reasons, reported_error))
+                self._finish(ended, _failures(error, local))
             finally:
                 persister.close(remove=False)
                 late = time.monotonic() >= self._timer.deadline
                 seed.close(leave_s=FINAL_REPORT_S if late else STOP_S)
-            if reported_error is not error:
-                raise reported_error from None
+            if isinstance(error, LoaderError):
+                raise error.error from None
             raise
 
     def _capture(self) -> TargetModule:
@@ -245,7 +244,7 @@ class ForkSession:
         except ModuleReplaced as loaded:
             used_fallback = loaded.fallback
         except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
-            reasons.append(error)
+            reasons.append(without_frames(error))
             persister.pause()
             # Readers of this relay must not receive what the fallback writes.
             seed.fence()
@@ -371,6 +370,13 @@ class ForkSession:
             self._network.planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._timer.deadline))
         except (PlannerUnreachable, PlannerRejected) as error:
             log.debug("fork result not reported to the planner", reason=str(error))
+
+
+def _failures(error: BaseException, local: FallbackRunner) -> Sequence[BaseException]:
+    """Return the reasons of a fork that ended with an error."""
+    if isinstance(error, AllSourcesFailed) and error.reasons:
+        return error.reasons
+    return (*local.reasons, error.error if isinstance(error, LoaderError) else error)
 
 
 def fetch(

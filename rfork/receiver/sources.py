@@ -122,6 +122,21 @@ class SourceSpan:
         self.span.end()
 
 
+class LeaseToken:
+    """The newest lease token of a source. Calling it returns the token: the connections keep this object, not the
+    source, which would otherwise outlive its fork until the garbage collector ran, with the target's memory.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __call__(self) -> str:
+        """Return the token; see `rfork.transport.base.TokenSource`."""
+        return self.value
+
+
 class PeerSource:
     """A peer: its channel, its progress stream and its reader.
 
@@ -146,7 +161,7 @@ class PeerSource:
         self._settings = context.settings
         self._timer = context.timer
         self._connecting_until = 0.0  # connecting has its own deadline
-        self._token = route.lease.token
+        self._token = LeaseToken(route.lease.token)
         self._presented_token = route.lease.token
         self._lease_refresh_s = route.lease.expires_in_s * LEASE_REFRESH_FRACTION
         self._next_presentation_at = self._message_at + self._lease_refresh_s
@@ -168,7 +183,7 @@ class PeerSource:
 
     def renew(self, lease: Lease) -> None:
         """Present a newer token from now on."""
-        self._token = lease.token
+        self._token.value = lease.token
 
     def read(self, request: events.ReadChunk) -> None:
         """Fill one chunk; see `rfork.transport.base.Reader.read`."""
@@ -211,7 +226,7 @@ class PeerSource:
             self._emit(events.SourceFailed(self._connection, error))
 
     def _consume_progress(self) -> None:
-        peer = self._peer = self._dial(self._address, lambda: self._token)
+        peer = self._peer = self._dial(self._address, self._token)
         self._check_open()
         offered = [name for name in self._route.transports if name in self._transports]
         while self._reader is None:
@@ -230,7 +245,7 @@ class PeerSource:
                 self._reader = transport.connect(
                     endpoint,
                     self._image,
-                    lambda: self._token,
+                    self._token,
                     step,
                     partial(peer.open_control_stream, channel_id),
                 )
@@ -321,8 +336,8 @@ class PeerSource:
         """Present the current lease: the source releases the slot when the last presented lease expires, even
         if the reader waits.
         """
-        if self._token != self._presented_token and self._message_at >= self._next_presentation_at:
-            self._presented_token = self._token
+        if self._token.value != self._presented_token and self._message_at >= self._next_presentation_at:
+            self._presented_token = self._token.value
             self._next_presentation_at = self._message_at + self._lease_refresh_s
             peer.renew(self._step_deadline())
 

@@ -17,6 +17,10 @@ GRACE_S = 1.0
 """Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
 
+def _nothing() -> None:
+    """Release nothing."""
+
+
 class ReaderThreads(Generic[Item]):
     """Daemon threads that share one iterator of items to read. Used for one `run`.
 
@@ -33,7 +37,7 @@ class ReaderThreads(Generic[Item]):
         self._changed = threading.Condition()
         self._running = self._ended = 0
         self._released = False
-        self._release: Callable[[], None] = lambda: None
+        self._release: Callable[[], None] = _nothing
         self._errors: list[BaseException] = []
         self.stopping = False
         """True once no item may be started any more."""
@@ -45,13 +49,13 @@ class ReaderThreads(Generic[Item]):
         with self._planning:
             return None if self.stopping else next(self._items, None)
 
-    def run(self, threads: int, work: Callable[[], None], release: Callable[[], None] = lambda: None) -> None:
+    def run(self, threads: int, work: Callable[[], None], release: Callable[[], None] | None = None) -> None:
         """Call `work` on each thread, which processes items until `next` returns None.
 
         Returns when all threads have ended. `release` is called once, when none of them runs any more: after an
         interrupt that may be after this method has raised. Raises the first error of `work`.
         """
-        self._release = release
+        self._release = release or _nothing
         try:
             for _ in range(threads):
                 # Daemon threads: a disk that hangs must not prevent an interrupted process from exiting.
@@ -65,8 +69,14 @@ class ReaderThreads(Generic[Item]):
             with self._changed:
                 self.abandoned = True
             self._release_if_idle()
-        if self._errors:
-            raise self._errors[0]
+        errors, self._errors = self._errors, []
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            # The frames of an error that refer to it would keep the memory that was read into until the garbage
+            # collector ran.
+            del errors
 
     def _stop(self, timeout_s: float | None) -> None:
         """Start no more reads, and wait for those in progress, at most `timeout_s` seconds (None: forever)."""
@@ -101,22 +111,21 @@ class ReaderThreads(Generic[Item]):
             if self._running or self._released:
                 return
             self._released = True
-        self._release()
+            release, self._release = self._release, _nothing  # its owner refers to this object
+        release()
 
     def _serve(self, work: Callable[[], None]) -> None:
         with self._changed:
             if self.stopping:
                 return
             self._running += 1
-        error: BaseException | None = None
         try:
             work()
-        except BaseException as raised:  # re-raised by `run`
-            error = raised
-        with self._changed:
-            if error is not None:
+        except BaseException as error:  # re-raised by `run`
+            with self._changed:
                 self._errors.append(error)
                 self.stopping = True
+        with self._changed:
             self._running -= 1
             self._ended += 1
             self._changed.notify_all()

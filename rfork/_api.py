@@ -218,6 +218,7 @@ def seed(
         manifest=manifest,
     ) as served_seed:
         find_replaced_tensors(served_seed, module, exclude)
+        del image  # an update may replace it
         yield served_seed
 
 

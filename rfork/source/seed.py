@@ -262,6 +262,8 @@ class Seed:
         self._close_servers()
         if self._planner is not None:
             self._planner.close()
+        # The objects of a seed refer to each other: its memory is dropped now, as Python may collect them much later.
+        self.image, self.recapture = Image.without_memory(self.image.layout), None
 
     def _close_servers(self) -> None:
         if self._peer is not None:

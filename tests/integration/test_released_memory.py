@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,25 +49,37 @@ def build(value: float = 0.0) -> nn.Module:
     return module
 
 
+Memory = weakref.ref[Any]
+"""Reference to the memory of a tensor: it returns None once that is free, whatever refers to the tensor."""
+
+
+def own_memory(module: nn.Module) -> Memory:
+    """Let the first parameter of a module use memory whose end can be observed."""
+    parameter = next(module.parameters())
+    memory = parameter.detach().numpy().copy()
+    parameter.data = torch.from_numpy(memory)
+    return weakref.ref(memory)
+
+
 def settings(planner: str | None, host: str = "target", transport: TransportName = "http") -> InstanceSettings:
     """Return the settings of an instance on a host of this name."""
     return InstanceSettings(planner=planner, node_name=host, transports=(transport,), no_source_timeout_s=0.2)
 
 
-def fork(planner: str | None, model: str, **options: object) -> weakref.ref[torch.Tensor]:
-    """Fork into a new module, close its seed and drop it; returns a reference to a tensor of it."""
+def fork(planner: str | None, model: str, **options: object) -> Memory:
+    """Fork into a new module, close its seed and drop it; returns a reference to its memory."""
     module = build()
-    memory = weakref.ref(module[0].weight)  # type: ignore[index]
+    memory = own_memory(module)
     report = rfork.fork(module, model=model, settings=settings(planner), **options)  # type: ignore[arg-type]
     assert report.seed is not None
     report.seed.close()
     return memory
 
 
-def fork_that_fails(planner: str, **options: object) -> weakref.ref[torch.Tensor]:
+def fork_that_fails(planner: str, **options: object) -> Memory:
     """Fork without any source, and drop the module."""
     module = build()
-    memory = weakref.ref(module[0].weight)  # type: ignore[index]
+    memory = own_memory(module)
     with pytest.raises(AllSourcesFailed):
         rfork.fork(module, model="unknown", settings=settings(planner), **options)  # type: ignore[arg-type]
     return memory
@@ -87,13 +100,13 @@ def raising(_: nn.Module) -> None:
 def test_memory_of_a_source_and_of_its_target_is_released(planner: str, transport: TransportName) -> None:
     """Both modules are free after their seeds are closed."""
     source, target = build(1.0), build()
+    memory = [own_memory(module) for module in (source, target)]
     with rfork.seed(source, model="m", settings=settings(planner, "source", transport)) as seed:
         assert seed.wait_registered(30)
         report = rfork.fork(target, model="m", settings=settings(planner, "source", transport))
     assert "forked" == report.outcome
     assert report.seed is not None
     report.seed.close()
-    memory = [weakref.ref(module[0].weight) for module in (source, target)]  # type: ignore[index]
     del source, target, seed, report
     assert [None, None] == [each() for each in memory]
 
@@ -101,9 +114,9 @@ def test_memory_of_a_source_and_of_its_target_is_released(planner: str, transpor
 def test_memory_of_a_replaced_tensor_is_released(planner: str) -> None:
     """A seed that serves new tensors does not keep the old ones."""
     module = build(1.0)
+    memory = own_memory(module)
     with rfork.seed(module, model="m", settings=settings(planner)) as seed:
         assert seed.wait_registered(30)
-        memory = weakref.ref(module[0].weight)  # type: ignore[index]
         with seed.updating():
             module.load_state_dict(build(2.0).state_dict(), assign=True)
         assert memory() is None
@@ -118,8 +131,5 @@ def test_memory_of_a_fork_that_read_its_checkpoint_is_released(planner: str, tmp
 
 def test_memory_of_a_fork_that_failed_is_released(planner: str) -> None:
     """No instance has the model, and its loader fails if it has one."""
-    failed: list[Callable[[], torch.Tensor | None]] = [
-        fork_that_fails(planner),
-        fork_that_fails(planner, loader=raising),
-    ]
+    failed = [fork_that_fails(planner), fork_that_fails(planner, loader=raising)]
     assert [None, None] == [each() for each in failed]

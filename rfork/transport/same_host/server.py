@@ -65,6 +65,10 @@ CLOSE_TIMEOUT_S: Final = 5.0
 log = logger(__name__)
 
 
+def _serve_nothing(connection: UnixSocketConnection) -> None:
+    """Serve a connection that was accepted just before its server was closed."""
+
+
 class LocalServer:
     """Accepts connections from construction until `close`, and calls `serve` for each on a separate thread.
 
@@ -187,6 +191,7 @@ class LocalServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         if running := sum(thread.is_alive() for thread in threads):
             log.warning("threads of closed connections still running; they no longer access the image", threads=running)
+        self._serve = _serve_nothing  # its owner refers to this object, and to the image
 
     def _promote(
         self,

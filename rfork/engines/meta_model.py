@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -188,7 +189,13 @@ class MetaModel:
             from transformers.utils.hub import cached_file
 
             config_path = cached_file(named, "config.json", revision=revision or MAIN)
-            config = AutoConfig.from_pretrained(named, revision=revision or MAIN, trust_remote_code=trust_remote_code)
+            own_config = getattr(model_class, "config_class", None)
+            if own_config is not None:  # it may be unknown to AutoConfig, or a part of the config in the folder
+                config = own_config.from_pretrained(named, revision=revision or MAIN)
+            else:
+                config = AutoConfig.from_pretrained(
+                    named, revision=revision or MAIN, trust_remote_code=trust_remote_code
+                )
             if config_path is None:
                 raise OSError("it has no config.json")
             folder = Path(config_path).parent
@@ -227,7 +234,8 @@ class MetaModel:
         """Return the model in eval mode with its weights allocated, but neither read nor initialised.
 
         Raises ModelError if it cannot be built in the state that `from_pretrained` would leave it in, as for
-        quantised models and models whose weights cannot be addressed by name.
+        quantised models, models whose weights cannot be addressed by name, and classes with their own
+        `from_pretrained`.
         """
         if self._quantised:
             raise ModelError(
@@ -235,6 +243,9 @@ class MetaModel:
             )
         with model_errors(self.source):
             abstract = self._build_on_meta()
+            if _has_own_loader(type(abstract)):
+                named = type(abstract).__name__
+                raise ModelError(f"{named} has its own from_pretrained, which may read other files or change weights")
             weights = _unread_weights(abstract, self.device)
         return self._with_weights(abstract, weights)
 
@@ -317,12 +328,13 @@ class MetaModel:
 
     def _build_on_meta(self) -> PreTrainedModel:
         """Return the model on the meta device."""
+        config = deepcopy(self.config)  # some models append to their config's lists each time they are built
         with torch.device("meta"):
             if hasattr(self.model_class, "from_config"):
                 code = {"trust_remote_code": True} if self.trust_remote_code else {}
-                model: PreTrainedModel = self.model_class.from_config(self.config, dtype=self.dtype, **code)
+                model: PreTrainedModel = self.model_class.from_config(config, dtype=self.dtype, **code)
             else:
-                model = self.model_class._from_config(self.config, dtype=self.dtype)  # type: ignore[attr-defined]
+                model = self.model_class._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         model.tie_weights()  # early versions of transformers skip this on the meta device
         return model
 
@@ -369,6 +381,12 @@ class _LazySlice:
     def tensor(self) -> torch.Tensor:
         """Return an uninitialised tensor."""
         return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
+
+
+def _has_own_loader(model_class: type[PreTrainedModel]) -> bool:
+    from transformers import PreTrainedModel
+
+    return model_class.from_pretrained.__func__ is not PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -389,6 +389,16 @@ def _has_own_loader(model_class: type[PreTrainedModel]) -> bool:
     return model_class.from_pretrained.__func__ is not PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
 
+def overwritten_weight(model: nn.Module) -> str | None:
+    """Return a weight that transformers changes in place after it was read; None if there is none.
+
+    `model` is one of `MetaModel.empty`, to which nothing else has been written. Some models set the row of the padding
+    token to zero, whatever the checkpoint has.
+    """
+    tensors = stored_tensors(model).items()
+    return next((name for name, tensor in tensors if local_tensor(tensor)._version), None)
+
+
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model; tied ones under each of their names."""
     state = model.state_dict(keep_vars=True)

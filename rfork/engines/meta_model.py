@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -366,21 +366,28 @@ class _LazySlice:
         self._device = device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return an uninitialised tensor of the shape that the index selects."""
+        """Return a tensor of the shape that the index selects, with any content."""
         shape = self._like.detach()[index].shape
-        return (
-            self.tensor()
-            if shape == self._like.shape
-            else torch.empty(shape, dtype=self._like.dtype, device=self._device)
-        )
+        if shape == self._like.shape:
+            return self.tensor()
+        return self._create(torch.empty, shape)
 
     def get_shape(self) -> list[int]:
         """Return the full shape."""
         return list(self._like.shape)
 
     def tensor(self) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
+        """Return a tensor with any content."""
+        return self._create(torch.empty_strided, self._like.shape, self._like.stride())
+
+    def _create(self, create: Callable[..., torch.Tensor], *shape: Sequence[int]) -> torch.Tensor:
+        """Return an uninitialised tensor, but zeros for integers: leftover memory may contain addresses of the model's
+        own memory, which a capture refuses.
+        """
+        tensor = create(*shape, dtype=self._like.dtype, device=self._device)
+        if not self._like.dtype.is_floating_point:
+            tensor.data.zero_()  # without counting as a change of the weight
+        return tensor
 
 
 def _has_own_loader(model_class: type[PreTrainedModel]) -> bool:

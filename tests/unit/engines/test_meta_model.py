@@ -35,7 +35,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from rfork.engines.meta_model import MetaModel, model_errors
+from rfork.engines.meta_model import MetaModel, model_errors, overwritten_weight
 from rfork.errors import ModelError, SettingsError
 from rfork.image.capture import capture
 
@@ -241,6 +241,23 @@ def test_a_requested_class_replaces_that_of_the_config(tmp_path: Path) -> None:
         for model_class in (LlamaForSequenceClassification, AutoModel)
     ]
     assert ["LlamaForSequenceClassification", "LlamaModel"] == class_names
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_not_changed_after_reading(tmp_path: Path, name: str) -> None:
+    """Of these models, rfork may read the files."""
+    save_model(tmp_path, name)
+    assert overwritten_weight(MetaModel.of(tmp_path).empty()) is None
+
+
+def test_integers_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leftover memory in their place may contain addresses of other weights, and capture refuses those."""
+    save_model(tmp_path, "running statistics")
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **options: empty(*args, **options).fill_(7))
+    model = MetaModel.of(tmp_path).empty()
+    counters = [value for name, value in model.named_buffers() if name.endswith("num_batches_tracked")]
+    assert {0} == {int(value) for value in counters}
 
 
 class OwnConfig(LlamaConfig):

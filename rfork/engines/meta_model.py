@@ -390,10 +390,11 @@ class _LazySlice:
         return tensor
 
 
-def _has_own_loader(model_class: type[PreTrainedModel]) -> bool:
+def _has_own_loader(model_class: type) -> bool:
     from transformers import PreTrainedModel
 
-    return model_class.from_pretrained.__func__ is not PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    bases = model_class.__mro__
+    return any("from_pretrained" in vars(base) for base in bases[: bases.index(PreTrainedModel)])
 
 
 def overwritten_weight(model: nn.Module) -> str | None:
